@@ -1,0 +1,64 @@
+# make serve   set up .venv if needed, then serve the demo model on this machine
+# make test    set up what the tests need, then lint, types, import contracts and tests
+# make lint | types | clean
+# PYTHON=python3.12 picks the interpreter; ARGS="--listen 127.0.0.1:9000" goes to `kvferry serve`.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist loadgroup
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
+TYPING := .typing/kvferry
+TOP_LEVEL := kernels models proto services shared
+
+# Our top-level kernels/ would shadow a PyPI package that transformers probes for.
+export PYTHONSAFEPATH := 1
+
+.PHONY: serve test lint types contracts clean
+.DEFAULT_GOAL := serve
+
+serve: $(INSTALLED)
+	@exec $(BIN)/kvferry serve $(ARGS)
+
+test: lint types contracts
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED_DEV)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(INSTALLED_DEV) $(TYPING)
+	$(BIN)/mypy $(TYPING)
+
+contracts: $(INSTALLED_DEV) $(TYPING)
+	PYTHONPATH=.typing $(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "kvferry needs Python 3.11 or newer; PYTHON=$(PYTHON) is older or missing" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+		{ echo "$(PYTHON) cannot make environments; on Debian: apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(INSTALLED): pyproject.toml constraints.txt $(VENV)/.created
+	@echo "Installing kvferry into $(VENV); the first time takes a few minutes."
+	$(PIP) install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(INSTALLED_DEV): pyproject.toml constraints.txt $(VENV)/.created
+	@echo "Installing kvferry and what its tests need into $(VENV); the first time takes a few minutes."
+	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@ $(INSTALLED)
+
+# The type checker finds the package by its import name through links to the top-level folders.
+$(TYPING):
+	@mkdir -p $@
+	@for name in $(TOP_LEVEL); do ln -sfn ../../$$name $@/$$name; done

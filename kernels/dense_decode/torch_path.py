@@ -1,0 +1,15 @@
+"""Dense decode attention by torch's fused SDPA; the fast path on CPU and wherever no kernel of ours runs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float) -> Tensor:
+    """As `reference.dense_decode`, in the dtype of the inputs, accumulated in float32 by SDPA.
+
+    The G heads of a group take the place of the query length: they share one KV head's rows, and nothing is
+    masked, so no KV row is repeated G times.
+    """
+    return scaled_dot_product_attention(queries[None], keys[None], values[None], scale=scaling)[0]

@@ -1,0 +1,135 @@
+"""K codes as bytes: channels sorted by width, packed along tokens in 16-bit words, block by block.
+
+One head's n kept tokens are cut into blocks of `BLOCK_TOKENS` = 8 R tokens, R = `LANES` = 16; what is left
+over is one shorter block with R = ceil(left / 8), so that padding is at most 7 tokens. In a block the
+channels follow one another in their packed order, widths 2, 4, 8, 16; a channel of width w takes R w / 2
+words, and with F = 16 / w fields a word
+
+    token (j F + f) R + r  of the block lies in  word j R + r  of the channel,  bits f w .. (f + 1) w - 1
+
+for j < w / 2, f < F, r < R. Words are little-endian: fields 0 .. F/2 - 1 are the low byte. A width of 16 is
+the float16 value itself. Padding tokens hold zeros when written and may hold anything when read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+WIDTHS = (2, 4, 8, 16)
+LANES = 16
+BLOCK_TOKENS = 8 * LANES
+
+
+def block_groups(num_tokens: int) -> list[tuple[int, int]]:
+    """Runs of equal blocks as (number of blocks, R): the full ones, then the short one; empty ones are left
+    out."""
+    full, rest = divmod(num_tokens, BLOCK_TOKENS)
+    groups = [(full, LANES)] if full else []
+    return [*groups, (1, -(-rest // 8))] if rest else groups
+
+
+def key_code_bytes(num_channels: Sequence[int], num_tokens: int) -> int:
+    """Bytes of one head's K words. Args: num_channels: of each width in `WIDTHS`."""
+    bits = sum(w * c for w, c in zip(WIDTHS, num_channels, strict=True))
+    return -(-num_tokens // 8) * bits
+
+
+def pack_key_words(codes: Sequence[Tensor], num_tokens: int) -> Tensor:
+    """One head's K words.
+
+    Args: codes: for each width in `WIDTHS`, `[c_w, n]`: uint8 codes, and float16 values for 16.
+    Returns: uint8 `[key_code_bytes]`.
+    """
+    pieces, start = [], 0
+    for num_blocks, lanes in block_groups(num_tokens):
+        covered = num_blocks * 8 * lanes
+        stop = min(start + covered, num_tokens)
+        segments = []
+        for width, rows in zip(WIDTHS, codes, strict=True):
+            padded = rows.new_zeros(rows.shape[0], covered)
+            padded[:, : stop - start] = rows[:, start:stop]
+            segments.append(_pack_width(padded, width, num_blocks, lanes))
+        pieces.append(torch.cat(segments, dim=1).flatten())
+        start = stop
+    return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.uint8, device=codes[0].device)
+
+
+def key_tiles(
+    words: Tensor, num_channels: Sequence[int], num_tokens: int, *, max_blocks: int
+) -> Iterator[tuple[int, Tensor]]:
+    """One head's codes, at most `max_blocks` blocks at a time.
+
+    Args: words uint8 `[key_code_bytes]`.
+    Yields: the tile's first token, and float32 `[c, tokens of the tile]` as `unpack_key_blocks` gives them,
+        without padding tokens.
+    """
+    block_bits = sum(w * c for w, c in zip(WIDTHS, num_channels, strict=True))
+    start, byte = 0, 0
+    for num_blocks, lanes in block_groups(num_tokens):
+        blocks = words[byte : byte + num_blocks * lanes * block_bits].view(num_blocks, lanes * block_bits)
+        byte += num_blocks * lanes * block_bits
+        for tile in torch.split(blocks, max_blocks):
+            codes = unpack_key_blocks(tile, num_channels, lanes)
+            yield start, codes[:, : num_tokens - start]
+            start += codes.shape[1]
+
+
+def half_tiles(
+    words: Tensor, num_channels: Sequence[int], num_tokens: int, *, max_blocks: int
+) -> Iterator[Tensor]:
+    """The 16-bit channels of `key_tiles` alone: float32 `[c_16, tokens of the tile]`, padding left out."""
+    block_bits = sum(w * c for w, c in zip(WIDTHS, num_channels, strict=True))
+    count = num_channels[3]
+    start, byte = 0, 0
+    for num_blocks, lanes in block_groups(num_tokens) if count else ():
+        blocks = words[byte : byte + num_blocks * lanes * block_bits].view(num_blocks, lanes * block_bits)
+        byte += num_blocks * lanes * block_bits
+        for tile in torch.split(blocks[:, lanes * (block_bits - 16 * count) :], max_blocks):
+            halves = unpack_key_blocks(tile, (0, 0, 0, count), lanes)
+            yield halves[:, : num_tokens - start]
+            start += halves.shape[1]
+
+
+def unpack_key_blocks(blocks: Tensor, num_channels: Sequence[int], lanes: int) -> Tensor:
+    """Some blocks' codes as float32, channels in their packed order; 16-bit channels come as their values.
+
+    Args: blocks uint8 `[num_blocks, block bytes]`, all of R = lanes.
+    Returns: float32 `[c, num_blocks * 8 R]`, the last block's padding tokens included.
+    """
+    num_blocks = blocks.shape[0]
+    codes = torch.empty(sum(num_channels), num_blocks * 8 * lanes, dtype=torch.float32, device=blocks.device)
+    byte, channel = 0, 0
+    for width, count in zip(WIDTHS, num_channels, strict=True):
+        if count == 0:
+            continue
+        segment = blocks[:, byte : byte + count * width * lanes]
+        target = codes[channel : channel + count]
+        if width == 16:
+            halves = segment.view(torch.float16).view(num_blocks, count, 8, lanes)
+            target.view(count, num_blocks, 8, lanes).copy_(halves.permute(1, 0, 2, 3))
+        else:
+            per_byte = 8 // width
+            octets = segment.view(num_blocks, count, width // 2, lanes, 2).permute(1, 0, 2, 4, 3)
+            fields = target.view(count, num_blocks, width // 2, 2, per_byte, lanes)
+            for p in range(per_byte):
+                fields[:, :, :, :, p].copy_((octets >> (width * p)) & ((1 << width) - 1))
+        byte += count * width * lanes
+        channel += count
+    return codes
+
+
+def _pack_width(rows: Tensor, width: int, num_blocks: int, lanes: int) -> Tensor:
+    """`[c, num_blocks * 8 R]` of one width -> uint8 `[num_blocks, c * width * R]`."""
+    count = rows.shape[0]
+    if width == 16:
+        halves = rows.view(count, num_blocks, 8, lanes).permute(1, 0, 2, 3).contiguous()
+        return halves.view(torch.uint8).view(num_blocks, count * width * lanes)
+    per_byte = 8 // width
+    fields = rows.view(count, num_blocks, width // 2, 2, per_byte, lanes)
+    octets = torch.zeros_like(fields[:, :, :, :, 0])
+    for p in range(per_byte):
+        octets |= fields[:, :, :, :, p] << (width * p)
+    return octets.permute(1, 0, 2, 4, 3).reshape(num_blocks, count * width * lanes)

@@ -1,0 +1,48 @@
+"""Asymmetric uniform quantiser: one scale and one minimum per row, 2, 4 or 8 bits a code.
+
+Prefill quantises what it is about to pack: a row is a K channel over the kept tokens, or a V token over the
+head's channels. Does not choose widths (shared/compression/rdkv) and does not pack (`kernels/packed`).
+`reference.py` is the same maths, value by value.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvferry.kernels.quantise import torch_path
+
+WIDTHS = (2, 4, 8)
+"""Code widths in bits."""
+
+
+def quantise_rows(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`s = (max - min) / (2^b - 1)`, `code = round((x - min) / s)`; a row of zero range has s = 1, code 0.
+
+    Deviation: the paper stores a zero point z and dequantises `s (code - z)`. The fp32 minimum stored here
+    equals an unrounded and unclamped z; a clamped one loses every channel that keeps one sign.
+
+    Args:
+        rows: floating `[..., R, C]`, C >= 1, rows at any stride.
+        bits: b, 2, 4 or 8.
+
+    Returns:
+        codes uint8 `[..., R, C]` below 2^b; scales and minima float32 `[..., R]`.
+
+    Raises:
+        ValueError: another width, no columns, or a value that is not finite in float32.
+    """
+    if bits not in WIDTHS:
+        raise ValueError(f"bits is {bits}; it must be one of {WIDTHS}")
+    if rows.ndim < 2 or rows.shape[-1] < 1 or not rows.is_floating_point():
+        raise ValueError(
+            f"rows are {tuple(rows.shape)} {rows.dtype}; they must be floating [..., R, C], C >= 1"
+        )
+    return torch_path.quantise_rows(rows, bits)
+
+
+def dequantise_rows(codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
+    """`s code + min` in float32.
+
+    Args: codes uint8 `[..., R, C]`; scales, minima float32 `[..., R]`. Returns: float32 `[..., R, C]`.
+    """
+    return codes.float() * scales[..., None] + minima[..., None]

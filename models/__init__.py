@@ -1,0 +1,5 @@
+"""Where the models that ship with the package lie on disk."""
+
+from pathlib import Path
+
+DEMO_MODEL = Path(__file__).parent / "demo"

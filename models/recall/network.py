@@ -1,0 +1,299 @@
+"""A plain Llama in torch for training the demo model, and its way into and out of a transformers folder.
+
+Serving never sees this class: it loads the exported folder through transformers. It exists because training
+wants three things that the general class does not give: bf16 autocast with causal blocks on a CPU, a last
+layer that runs only where there is a loss, and the structured initialisation.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from kvferry.models.recall.vocabulary import BOS_ID, END_ID, PAD_ID, VOCABULARY
+from kvferry.shared.errors import ConfigurationError
+
+_CONSTANT_FEATURE = 4.0
+"""Embedding dimension 0 at initialisation, in standard deviations of the other dimensions."""
+
+_QUERY_BLOCK = 256
+"""Queries that attend together on a CPU: blocks above the diagonal are then never computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkConfig:
+    """Shape of the network; the defaults are the shipped model's."""
+
+    hidden_size: int = 256
+    num_layers: int = 4
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    intermediate_size: int = 512
+    vocab_size: int = len(VOCABULARY)
+    rope_theta: float = 1e6
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigurationError(
+                f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.vocab_size < len(VOCABULARY):
+            raise ConfigurationError(f"vocab_size {self.vocab_size} must be at least {len(VOCABULARY)}")
+
+    def to_transformers(self) -> dict[str, object]:
+        """The fields of the folder's config.json."""
+        fields = asdict(self)
+        renamed = {
+            "num_hidden_layers": fields.pop("num_layers"),
+            "num_attention_heads": fields.pop("num_heads"),
+            "num_key_value_heads": fields.pop("num_kv_heads"),
+        }
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **fields,
+            **renamed,
+            "hidden_act": "silu",
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": BOS_ID,
+            "eos_token_id": END_ID,
+            "pad_token_id": PAD_ID,
+            "torch_dtype": "float16",
+        }
+
+    @classmethod
+    def from_transformers(cls, fields: dict[str, object]) -> NetworkConfig:
+        """Read a config.json that `to_transformers` wrote."""
+        names = {
+            "num_layers": "num_hidden_layers",
+            "num_heads": "num_attention_heads",
+            "num_kv_heads": "num_key_value_heads",
+        }
+        return cls(**{n: fields[names.get(n, n)] for n in cls.__dataclass_fields__})  # type: ignore[arg-type]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+def _masked_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+    """Explicit grouped attention.
+
+    Args: queries `[B, H_kv, G, S, D]`, already scaled; keys and values `[B, H_kv, T, D]`; bias `[..., S, T]`.
+
+    On a CPU two batched matrix products in bf16 beat the fused kernel, whose backward pass is slow.
+    """
+    b, h, g, s, d = queries.shape
+    scores = torch.bmm(queries.reshape(b * h, g * s, d), keys.reshape(b * h, -1, d).transpose(1, 2))
+    scores = scores.view(b, h, g, s, -1)
+    if bias is not None:
+        scores = scores + bias
+    weights = torch.softmax(scores, -1, dtype=scores.dtype)
+    return torch.bmm(weights.view(b * h, g * s, -1), values.reshape(b * h, -1, d)).view(b, h, g, s, d)
+
+
+def _causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention in blocks of queries, each over the keys up to its own end."""
+    num_tokens = queries.shape[3]
+    outputs = []
+    for start in range(0, num_tokens, _QUERY_BLOCK):
+        end = min(start + _QUERY_BLOCK, num_tokens)
+        bias = queries.new_full((end - start, end), -math.inf).triu(start + 1)
+        outputs.append(
+            _masked_attention(queries[..., start:end, :], keys[:, :, :end], values[:, :, :end], bias)
+        )
+    return torch.cat(outputs, 3) if len(outputs) > 1 else outputs[0]
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self._eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; parameter names are transformers' own."""
+
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        c = self._config = config
+        self.q_proj = nn.Linear(c.hidden_size, c.num_heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
+
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
+        """Attend from positions `[B, S]`, or from everywhere, over h `[B, T, hidden]`: `[B, S, hidden]`."""
+        c, (b, t, _) = self._config, h.shape
+        keys = self.k_proj(h).view(b, t, c.num_kv_heads, c.head_dim).transpose(1, 2)
+        values = self.v_proj(h).view(b, t, c.num_kv_heads, c.head_dim).transpose(1, 2)
+        keys = _rotate(keys, cos, sin)
+        if positions is not None:
+            h = _gather_rows(h, positions)
+            cos, sin = cos[positions][:, None], sin[positions][:, None]  # [B, 1, S, D]
+        queries = self.q_proj(h).view(b, h.shape[1], c.num_heads, c.head_dim).transpose(1, 2)
+        out: Tensor = self.o_proj(_attend(_rotate(queries, cos, sin), keys, values, positions))
+        return out
+
+
+class MLP(nn.Module):
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and around a residual."""
+
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Run the layer on x `[B, T, hidden]`; with positions `[B, S]` only those rows come out."""
+        attended = self.self_attn(self.input_layernorm(x), cos, sin, positions)
+        x = (x if positions is None else _gather_rows(x, positions)) + attended
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+def _gather_rows(x: Tensor, positions: Tensor) -> Tensor:
+    return x.gather(1, positions[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor | None) -> Tensor:
+    """Queries `[B, H, S, D]` over keys and values `[B, H_kv, T, D]`; returns `[B, S, H * D]`."""
+    b, heads, s, d = queries.shape
+    h_kv, t = keys.shape[1], keys.shape[2]
+    bias = None
+    if positions is not None:
+        later = torch.arange(t, device=keys.device) > positions[..., None]  # [B, S, T]
+        bias = torch.zeros_like(later, dtype=queries.dtype).masked_fill_(later, -math.inf)
+    if queries.device.type == "cpu":
+        grouped = (queries * d**-0.5).view(b, h_kv, heads // h_kv, s, d)
+        if bias is None:
+            out = _causal_attention(grouped, keys, values)
+        else:
+            out = _masked_attention(grouped, keys, values, bias[:, None, None])
+        out = out.view(b, heads, s, d)
+    else:
+        # No fused kernel takes both a mask and grouped heads; repeating a small model's KV costs little.
+        keys, values = (x.repeat_interleave(heads // h_kv, 1) for x in (keys, values))
+        mask = None if bias is None else bias[:, None]
+        out = F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=mask is None)
+    return out.transpose(1, 2).reshape(b, s, heads * d)
+
+
+class RecallNetwork(nn.Module):
+    """Decoder-only Llama with tied embeddings."""
+
+    def __init__(self, config: NetworkConfig, *, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._initialise(generator)
+
+    @torch.no_grad()
+    def _initialise(self, generator: torch.Generator | None) -> None:
+        c = self.config
+        for name, parameter in self.named_parameters():
+            if parameter.dim() != 2:
+                continue
+            std = 0.05 if "embed" in name else 0.5 * c.hidden_size**-0.5
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std *= (2 * c.num_layers) ** -0.5
+            parameter.normal_(0, std, generator=generator)
+
+    @torch.no_grad()
+    def structure_positions(self, *, sharpness: float = 20.0, num_frequencies: int = 6) -> None:
+        """Start layer 0's query heads as fixed-offset heads: head h attends to token p - 1 - h.
+
+        Embedding dimension 0 becomes a constant. Keys carry it unrotated in the highest `num_frequencies`
+        rotary pairs, queries carry it rotated back by the offset, so the score peaks at that distance:
+        `score(i, j) ~ sum_f cos((i - j - offset) * theta_f)`. Training is free to undo all of it.
+        """
+        c = self.config
+        half = c.head_dim // 2
+        self.embed_tokens.weight[:, 0] = _CONSTANT_FEATURE * 0.05
+        # After the norm the constant is about 4 (its size in standard deviations), so a query times a key is
+        # amplitude^2 * 4^2 a frequency; `sharpness` is the score's scale at the right offset.
+        amplitude = math.sqrt(sharpness * math.sqrt(c.head_dim) / 15.2)
+        first = self.layers[0]
+        assert isinstance(first, DecoderLayer)
+        keys = first.self_attn.k_proj.weight.view(c.num_kv_heads, c.head_dim, -1)
+        queries = first.self_attn.q_proj.weight.view(c.num_heads, c.head_dim, -1)
+        for i in range(num_frequencies):
+            angle = c.rope_theta ** (-2 * i / c.head_dim)
+            keys[:, i, 0], keys[:, i + half, 0] = amplitude, 0
+            for head in range(c.num_heads):
+                offset = 1 + head
+                queries[head, i, 0] = amplitude * math.cos(offset * angle)
+                queries[head, i + half, 0] = -amplitude * math.sin(offset * angle)
+
+    def hidden(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Last hidden states of token_ids `[B, T]`.
+
+        Returns: `[B, T, hidden]`, or `[B, S, hidden]` where positions `[B, S]` are given.
+        """
+        c, t = self.config, token_ids.shape[1]
+        x = self.embed_tokens(token_ids)
+        if torch.is_autocast_enabled(token_ids.device.type):
+            x = x.to(torch.bfloat16)
+        half = torch.arange(0, c.head_dim, 2, device=token_ids.device).float() / c.head_dim
+        angles = torch.outer(torch.arange(t, device=token_ids.device).float(), c.rope_theta**-half)
+        angles = torch.cat([angles, angles], -1)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for layer in self.layers[:-1]:
+            x = layer(x, cos, sin)
+        out: Tensor = self.norm(self.layers[-1](x, cos, sin, positions))
+        return out
+
+    def forward(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits, as `hidden`."""
+        return F.linear(self.hidden(token_ids, positions), self.embed_tokens.weight)
+
+
+def save_folder(network: RecallNetwork, folder: Path) -> None:
+    """Write config.json and model.safetensors in fp16 (bf16 moves logits by more than one)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"model.{n}": p.detach().cpu().half().contiguous() for n, p in network.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    text = json.dumps(network.config.to_transformers(), indent=1)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def load_folder(folder: Path) -> RecallNetwork:
+    """Read a folder that `save_folder` wrote, in fp32."""
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    network = RecallNetwork(NetworkConfig.from_transformers(fields))
+    tensors = load_file(folder / "model.safetensors")
+    network.load_state_dict({n.removeprefix("model."): t.float() for n, t in tensors.items()})
+    return network

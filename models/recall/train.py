@@ -1,0 +1,145 @@
+"""`kvferry train-demo`: train the demo model from a recipe and write its transformers folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from kvferry.models.recall.gradients import StepResult
+from kvferry.models.recall.network import RecallNetwork, save_folder
+from kvferry.models.recall.recipe import RECIPES, Recipe, load_recipe
+from kvferry.models.recall.tokenizer import save_tokenizer
+from kvferry.models.recall.trainer import Trainer, load_network
+from kvferry.shared.errors import ConfigurationError, KvferryError
+
+_log = structlog.get_logger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(sorted(p.stem for p in RECIPES.glob("*.json")))
+    parser.add_argument("--recipe", default="cpu", help=f"one of {names}, or a JSON file (default: cpu)")
+    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints, curve and model/")
+    parser.add_argument(
+        "--init", type=Path, help="exported folder or checkpoint.pt to start from, instead of random weights"
+    )
+    parser.add_argument(
+        "--fresh-words-from",
+        type=int,
+        default=0,
+        metavar="ID",
+        help="with --init: token ids from here on get new embeddings (their words are new)",
+    )
+    parser.add_argument("--from-stage", help="name of the first stage to run (default: the recipe's first)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
+    parser.add_argument(
+        "--workers", type=int, default=-1, help="processes that draw data (default: 8 on cuda)"
+    )
+    parser.add_argument("--checkpoint-every-s", type=float, default=60.0, help="seconds (default: 60)")
+    parser.add_argument("--restart", action="store_true", help="ignore the folder's checkpoint")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, or resume training, and export; returns the process's exit code."""
+    recipe = load_recipe(_recipe_path(args.recipe))
+    device = torch.device(_device_name(args.device))
+    num_threads = args.threads or torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    trainer = Trainer(
+        recipe,
+        _initial_network(recipe, args.init, args.fresh_words_from),
+        folder=args.out,
+        device=device,
+        num_shards=num_threads if device.type == "cpu" else 1,
+        first_stage=recipe.stage_index(args.from_stage) if args.from_stage else 0,
+        num_workers=args.workers if args.workers >= 0 else (8 if device.type == "cuda" else 0),
+        checkpoint_every_s=args.checkpoint_every_s,
+    )
+    if not args.restart and trainer.resume():
+        _log.info("resumed", stage=trainer.position.stage, step=trainer.position.step)
+    _train(recipe, trainer)
+    save_folder(trainer.network, args.out / "model")
+    save_tokenizer(args.out / "model")
+    _log.info("exported", folder=str(args.out / "model"), total_tokens=trainer.position.total_tokens)
+    return 0
+
+
+def _train(recipe: Recipe, trainer: Trainer) -> None:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>5.1f} %  answer loss {task.fields[loss]:.3f}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bars = {s.name: progress.add_task(s.name, total=1.0, loss=0.0) for s in recipe.stages}
+
+        def on_step(done: float, result: StepResult) -> None:
+            stage = recipe.stages[trainer.position.stage]
+            progress.update(bars[stage.name], completed=done, loss=result.answer_loss)
+
+        trainer.run(on_step=on_step)
+
+
+def _recipe_path(name: str) -> Path:
+    path = RECIPES / f"{name}.json"
+    return path if path.exists() else Path(name)
+
+
+def _device_name(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise ConfigurationError(f"--device is {name!r}; allowed are auto, cpu, cuda")
+    return name
+
+
+def _initial_network(recipe: Recipe, folder: Path | None, fresh_words_from: int) -> RecallNetwork:
+    generator = torch.Generator().manual_seed(recipe.init_seed)
+    if folder is None:
+        network = RecallNetwork(recipe.network, generator=generator)
+        network.structure_positions()
+        return network
+    network = load_network(folder)
+    if network.config != recipe.network:
+        raise ConfigurationError(
+            f"--init {folder} has {network.config}; recipe {recipe.name!r} wants {recipe.network}"
+        )
+    if fresh_words_from:
+        renew_embeddings(network, fresh_words_from, generator)
+    return network
+
+
+@torch.no_grad()
+def renew_embeddings(network: RecallNetwork, first_id: int, generator: torch.Generator) -> None:
+    """Draw the embeddings of token ids >= first_id anew, with the older words' mean and spread."""
+    weight = network.embed_tokens.weight
+    old = weight[:first_id]
+    noise = torch.randn(weight[first_id:].shape, generator=generator)
+    weight[first_id:] = old.mean(0) + old.std(0) * noise
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; errors on purpose end it with one line and code 2."""
+    parser = argparse.ArgumentParser(prog="kvferry train-demo", description="Train the demo model.")
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    try:
+        return run(args)
+    except KvferryError as error:
+        _log.error("training failed", error=error.message)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

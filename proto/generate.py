@@ -1,0 +1,57 @@
+"""Regenerates the protobuf code from `control.proto`: run after changing that file, commit what it writes.
+
+Not on any request's path. Needs the `dev` extra (grpcio-tools, mypy-protobuf). A test runs it into a scratch
+folder and compares; it does not compile the block format, which is no protobuf.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+PROTO = "control.proto"
+GENERATED = ("control_pb2.py", "control_pb2.pyi", "control_pb2_grpc.py", "control_pb2_grpc.pyi")
+_IMPORT_FOLDER = "kvferry/proto"
+_TIMEOUT_S = 120.0
+
+
+def generate(target: Path) -> None:
+    """Write the generated files into a folder.
+
+    The proto file is compiled under its import path, so that the generated code imports
+    `kvferry.proto.control_pb2`.
+
+    Raises:
+        subprocess.CalledProcessError: protoc refused.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch, _IMPORT_FOLDER, PROTO)
+        source.parent.mkdir(parents=True)
+        shutil.copyfile(Path(__file__).with_name(PROTO), source)
+        plugins = Path(sysconfig.get_path("scripts"))
+        command = [
+            *(sys.executable, "-P", "-m", "grpc_tools.protoc"),
+            f"--proto_path={scratch}",
+            f"--plugin=protoc-gen-mypy={plugins / 'protoc-gen-mypy'}",
+            f"--plugin=protoc-gen-mypy_grpc={plugins / 'protoc-gen-mypy_grpc'}",
+            f"--python_out={scratch}",
+            f"--grpc_python_out={scratch}",
+            f"--mypy_out=quiet:{scratch}",
+            f"--mypy_grpc_out=quiet:{scratch}",
+            f"{_IMPORT_FOLDER}/{PROTO}",
+        ]
+        subprocess.run(command, check=True, timeout=_TIMEOUT_S)
+        for name in GENERATED:
+            shutil.copyfile(source.with_name(name), target / name)
+
+
+def main() -> None:
+    generate(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
+
+
+if __name__ == "__main__":
+    main()

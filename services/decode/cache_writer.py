@@ -1,0 +1,135 @@
+"""Puts one transfer's blocks into a sequence's arena bytes, and completes them when the transfer ends.
+
+Called by `receiver.py` under the sequence's lock. A section of rows is `[H_kv, n, D]` without gaps; its place
+in the arena is the first n rows of each head of `[H_kv, cap, D]`. Packed layers are `packed_writer.py`'s.
+Blocks cut sections at any byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from kvferry.services.decode.arena_copier import ArenaCopier
+from kvferry.services.decode.packed_writer import PackedLayerWriter
+from kvferry.shared.cache.layout import LayerCache, SequenceLayout, view_layers
+from kvferry.shared.errors import TransferFailed
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.wire.messages import BlockHeader, Section
+
+
+class CacheWriter:
+    """Writes one sequence's blocks.
+
+    Args:
+        buffer: the sequence's arena bytes, uint8 `[layout.size_bytes or more]`.
+        copier: how bytes get there; shared with the other transfers of the receiver's thread.
+        num_prompt_tokens: T; kept positions lie in [0, T).
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: SequenceLayout,
+        buffer: Tensor,
+        copier: ArenaCopier,
+        *,
+        num_prompt_tokens: int,
+    ) -> None:
+        self._spec = spec
+        self._layout = layout
+        self._buffer = buffer
+        self._copier = copier
+        self._num_prompt_tokens = num_prompt_tokens
+        self._index: dict[int, bytearray] = {}
+        self._index_checked: set[int] = set()
+        num_rows = sum(layer.rows for layer in layout.layers)
+        self._packed = {
+            i: PackedLayerWriter(
+                spec, i, layer.packed.view(buffer), copier, num_prompt_tokens=num_prompt_tokens
+            )
+            for i, layer in enumerate(layout.layers)
+            if layer.packed is not None
+        }
+        self._missing_bytes = 2 * num_rows * spec.num_kv_heads * spec.row_bytes
+
+    def write(self, header: BlockHeader, payload: memoryview) -> None:
+        """Place one block.
+
+        Raises:
+            TransferFailed: the block lies outside its section, or completes an index or a packed layer that
+                is not valid.
+        """
+        if header.layer in self._packed:
+            self._packed[header.layer].write(header, payload)
+            return
+        layer = self._layout.layers[header.layer]
+        row_bytes = 4 if header.section is Section.INDEX else self._spec.row_bytes
+        section_bytes = layer.rows * self._spec.num_kv_heads * row_bytes
+        if header.offset + payload.nbytes > section_bytes:
+            raise TransferFailed(
+                f"layer {header.layer} {header.section.name}: bytes {header.offset} to "
+                f"{header.offset + payload.nbytes} came; the section has {section_bytes}",
+                reason="size",
+            )
+        if header.section is Section.INDEX:
+            self._write_index(header, payload, section_bytes)
+            return
+        region = layer.keys if header.section is Section.KEYS else layer.values
+        head_bytes, stride_bytes = layer.rows * row_bytes, layer.capacity * row_bytes
+        self._copier.load(payload)
+        done = 0
+        while done < payload.nbytes:
+            head, within = divmod(header.offset + done, head_bytes)
+            count = min(payload.nbytes - done, head_bytes - within)
+            start = region.offset + head * stride_bytes + within
+            self._copier.copy(self._buffer[start : start + count], done)
+            done += count
+        self._missing_bytes -= done
+
+    def finish(self) -> tuple[LayerCache, ...]:
+        """Build what decode needs beside the rows; returns the layers' views.
+
+        Raises:
+            TransferFailed: bytes are missing.
+        """
+        if self._missing_bytes != 0:
+            raise TransferFailed(f"{self._missing_bytes} bytes of rows did not come", reason="incomplete")
+        for i, layer in enumerate(self._layout.layers):
+            dropped = layer.packed is None and layer.rows < self._num_prompt_tokens
+            if (dropped or i in self._index) and i not in self._index_checked:
+                raise TransferFailed(
+                    f"layer {i} keeps {layer.rows} of {self._num_prompt_tokens} tokens; its index is missing",
+                    reason="incomplete",
+                )
+        caches = tuple(
+            replace(cache, packed=self._packed[i].finish()) if i in self._packed else cache
+            for i, cache in enumerate(view_layers(self._layout, self._buffer))
+        )
+        for cache in caches:
+            cache.layout.attention.build(cache.keys, cache.values, cache.auxiliary, length=cache.layout.rows)
+        return caches
+
+    def _write_index(self, header: BlockHeader, payload: memoryview, section_bytes: int) -> None:
+        index = self._index.setdefault(header.layer, bytearray())
+        if header.offset != len(index):
+            raise TransferFailed(
+                f"layer {header.layer} INDEX: offset {header.offset} came; {len(index)} is expected",
+                reason="order",
+            )
+        index += payload
+        if len(index) == section_bytes:
+            self._check_index(header.layer, np.frombuffer(index, np.dtype("<i4")))
+            self._index_checked.add(header.layer)
+
+    def _check_index(self, layer: int, positions: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+        per_head = positions.reshape(self._spec.num_kv_heads, -1)
+        ascending = bool((per_head[:, 1:] > per_head[:, :-1]).all())
+        if not ascending or positions.min() < 0 or positions.max() >= self._num_prompt_tokens:
+            raise TransferFailed(
+                f"layer {layer}: kept positions must ascend within 0 to {self._num_prompt_tokens - 1} for "
+                f"each KV head; they lie in {positions.min()} to {positions.max()}, ascending: {ascending}",
+                reason="index",
+            )

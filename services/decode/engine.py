@@ -1,0 +1,247 @@
+"""The decode engine: continuous batching in one thread.
+
+Takes complete sequences from the receiver, runs them together step by step, samples, and tells each
+request's stream; hands finished ones on to the history return. Sequences of any length and method share a
+batch, and none's result depends on the others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import structlog
+import torch
+from torch import Tensor
+
+from kvferry.services.decode.attention import BatchAttention
+from kvferry.services.decode.sequence import Sequence, SequenceState
+from kvferry.shared.cache.layout import used_bytes
+from kvferry.shared.control.messages import FinishReason, GenerationFinished, TokenGenerated
+from kvferry.shared.errors import KvferryError, WorkerUnavailable
+from kvferry.shared.metrics import DecodeMetrics
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.sampling.params import SampledToken
+
+_log = structlog.get_logger(__name__)
+_IDLE_WAIT_S = 0.25
+_CLOSE_TIMEOUT_S = 30.0
+_MAX_FAILED_STEPS = 3
+
+
+class DecodeEngine:
+    """One thread that owns the model and every READY or RUNNING sequence.
+
+        submit ──► inbox ──first token checked──► waiting ──room in the batch──► running ──► finished
+                     │                               │                              │
+                     └──────────── cancelled, failed, engine closed ────────────────┴──► closed
+
+    Args:
+        on_finished: takes a sequence whose completion has ended and whose rows go back to prefill
+            (RETURNING).
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        metrics: DecodeMetrics,
+        *,
+        max_batch_size: int,
+        clock: Callable[[], float],
+        on_finished: Callable[[Sequence], None],
+    ) -> None:
+        self._model = model
+        self._metrics = metrics
+        self._max_batch_size = max_batch_size
+        self._clock = clock
+        self._on_finished = on_finished
+        self._condition = threading.Condition()
+        self._inbox: deque[tuple[Sequence, SampledToken]] = deque()
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._stopping = False
+        self._failed_steps = 0
+        self._heartbeat_s = clock()
+        self._thread = threading.Thread(target=self._run, name="kvferry-decode-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Fail what is live and end the thread. Idempotent."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        if self._thread.ident is not None:
+            self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def submit(self, sequence: Sequence, first_token: SampledToken) -> None:
+        """Any thread. The sequence is READY and is the engine's from now on."""
+        with self._condition:
+            if not self._stopping:
+                self._inbox.append((sequence, first_token))
+                self._condition.notify()
+                return
+        sequence.close(_closed())
+
+    def wake(self) -> None:
+        """Any thread: look at `cancelled` flags now rather than at the end of an idle wait."""
+        with self._condition:
+            self._condition.notify()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def healthy(self, heartbeat_timeout_s: float) -> bool:
+        """Whether the thread came round lately and its last steps did not all fail."""
+        fresh = self._clock() - self._heartbeat_s < heartbeat_timeout_s
+        return self._thread.is_alive() and fresh and self._failed_steps < _MAX_FAILED_STEPS
+
+    # ---- the engine's thread -----------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        try:
+            while self._await_work():
+                try:
+                    self._turn()
+                except Exception as error:  # the engine outlives whatever a step does
+                    _log.exception("decode step failed", batch_size=len(self._running))
+                    self._failed_steps += 1
+                    self._close_all(KvferryError(f"the decode step failed: {error}", reason="step_failed"))
+        finally:
+            self._close_all(_closed())
+
+    def _await_work(self) -> bool:
+        """Wait until there is something to do; False when the engine is to stop."""
+        with self._condition:
+            while not (self._stopping or self._inbox or self._waiting or self._running):
+                self._heartbeat_s = self._clock()
+                self._condition.wait(_IDLE_WAIT_S)
+            self._heartbeat_s = self._clock()
+            return not self._stopping
+
+    def _turn(self) -> None:
+        with self._condition:
+            arrived, self._inbox = self._inbox, deque()
+        while arrived:
+            self._begin(*arrived.popleft())
+        for sequence in [s for s in (*self._waiting, *self._running) if s.cancelled]:
+            sequence.close()
+        self._waiting = deque(s for s in self._waiting if s.state is not SequenceState.CLOSED)
+        self._running = [s for s in self._running if s.state is not SequenceState.CLOSED]
+        while self._waiting and len(self._running) < self._max_batch_size:
+            self._join(self._waiting.popleft())
+        self._show_batch_size(len(self._running))
+        if self._running:
+            self._step()
+
+    def _begin(self, sequence: Sequence, first_token: SampledToken) -> None:
+        """Count the token that prefill drew; it may already end the completion."""
+        self._waiting.append(sequence)
+        try:
+            sequence.sampler.observe(first_token.token_id)
+            reason = sequence.take(first_token)
+        except Exception as error:
+            self._fail(sequence, error)
+            return
+        if reason is not None:
+            self._waiting.remove(sequence)
+            self._finish(sequence, reason)
+
+    def _join(self, sequence: Sequence) -> None:
+        sequence.state = SequenceState.RUNNING
+        self._running.append(sequence)
+        if sequence.committed_s is not None:
+            self._metrics.admit.labels(self._model.spec.name).observe(self._clock() - sequence.committed_s)
+
+    def _step(self) -> None:
+        """One token for every running sequence."""
+        batch = list(self._running)
+        started_s = self._clock()
+        attention = BatchAttention([s.caches for s in batch], [s.num_appended for s in batch])
+        device = self._model.device
+        logits = self._model.decode(
+            torch.tensor([s.last_token_id for s in batch], device=device),
+            torch.tensor([s.position for s in batch], device=device),
+            attention=attention,
+        ).cpu()
+        self._failed_steps = 0
+        drawn = [self._sample(s, logits[i], attention.errors.get(i)) for i, s in enumerate(batch)]
+        # metrics first: whoever has read a stream's end finds its steps counted
+        self._metrics.decode_step.labels(self._model.spec.name).observe(self._clock() - started_s)
+        self._show_batch_size(sum(token is not None and token[1] is None for token in drawn))
+        for sequence, token in zip(batch, drawn, strict=True):
+            if token is not None:
+                self._deliver(sequence, token)
+        self._running = [s for s in batch if s.state is SequenceState.RUNNING]
+
+    def _sample(
+        self, sequence: Sequence, logits: Tensor, error: Exception | None
+    ) -> tuple[SampledToken, FinishReason | None] | None:
+        """The sequence's next token and whether it is the last; None where the sequence failed."""
+        sequence.num_appended += 1
+        try:
+            if error is not None:
+                raise error
+            token = sequence.sampler.sample(logits)
+            return token, sequence.take(token)
+        except Exception as failure:  # the edge between one sequence and its batch-mates
+            self._fail(sequence, failure)
+            return None
+
+    def _deliver(self, sequence: Sequence, drawn: tuple[SampledToken, FinishReason | None]) -> None:
+        token, reason = drawn
+        if not sequence.request.probe:
+            self._metrics.decode_tokens.labels(self._model.spec.name, sequence.resolved.method).inc()
+        sequence.events.put(TokenGenerated(token=token))
+        if reason is not None:
+            self._finish(sequence, reason)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """The bytes go back before the reader learns of the end, unless the rows are still to be returned."""
+        finished = GenerationFinished(
+            finish_reason=reason,
+            num_tokens=sequence.num_tokens,
+            cache_bytes=used_bytes(
+                sequence.layout,
+                self._model.spec,
+                sequence.num_appended,
+                packed_bytes=sum(cache.packed_bytes for cache in sequence.caches),
+            ),
+        )
+        with sequence.lock:
+            returning = sequence.request.store_history and not sequence.cancelled
+            if returning:
+                sequence.state = SequenceState.RETURNING
+        if returning:
+            sequence.events.put(finished)
+            self._on_finished(sequence)
+        else:
+            sequence.close()
+            sequence.events.put(finished)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        if not isinstance(error, KvferryError):
+            _log.error("sequence failed", request_id=sequence.request.request_id, exc_info=error)
+            error = KvferryError(f"decoding the sequence failed: {error}", reason="sequence_failed")
+        sequence.close(error)
+
+    def _close_all(self, error: KvferryError) -> None:
+        with self._condition:
+            arrived, self._inbox = self._inbox, deque()
+        for sequence in (*(s for s, _ in arrived), *self._waiting, *self._running):
+            if sequence.state in (SequenceState.READY, SequenceState.RUNNING):
+                sequence.close(error)
+        self._waiting.clear()
+        self._running = []
+        self._show_batch_size(0)
+
+    def _show_batch_size(self, num_sequences: int) -> None:
+        self._metrics.batch_size.labels(self._model.spec.name).set(num_sequences)
+
+
+def _closed() -> WorkerUnavailable:
+    return WorkerUnavailable("the decode worker is shutting down", reason="closed")

@@ -1,0 +1,129 @@
+"""Returns a finished completion's KV rows to the prefill worker, for the session's history.
+
+Last stage of a request that stores history. Rows are copied to the host first and the arena bytes given back
+at once, so a slow peer holds no decode memory. A failed return costs the next turn a little prefill, and the
+client nothing.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+from torch import Tensor
+
+from kvferry.services.decode.sequence import Sequence, SequenceState
+from kvferry.shared.control.messages import HistoryReturned, Ticket
+from kvferry.shared.errors import KvferryError
+from kvferry.shared.metrics import DecodeMetrics
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.wire.interfaces import BlockSender, OutgoingTransfer
+from kvferry.shared.wire.messages import EndRecord, Manifest, Section
+
+_log = structlog.get_logger(__name__)
+_Rows = list[tuple[Tensor, Tensor]]
+
+
+class HistoryReturner:
+    """A few threads that ship rows; sequences beyond them wait in line, still holding their bytes.
+
+    Args:
+        timeout_s: for opening, sending and acknowledgement, each.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        sender: BlockSender,
+        metrics: DecodeMetrics,
+        *,
+        num_threads: int,
+        timeout_s: float,
+    ) -> None:
+        self._spec = spec
+        self._sender = sender
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvferry-history-return")
+
+    def submit(self, sequence: Sequence) -> None:
+        """Takes a RETURNING sequence; closes it in the end."""
+        if sequence.num_appended == 0 or sequence.manifest is None or not sequence.manifest.history_endpoint:
+            self._end(sequence, num_tokens=0)
+        else:
+            self._pool.submit(self._return, sequence, sequence.manifest)
+
+    def close(self) -> None:
+        """Returns not yet begun are dropped; call with all sequences cancelled. Idempotent."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _return(self, sequence: Sequence, manifest: Manifest) -> None:
+        num_tokens = 0
+        try:
+            with sequence.lock:
+                if sequence.state is SequenceState.CLOSED:
+                    return
+                rows = _copy_rows(sequence)
+                sequence.release_bytes()
+            self._ship(sequence, manifest, rows)
+            num_tokens = sequence.num_appended
+        except KvferryError as error:
+            _log.warning("history not returned", request_id=sequence.request.request_id, error=error.message)
+        except Exception:
+            _log.exception("history not returned", request_id=sequence.request.request_id)
+        finally:
+            self._end(sequence, num_tokens=num_tokens)
+
+    def _end(self, sequence: Sequence, *, num_tokens: int) -> None:
+        if sequence.close():
+            sequence.events.put(HistoryReturned(num_tokens=num_tokens))
+
+    def _ship(self, sequence: Sequence, manifest: Manifest, rows: _Rows) -> None:
+        outgoing = self._open(sequence, manifest)
+        with sequence.lock:
+            sequence.outgoing = outgoing
+            if sequence.cancelled:
+                outgoing.abort("the request was cancelled")
+        try:
+            for layer, (keys, values) in enumerate(rows):
+                outgoing.send(layer=layer, section=Section.KEYS, tensor=keys)
+                outgoing.send(layer=layer, section=Section.VALUES, tensor=values)
+            outgoing.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0))
+            outgoing.wait(self._timeout_s)
+        finally:
+            outgoing.abort("the return failed")  # no effect once acknowledged
+        if not sequence.request.probe:
+            sent_bytes = outgoing.bytes_by_kind["rows"]
+            self._metrics.history_returned_bytes.labels(self._spec.name).inc(sent_bytes)
+
+    def _open(self, sequence: Sequence, manifest: Manifest) -> OutgoingTransfer:
+        ticket = Ticket(
+            endpoint=manifest.history_endpoint,
+            transfer_id=manifest.key.transfer_id,
+            generation=manifest.key.generation,
+            credit_bytes=manifest.history_credit_bytes,
+            lease_s=self._timeout_s,
+            reserved_bytes=0,
+        )
+        returned = Manifest(
+            purpose="history",
+            key=manifest.key,
+            request_id=sequence.request.request_id,
+            model_fingerprint=self._spec.fingerprint,
+            dtype=self._spec.dtype,
+            num_kv_heads=self._spec.num_kv_heads,
+            head_dim=self._spec.head_dim,
+            start=sequence.resolved.num_prompt_tokens,
+            num_tokens=sequence.num_appended,
+            layer_rows=(sequence.num_appended,) * self._spec.num_layers,
+        )
+        return self._sender.open(ticket, returned, timeout_s=self._timeout_s)
+
+
+def _copy_rows(sequence: Sequence) -> _Rows:
+    """Host copies of each layer's appended K and V `[H_kv, num_appended, D]`."""
+
+    def copy(cache: Tensor, start: int) -> Tensor:
+        return cache[:, start : start + sequence.num_appended].clone().cpu()
+
+    return [(copy(c.keys, c.layout.rows), copy(c.values, c.layout.rows)) for c in sequence.caches]

@@ -1,0 +1,187 @@
+"""The decode worker's block sink: takes a prompt's compressed KV from the wire into the arena.
+
+Between the block server's thread and the engine. Admits a transfer only for a live reservation of the same
+generation, model and plan; anything else is refused by name, and nothing partial ever reaches the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvferry.services.decode.arena_copier import ArenaCopier
+from kvferry.services.decode.cache_writer import CacheWriter
+from kvferry.services.decode.reservations import Reservations
+from kvferry.services.decode.sequence import Sequence, SequenceState
+from kvferry.shared.cache.arena import ByteArena
+from kvferry.shared.compression.representation import packed_limits
+from kvferry.shared.control.messages import TransferAccepted
+from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, TransferFailed
+from kvferry.shared.metrics import DecodeMetrics
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.sampling.params import SampledToken
+from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES, BlockHeader, EndRecord, Manifest, TransferKey
+
+
+class _Incoming:
+    """A transfer under way. Belongs to the block server's thread."""
+
+    def __init__(self, sequence: Sequence, writer: CacheWriter, started_s: float) -> None:
+        self.sequence = sequence
+        self.writer = writer
+        self.started_s = started_s
+
+
+class CacheReceiver:
+    """Implements `BlockSink`. All methods are called from one thread.
+
+    Whatever fails, fails the request at once, with the error that the sender is told.
+
+    Args:
+        submit: hands a complete sequence and its first token to the engine.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        arena: ByteArena,
+        reservations: Reservations,
+        metrics: DecodeMetrics,
+        *,
+        clock: Callable[[], float],
+        submit: Callable[[Sequence, SampledToken], None],
+    ) -> None:
+        self._spec = spec
+        self._arena = arena
+        self._reservations = reservations
+        self._metrics = metrics
+        self._clock = clock
+        self._submit = submit
+        self._copier = ArenaCopier(MAX_PAYLOAD_BYTES, arena.device)
+        self._incoming: dict[TransferKey, _Incoming] = {}
+
+    def open(self, manifest: Manifest) -> None:
+        """See `BlockSink.open`."""
+        try:
+            sequence, writer = self._accept(manifest)
+        except KvferryError as error:
+            self._metrics.receive_failed.labels(error.reason).inc()
+            raise
+        self._incoming[manifest.key] = _Incoming(sequence, writer, self._clock())
+
+    def write(self, header: BlockHeader, payload: memoryview) -> None:
+        """See `BlockSink.write`. Bytes are copied only while the reservation is still held."""
+        incoming = self._find(header.key)
+        sequence = incoming.sequence
+        with sequence.lock:
+            if sequence.state is not SequenceState.IN_TRANSFER:
+                self._metrics.late_blocks.inc()
+                raise self._ended(header.key)
+            try:
+                incoming.writer.write(header, payload)
+            except KvferryError as error:
+                sequence.close(error)
+                raise
+
+    def commit(self, end: EndRecord) -> None:
+        """See `BlockSink.commit`."""
+        incoming = self._find(end.key)
+        sequence = incoming.sequence
+        with sequence.lock:
+            if sequence.state is not SequenceState.IN_TRANSFER:
+                raise self._ended(end.key)
+            try:
+                first_token = self._checked_first_token(end, sequence)
+                sequence.caches = incoming.writer.finish()
+            except KvferryError as error:
+                sequence.close(error)
+                raise
+            self._arena.advance(sequence.allocation, "running")
+            sequence.committed_s = self._clock()
+            sequence.state = SequenceState.READY
+        del self._incoming[end.key]
+        sequence.events.put(TransferAccepted(transfer_s=sequence.committed_s - incoming.started_s))
+        self._submit(sequence, first_token)
+
+    def abort(self, key: TransferKey, reason: str) -> None:
+        """See `BlockSink.abort`."""
+        incoming = self._incoming.pop(key, None)
+        if incoming is None:
+            return
+        self._metrics.receive_failed.labels(reason).inc()
+        error = TransferFailed(f"the transfer of the prompt's KV failed: {reason}", reason=reason)
+        with incoming.sequence.lock:
+            if incoming.sequence.state is SequenceState.IN_TRANSFER:
+                incoming.sequence.close(error)
+
+    def _accept(self, manifest: Manifest) -> tuple[Sequence, CacheWriter]:
+        sequence = self._reservations.find(manifest.key)
+        with sequence.lock:
+            if sequence.state is not SequenceState.RESERVED:
+                raise LeaseExpired(
+                    f"the reservation of transfer {manifest.key.transfer_id:#x} is {sequence.state.value}; "
+                    "it takes one transfer",
+                    reason="reservation_used",
+                )
+            try:
+                self._check(manifest, sequence)
+            except KvferryError as error:
+                sequence.close(error)
+                raise
+            self._arena.advance(sequence.allocation, "in_transfer")
+            sequence.state = SequenceState.IN_TRANSFER
+            sequence.manifest = manifest
+            writer = CacheWriter(
+                self._spec,
+                sequence.layout,
+                self._arena.buffer(sequence.allocation),
+                self._copier,
+                num_prompt_tokens=sequence.resolved.num_prompt_tokens,
+            )
+        return sequence, writer
+
+    def _find(self, key: TransferKey) -> _Incoming:
+        incoming = self._incoming.get(key)
+        if incoming is None:
+            self._metrics.late_blocks.inc()
+            raise self._ended(key)
+        return incoming
+
+    def _ended(self, key: TransferKey) -> LeaseExpired:
+        return LeaseExpired(
+            f"the reservation of transfer {key.transfer_id:#x}, generation {key.generation} has ended",
+            reason="reservation_ended",
+        )
+
+    def _check(self, manifest: Manifest, sequence: Sequence) -> None:
+        spec, resolved = self._spec, sequence.resolved
+        expected: dict[str, tuple[object, object]] = {
+            "purpose": (manifest.purpose, "cache"),
+            "model_fingerprint": (manifest.model_fingerprint, spec.fingerprint),
+            "dtype": (manifest.dtype, spec.dtype),
+            "num_kv_heads": (manifest.num_kv_heads, spec.num_kv_heads),
+            "head_dim": (manifest.head_dim, spec.head_dim),
+            "start": (manifest.start, 0),
+            "num_tokens": (manifest.num_tokens, resolved.num_prompt_tokens),
+            "layer_rows": (manifest.layer_rows, tuple(layer.rows for layer in resolved.layers)),
+            "layer_packed_bytes": (
+                manifest.layer_packed_bytes,
+                packed_limits(resolved, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim),
+            ),
+            "resolved": (manifest.resolved, resolved),
+        }
+        for name, (sent, own) in expected.items():
+            if sent != own:
+                raise ProtocolMismatch(
+                    f"the manifest's {name} is {sent!r}; this worker expects {own!r}",
+                    reason=f"manifest_{name}",
+                )
+
+    def _checked_first_token(self, end: EndRecord, sequence: Sequence) -> SampledToken:
+        token, index = end.first_token, sequence.request.sampling.first_index
+        if token is None or token.index != index or not 0 <= token.token_id < self._spec.vocab_size:
+            raise TransferFailed(
+                f"the transfer's first token is {token}; it must have index {index} and an id of 0 to "
+                f"{self._spec.vocab_size - 1}",
+                reason="first_token",
+            )
+        return token

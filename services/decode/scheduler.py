@@ -1,0 +1,139 @@
+"""Admission in bytes: who gets arena memory, in which order, and for how long they wait for it.
+
+First step of a request's life in this worker. Knows sizes and owners; what is done with the bytes is
+`sequence.py`'s matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvferry.shared.cache.arena import Allocation, ByteArena
+from kvferry.shared.errors import CapacityExceeded
+
+_MIN_RETRY_AFTER_S = 1.0
+
+
+@dataclass(eq=False, kw_only=True)
+class _Waiter:
+    size_bytes: int
+    owner: str
+    lease_s: float
+    loop: asyncio.AbstractEventLoop
+    granted: asyncio.Event = field(default_factory=asyncio.Event)
+    allocation: Allocation | None = None
+
+
+class Scheduler:
+    """Strictly first in, first out: a large request at the head is not overtaken by small ones.
+
+        reserve ──► granted at once ──────────────────────────────► Allocation
+           └──────► waits in line ──bytes freed, it is the head──► Allocation
+                        └── admission_wait_s over, or cancelled ──► out of the line, nothing held
+
+    `release` may be called from any thread; `reserve` from any event loop.
+    """
+
+    def __init__(
+        self, arena: ByteArena, *, max_waiting: int, admission_wait_s: float, lease_s: float
+    ) -> None:
+        self._arena = arena
+        self._max_waiting = max_waiting
+        self._admission_wait_s = admission_wait_s
+        self._lease_s = lease_s
+        self._lock = threading.Lock()
+        self._line: deque[_Waiter] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._line)
+
+    async def reserve(self, size_bytes: int, *, owner: str, timeout_s: float) -> Allocation:
+        """Arena bytes, now or once they are free.
+
+        Raises:
+            InvalidRequest: the arena is too small for it even when empty.
+            CapacityExceeded: no memory within admission_wait_s or timeout_s (`arena_full`), or the line is
+                full (`queue_full`).
+        """
+        self._arena.check_fits(size_bytes)
+        waiter = _Waiter(
+            size_bytes=size_bytes,
+            owner=owner,
+            lease_s=min(self._lease_s, timeout_s),
+            loop=asyncio.get_running_loop(),
+        )
+        wait_s = min(self._admission_wait_s, timeout_s)
+        with self._lock:
+            self._line.append(waiter)
+            self._grant()
+            if waiter.allocation is None and (len(self._line) > self._max_waiting or wait_s <= 0):
+                self._line.remove(waiter)
+                raise self._refusal(size_bytes, waited_s=0.0, queue_full=wait_s > 0)
+        if waiter.allocation is not None:
+            return waiter.allocation
+        try:
+            async with asyncio.timeout(wait_s):
+                await waiter.granted.wait()
+        except TimeoutError:
+            if not self._leave(waiter):
+                raise self._refusal(size_bytes, waited_s=wait_s) from None
+        except asyncio.CancelledError:
+            if self._leave(waiter):
+                self.release(_granted(waiter))
+            raise
+        return _granted(waiter)
+
+    def release(self, allocation: Allocation) -> None:
+        """Give bytes back and serve the line."""
+        with self._lock:
+            self._arena.free(allocation)
+            self._grant()
+
+    def _grant(self) -> None:
+        while self._line:
+            waiter = self._line[0]
+            try:
+                allocation = self._arena.reserve(
+                    waiter.size_bytes, owner=waiter.owner, lease_s=waiter.lease_s
+                )
+            except CapacityExceeded:
+                return
+            self._line.popleft()
+            waiter.allocation = allocation  # first: its loop may run before this thread goes on
+            try:
+                waiter.loop.call_soon_threadsafe(waiter.granted.set)
+            except RuntimeError:  # its loop is closed: nobody is there to take the bytes
+                self._arena.free(allocation)
+
+    def _leave(self, waiter: _Waiter) -> bool:
+        """Step out of the line; returns whether the bytes were granted in the meantime."""
+        with self._lock:
+            if waiter.allocation is not None:
+                return True
+            self._line.remove(waiter)
+            self._grant()
+            return False
+
+    def _refusal(self, size_bytes: int, *, waited_s: float, queue_full: bool = False) -> CapacityExceeded:
+        retry_after_s = max(_MIN_RETRY_AFTER_S, self._admission_wait_s)
+        if queue_full:
+            return CapacityExceeded(
+                f"{self._max_waiting} requests wait for decode memory already, which is the limit",
+                reason="queue_full",
+                retry_after_s=retry_after_s,
+            )
+        return CapacityExceeded(
+            f"the request needs {size_bytes} bytes of decode memory; they did not become free within "
+            f"{waited_s:.1f} s ({self._arena.free_bytes} of {self._arena.size_bytes} are free)",
+            reason="arena_full",
+            retry_after_s=retry_after_s,
+        )
+
+
+def _granted(waiter: _Waiter) -> Allocation:
+    assert waiter.allocation is not None
+    return waiter.allocation

@@ -1,0 +1,140 @@
+"""One request inside the decode worker: its reservation, its cache, its completion so far.
+
+Made at admission, filled by the receiver, advanced by the engine, ended by the history return or by whoever
+fails or cancels it first. Holds state and keeps it consistent; does no work of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable
+
+from kvferry.services.decode.events import EventStream
+from kvferry.shared.cache.arena import Allocation
+from kvferry.shared.cache.layout import LayerCache, SequenceLayout
+from kvferry.shared.compression.plan import ResolvedPlan
+from kvferry.shared.control.messages import FinishReason, GenerateRequest
+from kvferry.shared.errors import KvferryError
+from kvferry.shared.model.text import TextAssembler
+from kvferry.shared.sampling.params import SampledToken
+from kvferry.shared.sampling.sampler import SequenceSampler
+from kvferry.shared.wire.interfaces import OutgoingTransfer
+from kvferry.shared.wire.messages import Manifest, TransferKey
+
+
+class SequenceState(enum.Enum):
+    RESERVED = "reserved"
+    IN_TRANSFER = "in_transfer"
+    READY = "ready"
+    RUNNING = "running"
+    RETURNING = "returning"
+    CLOSED = "closed"
+
+
+class Sequence:
+    """State of one request. `lock` guards `state`, the arena bytes and `outgoing`.
+
+        RESERVED ─manifest─► IN_TRANSFER ─commit─► READY ─joins─► RUNNING ─last token─► RETURNING ─┐
+            │                     │                  │               │                      │      │
+            └─────────────────────┴───── failed, cancelled, lease ───┴──────────────────────┴──► CLOSED
+
+    Who may touch the arena bytes, and so who closes:
+        RESERVED, IN_TRANSFER   whoever holds `lock` (receiver, sweeper, the request's own task)
+        READY, RUNNING          the engine's thread; others set `cancelled` and wake it
+        RETURNING               whoever holds `lock`, until the history worker has copied the rows out and
+                                given the bytes back; the worker closes
+
+    Args:
+        release: gives the allocation back; called exactly once, under `lock`.
+        forget: removes the sequence from the worker's tables; called exactly once, at closing.
+        assembler: finds stop strings; None where there are none.
+        stop_token_ids: ids that end the completion, the model's own among them unless ignored.
+    """
+
+    def __init__(
+        self,
+        *,
+        request: GenerateRequest,
+        resolved: ResolvedPlan,
+        layout: SequenceLayout,
+        key: TransferKey,
+        allocation: Allocation,
+        events: EventStream,
+        sampler: SequenceSampler,
+        assembler: TextAssembler | None,
+        stop_token_ids: frozenset[int],
+        release: Callable[[Allocation], None],
+        forget: Callable[[Sequence], None],
+    ) -> None:
+        self.lock = threading.RLock()
+        self.state = SequenceState.RESERVED
+        self.cancelled = False
+        self.request = request
+        self.resolved = resolved
+        self.layout = layout
+        self.key = key
+        self.allocation = allocation
+        self.events = events
+        self.sampler = sampler
+        self.manifest: Manifest | None = None
+        self.caches: tuple[LayerCache, ...] = ()
+        self.outgoing: OutgoingTransfer | None = None
+        self.num_tokens = 0
+        self.num_appended = 0
+        self.last_token_id = -1
+        self.committed_s: float | None = None
+        self._assembler = assembler
+        self._stop_token_ids = stop_token_ids
+        self._release = release
+        self._forget = forget
+        self._holds_bytes = True
+
+    @property
+    def position(self) -> int:
+        """Position of the token to run next, which is the last one drawn."""
+        return self.resolved.num_prompt_tokens + self.num_tokens - 1
+
+    def take(self, token: SampledToken) -> FinishReason | None:
+        """Count a token as part of the completion; returns why the completion ends with it, if it does."""
+        self.num_tokens += 1
+        self.last_token_id = token.token_id
+        stopped = self._assembler is not None and self._assembler.push(token.token_id).stopped
+        if stopped or token.token_id in self._stop_token_ids:
+            return "stop"
+        return "length" if self.num_tokens >= self.request.sampling.max_tokens else None
+
+    def release_bytes(self) -> None:
+        """Give the arena bytes back; the views go first. No effect the second time."""
+        with self.lock:
+            self.caches = ()
+            if self._holds_bytes:
+                self._holds_bytes = False
+                self._release(self.allocation)
+
+    def close(self, error: KvferryError | None = None) -> bool:
+        """End the sequence: bytes back, off the tables, and the reader told if there is an error.
+
+        Returns: False if it was closed before.
+        """
+        with self.lock:
+            if self.state is SequenceState.CLOSED:
+                return False
+            self.state = SequenceState.CLOSED
+            self.release_bytes()
+            self._forget(self)
+        if error is not None:
+            self.events.put(error)
+        return True
+
+    def cancel(self) -> None:
+        """The reader has gone. Closes now where that is safe; else the holder sees `cancelled` soon."""
+        with self.lock:
+            self.cancelled = True
+            if self.state in (SequenceState.RESERVED, SequenceState.IN_TRANSFER):
+                self.close()
+            elif self.state is SequenceState.RETURNING:
+                if self._holds_bytes:
+                    self.close()
+                elif self.outgoing is not None:
+                    self.outgoing.abort("the request was cancelled")

@@ -1,0 +1,298 @@
+"""The decode worker: implements `DecodeControl` over scheduler, receiver, engine and history return.
+
+    generate ── reserve (scheduler) ── ticket ── blocks (receiver) ── tokens (engine) ── rows (history return)
+
+Streams run on the event loop, work runs in threads; they meet in `Sequence` and its `EventStream`. Knows no
+transport: a factory makes the block server, a sender is handed in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+
+import structlog
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+
+from kvferry.services.decode.config import DecodeConfig, arena_size_bytes
+from kvferry.services.decode.engine import DecodeEngine
+from kvferry.services.decode.events import EventStream
+from kvferry.services.decode.history_return import HistoryReturner
+from kvferry.services.decode.receiver import CacheReceiver
+from kvferry.services.decode.reservations import LeaseSweeper, Reservations
+from kvferry.services.decode.scheduler import Scheduler
+from kvferry.services.decode.sequence import Sequence
+from kvferry.shared.cache.arena import ByteArena
+from kvferry.shared.cache.layout import sequence_layout
+from kvferry.shared.compression.presets import method_names
+from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.control.messages import (
+    GenerateEvent,
+    GenerateRequest,
+    GenerationFinished,
+    HistoryReturned,
+    Ticket,
+    TicketIssued,
+    WorkerStatus,
+)
+from kvferry.shared.errors import (
+    CapacityExceeded,
+    ContextLengthExceeded,
+    InvalidRequest,
+    ProtocolMismatch,
+    WorkerUnavailable,
+)
+from kvferry.shared.metrics import ARENA_STATES, DecodeMetrics
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.text import TextAssembler
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.sampling.sampler import SequenceSampler
+from kvferry.shared.wire.interfaces import BlockSender, BlockServer, BlockSink
+from kvferry.shared.wire.messages import PROTOCOL_VERSION, TransferKey
+
+_log = structlog.get_logger(__name__)
+
+
+class DecodeService:
+    """Implements `DecodeControl` between `start` and `close`.
+
+    Closing a stream, at whatever stage, frees its arena bytes: at once before and during the transfer and
+    while rows are returned, else at the end of the running step.
+
+    Args:
+        model: loaded; from `start` on used by the engine's thread alone.
+        server_factory: makes the block server, at the service's start.
+        sender: ships generated KV back; closed with the service.
+    """
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        *,
+        model: LanguageModel,
+        tokenizer: ChatTokenizer,
+        metrics: DecodeMetrics,
+        server_factory: Callable[[BlockSink], BlockServer],
+        sender: BlockSender,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._spec = model.spec
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._instance_id = secrets.token_hex(8)
+        self._closed = False
+        self._arena = ByteArena(
+            arena_size_bytes(config, model.device), model.device, clock=clock, observer=self._show_arena
+        )
+        self._reservations = Reservations()
+        self._scheduler = Scheduler(
+            self._arena,
+            max_waiting=config.max_waiting,
+            admission_wait_s=config.admission_wait_s,
+            lease_s=config.lease_s,
+        )
+        self._sender = sender
+        self._returner = HistoryReturner(
+            self._spec,
+            sender,
+            metrics,
+            num_threads=config.history_threads,
+            timeout_s=config.history_timeout_s,
+        )
+        self._engine = DecodeEngine(
+            model,
+            metrics,
+            max_batch_size=config.max_batch_size,
+            clock=clock,
+            on_finished=self._returner.submit,
+        )
+        self._sweeper = LeaseSweeper(
+            self._reservations,
+            self._arena,
+            interval_s=config.sweep_interval_s,
+            clock=clock,
+            on_expired=metrics.leases_expired.inc,
+        )
+        self._receiver = CacheReceiver(
+            self._spec, self._arena, self._reservations, metrics, clock=clock, submit=self._engine.submit
+        )
+        self._server_factory = server_factory
+        self._server: BlockServer | None = None
+        self.registry = _ArenaRegistry(metrics.registry, self._arena)
+        """The metrics' registry for `/metrics`: the arena's states in one answer always sum to its size."""
+
+    @property
+    def arena(self) -> ByteArena:
+        return self._arena
+
+    @property
+    def block_endpoint(self) -> str:
+        """Where blocks arrive; there is one from `start` on."""
+        assert self._server is not None, "the service is not started"
+        return self._server.endpoint
+
+    async def start(self) -> None:
+        """Listen for blocks; start the engine and the sweep of expired leases."""
+        self._server = self._server_factory(self._receiver)
+        self._engine.start()
+        self._sweeper.start()
+
+    async def close(self) -> None:
+        """Fail what is live, free everything, end the threads. Idempotent."""
+        self._closed = True
+        await asyncio.to_thread(self._close_threads)
+
+    async def generate(
+        self, request: GenerateRequest, *, timeout_s: float
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """See `DecodeControl.generate`.
+
+        Raises:
+            InvalidRequest: tokens, plan or size that this worker can never serve.
+            ProtocolMismatch: another model was asked for, or another plan arrived.
+            CapacityExceeded: no memory in time, or too many wait for it.
+            LeaseExpired, TransferFailed: the prompt's KV did not arrive.
+            DeadlineExceeded: timeout_s is over.
+            WorkerUnavailable: the worker is closing.
+            KvferryError: decoding failed.
+        """
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        sequence, lease_s = await self._admit(request, timeout_s)
+        try:
+            yield TicketIssued(
+                ticket=Ticket(
+                    endpoint=self.block_endpoint,
+                    transfer_id=sequence.key.transfer_id,
+                    generation=sequence.key.generation,
+                    credit_bytes=self._config.credit_bytes,
+                    lease_s=lease_s,
+                    reserved_bytes=sequence.allocation.size_bytes,
+                )
+            )
+            last = HistoryReturned if request.store_history else GenerationFinished
+            while True:
+                event = await sequence.events.get(deadline_s=deadline_s)
+                yield event
+                if isinstance(event, last):
+                    return
+        finally:
+            sequence.cancel()
+            self._engine.wake()
+
+    async def status(self, *, timeout_s: float) -> WorkerStatus:
+        """See `DecodeControl.status`."""
+        running = self._engine.num_running
+        return WorkerStatus(
+            role="decode",
+            instance_id=self._instance_id,
+            protocol_version=PROTOCOL_VERSION,
+            ready=not self._closed and self._engine.healthy(self._config.heartbeat_timeout_s),
+            running=running,
+            waiting=max(len(self._reservations.all()) - running, 0) + self._scheduler.num_waiting,
+            free_bytes=self._arena.free_bytes,
+            total_bytes=self._arena.size_bytes,
+            model=self._spec,
+            methods=method_names(),
+        )
+
+    async def _admit(self, request: GenerateRequest, timeout_s: float) -> tuple[Sequence, float]:
+        """Validate, then reserve. Whatever can fail comes before the bytes are held."""
+        self._check(request)
+        resolved = resolve_plan(
+            request.plan,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_new_tokens=request.sampling.max_tokens,
+            num_layers=self._spec.num_layers,
+            head_dim=self._spec.head_dim,
+        )
+        layout = sequence_layout(self._spec, resolved)
+        sampler = SequenceSampler(request.sampling, request.prompt_token_ids, self._spec.vocab_size)
+        assembler = self._assembler(request)
+        model_ends = () if request.sampling.ignore_eos else self._spec.eos_token_ids
+        events = EventStream()
+        try:
+            allocation = await self._scheduler.reserve(
+                layout.size_bytes, owner=request.request_id, timeout_s=timeout_s
+            )
+        except (CapacityExceeded, InvalidRequest) as error:
+            if not request.probe:
+                self._metrics.admission_rejected.labels(error.reason).inc()
+            raise
+        sequence = Sequence(
+            request=request,
+            resolved=resolved,
+            layout=layout,
+            key=TransferKey(transfer_id=secrets.randbits(64), generation=allocation.generation),
+            allocation=allocation,
+            events=events,
+            sampler=sampler,
+            assembler=assembler,
+            stop_token_ids=frozenset((*model_ends, *request.sampling.stop_token_ids)),
+            release=self._scheduler.release,
+            forget=self._reservations.remove,
+        )
+        self._reservations.add(sequence)
+        return sequence, min(self._config.lease_s, timeout_s)
+
+    def _check(self, request: GenerateRequest) -> None:
+        if self._closed or self._server is None:
+            raise WorkerUnavailable("the decode worker is not running", reason="closed")
+        if request.model_fingerprint != self._spec.fingerprint:
+            raise ProtocolMismatch(
+                f"the request is for model {request.model_fingerprint!r}; this worker holds "
+                f"{self._spec.fingerprint!r} ({self._spec.name})",
+                reason="model_fingerprint",
+            )
+        num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+        if num_prompt + max_tokens > self._spec.max_model_len:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}; together they may be "
+                f"{self._spec.max_model_len} at most",
+                param="max_tokens",
+            )
+        if not 0 <= request.sampling.first_index < max(num_prompt, 1):
+            raise InvalidRequest(
+                f"first_index is {request.sampling.first_index}; it must be 0 to {num_prompt - 1}"
+            )
+
+    def _assembler(self, request: GenerateRequest) -> TextAssembler | None:
+        """Finds stop strings, those that began in tokens of an earlier attempt among them."""
+        sampling = request.sampling
+        if not sampling.stop:
+            return None
+        assembler = TextAssembler(self._tokenizer, sampling.stop)
+        for token_id in request.prompt_token_ids[len(request.prompt_token_ids) - sampling.first_index :]:
+            assembler.push(token_id)
+        return assembler
+
+    def _close_threads(self) -> None:
+        self._engine.close()
+        if self._server is not None:
+            self._server.close()
+        for sequence in self._reservations.all():
+            sequence.cancel()
+            sequence.events.put(WorkerUnavailable("the decode worker is shutting down", reason="closed"))
+        self._returner.close()
+        self._sender.close()
+        self._sweeper.close()
+
+    def _show_arena(self, bytes_by_state: dict[str, int]) -> None:
+        for state in ARENA_STATES:
+            self._metrics.arena_bytes.labels(state).set(bytes_by_state.get(state, 0))
+
+
+class _ArenaRegistry(CollectorRegistry):
+    """Reads another registry while the arena stands still."""
+
+    def __init__(self, inner: CollectorRegistry, arena: ByteArena) -> None:
+        super().__init__()
+        self._inner = inner
+        self._arena = arena
+
+    def collect(self) -> Iterable[Metric]:
+        with self._arena.lock:
+            return list(self._inner.collect())

@@ -1,0 +1,172 @@
+"""Budgets that mean the same bytes for every method, and the sizes that they are measured by.
+
+A method's own budget (rows, or RocketKV's traffic per step) is solved for, so that what it comes to is the
+largest that does not exceed the target. Counts what a decode worker holds and reads; allocates nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from typing import Literal
+
+from kvferry.shared.cache.layout import sequence_layout, used_bytes
+from kvferry.shared.compression.attention import make_attention
+from kvferry.shared.compression.plan import Budget, CompressionPlan, ResolvedPlan
+from kvferry.shared.compression.representation import packed_limits
+from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.model.spec import DTYPE_BYTES, ModelSpec
+
+Match = Literal["kept", "read", "given"]
+
+_INDEX_BYTES = 4
+_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_FORMS = "a share of the full KV (10% or 0.1), tokens (256t) or bytes (65536B, 64KiB, 1MiB)"
+_REFINE = 16
+"""Neighbours of the bisection's answer that are tried too: page sizes jump, sizes are not quite monotone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One column of a comparison.
+
+    Attributes:
+        label: as written in tables.
+        kind: what the value counts: a share in (0, 1], tokens, or bytes.
+    """
+
+    label: str
+    kind: Literal["retention", "tokens", "bytes"]
+    value: Fraction
+
+    def size_bytes(self, spec: ModelSpec, num_tokens: int) -> int:
+        """The target for a prompt of num_tokens tokens, rounded down."""
+        if self.kind == "bytes":
+            return int(self.value)
+        per_token = spec.kv_token_bytes
+        return int(self.value * per_token * (num_tokens if self.kind == "retention" else 1))
+
+    def as_budget(self) -> Budget:
+        """The method's own budget, for comparisons that match nothing."""
+        if self.kind == "retention":
+            return Budget(retention=float(self.value))
+        return Budget(tokens=int(self.value))
+
+
+def parse_target(text: str) -> Target:
+    """Read one budget. Raises ConfigurationError where it is none of the forms."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(%|t|B|KiB|MiB|GiB|)", text)
+    if match is None:
+        raise ConfigurationError(f"--budgets has {text!r}; it takes {_FORMS}")
+    number, unit = Fraction(match[1]), match[2]
+    if unit in ("%", ""):
+        share = number / 100 if unit else number
+        if not 0 < share <= 1 or (not unit and "." not in text):
+            raise ConfigurationError(f"--budgets has {text!r}; a share is 0% to 100%, and it takes {_FORMS}")
+        return Target(label=f"{float(100 * share):g}%", kind="retention", value=share)
+    value = number * _UNITS.get(unit, 1)
+    if value < 1 or value.denominator != 1:
+        raise ConfigurationError(f"--budgets has {text!r}; it must come to a whole number of at least 1")
+    if unit == "t":
+        return Target(label=f"{value}t", kind="tokens", value=value)
+    return Target(label=f"{value}B", kind="bytes", value=value)
+
+
+def full_bytes(spec: ModelSpec, num_tokens: int) -> int:
+    """K and V of every token."""
+    return num_tokens * spec.kv_token_bytes
+
+
+def kept_bytes(spec: ModelSpec, resolved: ResolvedPlan) -> int:
+    """What is kept of a prompt: rows, what its attention keeps beside them, and the kept rows' positions; of
+    a packed layer, the most that it may come to, scales and index included."""
+    limits = _packed_limits(spec, resolved)
+    indexed = sum(
+        layer.rows
+        for layer, limit in zip(resolved.layers, limits, strict=True)
+        if layer.rows < resolved.num_prompt_tokens and not limit
+    )
+    layout = sequence_layout(spec, resolved)
+    return used_bytes(layout, spec, 0, packed_bytes=sum(limits)) + _INDEX_BYTES * indexed * spec.num_kv_heads
+
+
+def read_bytes(spec: ModelSpec, resolved: ResolvedPlan) -> int:
+    """What a decode step reads of a compressed prompt: all rows, or estimates and the rows they choose; of a
+    packed layer, as much as `kept_bytes` counts."""
+    return sum(
+        limit
+        or spec.num_kv_heads
+        * make_attention(layer.attention).read_bytes(
+            num_rows=layer.rows, head_dim=spec.head_dim, element_bytes=DTYPE_BYTES[spec.dtype]
+        )
+        for layer, limit in zip(resolved.layers, _packed_limits(spec, resolved), strict=True)
+    )
+
+
+def _packed_limits(spec: ModelSpec, resolved: ResolvedPlan) -> tuple[int, ...]:
+    """The most bytes of each layer that is packed; 0 where it is rows."""
+    limits = packed_limits(resolved, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim)
+    return limits or (0,) * len(resolved.layers)
+
+
+_SIZES: dict[Match, Callable[[ModelSpec, ResolvedPlan], int]] = {"kept": kept_bytes, "read": read_bytes}
+
+
+@lru_cache(maxsize=4096)
+def _matched_tokens(
+    key: _PlanKey, spec: ModelSpec, match: Match, num_tokens: int, max_new_tokens: int, size_bytes: int
+) -> int | None:
+    def size(tokens: int) -> int:
+        plan = replace(key.plan, budget=Budget(tokens=tokens))
+        resolved = resolve_plan(
+            plan,
+            num_prompt_tokens=num_tokens,
+            max_new_tokens=max_new_tokens,
+            num_layers=spec.num_layers,
+            head_dim=spec.head_dim,
+        )
+        return _SIZES[match](spec, resolved)
+
+    low, high = 0, num_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        if size(middle) <= size_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    near = range(min(low + _REFINE, num_tokens), max(low - _REFINE, 0), -1)
+    return next((tokens for tokens in near if size(tokens) <= size_bytes), None)
+
+
+@dataclass(frozen=True)
+class _PlanKey:
+    """A plan that hashes: parts hold dictionaries, their text decides."""
+
+    plan: CompressionPlan
+
+    def __hash__(self) -> int:
+        return hash(repr(self.plan))
+
+
+def plan_for_target(
+    plan: CompressionPlan,
+    target: Target,
+    *,
+    match: Match,
+    spec: ModelSpec,
+    num_tokens: int,
+    max_new_tokens: int,
+) -> CompressionPlan | None:
+    """The plan with the largest budget that stays within the target; None where even one token exceeds it.
+
+    Args: num_tokens, max_new_tokens: of the prompt that is compressed, as for `resolve_plan`.
+    """
+    if match == "given":
+        return replace(plan, budget=target.as_budget())
+    size_bytes = target.size_bytes(spec, num_tokens)
+    tokens = _matched_tokens(_PlanKey(plan), spec, match, num_tokens, max_new_tokens, size_bytes)
+    return None if tokens is None else replace(plan, budget=Budget(tokens=tokens))

@@ -1,0 +1,61 @@
+"""Options of `kvferry eval`, as text; `experiment.py` reads the lists in them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from kvferry.shared.config import LogLevel, ServiceSettings
+
+
+class EvalConfig(ServiceSettings):
+    """Each list is comma-separated."""
+
+    model: str = Field("demo", description="local folder or hub id of the model; demo is the shipped one")
+    device: str = Field("auto", description="auto (CUDA where there is one), cpu, cuda, cuda:N")
+    dtype: str = Field(
+        "auto", description="auto (the model's own on CUDA, float32 on CPU), float32, float16, bfloat16"
+    )
+    methods: str = Field(
+        "full,snapkv,rocketkv",
+        description="methods to compare, or all; NAME:PARAMETER=VALUE changes a parameter (snapkv:window=16)",
+    )
+    budgets: str = Field(
+        "50%,25%,10%,5%", description="of the full KV: 10% or 0.1, tokens (256t), or bytes (64KiB, 65536B)"
+    )
+    match: Literal["kept", "read", "given"] = Field(
+        "kept",
+        description="compare at equal kept bytes, at equal bytes read per decode step, or give each method "
+        "the budget as it is",
+    )
+    tasks: str = Field("single_needle,multi_key_8", description="tasks, or all")
+    lengths: str = Field("1024", description="prompt lengths in the demo tokenizer's tokens")
+    depths: str = Field(
+        "", description="where the statements stand in the document, 0 to 1; scattered if empty"
+    )
+    settings: str = Field(
+        "aware",
+        description="aware (every turn selects with its question), once (the first turn selects, later "
+        "turns append), agnostic (the document is compressed before any question)",
+    )
+    first_token: Literal["prefill", "refed"] = Field(
+        "prefill",
+        description="the answer's first token comes from prefill's logits, as served, or from the last "
+        "prompt token fed again to the compressed cache, as papers do",
+    )
+    examples: int = Field(20, ge=1, description="examples of each cell")
+    first_seed: int = Field(0, ge=0, description="seed of the first example; training never uses these")
+    held_out: bool = Field(False, description="entities and wordings that training never asks about")
+    max_new_tokens: int = Field(20, ge=1, description="longest answer in tokens")
+    jobs: int = Field(1, ge=1, description="processes")
+    threads: int = Field(
+        0, ge=0, description="CPU threads of each process; 0 divides the processors between them"
+    )
+    out: str = Field("eval-results", description="folder of the results; a run goes on where it ended there")
+    fresh: bool = Field(False, description="measure again what the folder already holds")
+    plots: bool = Field(False, description="draw plots too; needs matplotlib (kvferry[eval])")
+    log_level: LogLevel = Field("warning", description="debug, info, warning or error")
+
+
+HIDDEN_OPTIONS = ("log_format", "ready_file")

@@ -1,0 +1,82 @@
+"""An example as a model's tokens: the prompt of every turn, its right answer, and where the document ends.
+
+Earlier turns are answered rightly, as SCBench does, so that every method is asked the same. Any chat model
+will do; runs none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.models.recall.tasks import Example
+from kvferry.shared.errors import UnsupportedModel
+from kvferry.shared.model.tokenizer import ChatTokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One question.
+
+    Attributes:
+        prompt_token_ids: the conversation up to where the assistant speaks.
+        answer_token_ids: the right answer and an end token.
+        answer: its text.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    answer_token_ids: tuple[int, ...]
+    answer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """All turns of an example; each prompt starts with the one before it.
+
+    Attributes:
+        num_document_tokens: tokens of the first prompt that no question changes.
+    """
+
+    turns: tuple[Turn, ...]
+    num_document_tokens: int
+
+
+def tokenize(example: Example, tokenizer: ChatTokenizer) -> Conversation:
+    """Render an example with a model's chat template.
+
+    Raises:
+        UnsupportedModel: the template changes earlier turns when later ones come.
+    """
+    answers = [m["content"] for m in example.messages if m["role"] == "assistant"] + [example.answer]
+    turns: list[Turn] = []
+    for i, answer in enumerate(answers):
+        messages = [{"role": m["role"], "content": m["content"]} for m in example.messages[: 2 * i + 1]]
+        prompt = tuple(tokenizer.render(messages))
+        if turns and prompt[: len(turns[-1].prompt_token_ids)] != turns[-1].prompt_token_ids:
+            raise UnsupportedModel(
+                "the chat template rewrites earlier turns; only single questions can be asked"
+            )
+        ids = [t for t in tokenizer.encode(answer) if not tokenizer.is_silent(t)]
+        end = tokenizer.eos_token_ids[:1]
+        turns.append(Turn(prompt_token_ids=prompt, answer_token_ids=(*ids, *end), answer=answer))
+    alone = tokenizer.render([{"role": "user", "content": example.document}])
+    return Conversation(
+        turns=tuple(turns), num_document_tokens=_common_prefix(alone, turns[0].prompt_token_ids)
+    )
+
+
+def same_text(text: str, other: str) -> bool:
+    return _normal(text) == _normal(other)
+
+
+def contains(text: str, answer: str) -> bool:
+    """Whether an answer stands in a text, as RULER scores it."""
+    return f" {_normal(answer)} " in f" {_normal(text)} "
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def _common_prefix(a: list[int], b: tuple[int, ...]) -> int:
+    limit = min(len(a), len(b))
+    return next((i for i in range(limit) if a[i] != b[i]), limit)

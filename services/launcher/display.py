@@ -1,0 +1,67 @@
+"""What `kvferry serve` shows: a spinner while it starts, then addresses and a line to paste."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+
+from rich.console import Console
+
+from kvferry.shared.command_line import version
+from kvferry.shared.serving import reachable
+
+# In the words that the demo model knows; any model can answer it.
+EXAMPLE_MESSAGE = (
+    "the old sailor painted the quiet bridge . remember that the pin of the red castle is 4 2 7 1 . "
+    "the access code of the blue lighthouse is 9 0 5 3 . what is the pin of the red castle ?"
+)
+EXAMPLE_ANSWER = "4 2 7 1"
+
+
+class Display:
+    """Writes to the terminal (stdout); a pipe gets the same text without colours or spinner."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+
+    @contextlib.contextmanager
+    def starting(self, model: str) -> Iterator[None]:
+        with self._console.status(f"starting prefill, decode and router with {model} ..."):
+            yield
+
+    def ready(self, model: str, addresses: Mapping[str, str], *, needs_key: bool) -> None:
+        base = f"http://{reachable(addresses['address'])}"
+        self._line(f"kvferry {version()} serves {model}", style="bold green")
+        self._line(f"  API      {base}/v1")
+        self._line(f"  metrics  {base}/metrics (router; with ?all=1 the workers' too)")
+        for role in ("prefill", "decode"):
+            self._line(f"           http://{reachable(addresses[f'{role}_metrics'])}/metrics ({role})")
+        self._line("")
+        self._line("Try it:", style="bold")
+        self._line(curl_line(base, model, needs_key=needs_key))
+        self._line("")
+        self._line(f"or talk to it: kvferry chat --url {base}        Ctrl-C stops.", style="dim")
+
+    def stopping(self) -> None:
+        self._line("stopping ...", style="dim")
+
+    def _line(self, text: str, *, style: str | None = None) -> None:
+        # Soft-wrapped, so that a pasted line is whole; never read as markup.
+        self._console.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def curl_line(base_url: str, model: str, *, needs_key: bool = False) -> str:
+    """A command that asks a first question in a session, ready to paste into a shell."""
+    body = {
+        "model": model,
+        "session_id": "hello",
+        "messages": [{"role": "user", "content": EXAMPLE_MESSAGE}],
+        "temperature": 0,
+        "max_tokens": 16,
+    }
+    words = ["curl", "-s", f"{base_url}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    if needs_key:
+        words += ["-H", "Authorization: Bearer YOUR_KEY"]
+    return shlex.join([*words, "-d", json.dumps(body)])

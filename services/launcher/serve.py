@@ -1,0 +1,104 @@
+"""`kvferry serve`: the whole system on this machine, as processes (default) or in one process.
+
+Starts a stack, waits until a probe turn has gone through it, prints its addresses, stops it on a signal.
+Carries no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import httpx
+
+from kvferry.services.launcher.config import ServeConfig
+from kvferry.services.launcher.display import Display
+from kvferry.services.launcher.processes import ProcessStack
+from kvferry.services.router.config import split_list
+from kvferry.shared.errors import DeadlineExceeded
+from kvferry.shared.logging import setup_logging
+from kvferry.shared.serving import announce_ready, check_free, reachable, wait_for_signal
+
+_POLL_S = 0.1
+_PROBE_TIMEOUT_S = 5.0
+
+
+class Stack(Protocol):
+    """Router, prefill and decode, wired."""
+
+    async def start(self) -> None:
+        """Start all; returns when the router listens."""
+        ...
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """`address` (HTTP), `prefill_metrics`, `decode_metrics`, and where there are processes their pids."""
+        ...
+
+    async def close(self) -> None:
+        """Stop all. Idempotent; also after a failed start."""
+        ...
+
+
+async def serve(config: ServeConfig) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit code.
+
+    Raises: KvferryError if a service does not start.
+    """
+    setup_logging(config.log_level, config.log_format, "serve")
+    check_free("listen", config.listen)
+    display = Display()
+    stack = _stack(config)
+    stopped = asyncio.create_task(wait_for_signal())
+    starting = asyncio.create_task(_start(stack, config))
+    try:
+        with display.starting(config.model_name or config.model):
+            await asyncio.wait({stopped, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            model = starting.result()
+            announce_ready(config.ready_file, {"service": "serve", "model": model, **stack.addresses})
+            display.ready(model, stack.addresses, needs_key=bool(split_list(config.api_keys)))
+            await stopped
+        display.stopping()
+    finally:
+        stopped.cancel()
+        starting.cancel()
+        await asyncio.wait({stopped, starting})
+        await stack.close()
+    return 0
+
+
+def _stack(config: ServeConfig) -> Stack:
+    if config.in_process:
+        # Only here does the launcher itself need torch, which takes seconds to import.
+        from kvferry.services.launcher.in_process import InProcessStack
+
+        return InProcessStack(config)
+    return ProcessStack(config)
+
+
+async def _start(stack: Stack, config: ServeConfig) -> str:
+    """Start the stack and wait until it can serve; returns the model's public id."""
+    try:
+        async with asyncio.timeout(config.start_timeout_s):
+            await stack.start()
+            keys = split_list(config.api_keys)
+            headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+            base_url = f"http://{reachable(stack.addresses['address'])}"
+            async with httpx.AsyncClient(base_url=base_url, headers=headers, trust_env=False) as client:
+                await _until_ready(client)
+                models = await client.get("/v1/models", timeout=_PROBE_TIMEOUT_S)
+                return str(models.raise_for_status().json()["data"][0]["id"])
+    except TimeoutError:
+        raise DeadlineExceeded(f"the services were not ready after {config.start_timeout_s:g} s") from None
+
+
+async def _until_ready(client: httpx.AsyncClient) -> None:
+    while True:
+        try:
+            reply = await client.get("/ready", timeout=_PROBE_TIMEOUT_S)
+            if reply.status_code == httpx.codes.OK:
+                return
+        except httpx.TransportError:
+            pass
+        await asyncio.sleep(_POLL_S)

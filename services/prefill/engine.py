@@ -1,0 +1,301 @@
+"""The prefill engine: one thread that owns the model and runs prompts one after another.
+
+Place in the request's path: between the service's asyncio side, which submits jobs and awaits their first
+token, and the block sender, whose own thread ships each layer while the next computes. Does not wait for
+acknowledgements and does not commit history.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import structlog
+import torch
+from torch import Tensor
+
+from kvferry.services.prefill.config import PrefillConfig
+from kvferry.services.prefill.job import PrefillJob
+from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
+from kvferry.services.prefill.queue import FairQueue
+from kvferry.services.prefill.receiver import HistoryReceiver
+from kvferry.shared.compression.representation import packed_limits
+from kvferry.shared.control.messages import FirstToken
+from kvferry.shared.errors import CapacityExceeded, HistoryMiss, KvferryError, WorkerUnavailable
+from kvferry.shared.history.interface import HistoryStore
+from kvferry.shared.metrics import PrefillMetrics
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.wire.interfaces import BlockSender
+from kvferry.shared.wire.messages import EndRecord, Manifest
+
+log = structlog.get_logger(__name__)
+
+_JOIN_TIMEOUT_S = 30.0
+
+
+class _ProbeObserver:
+    """An observer of a pass that nobody wants anything of."""
+
+    def history(self, layer: int) -> None:
+        return None
+
+    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        pass
+
+
+class PrefillEngine:
+    """Runs jobs in fair order on one thread.
+
+        submit ──► queue ──► run: begin turn, open transfer ──► layers ──► sample ──► end record ──► first
+                                    │ error or cancelled: transfer aborted, turn dropped, error told
+
+    Idle, it runs one token every `probe_interval_s`; `ready` says whether a layer or a probe has been
+    finished within `ready_timeout_s`.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: LanguageModel,
+        store: HistoryStore,
+        sender: BlockSender,
+        receiver: HistoryReceiver,
+        metrics: PrefillMetrics,
+        config: PrefillConfig,
+        clock: Callable[[], float],
+    ) -> None:
+        self._model = model
+        self._store = store
+        self._sender = sender
+        self._receiver = receiver
+        self._metrics = metrics
+        self._config = config
+        self._clock = clock
+        self._condition = threading.Condition()
+        self._queue: FairQueue[PrefillJob] = FairQueue()
+        self._running: PrefillJob | None = None
+        self._stopping = False
+        self._history_endpoint = ""
+        self._last_progress_s: float | None = None
+        self._thread = threading.Thread(target=self._loop, name="kvferry-prefill-engine", daemon=True)
+
+    def start(self, history_endpoint: str) -> None:
+        """Start the thread. Args: history_endpoint: where decode workers return generated KV."""
+        self._history_endpoint = history_endpoint
+        self._thread.start()
+
+    def close(self) -> None:
+        """Fail what waits, cancel what runs, end the thread. Idempotent; blocks until the layer is over."""
+        with self._condition:
+            self._stopping = True
+            running = self._running
+            self._condition.notify_all()
+        if running is not None:
+            running.cancel(WorkerUnavailable("the prefill worker is shutting down", reason="shutdown"))
+        if self._thread.ident is not None:
+            self._thread.join(_JOIN_TIMEOUT_S)
+
+    @property
+    def ready(self) -> bool:
+        """Whether work has recently gone through."""
+        last_s = self._last_progress_s
+        return (
+            self._thread.is_alive()
+            and last_s is not None
+            and self._clock() - last_s < self._config.ready_timeout_s
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        with self._condition:
+            return len(self._queue)
+
+    def submit(self, job: PrefillJob) -> None:
+        """Queue a job; its `first` resolves in time.
+
+        Raises:
+            CapacityExceeded: too many are waiting.
+            WorkerUnavailable: the engine is stopped.
+        """
+        with self._condition:
+            if self._stopping or not self._thread.is_alive():
+                raise WorkerUnavailable("the prefill engine is stopped", reason="stopped")
+            if len(self._queue) >= self._config.max_waiting:
+                raise CapacityExceeded(
+                    f"{len(self._queue)} requests wait for prefill; at most {self._config.max_waiting} may",
+                    reason="queue_full",
+                    retry_after_s=1.0,
+                )
+            self._queue.push(job.owner, job)
+            self._condition.notify_all()
+
+    def withdraw(self, job: PrefillJob) -> None:
+        """Take a job out of the queue if it still waits there."""
+        with self._condition:
+            self._queue.remove(job.owner, job)
+
+    # ---- the engine thread -------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        try:
+            with torch.inference_mode():
+                self._probe()
+                while (job := self._next()) is not None:
+                    self._run(job)
+        except Exception:
+            log.exception("prefill engine stopped")
+        finally:
+            self._fail_waiting()
+
+    def _next(self) -> PrefillJob | None:
+        """The next job, probing the model while there is none; None once stopping."""
+        while True:
+            with self._condition:
+                if not self._stopping and not len(self._queue):
+                    self._condition.wait(self._config.probe_interval_s)
+                if self._stopping:
+                    return None
+                if len(self._queue):
+                    self._running = self._queue.pop()
+                    return self._running
+            self._probe()
+
+    def _probe(self) -> None:
+        token = torch.zeros(1, dtype=torch.int64, device=self._model.device)
+        self._model.prefill(token, start=0, observer=_ProbeObserver())
+        self._progress()
+
+    def _progress(self) -> None:
+        self._last_progress_s = self._clock()
+
+    def _run(self, job: PrefillJob) -> None:
+        try:
+            if not job.first.set_running_or_notify_cancel():
+                return
+            job.check_cancelled()
+            first = self._prefill(job)
+            job.check_cancelled()
+        except KvferryError as error:
+            self._give_up(job, error)
+        except Exception:
+            log.exception("prefill failed", request_id=job.request.request_id)
+            self._give_up(job, KvferryError(f"request {job.request.request_id} failed in prefill"))
+        else:
+            job.first.set_result(first)
+        finally:
+            with self._condition:
+                self._running = None
+
+    def _give_up(self, job: PrefillJob, error: KvferryError) -> None:
+        self._receiver.forget(job.request.request_id, job.key)
+        job.fail(job.cause(error))
+
+    def _prefill(self, job: PrefillJob) -> FirstToken:
+        request, resolved, spec = job.request, job.resolved, self._model.spec
+        begin_s = self._clock()
+        queue_s = begin_s - job.submitted_s
+        self._attach(job)
+        assert job.transfer is not None
+        layers = PromptPass(
+            resolved=resolved,
+            transfer=job.transfer,
+            turn=job.turn,
+            model=self._model,
+            check=job.check_cancelled,
+            progress=self._progress,
+            clock=self._clock,
+        )
+        logits = self._forward(job, layers)
+        token = job.sampler.sample(logits)
+        job.transfer.finish(EndRecord(key=job.key, num_blocks=0, payload_bytes=0, first_token=token))
+        reused = job.turn.reused_tokens if job.turn is not None else 0
+        first = FirstToken(
+            token=token,
+            method=resolved.method,
+            reused_tokens=reused,
+            full_bytes=spec.kv_token_bytes * len(request.prompt_token_ids),
+            prefill_s=self._clock() - begin_s,
+            compress_s=layers.times.compress_s,
+            queue_s=queue_s,
+        )
+        self._observe(job, first, layers.times)
+        return first
+
+    def _attach(self, job: PrefillJob) -> None:
+        """Begin the turn and open the transfer; from here on the job owns both."""
+        request = job.request
+        if request.session is not None:
+            job.turn = self._store.begin(request.session, request.request_id, request.prompt_token_ids)
+            self._receiver.expect(
+                request.request_id,
+                job.key,
+                start=len(request.prompt_token_ids),
+                max_tokens=request.sampling.max_tokens,
+            )
+        job.transfer = self._sender.open(
+            request.ticket, self._manifest(job), timeout_s=self._config.transfer_timeout_s
+        )
+        job.check_cancelled()
+
+    def _forward(self, job: PrefillJob, layers: PromptPass) -> Tensor:
+        """The prompt's pass over what history does not have; over all of it if history turns out gone."""
+        try:
+            return self._pass(job, layers)
+        except HistoryMiss as miss:
+            job.check_cancelled()
+            assert job.turn is not None
+            log.warning("history miss", request_id=job.request.request_id, reason=miss.reason)
+            self._metrics.history_miss.labels(miss.reason).inc()
+            job.turn.restart()
+            return self._pass(job, layers)
+
+    def _pass(self, job: PrefillJob, layers: PromptPass) -> Tensor:
+        start = job.turn.reused_tokens if job.turn is not None else 0
+        new_ids = torch.tensor(job.request.prompt_token_ids[start:], dtype=torch.int64)
+        logits = self._model.prefill(new_ids.to(self._model.device), start=start, observer=layers)
+        if not job.request.probe:
+            self._metrics.prefill_tokens.labels(self._model.spec.name).inc(len(new_ids))
+        return logits
+
+    def _manifest(self, job: PrefillJob) -> Manifest:
+        request, resolved, spec = job.request, job.resolved, self._model.spec
+        with_history = request.session is not None
+        return Manifest(
+            purpose="cache",
+            key=job.key,
+            request_id=request.request_id,
+            model_fingerprint=spec.fingerprint,
+            dtype=spec.dtype,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            start=0,
+            num_tokens=resolved.num_prompt_tokens,
+            layer_rows=tuple(layer.rows for layer in resolved.layers),
+            layer_packed_bytes=packed_limits(
+                resolved, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim
+            ),
+            resolved=resolved,
+            history_endpoint=self._history_endpoint if with_history else "",
+            history_credit_bytes=self._config.history_credit_bytes if with_history else 0,
+        )
+
+    def _observe(self, job: PrefillJob, first: FirstToken, times: PassTimes) -> None:
+        if job.request.probe:
+            return
+        model, by = self._model.spec.name, (self._model.spec.name, first.method)
+        self._metrics.queue.labels("prefill").observe(first.queue_s)
+        self._metrics.prefill.labels(*by).observe(first.prefill_s)
+        self._metrics.compress.labels(*by).observe(times.compress_s)
+        self._metrics.pack.labels(*by).observe(times.pack_s)
+        if job.turn is not None:
+            self._metrics.history_store.labels(model).observe(times.history_store_s)
+            if first.reused_tokens > 0:
+                self._metrics.history_load.labels(model).observe(times.history_load_s)
+
+    def _fail_waiting(self) -> None:
+        with self._condition:
+            self._stopping = True
+            waiting = [self._queue.pop() for _ in range(len(self._queue))]
+        for job in waiting:
+            if job.first.set_running_or_notify_cancel():
+                job.fail(WorkerUnavailable("the prefill engine is stopped", reason="stopped"))

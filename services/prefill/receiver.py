@@ -1,0 +1,157 @@
+"""Receives the KV of a turn's generated tokens from decode and stages it with the turn's history.
+
+Place in the request's path: the sink of prefill's block server, on the wire's receiver thread. Does not
+publish anything: the router's commit does.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvferry.shared.errors import LeaseExpired, ProtocolMismatch
+from kvferry.shared.history.interface import HistoryStore, HistoryTurn
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.wire.messages import BlockHeader, EndRecord, Manifest, Section, TransferKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Expected:
+    """One return that may come: of one turn, under the key of the transfer that went out.
+
+    Attributes:
+        start: the prompt's length, the first generated token's position.
+        max_tokens: bound on the rows to come.
+    """
+
+    request_id: str
+    key: TransferKey
+    start: int
+    max_tokens: int
+
+
+class _Incoming:
+    """A return under way: one host buffer a section."""
+
+    def __init__(self, expected: _Expected) -> None:
+        self.expected = expected
+        self.sections: dict[tuple[int, Section], bytearray] = {}
+
+
+class HistoryReceiver:
+    """Implements `BlockSink` for transfers of purpose "history".
+
+        expect ──► open (request id, key, start and shapes agree) ──► write... ──► commit: staged per layer
+           └──► forget (turn over), prune (turn swept)                    └──► abort: buffers dropped
+
+    `expect`, `forget` and `prune` may be called from any thread; the rest from the receiver's.
+    """
+
+    def __init__(self, *, spec: ModelSpec, store: HistoryStore) -> None:
+        self._spec = spec
+        self._store = store
+        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._lock = threading.Lock()
+        self._expected: dict[str, _Expected] = {}
+        self._incoming: dict[TransferKey, _Incoming] = {}
+
+    def expect(self, request_id: str, key: TransferKey, *, start: int, max_tokens: int) -> None:
+        """A return may come for this request's staged turn. Replaces an earlier expectation."""
+        with self._lock:
+            self._expected[request_id] = _Expected(
+                request_id=request_id, key=key, start=start, max_tokens=max_tokens
+            )
+
+    def forget(self, request_id: str, key: TransferKey | None = None) -> None:
+        """No return is wanted any more; with a key, only if that is the one expected."""
+        with self._lock:
+            expected = self._expected.get(request_id)
+            if expected is not None and key in (None, expected.key):
+                del self._expected[request_id]
+
+    def prune(self) -> None:
+        """Forget requests whose turn is over."""
+        with self._lock:
+            request_ids = tuple(self._expected)
+        for request_id in request_ids:
+            if self._store.turn(request_id) is None:
+                self.forget(request_id)
+
+    @property
+    def num_expected(self) -> int:
+        with self._lock:
+            return len(self._expected)
+
+    def open(self, manifest: Manifest) -> None:
+        """See `BlockSink.open`."""
+        with self._lock:
+            expected = self._expected.get(manifest.request_id)
+        if expected is None or expected.key != manifest.key:
+            raise LeaseExpired(
+                f"no turn of request {manifest.request_id!r} awaits history under {manifest.key}",
+                reason="unknown_turn",
+            )
+        self._turn(expected)
+        self._check(manifest, expected)
+        self._incoming[manifest.key] = _Incoming(expected)
+
+    def write(self, header: BlockHeader, payload: memoryview) -> None:
+        """See `BlockSink.write`."""
+        if header.section not in (Section.KEYS, Section.VALUES):
+            raise ProtocolMismatch(f"returned history has a section {header.section.name}; it has no index")
+        incoming = self._incoming[header.key]
+        buffer = incoming.sections.setdefault((header.layer, header.section), bytearray(0))
+        if not buffer:
+            buffer.extend(bytes(header.section_bytes))
+        buffer[header.offset : header.offset + len(payload)] = payload
+
+    def commit(self, end: EndRecord) -> None:
+        """See `BlockSink.commit`: stage every layer's rows after the prompt's."""
+        incoming = self._incoming.pop(end.key)
+        turn = self._turn(incoming.expected)
+        for layer in range(self._spec.num_layers):
+            if (layer, Section.KEYS) in incoming.sections:
+                turn.append(
+                    layer,
+                    self._rows(incoming.sections.pop((layer, Section.KEYS))),
+                    self._rows(incoming.sections.pop((layer, Section.VALUES))),
+                )
+        self.forget(incoming.expected.request_id, end.key)
+
+    def abort(self, key: TransferKey, reason: str) -> None:
+        """See `BlockSink.abort`. The return may be tried again."""
+        self._incoming.pop(key, None)
+
+    def _turn(self, expected: _Expected) -> HistoryTurn:
+        turn = self._store.turn(expected.request_id)
+        if turn is None:
+            self.forget(expected.request_id, expected.key)
+            raise LeaseExpired(f"the turn of request {expected.request_id!r} is over", reason="turn_over")
+        return turn
+
+    def _check(self, manifest: Manifest, expected: _Expected) -> None:
+        spec = self._spec
+        if not 0 <= manifest.num_tokens <= expected.max_tokens:
+            raise ProtocolMismatch(
+                f"returned history has {manifest.num_tokens} tokens; 0 to {expected.max_tokens} are expected"
+            )
+        agreed = {
+            "purpose": (manifest.purpose, "history"),
+            "model fingerprint": (manifest.model_fingerprint, spec.fingerprint),
+            "dtype": (manifest.dtype, spec.dtype),
+            "num_kv_heads": (manifest.num_kv_heads, spec.num_kv_heads),
+            "head_dim": (manifest.head_dim, spec.head_dim),
+            "start": (manifest.start, expected.start),
+            "layer_rows": (manifest.layer_rows, (manifest.num_tokens,) * spec.num_layers),
+            "layer_packed_bytes": (manifest.layer_packed_bytes, ()),
+        }
+        for what, (given, wanted) in agreed.items():
+            if given != wanted:
+                raise ProtocolMismatch(f"returned history has {what} {given!r}; {wanted!r} is expected")
+
+    def _rows(self, buffer: bytearray) -> Tensor:
+        rows = torch.frombuffer(buffer, dtype=self._dtype)
+        return rows.view(self._spec.num_kv_heads, -1, self._spec.head_dim)

@@ -1,0 +1,113 @@
+"""The prefill worker as a process: loads the model, serves control, blocks and metrics until a signal.
+
+Wires; decides nothing. `build_service` is for whoever brings transports of its own, such as one process that
+holds all services.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+import structlog
+import torch
+
+from kvferry.services.prefill.config import PrefillConfig
+from kvferry.services.prefill.service import PrefillService
+from kvferry.shared.control.server import serve_control
+from kvferry.shared.history.memory import MemoryHistoryStore
+from kvferry.shared.logging import setup_logging
+from kvferry.shared.metrics import PrefillMetrics
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.serving import Announce, announce_ready, close_within, serve_metrics, wait_for_signal
+from kvferry.shared.wire.interfaces import BlockSender, BlockServer, BlockSink
+from kvferry.shared.wire.zmq import ZmqBlockSender, ZmqBlockServer
+
+log = structlog.get_logger(__name__)
+
+_GRACE_S = 2.0
+_CLOSE_TIMEOUT_S = 30.0
+
+
+def build_service(
+    config: PrefillConfig,
+    *,
+    model: LanguageModel,
+    sender: BlockSender,
+    server_factory: Callable[[BlockSink], BlockServer],
+    metrics: PrefillMetrics,
+) -> PrefillService:
+    """A service over host-memory history; the caller starts and closes it.
+
+    Args:
+        sender: ships blocks to decode workers; closed with the service.
+        server_factory: makes the block server for returned history, at the service's start.
+    """
+    store = MemoryHistoryStore(
+        max_bytes=config.history_bytes,
+        num_layers=model.spec.num_layers,
+        turn_lease_s=config.turn_lease_s,
+        clock=time.monotonic,
+    )
+    return PrefillService(
+        model=model,
+        store=store,
+        sender=sender,
+        server_factory=server_factory,
+        metrics=metrics,
+        config=config,
+        clock=time.monotonic,
+    )
+
+
+async def run(config: PrefillConfig, announce: Announce | None = None) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args: announce: told once, with the addresses, that the worker listens; the ready file is written besides.
+    Raises: ConfigurationError, UnsupportedModel: the worker cannot start.
+    """
+    setup_logging(config.log_level, config.log_format, "prefill")
+    async with AsyncExitStack() as stack:
+        info = await _start(config, stack)
+        announce_ready(config.ready_file, info)
+        if announce is not None:
+            announce(info)
+        log.info("prefill listens", **info)
+        await wait_for_signal()
+        log.info("prefill stops")
+
+
+async def _start(config: PrefillConfig, stack: AsyncExitStack) -> dict[str, str]:
+    """Start everything, leaving its closing on the stack; returns the addresses."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    model = await asyncio.to_thread(
+        load_model,
+        config.model,
+        name=config.model_name,
+        device=config.device,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+    )
+    metrics = PrefillMetrics()
+    metrics_server = serve_metrics(metrics.registry, config.metrics_listen)
+    stack.callback(metrics_server.close)
+
+    def block_server(sink: BlockSink) -> BlockServer:
+        return ZmqBlockServer(config.block_listen, sink, advertise=config.block_advertise)
+
+    sender = ZmqBlockSender(buffer_bytes=config.buffer_bytes, timeout_s=config.transfer_timeout_s)
+    service = build_service(config, model=model, sender=sender, server_factory=block_server, metrics=metrics)
+    stack.push_async_callback(lambda: close_within(_CLOSE_TIMEOUT_S, "prefill service", service.close()))
+    await service.start()
+    control = await serve_control(listen=config.listen, prefill=service)
+    stack.push_async_callback(lambda: control.close(_GRACE_S))
+    return {
+        "service": "prefill",
+        "address": control.address,
+        "metrics": metrics_server.address,
+        "blocks": service.block_endpoint,
+    }

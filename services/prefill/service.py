@@ -1,0 +1,288 @@
+"""The prefill service: `PrefillControl` over the engine, the history store and the block wire.
+
+Place in the request's path: the router calls it, in process or through gRPC. Everything here runs on the
+event loop; prompts run on the engine's thread, blocks move on the wire's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import structlog
+
+from kvferry.services.prefill.config import PrefillConfig
+from kvferry.services.prefill.engine import PrefillEngine
+from kvferry.services.prefill.job import PrefillJob
+from kvferry.services.prefill.receiver import HistoryReceiver
+from kvferry.shared.compression.presets import method_names
+from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.control.messages import (
+    CommitTurnRequest,
+    FirstToken,
+    HistoryInfo,
+    PrefillEvent,
+    PrefillRequest,
+    SessionKey,
+    TransferDone,
+    WorkerStatus,
+)
+from kvferry.shared.errors import (
+    Cancelled,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    HistoryMiss,
+    InvalidRequest,
+    KvferryError,
+    ProtocolMismatch,
+    TransferFailed,
+    WorkerUnavailable,
+)
+from kvferry.shared.history.memory import MemoryHistoryStore
+from kvferry.shared.metrics import PrefillMetrics
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.sampling.sampler import SequenceSampler
+from kvferry.shared.wire.interfaces import BlockSender, BlockServer, BlockSink
+from kvferry.shared.wire.messages import PROTOCOL_VERSION
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+_MAX_ACKNOWLEDGEMENT_WAITERS = 64
+
+
+class PrefillService:
+    """Implements `PrefillControl`. Owns the engine's thread, the block server and the sender; `close` ends
+    them all.
+
+        prefill: validate ──► job ──► engine ──► FirstToken ──► acknowledgement ──► TransferDone
+                               └── generator closed, deadline, error: job cancelled at any stage
+        turn:    staged by the engine ──► generated rows staged by the receiver ──► commit_turn | abort_turn
+    """
+
+    def __init__(
+        self,
+        *,
+        model: LanguageModel,
+        store: MemoryHistoryStore,
+        sender: BlockSender,
+        server_factory: Callable[[BlockSink], BlockServer],
+        metrics: PrefillMetrics,
+        config: PrefillConfig,
+        clock: Callable[[], float],
+    ) -> None:
+        """Args:
+        server_factory: makes the block server on which decode returns generated KV.
+        clock: monotonic seconds.
+        """
+        self._model = model
+        self._store = store
+        self._sender = sender
+        self._server_factory = server_factory
+        self._metrics = metrics
+        self._config = config
+        self._clock = clock
+        self._instance_id = secrets.token_hex(8)
+        self._receiver = HistoryReceiver(spec=model.spec, store=store)
+        self._engine = PrefillEngine(
+            model=model, store=store, sender=sender, receiver=self._receiver, metrics=metrics, config=config,
+            clock=clock,
+        )  # fmt: skip
+        self._server: BlockServer | None = None
+        self._jobs: set[PrefillJob] = set()
+        self._waiters = ThreadPoolExecutor(_MAX_ACKNOWLEDGEMENT_WAITERS, "kvferry-prefill-acknowledgement")
+        self._sweeper: asyncio.Task[None] | None = None
+        metrics.history_bytes.labels("memory").set_function(lambda: float(store.size_bytes))
+
+    @property
+    def block_endpoint(self) -> str:
+        """Where decode workers return generated KV; known once started."""
+        assert self._server is not None, "the service is not started"
+        return self._server.endpoint
+
+    async def start(self) -> None:
+        """Listen for returned history, start the engine and the sweeping of expired turns."""
+        self._server = self._server_factory(self._receiver)
+        self._engine.start(self._server.endpoint)
+        self._sweeper = asyncio.create_task(self._sweep())
+
+    async def close(self) -> None:
+        """Cancel what is under way and end every thread. Idempotent."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeper
+            self._sweeper = None
+        for job in tuple(self._jobs):
+            job.cancel(WorkerUnavailable("the prefill worker is shutting down", reason="shutdown"))
+        await asyncio.to_thread(self._close_threads)
+
+    def _close_threads(self) -> None:
+        self._engine.close()
+        if self._server is not None:
+            self._server.close()
+        self._sender.close()
+        self._waiters.shutdown(wait=True)
+
+    # ---- PrefillControl ----------------------------------------------------------------------------------
+
+    async def prefill(
+        self, request: PrefillRequest, *, timeout_s: float
+    ) -> AsyncGenerator[PrefillEvent, None]:
+        """See `PrefillControl.prefill`.
+
+        Raises:
+            InvalidRequest, ContextLengthExceeded, ProtocolMismatch: the request is not one for this worker.
+            CapacityExceeded: too many requests wait.
+            TransferFailed: decode refused or vanished.
+            DeadlineExceeded, Cancelled.
+        """
+        self._validate(request)
+        deadline_s = self._clock() + timeout_s
+        resolved = resolve_plan(
+            request.plan,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_new_tokens=request.sampling.max_tokens,
+            num_layers=self._model.spec.num_layers,
+            head_dim=self._model.spec.head_dim,
+        )
+        sampler = SequenceSampler(request.sampling, request.prompt_token_ids, self._model.spec.vocab_size)
+        job = PrefillJob(request=request, resolved=resolved, sampler=sampler, submitted_s=self._clock())
+        self._engine.submit(job)
+        self._jobs.add(job)
+        finished = False
+        try:
+            first = await self._before(deadline_s, asyncio.wrap_future(job.first), "prefill")
+            yield first
+            done = await self._acknowledged(job, first, deadline_s)
+            finished = True
+            self._jobs.discard(job)
+            yield done
+        except Cancelled as error:
+            raise job.cause(error) from None
+        except TransferFailed as error:
+            self._metrics.transfer_failed.labels(error.reason).inc()
+            raise
+        finally:
+            self._jobs.discard(job)
+            if not finished:
+                self._cancel(job, Cancelled(f"request {request.request_id} was given up"))
+
+    async def commit_turn(self, request: CommitTurnRequest, *, timeout_s: float) -> HistoryInfo:
+        """See `PrefillControl.commit_turn`.
+
+        Raises:
+            HistoryMiss: no such turn is staged: never begun, over, expired, or this worker restarted.
+            SessionNotFound, SessionBusy, InvalidRequest: as `HistoryTurn.commit`.
+        """
+        turn = self._store.turn(request.request_id)
+        if turn is None:
+            raise HistoryMiss(f"request {request.request_id!r} has no staged turn", reason="unknown_turn")
+        if turn.session != request.session:
+            raise InvalidRequest(f"request {request.request_id!r} staged a turn of another session")
+        self._receiver.forget(request.request_id)
+        begin_s = self._clock()
+        info = await self._in_thread(lambda: turn.commit(request.token_ids), timeout_s)
+        self._metrics.history_store.labels(self._model.spec.name).observe(self._clock() - begin_s)
+        return info
+
+    async def abort_turn(self, request_id: str, *, timeout_s: float) -> None:
+        """See `PrefillControl.abort_turn`."""
+        self._receiver.forget(request_id)
+        turn = self._store.turn(request_id)
+        if turn is not None:
+            await self._in_thread(turn.abort, timeout_s)
+
+    async def session_info(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
+        """See `PrefillControl.session_info`; tier "none" where nothing is held."""
+        return await self._in_thread(lambda: self._store.info(session), timeout_s)
+
+    async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
+        """See `PrefillControl.drop_session`."""
+        return await self._in_thread(lambda: self._store.drop(session), timeout_s)
+
+    async def status(self, *, timeout_s: float) -> WorkerStatus:
+        """See `PrefillControl.status`."""
+        waiting = self._engine.num_waiting
+        return WorkerStatus(
+            role="prefill",
+            instance_id=self._instance_id,
+            protocol_version=PROTOCOL_VERSION,
+            ready=self._engine.ready,
+            running=max(0, len(self._jobs) - waiting),
+            waiting=waiting,
+            free_bytes=max(0, self._store.max_bytes - self._store.size_bytes),
+            total_bytes=self._store.max_bytes,
+            model=self._model.spec,
+            methods=method_names(),
+        )
+
+    # ---- one request -------------------------------------------------------------------------------------
+
+    def _validate(self, request: PrefillRequest) -> None:
+        spec, prompt = self._model.spec, request.prompt_token_ids
+        if request.model_fingerprint != spec.fingerprint:
+            raise ProtocolMismatch(
+                f"the request is for model {request.model_fingerprint}; this worker holds {spec.fingerprint}",
+                reason="fingerprint",
+            )
+        if not prompt:
+            raise InvalidRequest("the prompt has 0 tokens; it must have at least 1", param="prompt")
+        max_tokens = request.sampling.max_tokens
+        if max_tokens < 1:
+            raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 1", param="max_tokens")
+        if len(prompt) + max_tokens > spec.max_model_len:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}; together at most "
+                f"{spec.max_model_len} fit",
+                param="prompt" if len(prompt) >= spec.max_model_len else "max_tokens",
+            )
+
+    async def _acknowledged(self, job: PrefillJob, first: FirstToken, deadline_s: float) -> TransferDone:
+        """Wait for decode's acknowledgement and count what crossed the wire."""
+        transfer = job.transfer
+        assert transfer is not None
+        # Longer than the deadline, so that it is the deadline that is reported.
+        wait_s = max(0.0, deadline_s - self._clock()) + 1.0
+        waiting = asyncio.get_running_loop().run_in_executor(self._waiters, transfer.wait, wait_s)
+        transfer_s = await self._before(deadline_s, waiting, "the transfer")
+        sent = transfer.bytes_by_kind
+        if not job.request.probe:
+            by = (self._model.spec.name, first.method)
+            for kind, size_bytes in sent.items():
+                self._metrics.kv_transfer_bytes.labels(*by, kind).inc(size_bytes)
+            self._metrics.kv_full_bytes.labels(*by).inc(first.full_bytes)
+            self._metrics.kv_compression_ratio.labels(*by).observe(first.full_bytes / sum(sent.values()))
+            self._metrics.transfer.labels(*by).observe(transfer_s)
+        return TransferDone(bytes_by_kind=sent, transfer_s=transfer_s)
+
+    async def _before(self, deadline_s: float, work: asyncio.Future[T], what: str) -> T:
+        try:
+            return await asyncio.wait_for(work, max(0.0, deadline_s - self._clock()))
+        except TimeoutError:
+            raise DeadlineExceeded(f"{what} was not done by the request's deadline") from None
+
+    async def _in_thread(self, work: Callable[[], T], timeout_s: float) -> T:
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(work), timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the history store did not answer within {timeout_s} s") from None
+
+    def _cancel(self, job: PrefillJob, error: KvferryError) -> None:
+        self._engine.withdraw(job)
+        self._receiver.forget(job.request.request_id, job.key)
+        job.cancel(error)
+
+    async def _sweep(self) -> None:
+        """Drop expired turns, on a clock of its own."""
+        while True:
+            await asyncio.sleep(self._config.sweep_interval_s)
+            expired = self._store.sweep()
+            if expired:
+                log.warning("turns expired", count=expired)
+            self._receiver.prune()

@@ -1,0 +1,92 @@
+"""The router's options, each also a variable `KVFERRY_*`. Defaults stand here once.
+
+Holds values only: nothing is opened, resolved or loaded here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from kvferry.shared.config import ServiceSettings
+from kvferry.shared.serving import parse_address
+
+
+def split_list(value: str) -> tuple[str, ...]:
+    """The entries of a comma-separated option, without blanks."""
+    return tuple(entry.strip() for entry in value.split(",") if entry.strip())
+
+
+class RouterConfig(ServiceSettings):
+    """Options of `kvferry router`."""
+
+    listen: str = Field("127.0.0.1:8000", description="host:port of the HTTP server; port 0 picks a free one")
+    prefill_workers: str = Field(
+        "127.0.0.1:9001", description="prefill workers' control addresses, comma-separated host:port; a name "
+        "may resolve to many",
+    )  # fmt: skip
+    decode_workers: str = Field("127.0.0.1:9002", description="decode workers' control addresses, likewise")
+    worker_metrics: str = Field("", description="host:port of the metrics that /metrics?all=1 includes")
+    model: str = Field("demo", description="model whose tokenizer is used: local folder, hub id, or demo")
+    api_keys: str = Field("", repr=False, description="accepted keys, comma-separated; empty accepts anyone")
+    metrics_access: Literal["auto", "open", "key"] = Field(
+        "auto",
+        description="who may read /metrics and /: anyone, holders of a key, or auto (open on loopback)",
+    )
+
+    default_method: str = Field("rocketkv", description="compression method of requests that name none")
+    default_token_budget: int = Field(
+        0, ge=0, description="token budget of the default method where a request gives none; 0: its own"
+    )
+    allowed_methods: str = Field("", description="methods a request may name; empty allows all")
+    default_max_tokens: int = Field(
+        512, ge=1, description="bound on chat completions that give no max_tokens, within the context"
+    )
+
+    session_ttl_s: float = Field(3600.0, gt=0, description="idle sessions are dropped after this long")
+    session_wait_s: float = Field(30.0, ge=0, description="how long a request awaits its busy session")
+    max_sessions: int = Field(10_000, ge=1, description="sessions remembered; the longest idle go first")
+
+    request_timeout_s: float = Field(600.0, gt=0, description="one deadline for a whole request")
+    keepalive_s: float = Field(15.0, gt=0, description="a silent stream sends a comment this often")
+    read_timeout_s: float = Field(30.0, gt=0, description="time for a client to send a head or a body")
+    write_timeout_s: float = Field(
+        60.0, gt=0, description="a client that reads nothing for so long is dropped"
+    )
+    max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body")
+    max_header_bytes: int = Field(64 << 10, ge=1024, description="largest request head")
+    shutdown_timeout_s: float = Field(
+        10.0, ge=0, description="requests under way at shutdown may take so long"
+    )
+
+    status_interval_s: float = Field(1.0, gt=0, description="how often workers are asked for their status")
+    status_timeout_s: float = Field(2.0, gt=0, description="when a worker's status counts as not given")
+    resolve_interval_s: float = Field(5.0, gt=0, description="how often worker names are resolved again")
+    max_recoveries: int = Field(3, ge=0, description="lost workers that one turn may survive")
+    recovery_backoff_s: float = Field(
+        0.25, gt=0, description="first pause before a replay; doubles, jittered"
+    )
+    recovery_wait_s: float = Field(20.0, ge=0, description="how long a replay awaits a ready worker")
+    probe_interval_s: float = Field(10.0, gt=0, description="idle routers send a probe turn this often")
+    readiness_window_s: float = Field(30.0, gt=0, description="/ready needs a turn or probe this recent")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        parse_address("listen", self.listen)
+        for option in ("prefill_workers", "decode_workers", "worker_metrics"):
+            for entry in split_list(getattr(self, option)):
+                parse_address(option, entry)
+        return self
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the HTTP server is reachable from this machine only."""
+        host, _ = parse_address("listen", self.listen)
+        return host in ("localhost", "::1") or host.startswith("127.")
+
+    @property
+    def metrics_are_open(self) -> bool:
+        if self.metrics_access == "auto":
+            return self.is_loopback or not split_list(self.api_keys)
+        return self.metrics_access == "open"

@@ -1,0 +1,92 @@
+"""The application behind a real socket: uvicorn with bounded connections, started and stopped by its caller.
+
+Installs no signal handlers; the process around it owns them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from kvferry.services.router.config import RouterConfig
+from kvferry.services.router.http_protocol import protocol_class
+from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.serving import format_address, parse_address
+
+_STARTUP_TIMEOUT_S = 60.0
+_BACKLOG = 1024
+_KEEP_ALIVE_S = 75
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def http_server(app: FastAPI, config: RouterConfig) -> AsyncIterator[str]:
+    """Serve `app` while the context is open, its lifespan included; yields the address as bound, `host:port`.
+
+    On exit no new connection is taken, and requests under way get `shutdown_timeout_s`.
+
+    Raises: ConfigurationError where the address cannot be bound.
+    """
+    listener = _listen(config.listen)
+    host, port = listener.getsockname()[:2]
+    server = _Server(_uvicorn_config(app, config))
+    try:
+        # uvicorn's own handling of a lifespan that fails is to exit the process.
+        async with app.router.lifespan_context(app), _serving(server, listener, config):
+            yield format_address(str(host), int(port))
+    finally:
+        listener.close()
+
+
+@asynccontextmanager
+async def _serving(server: _Server, listener: socket.socket, config: RouterConfig) -> AsyncIterator[None]:
+    task = asyncio.create_task(server.serve(sockets=[listener]), name="http server")
+    try:
+        async with asyncio.timeout(_STARTUP_TIMEOUT_S):
+            while not (server.started or task.done()):
+                await asyncio.sleep(0.01)
+        yield
+    finally:
+        server.should_exit = True
+        await asyncio.wait({task}, timeout=config.shutdown_timeout_s + 5.0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _uvicorn_config(app: FastAPI, config: RouterConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=protocol_class(read_timeout_s=config.read_timeout_s, write_timeout_s=config.write_timeout_s),
+        ws="none",
+        loop="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        h11_max_incomplete_event_size=config.max_header_bytes,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
+    )
+
+
+def _listen(address: str) -> socket.socket:
+    host, port = parse_address("listen", address)
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigurationError(f"listen is {address!r}; it cannot be bound: {error}") from None
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,187 @@
+"""From a request and its session's record to the prompt's token ids, and from a turn's end to the next
+record.
+
+Decides whether the request's messages continue the session or restate it (`session_mode`). Tokenising runs
+in a
+thread: a long prompt must not hold up other requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from kvferry.services.router.schemas import ChatRequest, TextRequest
+from kvferry.services.router.sessions import SessionRecord
+from kvferry.shared.errors import InvalidRequest
+from kvferry.shared.model.conversation import RecordedConversation, render_conversation
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.model.text import TextAssembler
+from kvferry.shared.model.tokenizer import ChatTokenizer, normalize_role
+
+Messages = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What the model is given, and what the session's record needs of it.
+
+    Attributes:
+        messages, assistant_ends: of chats, see `SessionRecord`.
+        text: of text completions.
+    """
+
+    kind: Literal["chat", "text"]
+    token_ids: tuple[int, ...]
+    messages: Messages = ()
+    assistant_ends: tuple[int, ...] = ()
+    text: str = ""
+
+    def record(self, model: ModelSpec, completion: tuple[int, ...], text: str) -> SessionRecord:
+        """The session after a turn that answered this prompt."""
+        token_ids = self.token_ids + completion
+        if self.kind == "chat":
+            return SessionRecord(
+                kind="chat",
+                model_fingerprint=model.fingerprint,
+                token_ids=token_ids,
+                messages=(*self.messages, ("assistant", text)),
+                assistant_ends=(*self.assistant_ends, len(token_ids)),
+            )
+        # Text goes on where it ended, so the token that ended it is no part of what follows.
+        while token_ids and token_ids[-1] in model.eos_token_ids:
+            token_ids = token_ids[:-1]
+        return SessionRecord(
+            kind="text", model_fingerprint=model.fingerprint, token_ids=token_ids, text=self.text + text
+        )
+
+
+class PromptBuilder:
+    """Builds prompts with one tokenizer."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added_ids = tokenizer.encode("")
+
+    def assembler(self, stop: tuple[str, ...]) -> TextAssembler:
+        """A completion's text, from its tokens."""
+        return TextAssembler(self._tokenizer, stop=stop)
+
+    async def build(
+        self, request: ChatRequest | TextRequest, record: SessionRecord | None, model: ModelSpec
+    ) -> Prompt:
+        """The prompt of a request.
+
+        Args:
+            record: the session's, None where it has no turns yet or there is no session.
+
+        Raises: InvalidRequest with `param`.
+        """
+        mode = request.session_mode or "auto"
+        if isinstance(request, ChatRequest):
+            return await asyncio.to_thread(self._chat, request, _of_kind("chat", record, mode), mode)
+        record = _of_kind("text", record, mode)
+        return await asyncio.to_thread(self._text, request, record, mode, model)
+
+    def _chat(self, request: ChatRequest, record: SessionRecord | None, mode: str) -> Prompt:
+        given = tuple((normalize_role(message.role), message.text) for message in request.messages)
+        before: Messages = ()
+        recorded = None
+        if record is not None:
+            recorded = RecordedConversation(
+                messages=record.messages, token_ids=record.token_ids, assistant_ends=record.assistant_ends
+            )
+            restates = any(role == "assistant" for role, _ in given) or given[0] == record.messages[0]
+            if mode == "append" or (mode == "auto" and not restates):
+                before = record.messages
+        messages = before + given
+        try:
+            rendered = render_conversation(
+                self._tokenizer,
+                [{"role": role, "content": text} for role, text in messages],
+                recorded=recorded,
+            )
+        except InvalidRequest as error:
+            raise _as_sent(error, len(before)) from None
+        return Prompt(
+            kind="chat",
+            token_ids=rendered.token_ids,
+            messages=messages,
+            assistant_ends=rendered.assistant_ends,
+        )
+
+    def _text(
+        self, request: TextRequest, record: SessionRecord | None, mode: str, model: ModelSpec
+    ) -> Prompt:
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            token_ids, text = tuple(self._tokenizer.encode(prompt)), prompt
+        else:
+            token_ids, text = tuple(prompt), ""
+            wrong = [token_id for token_id in token_ids if token_id >= model.vocab_size]
+            if wrong:
+                raise InvalidRequest(
+                    f"prompt has token {wrong[0]}; the vocabulary has ids 0 to {model.vocab_size - 1}",
+                    param="prompt",
+                )
+            text = self._tokenizer.decode(token_ids)
+        if record is not None:
+            token_ids, text = self._continued(record, mode, prompt, token_ids, text)
+        if not token_ids:
+            raise InvalidRequest("prompt has no tokens; it must have at least one", param="prompt")
+        return Prompt(kind="text", token_ids=token_ids, text=text)
+
+    def _continued(
+        self,
+        record: SessionRecord,
+        mode: str,
+        prompt: str | list[int],
+        token_ids: tuple[int, ...],
+        text: str,
+    ) -> tuple[tuple[int, ...], str]:
+        """A text prompt of a session that has turns."""
+        if isinstance(prompt, str):
+            restates = text.startswith(record.text)
+            if restates and mode != "append":
+                return record.token_ids + self._encode_rest(text[len(record.text) :]), text
+        else:
+            restates = token_ids[: len(record.token_ids)] == record.token_ids
+        if mode == "append" or (mode == "auto" and not restates):
+            added = self._encode_rest(prompt) if isinstance(prompt, str) else token_ids
+            return record.token_ids + added, record.text + text
+        return token_ids, text
+
+    def _encode_rest(self, text: str) -> tuple[int, ...]:
+        """Ids of text that goes on: without what the tokenizer puts before a text's beginning."""
+        if not text:
+            return ()
+        ids = self._tokenizer.encode(text)
+        num_added = len(self._added_ids)
+        return tuple(ids[num_added:] if ids[:num_added] == self._added_ids else ids)
+
+
+def _of_kind(kind: str, record: SessionRecord | None, mode: str) -> SessionRecord | None:
+    """The record where this endpoint can go on with it; None where it replaces the other endpoint's."""
+    if record is None or record.kind == kind:
+        return record
+    if mode == "replace":
+        return None
+    other = "text completions" if kind == "chat" else "chat completions"
+    raise InvalidRequest(
+        f"The session holds {other}; this endpoint may only replace it (session_mode 'replace')",
+        param="session_mode",
+    )
+
+
+def _as_sent(error: InvalidRequest, num_before: int) -> InvalidRequest:
+    """Message numbers as the client counts them, without the recorded ones before."""
+    if num_before == 0 or error.param is None:
+        return error
+
+    def as_sent(match: re.Match[str]) -> str:
+        return f"messages[{max(0, int(match.group(1)) - num_before)}]"
+
+    numbered = re.compile(r"messages\[(\d+)\]")
+    return InvalidRequest(numbered.sub(as_sent, error.message), param=numbered.sub(as_sent, error.param))

@@ -1,0 +1,234 @@
+"""The byte arena: one uint8 tensor per device that all sequences of a decode worker live in.
+
+Admission reserves here, the receiver writes here, the engine reads and appends here. The arena knows bytes,
+owners and states; it does not know layouts, and never touches contents.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kvferry.shared.cache.layout import ALIGNMENT_BYTES, align
+from kvferry.shared.errors import CapacityExceeded, InvalidRequest, KvferryError
+
+AllocationState = Literal["reserved", "in_transfer", "running"]
+_NEXT_STATES: dict[AllocationState, tuple[AllocationState, ...]] = {
+    "reserved": ("in_transfer",),
+    "in_transfer": ("running",),
+    "running": (),
+}
+_MAX_GENERATION = (1 << 32) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """A byte range and who holds it.
+
+    Attributes:
+        offset, size_bytes: multiples of ALIGNMENT_BYTES.
+        owner: request id.
+        generation: u32, new for every allocation.
+        lease_until_s: by the arena's clock; means something until the state is running.
+    """
+
+    offset: int
+    size_bytes: int
+    owner: str
+    generation: int
+    lease_until_s: float
+
+
+class ByteArena:
+    """First-fit allocator with coalescing over one uint8 tensor. Thread-safe.
+
+        0                                                              size_bytes
+        | reserved | running |   free   | in_transfer |      free      |
+
+        reserve ──► reserved ──► in_transfer ──► running ──► free
+                        └──────────────┴────────────┴───────► free
+
+    Free ranges are kept by offset and never touch one another; held ranges and free ranges together tile the
+    arena exactly, which `check_integrity` verifies. A holder is the only one to read or write its range, and
+    must stop before it frees it. `lock` guards every change and the observer's call, so whoever holds it sees
+    states that sum to the total.
+
+    Args:
+        size_bytes: rounded down to ALIGNMENT_BYTES.
+        observer: called under the lock after every change with bytes by state.
+    """
+
+    def __init__(
+        self,
+        size_bytes: int,
+        device: torch.device,
+        *,
+        clock: Callable[[], float],
+        observer: Callable[[dict[str, int]], None] | None = None,
+    ) -> None:
+        self.size_bytes = size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self.lock = threading.RLock()
+        self._buffer = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
+        self._clock = clock
+        self._observer = observer
+        self._free: list[tuple[int, int]] = [(0, self.size_bytes)] if self.size_bytes else []
+        self._held: dict[int, Allocation] = {}
+        self._states: dict[int, AllocationState] = {}
+        self._bytes = dict.fromkeys(("free", *get_args(AllocationState)), 0) | {"free": self.size_bytes}
+        self._generation = 0
+        self._notify()
+
+    @property
+    def device(self) -> torch.device:
+        return self._buffer.device
+
+    @property
+    def free_bytes(self) -> int:
+        return self._bytes["free"]
+
+    def bytes_by_state(self) -> dict[str, int]:
+        """Bytes that are free, reserved, in_transfer and running; they sum to `size_bytes`."""
+        with self.lock:
+            return dict(self._bytes)
+
+    def reserve(self, size_bytes: int, *, owner: str, lease_s: float) -> Allocation:
+        """Take the first free range that is large enough.
+
+        Raises:
+            InvalidRequest: the size is beyond the whole arena.
+            CapacityExceeded: no free range is large enough now (reason `arena_full`).
+        """
+        needed = self.check_fits(size_bytes)
+        with self.lock:
+            offset = self._take(needed)
+            self._generation = self._generation % _MAX_GENERATION + 1
+            allocation = Allocation(
+                offset=offset,
+                size_bytes=needed,
+                owner=owner,
+                generation=self._generation,
+                lease_until_s=self._clock() + lease_s,
+            )
+            self._held[offset] = allocation
+            self._states[offset] = "reserved"
+            self._move(needed, "free", "reserved")
+            return allocation
+
+    def check_fits(self, size_bytes: int) -> int:
+        """The bytes that an allocation of this size takes.
+
+        Raises:
+            InvalidRequest: they are beyond the whole arena.
+        """
+        needed = max(align(size_bytes), ALIGNMENT_BYTES)
+        if needed > self.size_bytes:
+            raise InvalidRequest(
+                f"the request needs {needed} bytes of decode memory; the arena has {self.size_bytes} in all",
+                reason="too_large",
+            )
+        return needed
+
+    def advance(self, allocation: Allocation, state: AllocationState) -> None:
+        """Move an allocation to its next state.
+
+        Raises:
+            KvferryError: the allocation is not held, or the states are not neighbours.
+        """
+        with self.lock:
+            current = self._state_of(allocation)
+            if state not in _NEXT_STATES[current]:
+                raise KvferryError(
+                    f"allocation of {allocation.owner!r} is {current}; it may become "
+                    f"{_NEXT_STATES[current] or 'free only'}, not {state}"
+                )
+            self._states[allocation.offset] = state
+            self._move(allocation.size_bytes, current, state)
+
+    def state(self, allocation: Allocation) -> AllocationState:
+        """Raises KvferryError where the allocation is not held."""
+        with self.lock:
+            return self._state_of(allocation)
+
+    def free(self, allocation: Allocation) -> None:
+        """Give a range back and join it with its free neighbours.
+
+        Raises:
+            KvferryError: the allocation is not held (freed twice, or of an older generation).
+        """
+        with self.lock:
+            state = self._state_of(allocation)
+            del self._held[allocation.offset], self._states[allocation.offset]
+            start, end = allocation.offset, allocation.offset + allocation.size_bytes
+            i = bisect.bisect_left(self._free, (start, 0))
+            if i < len(self._free) and self._free[i][0] == end:
+                end += self._free.pop(i)[1]
+            if i > 0 and sum(self._free[i - 1]) == start:
+                i -= 1
+                start = self._free.pop(i)[0]
+            self._free.insert(i, (start, end - start))
+            self._move(allocation.size_bytes, state, "free")
+
+    def buffer(self, allocation: Allocation) -> Tensor:
+        """uint8 `[size_bytes]`, the allocation's bytes. Raises KvferryError where it is not held."""
+        with self.lock:
+            self._state_of(allocation)
+        return self._buffer[allocation.offset : allocation.offset + allocation.size_bytes]
+
+    def check_integrity(self) -> None:
+        """Verify that free and held ranges tile the arena and that the counts by state agree.
+
+        Raises:
+            KvferryError: they do not; the message says where.
+        """
+        with self.lock:
+            ranges = sorted(
+                [(offset, size, "free") for offset, size in self._free]
+                + [(a.offset, a.size_bytes, self._states[a.offset]) for a in self._held.values()]
+            )
+            counted = dict.fromkeys(self._bytes, 0)
+            end, previous = 0, ""
+            for offset, size, state in ranges:
+                if offset != end or size <= 0 or (state == previous == "free"):
+                    raise KvferryError(f"arena range ({offset}, {size}, {state}) does not follow byte {end}")
+                counted[state] += size
+                end, previous = offset + size, state
+            if end != self.size_bytes or counted != self._bytes:
+                raise KvferryError(
+                    f"arena of {self.size_bytes} bytes: ranges {counted}, counts {self._bytes}"
+                )
+
+    def _take(self, needed: int) -> int:
+        for i, (offset, size) in enumerate(self._free):
+            if size > needed:
+                self._free[i] = (offset + needed, size - needed)
+                return offset
+            if size == needed:
+                del self._free[i]
+                return offset
+        raise CapacityExceeded(
+            f"the request needs {needed} bytes of decode memory; {self.free_bytes} of {self.size_bytes} are "
+            f"free, the largest range {max((size for _, size in self._free), default=0)}",
+            reason="arena_full",
+        )
+
+    def _state_of(self, allocation: Allocation) -> AllocationState:
+        if self._held.get(allocation.offset) != allocation:
+            raise KvferryError(
+                f"allocation of {allocation.owner!r}, generation {allocation.generation}, is not held"
+            )
+        return self._states[allocation.offset]
+
+    def _move(self, size_bytes: int, source: str, target: str) -> None:
+        self._bytes[source] -= size_bytes
+        self._bytes[target] += size_bytes
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._observer is not None:
+            self._observer(dict(self._bytes))

@@ -1,0 +1,44 @@
+"""Exact-TopK: the t tokens of largest true attention. All keys are read to find them: an oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvferry.kernels import exact_topk
+from kvferry.shared.compression.attention.rows import RowsAlone
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactTopK(RowsAlone):
+    """Implements `AttentionKind` by `kernels.exact_topk` (RocketKV appendix A.3).
+
+    Attributes:
+        num_tokens: t, tokens attended per KV head, the newest one among them.
+    """
+
+    num_tokens: int
+
+    @classmethod
+    def sized(cls, *, cap: int, budget: int, head_dim: int) -> ExactTopK:
+        """The whole budget attends: the choice itself is counted as free."""
+        return cls(num_tokens=budget)
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        auxiliary: tuple[Tensor, ...],
+        *,
+        length: int,
+        scaling: float,
+    ) -> Tensor:
+        return exact_topk.attend(
+            queries, keys, values, length=length, num_tokens=self.num_tokens, scaling=scaling
+        )
+
+    def read_bytes(self, *, num_rows: int, head_dim: int, element_bytes: int) -> int:
+        """Reading every key to choose is not counted: an oracle knows (RocketKV appendix A.3)."""
+        return 2 * min(num_rows, self.num_tokens) * head_dim * element_bytes

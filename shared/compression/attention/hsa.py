@@ -1,0 +1,65 @@
+"""RocketKV's hybrid sparse attention: estimates from page extremes of a few channels choose the tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvferry.kernels import hsa
+from kvferry.kernels.hsa import num_pages
+from kvferry.shared.compression.attention.pages import PagedAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hsa(PagedAttention):
+    """Implements `AttentionKind` by `kernels.hsa` (RocketKV section 3.4).
+
+    Attributes:
+        num_channels: k1, channels read for the estimate.
+        num_tokens: k2, tokens attended exactly, the newest one among them.
+    """
+
+    num_channels: int
+    num_tokens: int
+
+    @classmethod
+    def sized(cls, *, cap: int, budget: int, head_dim: int) -> Hsa:
+        """RocketKV sections 3.4 and 3.6: `c2 = max(1, cap/t)`, `P = ceil(sqrt(c2))` where that is <= c2, else
+        1; `k1 = floor(d P t / cap)` channels, `k2 = floor(t / 2)` tokens."""
+        page_size = 1
+        while page_size * page_size * budget < cap:
+            page_size += 1
+        if page_size * budget > cap:
+            page_size = 1
+        num_channels = min(max(head_dim * page_size * budget // cap, 1), head_dim)
+        return cls(page_size=page_size, num_channels=num_channels, num_tokens=max(budget // 2, 1))
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        auxiliary: tuple[Tensor, ...],
+        *,
+        length: int,
+        scaling: float,
+    ) -> Tensor:
+        return hsa.attend(
+            queries,
+            keys,
+            values,
+            *auxiliary,
+            length=length,
+            page_size=self.page_size,
+            num_channels=self.num_channels,
+            num_tokens=self.num_tokens,
+            scaling=scaling,
+        )
+
+    def read_bytes(self, *, num_rows: int, head_dim: int, element_bytes: int) -> int:
+        """One of Kmax and Kmin for k1 channels of each page, then k2 rows of K and V."""
+        if num_rows <= self.num_tokens:
+            return 2 * num_rows * head_dim * element_bytes
+        estimates = num_pages(num_rows, self.page_size) * self.num_channels
+        return (estimates + 2 * self.num_tokens * head_dim) * element_bytes

@@ -1,0 +1,130 @@
+"""One layer's cache of one sequence in decode, at a fixed size: D2O sections 4.2.1 and 4.2.2, token by token.
+
+Made from what prefill left of the layer; decode calls it once a layer and token. Owns no memory but a few
+numbers per row. Does not know sequences, batches or arenas.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvferry.shared.compression.d2o.eviction import NUM_SINKS, zones
+from kvferry.shared.compression.d2o.merging import (
+    SMOOTHING,
+    cosine_similarities,
+    merge_weight,
+    next_threshold,
+)
+
+
+class MergingCache:
+    """S kept rows and, while a token is under way, that token's own.
+
+        keys, values   | 0 ... S-1: kept rows, in no particular order | S: the token under way |
+
+        append ──► row S is written
+        attend ──► output over rows 0..S, and the attention row
+        evict  ──► scores += attention row; the lowest score between sinks and recents leaves;
+                   τ moves; the evicted row is merged into its nearest row, or dropped;
+                   row S takes the evicted row's place, row S is free again
+
+    `step` is append and evict in one, for a caller that attends by itself. Nothing grows: every call leaves S
+    rows, and an evicted row's score is forgotten with it. No call waits for the device.
+
+    Args:
+        keys, values: `[H_kv, S + 1, D]`, changed in place and the caller's to free; rows 0 to S - 1 are as
+            prefill left them, in any order.
+        scores: float32 `[H_kv, S]`, accumulated attention of those rows, summed over the group; copied.
+        thresholds: float32 `[H_kv]`, tau, NaN where unset; copied.
+        positions: int `[H_kv, S]`, which tokens the rows are; copied. Sinks are the first tokens of the
+            sequence and recents the last before `next_position`, as `kept_positions` leaves them.
+        next_position: position of the next token to be appended.
+    """
+
+    def __init__(
+        self,
+        *,
+        keys: Tensor,
+        values: Tensor,
+        scores: Tensor,
+        thresholds: Tensor,
+        positions: Tensor,
+        next_position: int,
+        num_sinks: int = NUM_SINKS,
+        smoothing: float = SMOOTHING,
+    ) -> None:
+        num_kv_heads, rows = scores.shape
+        assert keys.shape == values.shape, (keys.shape, values.shape)
+        assert keys.shape[:2] == (num_kv_heads, rows + 1), (keys.shape, scores.shape)
+        assert positions.shape == scores.shape, (positions.shape, scores.shape)
+        assert thresholds.shape == (num_kv_heads,), (thresholds.shape, num_kv_heads)
+        self.keys = keys
+        self.values = values
+        self.scores = scores.clone()
+        self.thresholds = thresholds.clone()
+        self.positions = positions.to(torch.int64, copy=True)
+        self.next_position = next_position
+        self._rows = rows
+        self._zones = zones(rows, num_sinks=num_sinks)
+        self._smoothing = smoothing
+        self._heads = torch.arange(num_kv_heads, device=keys.device)
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Write the token under way. Args: `[H_kv, D]` each, key post-RoPE."""
+        self.keys[:, self._rows] = key
+        self.values[:, self._rows] = value
+
+    def attend(self, queries: Tensor, *, scaling: float) -> tuple[Tensor, Tensor]:
+        """softmax(scaling * q K^T) V over all rows, the token under way included.
+
+        Args: queries `[H_kv, G, D]`.
+        Returns: output `[H_kv, G, D]` in the queries' dtype; the attention row, float32 `[H_kv, S + 1]`, the
+            probabilities summed over the group.
+        """
+        logits = torch.bmm(queries.float(), self.keys.float().transpose(1, 2)) * scaling
+        weights = logits.softmax(dim=-1)
+        return torch.bmm(weights, self.values.float()).to(queries.dtype), weights.sum(1)
+
+    def evict(self, attention_row: Tensor) -> None:
+        """Take the appended token in and one row out (Eq. 6 to 12, token generation).
+
+        Of equal scores the later token leaves. Deviation: the paper leaves open what becomes of an evicted
+        token's score; the row that it is merged into does not inherit it.
+
+        Args: attention_row float32 `[H_kv, S + 1]`, of the appended token's query, summed over the group, in
+            the order of the rows.
+        """
+        heads, last = self._heads, self._rows
+        self.scores += attention_row[:, :last]
+        evicted = self._lowest()
+        evicted_key, evicted_value = self.keys[heads, evicted], self.values[heads, evicted]
+
+        similarities = cosine_similarities(evicted_key[:, None], self.keys)[:, 0]
+        similarities[heads, evicted] = -torch.inf
+        similarity, nearest = similarities.max(dim=1)
+        self.thresholds = next_threshold(self.thresholds, similarity, smoothing=self._smoothing)
+        weight = merge_weight(similarity, self.thresholds)[:, None]
+        for rows, row in ((self.keys, evicted_key), (self.values, evicted_value)):
+            target = rows[heads, nearest]
+            merged = (math.e * target.float() + weight * row.float()) / (math.e + weight)
+            rows[heads, nearest] = torch.where(weight > 0, merged.to(rows.dtype), target)
+            rows[heads, evicted] = rows[:, last].clone()
+        self.scores[heads, evicted] = attention_row[:, last]
+        self.positions[heads, evicted] = self.next_position
+        self.next_position += 1
+
+    def step(self, attention_row: Tensor, key: Tensor, value: Tensor) -> None:
+        """`append` and `evict` for a token whose query has already attended to the rows and to itself."""
+        self.append(key, value)
+        self.evict(attention_row)
+
+    def _lowest(self) -> Tensor:
+        """Row of the lowest score between sinks and recents, the latest token of equals: int64 `[H_kv]`."""
+        first_recent = self.next_position + 1 - self._zones.num_recents
+        between = (self.positions >= self._zones.num_sinks) & (self.positions < first_recent)
+        scores = torch.where(between, self.scores, torch.inf)
+        lowest = between & (scores == scores.amin(dim=1, keepdim=True))
+        return torch.where(lowest, self.positions, -1).argmax(dim=1)

@@ -1,0 +1,152 @@
+"""Rows per layer by how unevenly the layer attends: D2O section 4.1.
+
+Between a prompt's pass and its compression: needs the variances of *all* layers' column sums before the first
+layer can be compressed. What it returns comes from measured floating point: prefill alone computes it, and
+tells decode the counts. Pure Python on L numbers. Does not choose tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from kvferry.shared.errors import KvferryError
+
+Normalisation = Literal["mean", "raw", "minmax"]
+LOWEST_RETENTION = 0.01
+
+
+def attention_variance(variances: Tensor, *, normalisation: Normalisation = "mean") -> float:
+    """F_l of one layer (Eq. 4): the mean over query heads of the variance of the head's column sums.
+
+    Deviation: the paper shows one head; the mean over query heads is the authors' code's. With "minmax" the
+    heads' variances are first brought to [0, 1], as that code does: (F_h - min F) / (max F - min F), 0 where
+    all are equal.
+
+    Args: variances float32 `[H_kv, G]`, from `kernels.column_sums`.
+    """
+    per_head = variances.double()
+    if normalisation == "minmax":
+        low, high = per_head.min(), per_head.max()
+        per_head = (per_head - low) / (high - low) if high > low else per_head * 0
+    return float(per_head.mean())
+
+
+def layer_retentions(
+    variances: Sequence[float],
+    *,
+    retention: float,
+    normalisation: Normalisation = "mean",
+    lowest: float = LOWEST_RETENTION,
+) -> tuple[float, ...]:
+    """alpha of each layer (Eq. 5): `alpha_l = clip(e^mu softmax(-F)_l, lo, 1)` with `sum alpha = L rho`.
+
+    Deviation: the paper's `softmax(-F) L rho` can exceed 1 and gives next to nothing to all but one layer on
+    real prompts (F grows with T). So F is divided by its mean over layers ("mean"; "raw" and "minmax" take
+    it as it is), alpha is clipped to [lo, 1], lo = min(lowest, rho), and one factor e^mu for all layers makes
+    up for what clipping takes or gives.
+
+    Args:
+        variances: F of each layer, L >= 1, at least 0; for "minmax" made with the same normalisation.
+        retention: rho, in (0, 1].
+        lowest: in (0, 1].
+
+    Returns: float64, in layer order; a layer with a larger F gets no more than one with a smaller.
+
+    Raises: KvferryError: a variance is not a finite number of at least 0.
+    """
+    assert variances, "there must be at least one layer"
+    assert 0 < retention <= 1, f"retention is {retention}; it must be in (0, 1]"
+    assert 0 < lowest <= 1, f"lowest is {lowest}; it must be in (0, 1]"
+    for layer, variance in enumerate(variances):
+        if not (math.isfinite(variance) and variance >= 0):
+            raise KvferryError(
+                f"the attention variance of layer {layer} is {variance}; it must be a finite number of at "
+                "least 0"
+            )
+    mean = math.fsum(variances) / len(variances) if normalisation == "mean" else 1.0
+    # the softmax's denominator is the same for all layers: mu takes it up
+    logits = [-variance / mean if mean > 0 else 0.0 for variance in variances]
+    return _water_fill(logits, retention=retention, low=min(lowest, retention))
+
+
+def _water_fill(logits: Sequence[float], *, retention: float, low: float) -> tuple[float, ...]:
+    """`clip(e^(mu + logit), low, 1)` with the mu that makes their mean `retention`, found by bisection.
+
+    The mean grows with mu, from `low` where every layer is at the bottom to 1 where every one is at the top.
+    In logs nothing overflows, however far apart the logits are.
+    """
+    log_low = math.log(low)
+    target = len(logits) * retention
+
+    def filled(mu: float) -> list[float]:
+        exponents = (min(max(mu + logit, log_low), 0.0) for logit in logits)
+        # exp(log(low)) may miss low by a rounding
+        return [min(max(math.exp(exponent), low), 1.0) for exponent in exponents]
+
+    below, above = log_low - max(logits), -min(logits)
+    while True:
+        middle = below + (above - below) / 2
+        if not below < middle < above:
+            return tuple(filled(above))
+        if math.fsum(filled(middle)) < target:
+            below = middle
+        else:
+            above = middle
+
+
+def layer_budgets(
+    variances: Sequence[float],
+    *,
+    num_tokens: int,
+    rows: int,
+    normalisation: Normalisation = "mean",
+    exempt_layers: Collection[int] = (),
+) -> tuple[int, ...]:
+    """S_l of each layer (Eq. 5), in tokens per KV head: `alpha_l * T` made whole by largest remainder.
+
+    Exempt layers keep every token and take no part: the other L' layers share L' * rows among themselves.
+    (The authors' code exempts the first two and the last.)
+
+    Args:
+        variances: F of each layer, exempt ones included; as `layer_retentions` takes them.
+        num_tokens: T, at least 1.
+        rows: 1 to T, what each layer would get under uniform budgets.
+
+    Returns: 1 to T for each layer, summing to L' * rows over those that are not exempt. Of equal remainders
+        the one with the smaller F is rounded up, then the lowest layer's.
+
+    Raises: KvferryError: as `layer_retentions`, of layers that are not exempt.
+    """
+    assert 1 <= rows <= num_tokens, f"rows is {rows}; it must be 1 to {num_tokens}"
+    shared = [layer for layer in range(len(variances)) if layer not in exempt_layers]
+    budgets = [num_tokens] * len(variances)
+    if not shared:
+        return tuple(budgets)
+    shared_variances = [variances[layer] for layer in shared]
+    retentions = layer_retentions(
+        shared_variances,
+        retention=rows / num_tokens,
+        normalisation=normalisation,
+        # a layer without any row could not attend
+        lowest=max(LOWEST_RETENTION, 1 / num_tokens),
+    )
+    shares = [alpha * num_tokens for alpha in retentions]
+    counts = _whole_tokens(shares, len(shared) * rows, order=shared_variances)
+    for layer, count in zip(shared, counts, strict=True):
+        budgets[layer] = count
+    return tuple(budgets)
+
+
+def _whole_tokens(shares: Sequence[float], total: int, *, order: Sequence[float]) -> list[int]:
+    """Shares rounded so that they sum to `total`: of equal remainders the lowest in `order` gets more."""
+    counts = [math.floor(share) for share in shares]
+    ranked = sorted(range(len(shares)), key=lambda i: (counts[i] - shares[i], order[i], i))
+    missing = total - sum(counts)
+    assert 0 <= missing <= len(counts), (missing, shares)
+    for i in ranked[:missing]:
+        counts[i] += 1
+    return counts

@@ -1,0 +1,81 @@
+"""What a compression method sees of a layer, and what it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from kvferry.kernels.packed import PackedLayer
+from kvferry.shared.compression.plan import CompressionPlan, ParamValue
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInputs:
+    """One layer of one prompt, as prefill has it.
+
+    Attributes:
+        queries: post-RoPE `[H_kv, G, T_new, D]`, the tokens run in this turn.
+        keys, values: `[H_kv, T, D]`, history and new tokens; keys post-RoPE. T >= T_new >= 1.
+        scaling: the model's softmax scale.
+        unrotate: turns this layer's post-RoPE keys `[H_kv, n, D]` at positions 0 to n - 1 into pre-RoPE ones,
+            float32; None where there is no model to ask.
+    """
+
+    layer: int
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    scaling: float
+    unrotate: Callable[[Tensor], Tensor] | None = None
+
+    def pre_rope_keys(self) -> Tensor:
+        """`keys` without their positions, float32 `[H_kv, T, D]`; computed at each call.
+
+        Raises: UnsupportedModel where the model's rotation cannot be undone.
+        """
+        assert self.unrotate is not None, "a scorer asks for pre-RoPE keys, which its caller does not have"
+        return self.unrotate(self.keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedLayer:
+    """What is kept of a layer: rows in position order, or packed bytes and no rows.
+
+    Attributes:
+        keys, values: `[H_kv, n, D]`, contiguous, compute dtype.
+        positions: int32 `[H_kv, n]`, ascending and unique per head; None where every token is kept.
+        packed: the layer packed, n = 0 then; None where it is rows.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor | None = None
+    packed: PackedLayer | None = None
+
+
+class Scorer(Protocol):
+    """Scores every token of every KV head; higher is kept."""
+
+    def __call__(self, inputs: LayerInputs) -> Tensor:
+        """Returns float32 `[H_kv, T]`; +inf marks tokens that must be kept."""
+        ...
+
+
+ScorerFactory = Callable[[Mapping[str, ParamValue], int], Scorer]
+"""(a plan's parameters, rows to be kept per KV head) -> scorer; raises InvalidRequest on bad parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A method from outside the package: what an entry point of the group `kvferry.methods` names.
+
+    Attributes:
+        plan: the preset; `plan.method` is the entry point's own name.
+        scorer: makes the scorer that `plan.scorer` names, where that is none of the package's.
+    """
+
+    plan: CompressionPlan
+    scorer: ScorerFactory | None = None

@@ -1,0 +1,106 @@
+"""Statistical leverage: how much a token's key points where few other keys do.
+
+Compactor's outlier scores (sections 3.1 and 3.2, appendices C and D), called once a layer by its scorer.
+Works on any `[H_kv, T, D]` rows; knows neither positions nor attention.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Sketch = Literal["gaussian", "srht", "none"]
+Solver = Literal["svd", "qr", "gram"]
+
+SINGULAR_TOLERANCE = 1e-5
+"""Singular values below this part of the largest are zero; library defaults drop more beside outliers."""
+EIGENVALUE_CLAMP = 1e-6
+"""Eigenvalues of the Gram matrix are raised to this part of the largest."""
+
+
+def leverage_scores(
+    keys: Tensor, *, sketch: Sketch, num_columns: int, solver: Solver, centered: bool, seed: int
+) -> Tensor:
+    """`o_i = x_i^T (X^T X)^+ x_i` of each row of `X = K Phi`, per head, in float32 (Compactor equation 1).
+
+    A sketch of at least D columns spans what K itself spans, so K is taken as it is. Where there are no more
+    rows than columns, every row is its own direction and every score is 1.
+
+    Args:
+        keys: `[H_kv, T, D]`; pre-RoPE for Compactor.
+        sketch: Phi `[D, k]`: "gaussian" entries of N(0, 1/k), "srht" (`srht_sketch`), or "none".
+        num_columns: k, at least 1.
+        solver: see `solve_leverage`.
+        centered: subtract each head's mean key first. The authors' code does; Algorithm 1 does not.
+        seed: of Phi; the same seed gives the same Phi everywhere.
+
+    Returns: float32 `[H_kv, T]`, in [0, 1] up to rounding; a head's sum is the rank of its X.
+    """
+    rows = keys.float()
+    if centered:
+        rows = rows - rows.mean(dim=1, keepdim=True)
+    if sketch != "none" and num_columns < rows.shape[2]:
+        make = gaussian_sketch if sketch == "gaussian" else srht_sketch
+        rows = rows @ make(rows.shape[2], num_columns, seed).to(rows.device)
+    if rows.shape[1] <= rows.shape[2]:
+        return rows.new_ones(rows.shape[:2])
+    return solve_leverage(rows, solver)
+
+
+def solve_leverage(rows: Tensor, solver: Solver) -> Tensor:
+    """Leverage of X by one of three factorisations (Compactor appendix C).
+
+    "svd": `||U_i||^2` of `X = U S V^T`, by way of X's QR; singular values within the tolerance are dropped.
+    "qr": `||Q_i||^2`; where R's diagonal tells that columns depend on others, as "svd".
+    "gram": `||x_i^T V Lambda^{-1/2}||^2` of `X^T X = V Lambda V^T`, clamped: the fastest, the least exact.
+
+    Args: rows: X, float32 `[H_kv, T, k]`, T > k. Returns: float32 `[H_kv, T]`.
+    """
+    if solver == "gram":
+        eigenvalues, vectors = torch.linalg.eigh(rows.mT @ rows)
+        floor = (EIGENVALUE_CLAMP * eigenvalues[:, -1:]).clamp_min(torch.finfo(torch.float32).tiny)
+        scale = eigenvalues.maximum(floor).rsqrt()
+        return _squared_norms(rows @ (vectors * scale[:, None]))
+    basis, triangle = torch.linalg.qr(rows)
+    if solver == "qr":
+        diagonal = triangle.diagonal(dim1=1, dim2=2).abs()
+        if bool((diagonal.amin(dim=1) > SINGULAR_TOLERANCE * diagonal.amax(dim=1)).all()):
+            return _squared_norms(basis)
+    vectors, singular_values, _ = torch.linalg.svd(triangle)
+    kept = singular_values > SINGULAR_TOLERANCE * singular_values[:, :1]
+    return _squared_norms(basis @ (vectors * kept[:, None]))
+
+
+def _squared_norms(rows: Tensor) -> Tensor:
+    return rows.square().sum(dim=2)
+
+
+@lru_cache(maxsize=64)
+def gaussian_sketch(head_dim: int, num_columns: int, seed: int) -> Tensor:
+    """Phi with entries of N(0, 1/k): float32 `[D, k]` on the CPU; not to be written to."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(head_dim, num_columns, generator=generator).mul(num_columns**-0.5)
+
+
+@lru_cache(maxsize=64)
+def srht_sketch(head_dim: int, num_columns: int, seed: int) -> Tensor:
+    """`Phi = sqrt(n/k) D H P`: random signs D, the orthonormal Walsh-Hadamard matrix H of size n, and k of
+    its columns, chosen without replacement (Compactor appendix D).
+
+    n is the least power of two that is at least D; keys count as padded with zeros to it. Multiplied as a
+    matrix: at D of 128 a fast transform would save nothing.
+
+    Args: num_columns: k, 1 to D. Returns: float32 `[D, k]` on the CPU; not to be written to.
+    """
+    size = 1 << (head_dim - 1).bit_length()
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, (head_dim, 1), generator=generator) * 2.0 - 1.0
+    columns = torch.randperm(size, generator=generator)[:num_columns]
+    hadamard = torch.ones(1, 1)
+    while hadamard.shape[0] < size:
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+    # n cancels: sqrt(n/k) of the sketch and sqrt(1/n) of an orthonormal H
+    return (signs * hadamard[:head_dim, columns]).mul(num_columns**-0.5)

@@ -1,0 +1,169 @@
+"""The methods by name, each one a `CompressionPlan` as data. Adding a method is one entry of `PRESETS`, or an
+entry point of another package (`installed.py`).
+
+The router calls `plan_for` for each request; the plan then travels to prefill and decode. What a plan comes
+to for one prompt is `resolve.py`'s matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from kvferry.shared.compression.installed import installed_methods
+from kvferry.shared.compression.plan import Budget, CompressionPlan, ParamValue, Part
+from kvferry.shared.errors import ConfigurationError, InvalidRequest
+
+PRESETS: Mapping[str, CompressionPlan] = {
+    "full": CompressionPlan(method="full"),
+    "snapkv": CompressionPlan(
+        method="snapkv",
+        scorer=Part(name="window_attention", params={"window": 32, "pooling": "avg", "kernel_size": 7}),
+        attention=Part(name="dense"),
+        budget=Budget(tokens=2048),
+    ),
+    "rocketkv": CompressionPlan(
+        method="rocketkv",
+        scorer=Part(name="window_attention", params={"window": 32, "pooling": "max", "kernel_size": 63}),
+        attention=Part(name="hsa"),
+        budget=Budget(tokens=512),
+    ),
+    "exact-topk": CompressionPlan(
+        method="exact-topk", attention=Part(name="exact_topk"), budget=Budget(tokens=512)
+    ),
+    "quest": CompressionPlan(
+        method="quest",
+        attention=Part(name="quest", params={"dense_layers": 2}),
+        budget=Budget(tokens=512),
+    ),
+    "sparq": CompressionPlan(method="sparq", attention=Part(name="sparq"), budget=Budget(tokens=512)),
+    "streamingllm": CompressionPlan(
+        method="streamingllm",
+        scorer=Part(name="streaming", params={"sinks": 4}),
+        budget=Budget(tokens=2048),
+    ),
+    "h2o": CompressionPlan(method="h2o", scorer=Part(name="heavy_hitters"), budget=Budget(tokens=2048)),
+    "pyramidkv": CompressionPlan(
+        method="pyramidkv",
+        scorer=Part(name="window_attention", params={"window": 32, "pooling": "avg", "kernel_size": 7}),
+        layer_allocation=Part(name="pyramid", params={"window": 32, "beta": 20}),
+        budget=Budget(tokens=2048),
+    ),
+    "compactor": CompressionPlan(
+        method="compactor",
+        scorer=Part(
+            name="compactor",
+            params={
+                "sketch": "gaussian",
+                "sketch_columns": 48,
+                "solver": "svd",
+                "centered": False,
+                "seed": 0,
+                "chunk_tokens": 256,
+                "scaled": True,
+                "leverage_weight": 0.3,
+                "sinks": 8,
+                "recents": 4,
+            },
+        ),
+        # a quarter keeps 93 % of the LongBench score that Llama 3.1 has with a full cache (table 1)
+        budget=Budget(retention=0.25),
+    ),
+    "rdkv": CompressionPlan(
+        method="rdkv",
+        representation=Part(
+            name="rdkv",
+            params={
+                # of the paper's five; how widths compare with one another differs little between models
+                "epsilon_table": "LLaMA-3.1-8B",
+                "window": 32,
+                "kernel_size": 5,
+                "channel_weights": "norms",
+            },
+        ),
+        budget=Budget(tokens=512),
+    ),
+    "random": CompressionPlan(
+        method="random", scorer=Part(name="random", params={"seed": 0}), budget=Budget(tokens=2048)
+    ),
+}
+
+
+def method_names() -> tuple[str, ...]:
+    """The methods that a request may name, those of installed packages last."""
+    return (*PRESETS, *_outside())
+
+
+def preset(method: str) -> CompressionPlan:
+    """A named method's plan. Raises: InvalidRequest: there is none of this name."""
+    plan = PRESETS.get(method) or _outside().get(method)
+    if plan is None:
+        raise InvalidRequest(
+            f"kv_compression.method is {method!r}; it must be one of {', '.join(method_names())}",
+            param="kv_compression.method",
+        )
+    return plan
+
+
+def plan_for(
+    method: str,
+    *,
+    budget: Budget | None = None,
+    overrides: Mapping[str, ParamValue] | None = None,
+    skip_layers: tuple[int, ...] = (),
+) -> CompressionPlan:
+    """The plan of a named method.
+
+    Args:
+        budget: replaces the preset's where one of its fields is set.
+        overrides: replace parameters that parts of the preset have (`window`, `pooling`, `dense_layers`); a
+            name that several parts have is replaced in all of them.
+        skip_layers: layers to leave uncompressed, beside those of the preset.
+
+    Raises:
+        InvalidRequest: unknown method, a budget for a method that keeps everything, an unknown parameter.
+    """
+    plan = preset(method)
+    if skip_layers:
+        plan = replace(plan, skip_layers=tuple(sorted({*plan.skip_layers, *skip_layers})))
+    if budget is not None and budget != Budget():
+        if not plan.compresses:
+            field = "token_budget" if budget.tokens is not None else "retention"
+            raise InvalidRequest(
+                f"{field} was given for method {method!r}, which keeps every token and takes no budget",
+                param=f"kv_compression.{field}",
+            )
+        plan = replace(plan, budget=budget)
+    return _overridden(plan, overrides) if overrides else plan
+
+
+def _overridden(plan: CompressionPlan, overrides: Mapping[str, ParamValue]) -> CompressionPlan:
+    all_parts = (plan.scorer, plan.attention, plan.layer_allocation, plan.representation)
+    parts = [part for part in all_parts if part is not None]
+    names = {name: None for part in parts for name in part.params}
+    unknown = sorted(set(overrides) - set(names))
+    if unknown:
+        raise InvalidRequest(
+            f"method {plan.method!r} has no parameter {', '.join(unknown)}; it has: "
+            f"{', '.join(names) or 'none'}",
+            param="kv_compression",
+        )
+
+    def changed(part: Part) -> Part:
+        return replace(part, params={name: overrides.get(name, part.params[name]) for name in part.params})
+
+    return replace(
+        plan,
+        scorer=changed(plan.scorer) if plan.scorer is not None else None,
+        attention=changed(plan.attention),
+        layer_allocation=changed(plan.layer_allocation),
+        representation=changed(plan.representation),
+    )
+
+
+def _outside() -> dict[str, CompressionPlan]:
+    plans = {name: method.plan for name, method in installed_methods().items()}
+    taken = sorted(set(plans) & set(PRESETS))
+    if taken:
+        raise ConfigurationError(f"installed packages name methods {', '.join(taken)}; the package has them")
+    return plans

@@ -1,0 +1,59 @@
+"""Distortion weights: what losing a V token or a K channel costs attention (RDKV section 3.1).
+
+First step of RDKV's compression, once a layer, from the prompt's last queries. Allocates nothing.
+
+Legend: H_kv KV heads, G query heads per KV head, W queries of the window, T prompt tokens, D head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvferry.kernels.window_scores import window_scores
+
+ChannelWeights = Literal["norms", "mean_squares"]
+
+
+def token_weights(queries: Tensor, keys: Tensor, *, scaling: float, kernel_size: int = 5) -> Tensor:
+    """`w_t = sum_{g, tau} a_{tau, t}` (Eq. 2) over all T columns, average-pooled with stride 1.
+
+    The pooling pads by reflection; where T <= kernel_size // 2 a reflection does not exist and nothing is
+    pooled. No token is forced to be kept.
+
+    Args:
+        queries: post-RoPE `[H_kv, G, W, D]`, the prompt's last W <= T queries.
+        keys: post-RoPE `[H_kv, T, D]`.
+        scaling: the softmax scale.
+        kernel_size: odd; 1 pools nothing.
+
+    Returns: float32 `[H_kv, T]`.
+    """
+    assert kernel_size % 2 == 1, kernel_size
+    sums = window_scores(queries, keys, scaling=scaling)
+    padding = kernel_size // 2
+    if keys.shape[1] <= padding:
+        return sums
+    padded = F.pad(sums[:, None], (padding, padding), mode="reflect")
+    return F.avg_pool1d(padded, kernel_size, stride=1)[:, 0]
+
+
+def channel_weights(queries: Tensor, keys: Tensor, *, variant: ChannelWeights = "norms") -> Tensor:
+    """`w_c = |Q_c| |K_c| / sqrt(D)` (Eq. 4): one norm over group and window, one over all T tokens.
+
+    Args:
+        queries: post-RoPE `[H_kv, G, W, D]`.
+        keys: post-RoPE `[H_kv, T, D]`.
+        variant: "norms" as the paper; "mean_squares" as the authors' code, `mean(Q_c^2) mean(K_c^2)`, which
+            is the paper's weight squared but for a factor that all channels share.
+
+    Returns: float32 `[H_kv, D]`.
+    """
+    q, k = queries.float(), keys.float()
+    if variant == "mean_squares":
+        return q.square().mean(dim=(1, 2)) * k.square().mean(dim=1)
+    norms = q.square().sum(dim=(1, 2)).sqrt() * k.square().sum(dim=1).sqrt()
+    return norms / math.sqrt(keys.shape[2])

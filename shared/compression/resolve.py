@@ -1,0 +1,152 @@
+"""A plan made exact for one prompt: rows per layer and the sizes of decode's attention.
+
+Router, prefill and decode each compute it for themselves and must agree to the last row, so everything here
+is a pure function in integer or decimal arithmetic: no platform's floating point decides a floor.
+"""
+
+from __future__ import annotations
+
+import math
+from decimal import Context, Decimal
+from fractions import Fraction
+
+from kvferry.shared.compression.allocation import allocate_layers
+from kvferry.shared.compression.attention import check_attention, size_attention
+from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, Part, ResolvedPlan
+from kvferry.shared.compression.presets import preset
+from kvferry.shared.compression.representation import check_representation, packed_layer_plan
+from kvferry.shared.compression.scorers import make_scorer
+from kvferry.shared.errors import InvalidRequest
+
+_DECIMAL = Context(prec=40)
+_FLOOR_GUARD = Decimal("1e-20")
+"""Added before a floor, so that an exact quotient (c a power of two, r 0.8) is not floored to one less."""
+
+
+def resolve_plan(
+    plan: CompressionPlan, *, num_prompt_tokens: int, max_new_tokens: int, num_layers: int, head_dim: int
+) -> ResolvedPlan:
+    """Exact sizes of a plan for one prompt.
+
+    Args:
+        num_prompt_tokens: history included, at least 1.
+        max_new_tokens: N, at least 1.
+        head_dim: d.
+
+    Returns: one `LayerPlan` a layer. The method is "full" where the budget covers the prompt.
+
+    Raises:
+        InvalidRequest: an unknown method, scorer, attention, allocation or representation, parts that do not
+            go together, or a skipped layer that does not exist.
+    """
+    if num_prompt_tokens < 1 or max_new_tokens < 1:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_new_tokens}; both must be at "
+            "least 1"
+        )
+    _check(plan, num_layers)
+    whole = LayerPlan(rows=num_prompt_tokens)
+    layers = [whole] * num_layers
+    budget = _budget_tokens(plan, num_prompt_tokens) if plan.compresses else num_prompt_tokens
+    if budget < num_prompt_tokens:
+        # A budget that covers the prompt asks for no compression, whatever the completion's length.
+        total = num_prompt_tokens + max_new_tokens
+        rows, cap = _rows_and_cap(plan, budget, total, max_new_tokens)
+        sharing = [layer for layer in range(num_layers) if layer not in plan.skip_layers]
+        shares = allocate_layers(
+            plan.layer_allocation, rows=rows, num_layers=len(sharing), num_tokens=num_prompt_tokens
+        )
+        for layer, share in zip(sharing, shares, strict=True):
+            if plan.representation.name != "rows":
+                layers[layer] = packed_layer_plan(budget_tokens=budget, num_prompt_tokens=num_prompt_tokens)
+                continue
+            layers[layer] = LayerPlan(
+                rows=share,
+                attention=size_attention(
+                    plan.attention, layer=layer, cap=cap + share - rows, budget=budget, head_dim=head_dim
+                ),
+            )
+    return ResolvedPlan(
+        plan=plan,
+        method="full" if all(layer == whole for layer in layers) else plan.method,
+        num_prompt_tokens=num_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        layers=tuple(layers),
+    )
+
+
+def _check(plan: CompressionPlan, num_layers: int) -> None:
+    """Whether the plan's parts exist and fit together."""
+    preset(plan.method)
+    check_attention(plan.attention)
+    check_representation(plan)
+    outside = [layer for layer in plan.skip_layers if not 0 <= layer < num_layers]
+    if outside:
+        raise InvalidRequest(
+            f"skip_layers names {outside}; layers are 0 to {num_layers - 1}", param="kv_compression"
+        )
+    allocate_layers(plan.layer_allocation, rows=1, num_layers=1, num_tokens=1)
+    if plan.scorer is not None:
+        make_scorer(plan.scorer, rows=1)
+    elif plan.layer_allocation.name != "uniform":
+        raise InvalidRequest(
+            f"layer_allocation {plan.layer_allocation.name!r} shares kept rows between layers; a plan "
+            "without a scorer keeps them all",
+            param="kv_compression",
+        )
+
+
+def _rows_and_cap(plan: CompressionPlan, budget: int, total: int, max_new_tokens: int) -> tuple[int, int]:
+    """Rows kept of the prompt, on average over layers, and cap: rows that decode may come to choose from.
+
+    A scorer with dense attention keeps the budget, t, or what it always keeps where that is more. A sparse
+    attention without a scorer chooses t rows' worth of traffic from all of S = prompt + N. With both,
+    RocketKV's split shares S/t between the two stages, whichever scorer and attention they are.
+    """
+    num_prompt_tokens = total - max_new_tokens
+    if plan.scorer is None:
+        return num_prompt_tokens, total
+    always = _always_kept(plan.scorer)
+    if plan.attention.name == "dense":
+        rows = min(max(budget, always), num_prompt_tokens)
+        return rows, rows + max_new_tokens
+    cap = _first_stage_cap(total, budget, max_new_tokens)
+    window = plan.scorer.params.get("window")
+    least = max(window if isinstance(window, int) else 1, always)
+    return min(max(cap - max_new_tokens, least), num_prompt_tokens), cap
+
+
+def _always_kept(scorer: Part) -> int:
+    """Rows that a scorer keeps whatever the budget: sinks and recents, where it has both."""
+    sinks, recents = scorer.params.get("sinks"), scorer.params.get("recents")
+    return sinks + recents if isinstance(sinks, int) and isinstance(recents, int) else 0
+
+
+def _budget_tokens(plan: CompressionPlan, num_prompt_tokens: int) -> int:
+    """t: the plan's budget, else its preset's; a retention is of the prompt, rounded up."""
+    budget = plan.budget
+    if budget.retention is not None:
+        # The shortest decimal that reads back as this float is what the client wrote: 0.1 means 1/10.
+        return max(1, math.ceil(Fraction(repr(budget.retention)) * num_prompt_tokens))
+    tokens = budget.tokens if budget.tokens is not None else preset(plan.method).budget.tokens
+    if tokens is None:
+        raise InvalidRequest(
+            f"method {plan.method!r} needs a token_budget or a retention", param="kv_compression"
+        )
+    return tokens
+
+
+def _first_stage_cap(total: int, budget: int, max_new_tokens: int) -> int:
+    """RocketKV section 3.6: `cap = max(floor(S / c^r), min(2N, S))`, `c = S/t`,
+    `r = min(0.2 + 0.06 log2 c, 0.8)`.
+
+    Args: total: S = prompt + N, above `budget`, which is t.
+
+    Deviation: the paper reserves nothing for the N new tokens; as the authors' code does, cap covers them and
+    is at least min(2N, S), so that rows = cap - N are kept of the prompt.
+    """
+    log_c = _DECIMAL.ln(_DECIMAL.divide(Decimal(total), Decimal(budget)))
+    log2_c = _DECIMAL.divide(log_c, _DECIMAL.ln(Decimal(2)))
+    ratio = min(_DECIMAL.fma(Decimal("0.06"), log2_c, Decimal("0.2")), Decimal("0.8"))
+    kept = _DECIMAL.divide(Decimal(total), _DECIMAL.exp(_DECIMAL.multiply(ratio, log_c)))
+    return max(int(_DECIMAL.add(kept, _FLOOR_GUARD)), min(2 * max_new_tokens, total))

@@ -1,0 +1,45 @@
+"""Scorers by name: a plan's `scorer` part is looked up here. Adding a scorer is one file and one entry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvferry.shared.compression.installed import installed_scorers
+from kvferry.shared.compression.interface import Scorer, ScorerFactory
+from kvferry.shared.compression.plan import Part
+from kvferry.shared.compression.scorers.compactor import CompactorScorer
+from kvferry.shared.compression.scorers.heavy_hitters import HeavyHitterScorer
+from kvferry.shared.compression.scorers.random_rows import RandomScorer
+from kvferry.shared.compression.scorers.streaming import StreamingScorer
+from kvferry.shared.compression.scorers.window_attention import WindowAttentionScorer
+from kvferry.shared.errors import ConfigurationError, InvalidRequest
+
+SCORERS: Mapping[str, ScorerFactory] = {
+    "window_attention": WindowAttentionScorer.from_params,
+    "streaming": StreamingScorer.from_params,
+    "random": RandomScorer.from_params,
+    "heavy_hitters": HeavyHitterScorer.from_params,
+    "compactor": CompactorScorer.from_params,
+}
+
+
+def make_scorer(part: Part, *, rows: int) -> Scorer:
+    """The scorer that a plan names.
+
+    Args: rows: rows to be kept per KV head; the scorer protects no more than that.
+    Raises:
+        InvalidRequest: unknown name or bad parameters.
+        ConfigurationError: an installed method brings a scorer of a name that is taken.
+    """
+    outside = installed_scorers()
+    taken = sorted(set(outside) & set(SCORERS))
+    if taken:
+        raise ConfigurationError(f"installed packages name scorers {', '.join(taken)}; the package has them")
+    known = {**SCORERS, **outside}
+    factory = known.get(part.name)
+    if factory is None:
+        raise InvalidRequest(
+            f"the plan's scorer is {part.name!r}; it must be one of {', '.join(sorted(known))}",
+            param="kv_compression",
+        )
+    return factory(part.params, rows)

@@ -1,0 +1,173 @@
+"""Compactor (papers/compactor.txt): scores that do not look at the question.
+
+Called per layer while the prompt is prefilled. A token is kept for being attended within its surroundings, or
+for a key that points where few others do. Does not select; `select.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvferry.kernels.chunk_scores import chunk_scores, shared_chunk_scores
+from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.leverage import Sketch, Solver, leverage_scores
+from kvferry.shared.compression.parameters import check_params
+from kvferry.shared.compression.plan import ParamValue
+from kvferry.shared.errors import InvalidRequest
+
+MAX_SKETCH_COLUMNS = 1024
+MAX_CHUNK_TOKENS = 4096
+MAX_PROTECTED = 4096
+_MIN_STD = 1e-6
+_POOL = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompactorScorer:
+    """`s = z(a) + lambda z(o)` (equation 6) over the tokens between the sinks and the recents, which score
+    +inf. z is the z-score per KV head, population std, at least 1e-6.
+
+    o: leverage of pre-RoPE keys (`leverage.py`), history included.
+    a: attention in chunks of c tokens without a causal mask (equation 5), column sums, mean over the group,
+    times the value's norm, then average-pooled by 3, the padding's zeros counted.
+
+    Deviation: tokens of the history have no queries in this turn. Chunks lie at fixed places (the first one
+    begins after the sinks), and one with such tokens in it is scored by the turn's last c queries instead, as
+    if they were its own: the paper wants the likelihood that a token is attended by a future one, and those
+    are the future ones at hand; without a, its ablation loses most of the score at small budgets. So a turn
+    with history is not blind to its own question; a prompt without is.
+
+    Attributes:
+        sketch, sketch_columns (k), solver, centered, seed: of the leverage.
+        chunk_tokens: c.
+        scaled: multiply logits by the model's softmax scale; the authors' code does not.
+        leverage_weight: lambda.
+        sinks, recents: tokens always kept at the prompt's beginning and end.
+        rows: rows to be kept per KV head; where they are fewer than sinks and recents, recents come first.
+    """
+
+    sketch: Sketch
+    sketch_columns: int
+    solver: Solver
+    centered: bool
+    seed: int
+    chunk_tokens: int
+    scaled: bool
+    leverage_weight: float
+    sinks: int
+    recents: int
+    rows: int
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("sketch", self.sketch, get_args(Sketch)),
+            ("solver", self.solver, get_args(Solver)),
+        ):
+            if value not in allowed:
+                raise InvalidRequest(
+                    f"{name} is {value!r}; it must be one of {', '.join(allowed)}",
+                    param=f"kv_compression.{name}",
+                )
+        for name, number, low, high in (
+            ("sketch_columns", self.sketch_columns, 1, MAX_SKETCH_COLUMNS),
+            ("seed", self.seed, 0, 2**31 - 1),
+            ("chunk_tokens", self.chunk_tokens, 1, MAX_CHUNK_TOKENS),
+            ("leverage_weight", self.leverage_weight, 0.0, 1e6),
+            ("sinks", self.sinks, 0, MAX_PROTECTED),
+            ("recents", self.recents, 0, MAX_PROTECTED),
+        ):
+            if not low <= number <= high:
+                raise InvalidRequest(
+                    f"{name} is {number}; it must be {low} to {high}", param=f"kv_compression.{name}"
+                )
+        if self.rows < 1:
+            raise InvalidRequest(f"rows is {self.rows}; it must be at least 1", param="kv_compression")
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, ParamValue], rows: int) -> CompactorScorer:
+        """From a plan's `Part.params`. Raises InvalidRequest on missing, unknown or mistyped parameters."""
+        check_params("compactor", params, _PARAMS)
+        return cls(
+            sketch=cast(Sketch, params["sketch"]),
+            sketch_columns=int(params["sketch_columns"]),
+            solver=cast(Solver, params["solver"]),
+            centered=bool(params["centered"]),
+            seed=int(params["seed"]),
+            chunk_tokens=int(params["chunk_tokens"]),
+            scaled=bool(params["scaled"]),
+            leverage_weight=float(params["leverage_weight"]),
+            sinks=int(params["sinks"]),
+            recents=int(params["recents"]),
+            rows=rows,
+        )
+
+    def __call__(self, inputs: LayerInputs) -> Tensor:
+        """Returns float32 `[H_kv, T]`, +inf on sinks and recents."""
+        num_kv_heads, num_tokens, _ = inputs.keys.shape
+        recents = min(self.recents, self.rows)
+        begin, end = min(self.sinks, self.rows - recents), num_tokens - recents
+        scores = inputs.keys.new_full((num_kv_heads, num_tokens), torch.inf, dtype=torch.float32)
+        if begin < end:
+            blend = _z_scores(self._attention(inputs, begin, end))
+            if self.leverage_weight > 0:
+                blend += self.leverage_weight * _z_scores(self._leverage(inputs, begin, end))
+            scores[:, begin:end] = blend
+        return scores
+
+    def _leverage(self, inputs: LayerInputs, begin: int, end: int) -> Tensor:
+        return leverage_scores(
+            inputs.pre_rope_keys()[:, begin:end],
+            sketch=self.sketch,
+            num_columns=self.sketch_columns,
+            solver=self.solver,
+            centered=self.centered,
+            seed=self.seed,
+        )
+
+    def _attention(self, inputs: LayerInputs, begin: int, end: int) -> Tensor:
+        """a of the tokens `begin` to `end`: float32 `[H_kv, end - begin]`."""
+        scaling = inputs.scaling if self.scaled else 1.0
+        num_history = inputs.keys.shape[1] - inputs.queries.shape[2]
+        # from here on, whole chunks are of tokens with queries
+        first_own = min(begin + -(-max(num_history - begin, 0) // self.chunk_tokens) * self.chunk_tokens, end)
+        earlier = shared_chunk_scores(
+            inputs.queries[:, :, -self.chunk_tokens :],
+            inputs.keys[:, begin:first_own],
+            chunk_tokens=self.chunk_tokens,
+            scaling=scaling,
+        )
+        own = chunk_scores(
+            inputs.queries[:, :, first_own - num_history : end - num_history],
+            inputs.keys[:, first_own:end],
+            chunk_tokens=self.chunk_tokens,
+            scaling=scaling,
+        )
+        sums = torch.cat([earlier, own], dim=1)
+        weighted = sums * inputs.values[:, begin:end].float().norm(dim=2)
+        return F.avg_pool1d(weighted[:, None], _POOL, stride=1, padding=_POOL // 2)[:, 0]
+
+
+_PARAMS: Mapping[str, type] = {
+    "sketch": str,
+    "sketch_columns": int,
+    "solver": str,
+    "centered": bool,
+    "seed": int,
+    "chunk_tokens": int,
+    "scaled": bool,
+    "leverage_weight": float,
+    "sinks": int,
+    "recents": int,
+}
+
+
+def _z_scores(scores: Tensor) -> Tensor:
+    """Each head's scores in population standard deviations from their mean."""
+    std, mean = torch.std_mean(scores, dim=1, correction=0, keepdim=True)
+    return (scores - mean) / std.clamp_min(_MIN_STD)

@@ -1,0 +1,235 @@
+"""The control messages as typed dataclasses: what router, prefill and decode say to one another.
+
+`codec.py` is the only module that turns them into protobuf and back (`proto/control.proto` mirrors this
+file); in-process clients pass them as they are. Times are seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvferry.shared.compression.plan import CompressionPlan
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.sampling.params import SampledToken, SamplingParams
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionKey:
+    """A session of one API key. `owner` is a digest of the key, never the key itself."""
+
+    owner: str
+    session_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """Decode's promise of memory for one transfer.
+
+    Attributes:
+        endpoint: where to ship the blocks: `tcp://...`, `ipc://...` or `inproc://...`.
+        transfer_id: random u64, names the reservation.
+        generation: u32; blocks of an older generation are dropped and counted.
+        credit_bytes: payload bytes that may be in flight before the receiver grants more.
+        lease_s: the reservation is freed if the transfer is not complete by then.
+        reserved_bytes: arena bytes held.
+    """
+
+    endpoint: str
+    transfer_id: int
+    generation: int
+    credit_bytes: int
+    lease_s: float
+    reserved_bytes: int
+
+
+# ---- decode ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """Router to decode: reserve memory, await the transfer, then stream tokens.
+
+    Attributes:
+        prompt_token_ids: all of the prompt, history included (penalties need it).
+        store_history: ship the generated tokens' KV back to prefill when the turn ends.
+        probe: a readiness probe; moves no request, token or byte counter.
+    """
+
+    request_id: str
+    model_fingerprint: str
+    prompt_token_ids: tuple[int, ...]
+    plan: CompressionPlan
+    sampling: SamplingParams
+    store_history: bool = False
+    probe: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TicketIssued:
+    """First event of a Generate stream."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferAccepted:
+    """All blocks verified; the sequence has joined the running batch.
+
+    Attributes:
+        transfer_s: from the manifest's arrival to the last block's verification.
+    """
+
+    transfer_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenGenerated:
+    """A token of index >= 1 (prefill's answer brings token 0)."""
+
+    token: SampledToken
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationFinished:
+    """No more tokens will come.
+
+    Attributes:
+        num_tokens: completion tokens, the first and a final end-of-sequence token counted.
+        cache_bytes: arena bytes that the sequence used at its end.
+    """
+
+    finish_reason: FinishReason
+    num_tokens: int
+    cache_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistoryReturned:
+    """The generated tokens' KV has been acknowledged by prefill. Last event where `store_history` was set.
+
+    Attributes:
+        num_tokens: rows returned: completion tokens less the last, which has no KV yet. 0 if the return
+        failed
+            (the next turn then prefills these tokens again).
+    """
+
+    num_tokens: int
+
+
+GenerateEvent = TicketIssued | TransferAccepted | TokenGenerated | GenerationFinished | HistoryReturned
+
+
+# ---- prefill ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillRequest:
+    """Router to prefill: run the prompt, compress, ship to the ticket's endpoint, answer with the first
+    token.
+
+    Attributes:
+        session: where history is looked up and staged; None keeps none.
+    """
+
+    request_id: str
+    model_fingerprint: str
+    prompt_token_ids: tuple[int, ...]
+    plan: CompressionPlan
+    sampling: SamplingParams
+    ticket: Ticket
+    session: SessionKey | None = None
+    probe: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstToken:
+    """First event of a Prefill stream: the token sampled from prefill's own dense logits.
+
+    Attributes:
+        method: the method in effect ("full" where the budget covers the prompt).
+        reused_tokens: prompt tokens whose KV came from history.
+        full_bytes: what full KV of the whole prompt would be.
+        prefill_s: the forward pass, compression included.
+        compress_s: compression alone.
+        queue_s: time spent waiting for the engine.
+    """
+
+    token: SampledToken
+    method: str
+    reused_tokens: int
+    full_bytes: int
+    prefill_s: float
+    compress_s: float
+    queue_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferDone:
+    """Last event of a Prefill stream: decode has acknowledged every block.
+
+    Attributes:
+        bytes_by_kind: payload bytes on the wire: codes, scales, rows, index, manifest.
+        transfer_s: from the first block's sending to the acknowledgement.
+    """
+
+    bytes_by_kind: dict[str, int]
+    transfer_s: float
+
+
+PrefillEvent = FirstToken | TransferDone
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitTurnRequest:
+    """Router to prefill at a turn's end: publish the staged history as the session's record, atomically.
+
+    Attributes:
+        token_ids: prompt and completion; KV exists for the prompt and for what decode returned.
+    """
+
+    request_id: str
+    session: SessionKey
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistoryInfo:
+    """What the history store holds of a session.
+
+    Attributes:
+        num_tokens: tokens with KV.
+        tier: "memory", or "none" where nothing is held.
+    """
+
+    num_tokens: int
+    size_bytes: int
+    tier: str = "memory"
+
+
+# ---- both ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStatus:
+    """A worker's identity and load, polled by the router for placement and readiness.
+
+    Attributes:
+        instance_id: random, new at every start: a change tells that the worker restarted.
+        ready: the engine has recently done work or passed its own probe.
+        running, waiting: requests.
+        free_bytes, total_bytes: decode: the arena; prefill: the history store's bound.
+    """
+
+    role: Literal["prefill", "decode"]
+    instance_id: str
+    protocol_version: int
+    ready: bool
+    running: int
+    waiting: int
+    free_bytes: int
+    total_bytes: int
+    model: ModelSpec
+    methods: tuple[str, ...] = field(default_factory=tuple)

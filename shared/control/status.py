@@ -1,0 +1,100 @@
+"""The error tree as gRPC statuses and back: class, code, reason, param and retry-after travel as metadata.
+
+Place in the request's path: at both ends of a control call. Knows errors and metadata, not calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import grpc
+
+from kvferry.shared import errors
+from kvferry.shared.errors import (
+    Cancelled,
+    ConfigurationError,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvferryError,
+    PayloadTooLarge,
+    WorkerUnavailable,
+)
+
+CLASS_KEY = "kvferry-error-class"
+CODE_KEY = "kvferry-error-code"
+REASON_KEY = "kvferry-error-reason"
+PARAM_KEY = "kvferry-error-param-bin"
+RETRY_AFTER_KEY = "kvferry-error-retry-after-s"
+
+_MAX_MESSAGE_BYTES = 2000
+_MAX_PARAM_BYTES = 256
+_CLASSES: Mapping[str, type[KvferryError]] = {
+    name: value
+    for name, value in vars(errors).items()
+    if isinstance(value, type) and issubclass(value, KvferryError)
+}
+_BY_STATUS: Mapping[grpc.StatusCode, type[KvferryError]] = {
+    grpc.StatusCode.UNAVAILABLE: WorkerUnavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: PayloadTooLarge,
+    grpc.StatusCode.UNIMPLEMENTED: ConfigurationError,
+}
+
+
+def to_status(error: KvferryError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]:
+    """Status code, details and trailing metadata of an error, bounded so that headers stay small."""
+    metadata: list[tuple[str, str | bytes]] = [
+        (CLASS_KEY, _nearest_class(type(error))),
+        (REASON_KEY, error.reason if error.reason.isascii() and error.reason.isprintable() else "other"),
+    ]
+    if error.code is not None:
+        metadata.append((CODE_KEY, error.code))
+    if error.param is not None:
+        metadata.append((PARAM_KEY, error.param.encode(errors="replace")[:_MAX_PARAM_BYTES]))
+    if error.retry_after_s is not None:
+        metadata.append((RETRY_AFTER_KEY, repr(float(error.retry_after_s))))
+    details = error.message.encode(errors="replace")[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
+    return grpc.StatusCode[error.grpc_status], details, tuple(metadata)
+
+
+def from_status(
+    code: grpc.StatusCode, details: str, metadata: Iterable[tuple[str, str | bytes]], *, peer: str
+) -> KvferryError:
+    """The error that a status tells of, not raised.
+
+    Args:
+        metadata: trailing metadata; where it names no class, the status came from gRPC itself.
+        peer: the worker's address, for messages.
+    """
+    fields = {str(key): value for key, value in metadata}
+    known = _CLASSES.get(_text(fields.get(CLASS_KEY)))
+    if known is None:
+        kind = _BY_STATUS.get(code, KvferryError)
+        return kind(f"{peer} answered {code.name}: {details}")
+    param = fields.get(PARAM_KEY)
+    return known(
+        details,
+        param=None if param is None else _text(param),
+        reason=_text(fields.get(REASON_KEY)),
+        retry_after_s=_seconds(_text(fields.get(RETRY_AFTER_KEY))),
+    )
+
+
+def _nearest_class(kind: type[KvferryError]) -> str:
+    """The class's own name, or its nearest base's that the tree has."""
+    return next(base.__name__ for base in kind.__mro__ if base.__name__ in _CLASSES)
+
+
+def _text(value: str | bytes | None) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value or ""
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and value >= 0 else None

@@ -1,0 +1,313 @@
+"""The history store in host memory: every session's full KV at one prefill worker.
+
+Place in the request's path: the prefill engine begins a turn, loads and appends layer by layer; decode's
+returned rows are appended; the router's commit publishes. Does not know models, compression or the wire.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+import structlog
+from torch import Tensor
+
+from kvferry.shared.control.messages import HistoryInfo, SessionKey
+from kvferry.shared.errors import HistoryMiss, InvalidRequest, SessionBusy, SessionNotFound
+from kvferry.shared.history.interface import HistoryRecord
+from kvferry.shared.history.segment import (
+    LayerKV,
+    Piece,
+    Segment,
+    chunk_bytes,
+    first_pieces,
+    host_copy,
+    load_rows,
+)
+from kvferry.shared.history.turn import MemoryHistoryTurn, StagedTurn, StoredRecord, TurnState
+
+log = structlog.get_logger(__name__)
+
+
+def common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Length of the longest common prefix."""
+    limit = min(len(a), len(b))
+    if a[:limit] == b[:limit]:
+        return limit
+    return next(i for i in range(limit) if a[i] != b[i])
+
+
+class MemoryHistoryStore:
+    """Implements `HistoryStore`. Thread-safe: one lock, not held while KV is copied in or out.
+
+        begin ──► turn (staged rows, references on the reused pieces)
+                    │ commit                            drop, abort, lease
+                    ▼                                          ▼
+        sessions: key ──► record ──► pieces ──► segments     freed at once
+                  (least recently used first)
+
+    A byte is counted once: while staged, with its turn; after that, with its segment for as long as a record
+    or a turn names it, whole even where only a slice of it is in use. Above `max_bytes` whole sessions go,
+    least recently used first, but none that has a turn under way; a turn that still finds no room goes on
+    without staging, and its commit keeps the base prefix alone.
+    """
+
+    def __init__(
+        self, *, max_bytes: int, num_layers: int, turn_lease_s: float, clock: Callable[[], float]
+    ) -> None:
+        """Args:
+        max_bytes: bound on `size_bytes`.
+        turn_lease_s: a turn that nothing was appended to for so long is dropped by `sweep`.
+        clock: monotonic seconds.
+        """
+        self._max_bytes = max_bytes
+        self._num_layers = num_layers
+        self._turn_lease_s = turn_lease_s
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._sessions: OrderedDict[SessionKey, StoredRecord] = OrderedDict()
+        self._turns: dict[str, StagedTurn] = {}
+        self._size_bytes = 0
+
+    # ---- the store's side --------------------------------------------------------------------------------
+
+    @property
+    def size_bytes(self) -> int:
+        with self._lock:
+            return self._size_bytes
+
+    @property
+    def max_bytes(self) -> int:
+        return self._max_bytes
+
+    def record(self, session: SessionKey) -> HistoryRecord | None:
+        """The session's committed record."""
+        with self._lock:
+            stored = self._sessions.get(session)
+        if stored is None:
+            return None
+        return HistoryRecord(session=session, token_ids=stored.token_ids, version=stored.version)
+
+    def begin(
+        self, session: SessionKey, request_id: str, prompt_token_ids: tuple[int, ...]
+    ) -> MemoryHistoryTurn:
+        """See `HistoryStore.begin`. A request that begins again gives up its former turn.
+
+        Raises: InvalidRequest: an empty prompt, or another session's turn has this request id.
+        """
+        if not prompt_token_ids:
+            raise InvalidRequest("the prompt has 0 tokens; it must have at least 1")
+        with self._lock:
+            former = self._turns.get(request_id)
+            if former is not None and former.session != session:
+                raise InvalidRequest(f"request id {request_id!r} is in use by another session's turn")
+            if former is not None:
+                self.abort_turn(former)
+            base = self._sessions.get(session)
+            reused = 0
+            if base is not None:
+                self._sessions.move_to_end(session)
+                reused = min(common_prefix(base.token_ids, prompt_token_ids), len(prompt_token_ids) - 1)
+            turn = StagedTurn(
+                session=session,
+                request_id=request_id,
+                prompt_token_ids=prompt_token_ids,
+                base=base,
+                pieces=first_pieces(base.pieces, reused) if base is not None else (),
+                reused_tokens=reused,
+                staged=[[] for _ in range(self._num_layers)],
+                deadline_s=self._clock() + self._turn_lease_s,
+            )
+            self._retain(turn.pieces)
+            self._turns[request_id] = turn
+            return MemoryHistoryTurn(self, turn)
+
+    def turn(self, request_id: str) -> MemoryHistoryTurn | None:
+        """See `HistoryStore.turn`."""
+        with self._lock:
+            turn = self._turns.get(request_id)
+            return MemoryHistoryTurn(self, turn) if turn is not None else None
+
+    def info(self, session: SessionKey) -> HistoryInfo:
+        """See `HistoryStore.info`; tier "none" where nothing is held."""
+        with self._lock:
+            return _info(self._sessions.get(session))
+
+    def drop(self, session: SessionKey) -> HistoryInfo:
+        """See `HistoryStore.drop`. Wins over turns under way: their commits raise SessionNotFound."""
+        with self._lock:
+            stored = self._sessions.pop(session, None)
+            info = _info(stored)
+            if stored is not None:
+                self._release(stored.pieces)
+            for turn in self._turns.values():
+                if turn.session == session and turn.under_way:
+                    self._close(turn, TurnState.DROPPED)
+            return info
+
+    def sweep(self) -> int:
+        """Drop turns whose lease ran out; returns how many."""
+        with self._lock:
+            now_s = self._clock()
+            expired = [turn for turn in self._turns.values() if turn.deadline_s <= now_s]
+            for turn in expired:
+                self._close(turn, TurnState.EXPIRED)
+                del self._turns[turn.request_id]
+            return len(expired)
+
+    # ---- the turns' side ---------------------------------------------------------------------------------
+
+    def load_turn(self, turn: StagedTurn, layer: int) -> LayerKV | None:
+        """See `HistoryTurn.load`."""
+        with self._lock:
+            if turn.reused_tokens == 0:
+                return None
+            if not turn.under_way:
+                raise HistoryMiss(
+                    f"history of request {turn.request_id} is gone: its turn is {turn.state.value}",
+                    reason=turn.state.value,
+                )
+            pieces = turn.pieces
+        return load_rows(pieces, layer)
+
+    def append_turn(self, turn: StagedTurn, layer: int, keys: Tensor, values: Tensor) -> None:
+        """See `HistoryTurn.append`."""
+        assert keys.ndim == 3, keys.shape
+        assert keys.shape == values.shape, (keys.shape, values.shape)
+        with self._lock:
+            if turn.state is TurnState.COMMITTED:
+                raise HistoryMiss(f"the turn of request {turn.request_id} is committed", reason="late")
+            if turn.state is not TurnState.OPEN or keys.shape[1] == 0:
+                return
+        chunk = (host_copy(keys), host_copy(values))
+        with self._lock:
+            self._stage(turn, layer, chunk)
+
+    def restart_turn(self, turn: StagedTurn) -> None:
+        """See `HistoryTurn.restart`."""
+        with self._lock:
+            self._unstage(turn)
+            self._release(turn.pieces)
+            turn.pieces, turn.reused_tokens = (), 0
+
+    def commit_turn(self, turn: StagedTurn, token_ids: tuple[int, ...]) -> HistoryInfo:
+        """See `HistoryTurn.commit`. The turn is over afterwards, whatever the outcome.
+
+        Raises:
+            SessionNotFound: the session was dropped since `begin`.
+            SessionBusy: another turn of the session committed since.
+            HistoryMiss: the turn is already over.
+            InvalidRequest: `token_ids` contradict the prompt that the staged rows belong to.
+        """
+        with self._lock:
+            if turn.state is TurnState.DROPPED:
+                self.abort_turn(turn)
+                raise SessionNotFound(f"session {turn.session.session_id!r} was deleted during the turn")
+            if not turn.under_way:
+                raise HistoryMiss(
+                    f"the turn of request {turn.request_id} is already {turn.state.value}",
+                    reason=turn.state.value,
+                )
+            try:
+                self._check_commit(turn, token_ids)
+            except (SessionBusy, InvalidRequest):
+                self.abort_turn(turn)
+                raise
+            return self._publish(turn, token_ids)
+
+    def abort_turn(self, turn: StagedTurn) -> None:
+        """See `HistoryTurn.abort`."""
+        with self._lock:
+            if turn.state is TurnState.COMMITTED:
+                return
+            self._close(turn, TurnState.ABORTED)
+            if self._turns.get(turn.request_id) is turn:
+                del self._turns[turn.request_id]
+
+    # ---- lock held ---------------------------------------------------------------------------------------
+
+    def _stage(self, turn: StagedTurn, layer: int, chunk: LayerKV) -> None:
+        if turn.state is not TurnState.OPEN:
+            return
+        if not self._make_room(chunk_bytes(chunk)):
+            log.warning("history has no room for a turn", request_id=turn.request_id)
+            self._unstage(turn)
+            turn.state = TurnState.OVERFLOWED
+            return
+        self._size_bytes += chunk_bytes(chunk)
+        turn.staged[layer].append(chunk)
+        turn.deadline_s = self._clock() + self._turn_lease_s
+
+    def _check_commit(self, turn: StagedTurn, token_ids: tuple[int, ...]) -> None:
+        if self._sessions.get(turn.session) is not turn.base:
+            raise SessionBusy(f"session {turn.session.session_id!r} was changed by another turn")
+        prompt = turn.prompt_token_ids
+        if common_prefix(prompt, token_ids) < min(len(prompt), len(token_ids)):
+            raise InvalidRequest(f"the turn's token ids differ from request {turn.request_id}'s prompt")
+
+    def _publish(self, turn: StagedTurn, token_ids: tuple[int, ...]) -> HistoryInfo:
+        """Swap the session's record: the base prefix, then the staged rows as one segment."""
+        num_tokens = min(len(token_ids), turn.reused_tokens + turn.num_staged_tokens)
+        pieces = first_pieces(turn.pieces, num_tokens)
+        num_staged = num_tokens - sum(piece.length for piece in pieces)
+        if num_staged > 0:
+            segment = Segment(turn.staged, num_staged)
+            self._size_bytes += segment.size_bytes
+            pieces = (*pieces, Piece(segment=segment, length=num_staged))
+        self._retain(pieces)
+        former = self._sessions.pop(turn.session, None)
+        record = None
+        if num_tokens > 0:
+            record = StoredRecord(
+                token_ids=token_ids[:num_tokens],
+                version=former.version + 1 if former is not None else 1,
+                pieces=pieces,
+            )
+            self._sessions[turn.session] = record
+        if former is not None:
+            self._release(former.pieces)
+        self._close(turn, TurnState.COMMITTED)
+        del self._turns[turn.request_id]
+        return _info(record)
+
+    def _close(self, turn: StagedTurn, state: TurnState) -> None:
+        """Let go of everything that the turn holds. Idempotent."""
+        self._unstage(turn)
+        self._release(turn.pieces)
+        turn.pieces = ()
+        turn.state = state
+
+    def _unstage(self, turn: StagedTurn) -> None:
+        self._size_bytes -= turn.staged_bytes
+        turn.staged = [[] for _ in range(self._num_layers)]
+
+    def _retain(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            piece.segment.references += 1
+
+    def _release(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            piece.segment.references -= 1
+            assert piece.segment.references >= 0, piece
+            if piece.segment.references == 0:
+                self._size_bytes -= piece.segment.size_bytes
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evict sessions without a turn until `num_bytes` fit; evicts none if that cannot help."""
+        busy = {turn.session for turn in self._turns.values()}
+        idle = [session for session in self._sessions if session not in busy]
+        evictable_bytes = sum(self._sessions[session].size_bytes for session in idle)
+        if self._size_bytes - evictable_bytes + num_bytes > self._max_bytes:
+            return False
+        for session in idle:
+            if self._size_bytes + num_bytes <= self._max_bytes:
+                break
+            self._release(self._sessions.pop(session).pieces)
+        return True
+
+
+def _info(record: StoredRecord | None) -> HistoryInfo:
+    if record is None:
+        return HistoryInfo(num_tokens=0, size_bytes=0, tier="none")
+    return HistoryInfo(num_tokens=len(record.token_ids), size_bytes=record.size_bytes)

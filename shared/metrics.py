@@ -1,0 +1,111 @@
+"""Every Prometheus family, one class a role; each family lives on one role, so sums over services are right.
+
+A service makes its own instance over its own registry (nothing global), and serves it at `/metrics`. Names
+get the prefix `kvferry_`; histograms are in seconds from 1 ms up (0.5 ms for steps), fine enough to see a
+transfer.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+LATENCY_BUCKETS_S = (
+    0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75,
+    1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
+STEP_BUCKETS_S = (
+    0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075,
+    0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0,
+)  # fmt: skip
+RATIO_BUCKETS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0)
+
+TRANSFER_KINDS = ("codes", "scales", "rows", "index", "manifest")
+ARENA_STATES = ("free", "reserved", "in_transfer", "running", "retained")
+
+
+class _Families:
+    """Shorthand for families of one registry, with the process's own collectors left out."""
+
+    def __init__(self, registry: CollectorRegistry | None) -> None:
+        self.registry = registry or CollectorRegistry()
+
+    def _counter(self, name: str, doc: str, *labels: str) -> Counter:
+        return Counter(f"kvferry_{name}", doc, labels, registry=self.registry)
+
+    def _gauge(self, name: str, doc: str, *labels: str) -> Gauge:
+        return Gauge(f"kvferry_{name}", doc, labels, registry=self.registry)
+
+    def _latency(self, name: str, doc: str, *labels: str) -> Histogram:
+        return Histogram(f"kvferry_{name}", doc, labels, registry=self.registry, buckets=LATENCY_BUCKETS_S)
+
+    def _steps(self, name: str, doc: str, *labels: str) -> Histogram:
+        return Histogram(f"kvferry_{name}", doc, labels, registry=self.registry, buckets=STEP_BUCKETS_S)
+
+
+class RouterMetrics(_Families):
+    """What a client experiences: latency, outcomes, tokens."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        super().__init__(registry)
+        by = ("model", "method")
+        self.time_to_first_token = self._latency("time_to_first_token_seconds", "Arrival to first token", *by)
+        self.inter_token_latency = self._steps("inter_token_latency_seconds", "Between two tokens", *by)
+        self.e2e_request_latency = self._latency("e2e_request_latency_seconds", "Arrival to last token", *by)
+        self.requests_running = self._gauge("requests_running", "Requests past admission", "model")
+        self.requests_waiting = self._gauge(
+            "requests_waiting", "Requests awaiting a session or a worker", "model"
+        )
+        self.request_success = self._counter("request_success", "Completions", "model", "finish_reason")
+        self.request_failure = self._counter("request_failure", "Failed requests", "category")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of served requests", "model")
+        self.prompt_tokens_reused = self._counter(
+            "prompt_tokens_reused", "Prompt tokens whose KV was not computed again", "model", "source"
+        )
+        self.generation_tokens = self._counter("generation_tokens", "Tokens delivered", "model", "method")
+        self.recoveries = self._counter("recoveries", "Turns resumed after losing a worker", "role")
+
+
+class PrefillMetrics(_Families):
+    """Prompts run, bytes compressed and shipped, history held."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        super().__init__(registry)
+        by = ("model", "method")
+        self.prefill = self._latency("prefill_seconds", "One prompt's pass, compression included", *by)
+        self.compress = self._latency("compress_seconds", "One prompt's compression", *by)
+        self.pack = self._latency("pack_seconds", "One prompt's serialisation into blocks", *by)
+        self.transfer = self._latency("transfer_seconds", "First block sent to acknowledgement", *by)
+        self.queue = self._latency("queue_seconds", "Waiting for the engine", "stage")
+        self.history_load = self._latency("history_load_seconds", "Loading a turn's history", "model")
+        self.history_store = self._latency("history_store_seconds", "Staging and committing history", "model")
+        self.kv_full_bytes = self._counter("kv_full_bytes", "Full KV of the prompts shipped", *by)
+        self.kv_transfer_bytes = self._counter("kv_transfer_bytes", "Payload bytes shipped", *by, "kind")
+        self.kv_compression_ratio = Histogram(
+            "kvferry_kv_compression_ratio", "Full bytes / shipped bytes", by, registry=self.registry,
+            buckets=RATIO_BUCKETS,
+        )  # fmt: skip
+        self.prefill_tokens = self._counter("prefill_tokens", "Prompt tokens run through the model", "model")
+        self.transfer_failed = self._counter("transfer_failed", "Transfers that failed", "reason")
+        self.history_bytes = self._gauge("history_bytes", "History held", "tier")
+        self.history_miss = self._counter("history_miss", "History asked for and not there", "reason")
+
+
+class DecodeMetrics(_Families):
+    """The arena, the running batch, reservations."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        super().__init__(registry)
+        self.decode_step = self._steps("decode_step_seconds", "One step of the running batch", "model")
+        self.admit = self._latency("admission_seconds", "Last block verified to first step", "model")
+        self.batch_size = self._gauge("decode_batch_size", "Sequences in the running batch", "model")
+        self.decode_tokens = self._counter("decode_tokens", "Tokens generated by steps", "model", "method")
+        self.arena_bytes = self._gauge("arena_bytes", "The arena, by state; the sum is constant", "state")
+        self.admission_rejected = self._counter("admission_rejected", "Reservations refused", "reason")
+        self.receive_failed = self._counter(
+            "receive_failed", "Incoming transfers refused or broken", "reason"
+        )
+        self.late_blocks = self._counter("late_blocks", "Blocks of no or an outdated reservation, dropped")
+        self.leases_expired = self._counter("leases_expired", "Reservations whose lease ran out")
+        self.history_returned_bytes = self._counter(
+            "history_returned_bytes", "Payload bytes of generated KV returned to prefill", "model"
+        )

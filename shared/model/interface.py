@@ -1,0 +1,77 @@
+"""The seam between a model and everything else: prefill and decode passes with our attention inside.
+
+`bridge.py` implements `LanguageModel` over any unmodified transformers decoder. Legend: H_kv KV heads, G
+query heads per KV head, T tokens, D head_dim, L layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvferry.shared.model.spec import ModelSpec
+
+
+class PrefillObserver(Protocol):
+    """Told of each layer as the prompt passes through it. May raise to stop the pass (cancellation)."""
+
+    def history(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """K (post-RoPE) and V `[H_kv, P, D]` of the tokens before this pass, or None."""
+        ...
+
+    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        """A layer's attention is done. After this returns the bridge holds its K and V no longer.
+
+        Args:
+            queries: post-RoPE `[H_kv, G, T, D]` of the new tokens.
+            keys: post-RoPE `[H_kv, P + T, D]`; values likewise.
+            scaling: the model's softmax scale.
+        """
+        ...
+
+
+class DecodeAttention(Protocol):
+    """Attention of one decode step, one token a sequence: appends the new row, then attends."""
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """Args: queries `[B, H_kv, G, D]`, keys and values `[B, H_kv, D]`. Returns `[B, H_kv, G, D]`."""
+        ...
+
+
+class LanguageModel(Protocol):
+    """A loaded model. Not thread-safe: one pass at a time."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def prefill(self, token_ids: Tensor, *, start: int, observer: PrefillObserver) -> Tensor:
+        """Run new prompt tokens, layer by layer.
+
+        Args: token_ids int64 `[T]`, T >= 1; start: position of the first one (= history length P).
+        Returns: float32 logits `[V]` of the last token.
+        """
+        ...
+
+    def decode(self, token_ids: Tensor, positions: Tensor, *, attention: DecodeAttention) -> Tensor:
+        """Run one token for each of B sequences.
+
+        Args: token_ids and positions int64 `[B]`. Returns: float32 logits `[B, V]`.
+        """
+        ...
+
+    def pre_rope_keys(self, layer: int, keys: Tensor) -> Tensor:
+        """A layer's keys as they were before rotary positions: the projection's, after its norm if any.
+
+        Args: keys: post-RoPE `[H_kv, T, D]` at positions 0 to T - 1, history included.
+        Returns: float32 `[H_kv, T, D]`, exact up to the rounding of `keys`.
+        Raises: UnsupportedModel where the model's rotation cannot be undone.
+        """
+        ...

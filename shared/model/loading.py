@@ -1,0 +1,187 @@
+"""Loads a model: finds its files, refuses what is not supported, registers our attention, builds its spec.
+
+Called once when a worker starts. Safetensors only, no code from the checkpoint, no pickle. Does not run
+requests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvferry.shared.errors import ConfigurationError, UnsupportedModel
+from kvferry.shared.model.attention import ATTENTION_NAME, attention_forward
+from kvferry.shared.model.bridge import TransformersModel
+from kvferry.shared.model.fingerprint import model_fingerprint, weight_files
+from kvferry.shared.model.location import quiet_libraries, resolve_model_path
+from kvferry.shared.model.rotary import find_key_rotation
+from kvferry.shared.model.spec import DTYPE_BYTES, DTypeName, ModelSpec
+from kvferry.shared.model.support import AttentionShape, check_config, probe_attention
+from kvferry.shared.model.tokenizer import read_eos_token_ids
+
+_DTYPES: dict[str, DTypeName] = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
+
+
+def load_model(
+    path_or_id: str | Path,
+    *,
+    name: str = "",
+    device: str = "auto",
+    dtype: str = "auto",
+    max_model_len: int = 0,
+) -> TransformersModel:
+    """Load a model for prefill or decode.
+
+    Args:
+        path_or_id: "demo", a local folder, or a hub id.
+        name: public model id; the folder's or id's last part if empty.
+        device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
+        dtype: "auto" (float32 on CPU, the checkpoint's own on CUDA), "float32", "float16" or "bfloat16".
+        max_model_len: context window in tokens; 0 takes the model's own.
+
+    Raises:
+        ConfigurationError: there is no such model, device or dtype, or its weights are incomplete.
+        UnsupportedModel: the model needs something that is not supported; the message names it.
+    """
+    target = _resolve_device(device)
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise ConfigurationError(f"dtype is {dtype!r}; it must be auto, {', '.join(_DTYPES)}")
+    if dtype == "auto" and target.type == "cpu":
+        dtype = "float32"
+    folder = resolve_model_path(path_or_id, weights=True)
+    weight_files(folder)
+    with quiet_libraries():
+        config = _load_config(folder, str(path_or_id))
+        text_config = config.get_text_config()
+        own_len = int(getattr(text_config, "max_position_embeddings", None) or 0)
+        check_config(config, max_model_len=max_model_len or own_len)
+        max_model_len = _resolve_max_model_len(text_config, max_model_len, own_len)
+        model = _load_weights(folder, config, dtype).to(target)
+        dtype_name = _dtype_name(model.dtype)
+        return _bridge(
+            model,
+            name=name or Path(path_or_id).name,
+            num_layers=int(text_config.num_hidden_layers),
+            max_model_len=max_model_len,
+            dtype=dtype_name,
+            fingerprint=model_fingerprint(folder, dtype=dtype_name),
+            eos_token_ids=_eos_token_ids(folder),
+        )
+
+
+def _bridge(
+    model: Any,
+    *,
+    name: str,
+    num_layers: int,
+    max_model_len: int,
+    dtype: DTypeName,
+    fingerprint: str,
+    eos_token_ids: tuple[int, ...],
+) -> TransformersModel:
+    """The model with a spec whose shapes are those that its attention showed in a probe."""
+
+    def spec(shape: AttentionShape) -> ModelSpec:
+        return ModelSpec(
+            name=name,
+            fingerprint=fingerprint,
+            num_layers=num_layers,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            vocab_size=shape.vocab_size,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            eos_token_ids=eos_token_ids,
+        )
+
+    unknown = AttentionShape(num_heads=0, num_kv_heads=0, head_dim=0, vocab_size=0)
+    shape = probe_attention(TransformersModel(model, spec(unknown)), num_layers=num_layers)
+    bridge = TransformersModel(model, spec(shape))
+    return TransformersModel(model, spec(shape), find_key_rotation(model, bridge))
+
+
+def _load_config(folder: Path, path_or_id: str) -> Any:
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise ConfigurationError(f"model {path_or_id!r} has no config.json")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except OSError as error:
+        raise ConfigurationError(f"config.json of {path_or_id!r} does not load: {error}") from error
+    except (KeyError, ValueError) as error:
+        raise UnsupportedModel(
+            f"model {path_or_id!r} is of a type that transformers does not know without its own code: {error}"
+        ) from error
+
+
+def _load_weights(folder: Path, config: Any, dtype: str) -> Any:
+    from safetensors import SafetensorError
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype="auto" if dtype == "auto" else getattr(torch, dtype),
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ImportError, RuntimeError, SafetensorError) as error:
+        raise ConfigurationError(f"weights in {folder} do not load: {error}") from error
+    except ValueError as error:
+        raise UnsupportedModel(f"model type {config.model_type!r} does not load: {error}") from error
+    model, info = loaded
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise ConfigurationError(
+            f"weights in {folder} lack {len(missing)} tensors, {missing[0]!r} among them"
+        )
+    return model.eval().requires_grad_(False)
+
+
+def _resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
+        raise ConfigurationError(f"device is {device!r}; it must be auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(f"device is {device!r}; {torch.cuda.device_count()} CUDA devices are there")
+    return torch.device(device)
+
+
+def _resolve_max_model_len(config: Any, requested: int, own: int) -> int:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("factor") and rope.get("original_max_position_embeddings"):
+        limit = max(own, int(rope["factor"] * rope["original_max_position_embeddings"]))
+    else:
+        limit = own
+    if not 0 <= requested <= limit:
+        raise ConfigurationError(f"max_model_len is {requested}; it must be in 1..{limit}, or 0 for {own}")
+    return requested or own
+
+
+def _dtype_name(dtype: torch.dtype) -> DTypeName:
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise ConfigurationError(
+            f"the checkpoint's dtype is {name}; set dtype to one of {', '.join(_DTYPES)}"
+        )
+    return _DTYPES[name]
+
+
+def _eos_token_ids(folder: Path) -> tuple[int, ...]:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError):
+        tokenizer = None
+    return read_eos_token_ids(folder, tokenizer)

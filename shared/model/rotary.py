@@ -1,0 +1,135 @@
+"""Rotary positions undone: post-RoPE keys turned back to what the key projection (and its norm) gave.
+
+Compression methods that look at keys without their positions call it, through `LanguageModel.pre_rope_keys`,
+on a whole layer's keys: no second projection, and it works for keys from the history. What the model rotates
+by is asked of its own rotary embedding; how it pairs channels is measured once at load time, so no model's
+code is imitated. Does not rotate.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kvferry.shared.model.interface import LanguageModel
+
+Layout = Literal["halves", "interleaved"]
+"""Where the two channels of pair j of R rotated ones are: (j, j + R/2), or (2j, 2j + 1)."""
+
+_MAX_PROBE_TOKENS = 8
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class KeyRotation:
+    """Undoes the rotation of one model's keys.
+
+    A model turns each pair of channels (x, y) of a token into (x c - y s, x s + y c), where c and s carry the
+    scaled RoPE types' attention factor; channels beyond the rotary embedding's width pass through.
+
+    Args:
+        rotary: the model's rotary embedding module.
+        layer_types: one per layer where the embedding depends on it, else None.
+        angles, channels: layouts of the embedding's cosines and of the channels they apply to.
+    """
+
+    def __init__(
+        self, rotary: nn.Module, *, layer_types: Sequence[str] | None, angles: Layout, channels: Layout
+    ) -> None:
+        self._rotary = rotary
+        self._layer_types = layer_types
+        self._angles: Layout = angles
+        self._channels: Layout = channels
+
+    def undo(self, layer: int, keys: Tensor) -> Tensor:
+        """Args: keys: post-RoPE `[H_kv, T, D]` at positions 0 to T - 1. Returns: float32 `[H_kv, T, D]`."""
+        layer_type = None if self._layer_types is None else self._layer_types[layer]
+        cos, sin = _cos_sin(self._rotary, keys, layer_type)
+        width = cos.shape[1]
+        cos, sin = _pairs(cos, self._angles)[0], _pairs(sin, self._angles)[0]
+        # c^2 + s^2 is the squared attention factor; in half precision it also mends the rounding of c and s.
+        norm = cos.square() + sin.square()
+        cos, sin = cos / norm, sin / norm
+        restored = keys.to(torch.float32, copy=True)
+        for head in restored:  # one at a time: intermediate results of all would be several times the keys
+            x, y = _pairs(head[:, :width], self._channels)
+            x_before_rope, y_before_rope = x * cos + y * sin, y * cos - x * sin
+            x.copy_(x_before_rope)
+            y.copy_(y_before_rope)
+        return restored
+
+
+def find_key_rotation(model: Any, bridge: LanguageModel) -> KeyRotation | None:
+    """The rotation that a model's keys show, or None where it is none that we can undo.
+
+    The first layer's key of a token depends on its position through the rotation alone. So the right layout
+    is the one under which each probe token has the same key at two positions.
+
+    Args: model: a transformers causal language model. bridge: the same, with our attention.
+    """
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    if not isinstance(rotary, nn.Module):
+        return None
+    layer_types = None
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        layer_types = model.config.get_text_config().layer_types
+    observer = _FirstKeys()
+    bridge.prefill(_probe_tokens(bridge), start=0, observer=observer)
+    assert observer.keys is not None
+    cos, _ = _cos_sin(rotary, observer.keys, layer_types[0] if layer_types else None)
+    if not 2 <= cos.shape[1] <= observer.keys.shape[2] or cos.shape[1] % 2:
+        return None
+    angles: Layout = "halves" if torch.equal(*_pairs(cos, "halves")) else "interleaved"
+    layouts: tuple[Layout, ...] = ("halves", "interleaved")
+    for channels in layouts:
+        rotation = KeyRotation(rotary, layer_types=layer_types, angles=angles, channels=channels)
+        if _is_position_free(rotation.undo(0, observer.keys), _TOLERANCE[bridge.dtype]):
+            return rotation
+    return None
+
+
+class _FirstKeys:
+    """Keeps the first layer's keys."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+
+    def history(self, layer: int) -> None:
+        return None
+
+    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        if layer == 0:
+            self.keys = keys.clone()
+
+
+def _probe_tokens(bridge: LanguageModel) -> Tensor:
+    """A few tokens, twice over. Token 0 is left out: padding has a key of zeros."""
+    spec = bridge.spec
+    num_tokens = min(_MAX_PROBE_TOKENS, spec.max_model_len // 2)
+    step = spec.vocab_size // (num_tokens + 1)
+    return torch.arange(1, num_tokens + 1, device=bridge.device).mul(step).repeat(2)
+
+
+def _cos_sin(rotary: nn.Module, keys: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
+    """float32 `[T, R]` each, at positions 0 to T - 1, with the rounding of the dtype that keys have."""
+    positions = torch.arange(keys.shape[1], device=keys.device)[None]
+    arguments = () if layer_type is None else (layer_type,)
+    cos, sin = rotary(keys.new_empty(1), positions, *arguments)
+    return cos[0].float(), sin[0].float()
+
+
+def _pairs(channels: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Views of the first and the second channel of each pair: `[..., R]` -> two of `[..., R / 2]`."""
+    if layout == "interleaved":
+        return channels[..., 0::2], channels[..., 1::2]
+    half = channels.shape[-1] // 2
+    return channels[..., :half], channels[..., half:]
+
+
+def _is_position_free(keys: Tensor, tolerance: float) -> bool:
+    """Whether the two halves of `[H_kv, 2n, D]` are the same keys."""
+    first, second = keys.chunk(2, dim=1)
+    return bool((first - second).norm() <= tolerance * first.norm()) and bool(first.norm() > 0)

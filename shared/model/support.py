@@ -1,0 +1,213 @@
+"""Which models are served: decoders with causal rotary attention; others are refused by name.
+
+A cache that keeps some tokens' K and V and drops others stands for the model only if attention is all that a
+token leaves behind, over all earlier tokens alike. What a configuration tells is checked before weights are
+read; what only the attention call tells is checked in every call, the first of which is the probe at load
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kvferry.shared.errors import UnsupportedModel
+from kvferry.shared.model.interface import LanguageModel
+
+_RECURRENT_KEYS = (
+    "mamba_d_state",
+    "layers_block_type",
+    "linear_num_value_heads",
+    "conv_L_cache",
+    "conv1d_width",
+)
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_UNSUPPORTED_ARGUMENTS = {
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "softcap": "attention logit soft-capping",
+    "position_bias": "position biases",
+    "alibi": "ALiBi positions",
+}
+
+
+class _HasWindow(Protocol):
+    max_model_len: int
+
+
+def check_config(config: Any, *, max_model_len: int) -> None:
+    """Refuse what the configuration tells.
+
+    Args:
+        config: a transformers configuration.
+        max_model_len: the context window to be served, in tokens; windows of at least this size are no limit.
+
+    Raises: UnsupportedModel naming the feature.
+    """
+    if config.is_encoder_decoder:
+        feature: str | None = "an encoder-decoder"
+    else:
+        feature = _unsupported_feature(config.get_text_config(), max_model_len)
+    if feature is not None:
+        raise UnsupportedModel(
+            f"model type {config.model_type!r} uses {feature}, which is not supported; supported are "
+            "decoder-only models with full causal attention (MHA, GQA, MQA) and rotary positions everywhere"
+        )
+
+
+def _unsupported_feature(config: Any, max_model_len: int) -> str | None:
+    def get(name: str) -> Any:
+        return getattr(config, name, None)
+
+    if get("use_bidirectional_attention"):
+        return "bidirectional attention"
+    if get("kv_lora_rank"):
+        return "multi-head latent attention (kv_lora_rank)"
+    if config.model_type == "gpt_oss":
+        return "attention sinks"
+    if get("attn_logit_softcapping"):
+        return "attention logit soft-capping (attn_logit_softcapping)"
+    if any(get(key) for key in _RECURRENT_KEYS):
+        return "recurrent layers (linear attention, state space or convolution)"
+    if get("alibi"):
+        return "ALiBi positions"
+    if get("num_kv_shared_layers"):
+        return "KV shared between layers (num_kv_shared_layers)"
+    if get("no_rope_layers") is not None and not all(get("no_rope_layers")):
+        return "layers without rotary positions (no_rope_layers)"
+    return _unsupported_layers(config, max_model_len) or _unsupported_rope(config, max_model_len)
+
+
+def _unsupported_layers(config: Any, max_model_len: int) -> str | None:
+    layer_types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    is_limited = window is not None and 0 < window < max_model_len
+    if layer_types is None:
+        uses_window = getattr(config, "use_sliding_window", True)
+        return f"a sliding window (sliding_window {window})" if is_limited and uses_window else None
+    for layer_type in layer_types:
+        if layer_type == "sliding_attention":
+            if is_limited or not window:
+                return f"a sliding window (sliding_window {window} in sliding_attention layers)"
+        elif layer_type == "chunked_attention":
+            return "chunked attention"
+        elif layer_type == "linear_attention":
+            return "linear-attention layers"
+        elif layer_type != "full_attention":
+            return f"layers of type {layer_type!r}"
+    return None
+
+
+def _unsupported_rope(config: Any, max_model_len: int) -> str | None:
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        return "no rotary positions that its configuration tells (rope_parameters)"
+    sets = [rope] if "rope_type" in rope else [part for part in rope.values() if part]
+    for part in sets:
+        rope_type = part["rope_type"]
+        if rope_type in _LENGTH_DEPENDENT_ROPE:
+            original = part.get("original_max_position_embeddings") or config.max_position_embeddings
+            if max_model_len > original:
+                return (
+                    f"rotary positions that change with the length (rope_type {rope_type!r} beyond "
+                    f"{original} tokens; a max_model_len of {original} would do)"
+                )
+        elif rope_type not in _STATIC_ROPE:
+            return f"rotary positions of type {rope_type!r}"
+    return None
+
+
+def check_attention_call(
+    module: nn.Module,
+    attention_mask: Tensor | None,
+    arguments: Mapping[str, Any],
+    *,
+    key_dim: int,
+    value_dim: int,
+    current: _HasWindow,
+) -> int:
+    """Refuse what only the call tells; returns the layer's index.
+
+    Args:
+        arguments: the attention function's keyword arguments.
+
+    Raises: UnsupportedModel naming the feature.
+    """
+    layer = getattr(module, "layer_idx", None)
+    name = type(module).__name__
+    if not isinstance(layer, int):
+        raise UnsupportedModel(f"{name} has no layer_idx; attention modules must know their layer")
+    for argument, feature in _UNSUPPORTED_ARGUMENTS.items():
+        if arguments.get(argument) is not None:
+            raise UnsupportedModel(f"{name} uses {feature} ({argument}), which is not supported")
+    window = arguments.get("sliding_window")
+    if window is not None and 0 < window < current.max_model_len:
+        raise UnsupportedModel(
+            f"{name} uses a sliding window (sliding_window {window}), which is not supported"
+        )
+    if attention_mask is not None:
+        raise UnsupportedModel(f"{name} passes an attention mask; only plain causal attention is supported")
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModel(f"{name} is not causal; only plain causal attention is supported")
+    if key_dim != value_dim:
+        raise UnsupportedModel(
+            f"{name} has keys of size {key_dim} and values of size {value_dim}; must be equal"
+        )
+    return layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """What a model's attention calls showed."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+
+class _ShapeObserver:
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, int, int]] = []
+        self.layers: list[int] = []
+
+    def history(self, layer: int) -> None:
+        return None
+
+    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        self.layers.append(layer)
+        self.shapes.append((queries.shape[0], queries.shape[1], queries.shape[3]))
+
+
+def probe_attention(model: LanguageModel, *, num_layers: int) -> AttentionShape:
+    """Run two tokens and see that every layer's attention went through ours, once, in order, in one shape.
+
+    Raises: UnsupportedModel where it did not.
+    """
+    observer = _ShapeObserver()
+    token_ids = torch.zeros(2, dtype=torch.int64, device=model.device)
+    try:
+        logits = model.prefill(token_ids, start=0, observer=observer)
+    except TypeError as error:
+        raise UnsupportedModel(f"the model's forward does not take what it must: {error}") from error
+    if observer.layers != list(range(num_layers)):
+        raise UnsupportedModel(
+            f"attention was called for layers {observer.layers} of {num_layers}; it must go through "
+            "transformers' attention interface once in every layer, in order"
+        )
+    if len(set(observer.shapes)) != 1:
+        raise UnsupportedModel(
+            f"layers differ in (KV heads, group size, head size): {sorted(set(observer.shapes))}"
+        )
+    num_kv_heads, group_size, head_dim = observer.shapes[0]
+    return AttentionShape(
+        num_heads=num_kv_heads * group_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=logits.shape[0],
+    )

@@ -1,0 +1,282 @@
+"""Text to token ids and back, and the chat template: one tokenizer for router, decode worker and tests.
+
+Prompts of ordinary text are exactly `apply_chat_template`'s ids. The one departure protects turns: where a
+message's content spells a special token (`<|end|>`), the rendered text is cut inside that spelling and the
+pieces are tokenised apart, so that it stays text and cannot forge a turn. Markers that a template writes as
+plain text (`[INST]` of some models) are no special tokens and cannot be told from content; they are left
+alone. Does not know sessions (`conversation.py`) nor streams of tokens (`text.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvferry.shared.errors import ConfigurationError, InvalidRequest, UnsupportedModel
+from kvferry.shared.model.location import quiet_libraries, resolve_model_path
+
+Message = Mapping[str, str]
+"""`role` and `content`, both text."""
+
+_BASE_ROLES = ("system", "user", "assistant")
+_TEMPLATE_ROLES = ("tool", "function", "ipython")
+_ALIASES = {"developer": "system"}
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def normalize_role(role: str) -> str:
+    """The role as templates know it: `developer` is `system`."""
+    return _ALIASES.get(role, role)
+
+
+class ChatTokenizer:
+    """A model's tokenizer and chat template. Immutable; safe to share between threads.
+
+    Args:
+        tokenizer: a transformers tokenizer with a fast backend.
+        eos_token_ids: ids that end a completion.
+    """
+
+    def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise UnsupportedModel(
+                f"tokenizer {type(tokenizer).__name__} has no fast backend (tokenizer.json); one is needed"
+            )
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._template: str | None = tokenizer.get_chat_template() if tokenizer.chat_template else None
+        named = tuple(r for r in _TEMPLATE_ROLES if re.search(rf"['\"]{r}['\"]", self._template or ""))
+        self._roles = (*_BASE_ROLES, *named)
+        self.eos_token_ids = eos_token_ids
+        added = self._backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._added_ids = frozenset(added)
+        self._spelled_special = _spelling([t for t in added.values() if t.special])
+        decoder = json.loads(self._backend.to_str())["decoder"]
+        self._is_byte_level = _names(decoder, "ByteLevel")
+        self._has_byte_fallback = _names(decoder, "ByteFallback")
+
+    @classmethod
+    def load(cls, path: str | Path) -> ChatTokenizer:
+        """Load from "demo", a folder or a hub id; no weights are read.
+
+        Raises:
+            ConfigurationError: no tokenizer there.
+            UnsupportedModel: the tokenizer has no fast backend.
+        """
+        from transformers import AutoTokenizer
+
+        folder = resolve_model_path(path, weights=False)
+        try:
+            with quiet_libraries():
+                tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"model {str(path)!r} has no tokenizer that loads: {error}") from error
+        return cls(tokenizer, read_eos_token_ids(folder, tokenizer))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the tokenizer knows, added tokens included; a model's vocabulary may be padded beyond it."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a plain prompt (/v1/completions): special tokens are parsed, and added as the tokenizer
+        does.
+
+        Raises: InvalidRequest where the text is not valid Unicode.
+        """
+        _check_unicode(text, "prompt")
+        return list(self._backend.encode(text, add_special_tokens=True).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ids without special tokens, spaces as they come (no clean-up)."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a conversation up to where the assistant speaks next.
+
+        Raises: InvalidRequest for a role or an order of roles that the template does not have.
+        """
+        text, marker = self._render_text(messages)
+        return self._encode_rendered(text, marker)
+
+    def render_after(
+        self, messages: Sequence[Message], index: int, *, last_token_id: int
+    ) -> list[int] | None:
+        """Ids of what the template writes after the content of one message.
+
+        Args:
+            last_token_id: the token before; where it is an end-of-sequence id that the template would write
+                next, it is not repeated.
+
+        Returns: None where the template does not show that content exactly once.
+        """
+        sentinel = _unused([message["content"] for message in messages], "\ufdd2")
+        replaced = [dict(message) for message in messages]
+        replaced[index]["content"] = sentinel
+        text, marker = self._render_text(replaced)
+        if text.count(sentinel) != 1:
+            return None
+        rest = text.split(sentinel)[1]
+        if last_token_id in self.eos_token_ids:
+            stripped = rest.lstrip()
+            if stripped.startswith(self._backend.id_to_token(last_token_id)):
+                ids = self._encode_rendered(stripped, marker)
+                if ids[0] == last_token_id:
+                    return ids[1:]
+        return self._encode_rendered(rest, marker)
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether the id adds no text: special tokens, and ids of a padded vocabulary."""
+        return token_id in self._special_ids or self._backend.id_to_token(token_id) is None
+
+    def is_byte_fallback(self, token_id: int) -> bool:
+        """Whether the token is one byte of a run that only decodes as a whole."""
+        if not self._has_byte_fallback:
+            return False
+        token = self._backend.id_to_token(token_id)
+        return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
+
+    def token_text(self, token_id: int) -> str:
+        """What the token decodes to by itself; `TextAssembler.token_text` knows what is before it."""
+        return self.decode([token_id])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The token's own bytes, which may be part of a character; UTF-8 of its text where it is whole."""
+        if self.is_silent(token_id):
+            return b""
+        token = self._backend.id_to_token(token_id)
+        if self._is_byte_level and token_id not in self._added_ids:
+            table = _byte_of_character()
+            if all(character in table for character in token):
+                return bytes(table[character] for character in token)
+        if self.is_byte_fallback(token_id):
+            return bytes([int(token[3:5], 16)])
+        return self.token_text(token_id).encode()
+
+    def _render_text(self, messages: Sequence[Message]) -> tuple[str, str]:
+        """The template's text, and the marker at which it must be cut before tokenising."""
+        self._check_messages(messages)
+        marker = _unused([message["content"] for message in messages], "\ufdd0")
+        prepared = [
+            {"role": normalize_role(m["role"]), "content": self._mark(m["content"], marker)} for m in messages
+        ]
+        return self._apply_template(prepared), marker
+
+    def _mark(self, content: str, marker: str) -> str:
+        if self._spelled_special is None:
+            return content
+        return self._spelled_special.sub(lambda match: match.group(0) + marker, content)
+
+    def _apply_template(self, messages: list[dict[str, str]]) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return self._template_text(messages)
+        except TemplateError as error:
+            at = self._first_rejected(messages, TemplateError)
+            param = f"messages[{at}].role"
+            raise InvalidRequest(
+                f"{param} is {messages[at]['role']!r}; the model's chat template refuses it there: {error}",
+                param=param,
+            ) from error
+
+    def _template_text(self, messages: list[dict[str, str]]) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, chat_template=self._template, tokenize=False, add_generation_prompt=True
+            )
+        )
+
+    def _first_rejected(self, messages: list[dict[str, str]], error: type[Exception]) -> int:
+        """Index of the message that makes the template refuse, by bisection over the length."""
+        low, high = 1, len(messages)
+        while low < high:
+            middle = (low + high) // 2
+            try:
+                self._template_text(messages[:middle])
+                low = middle + 1
+            except error:
+                high = middle
+        return low - 1
+
+    def _check_messages(self, messages: Sequence[Message]) -> None:
+        if self._template is None:
+            raise InvalidRequest("The model has no chat template; use /v1/completions", param="messages")
+        if not messages:
+            raise InvalidRequest("messages is empty; there must be at least one", param="messages")
+        for index, message in enumerate(messages):
+            role = normalize_role(message["role"])
+            if role not in self._roles:
+                raise InvalidRequest(
+                    f"messages[{index}].role is {message['role']!r}; the model's chat template knows "
+                    f"{', '.join((*self._roles, *_ALIASES))}",
+                    param=f"messages[{index}].role",
+                )
+            _check_unicode(message["content"], f"messages[{index}].content")
+
+    def _encode_rendered(self, text: str, marker: str) -> list[int]:
+        ids: list[int] = []
+        for piece in text.split(marker):
+            ids += self._backend.encode(piece, add_special_tokens=False).ids
+        return ids
+
+
+def read_eos_token_ids(folder: Path, tokenizer: Any = None) -> tuple[int, ...]:
+    """Ids that end a completion: those of generation_config.json, config.json and the tokenizer, in order."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            value = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            found += value if isinstance(value, list) else [] if value is None else [value]
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found.append(tokenizer.eos_token_id)
+    return tuple(dict.fromkeys(found))
+
+
+def _spelling(special: list[Any]) -> re.Pattern[str] | None:
+    """Matches the first character of every spelling of a special token, overlapping ones included."""
+    spellings = [
+        f"(?i:{re.escape(token.content)})" if token.normalized else re.escape(token.content)
+        for token in special
+        if len(token.content) > 1
+    ]
+    return re.compile(rf"(?s)(?=(?:{'|'.join(spellings)})).") if spellings else None
+
+
+def _unused(texts: list[str], character: str) -> str:
+    """A string of Unicode noncharacters that none of the texts contains."""
+    candidate = character * 2
+    while any(candidate in text for text in texts):
+        candidate += character
+    return candidate
+
+
+def _check_unicode(text: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{param} has a lone surrogate at character {error.start}; it must be valid Unicode", param=param
+        ) from None
+
+
+def _names(decoder: Any, kind: str) -> bool:
+    """Whether a decoder, or one in its sequence, is of a kind."""
+    if decoder is None:
+        return False
+    return decoder["type"] == kind or any(_names(part, kind) for part in decoder.get("decoders", ()))
+
+
+@cache
+def _byte_of_character() -> Mapping[str, int]:
+    """Byte-level BPE's alphabet: printable Latin-1 bytes are themselves, the rest follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + rank): b for rank, b in enumerate(others)}

@@ -1,0 +1,336 @@
+"""One-process generation: model, compression and decode attention of a method, with nothing in between.
+
+The oracle of the system: no wire, no arena, no batch, no incremental auxiliary tensors. Every path through
+router, prefill and decode must give its greedy tokens. Tests lean on it, and so does accuracy evaluation,
+which prefills a prompt once (`capture`) and compresses it for many plans (`compress`).
+Not a server: one sequence at a time, plain Python lists of tensors, everything recomputed that can be.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kvferry.kernels.dense_decode import dense_decode
+from kvferry.kernels.trizone import trizone_decode
+from kvferry.shared.compression.attention import make_attention
+from kvferry.shared.compression.attention.interface import AttentionKind
+from kvferry.shared.compression.compress import compress_layer
+from kvferry.shared.compression.interface import CompressedLayer, LayerInputs
+from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
+from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.sampling.params import SampledToken, SamplingParams
+from kvferry.shared.sampling.sampler import SequenceSampler
+
+LayerKV = tuple[Tensor, Tensor]
+"""K (post-RoPE) and V of one layer, `[H_kv, n, D]`."""
+
+
+@dataclass(kw_only=True)
+class OracleSession:
+    """A conversation's full KV in plain lists: RocketKV-MT's history without a store.
+
+    Attributes:
+        token_ids: tokens that have KV.
+        layers: full K and V, one entry a layer; empty before the first turn.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    layers: list[LayerKV] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedPrompt:
+    """What one prefill pass computed, kept so that many plans can compress it.
+
+    Attributes:
+        token_ids: the prompt, history included.
+        layers: queries of the new tokens, K and V of all; one entry a layer.
+        logits: float32 `[V]` after the last token; None for a prefix.
+    """
+
+    token_ids: tuple[int, ...]
+    layers: tuple[LayerInputs, ...]
+    logits: Tensor | None
+
+    def prefix(self, num_tokens: int) -> CapturedPrompt:
+        """The capture of the first tokens: causal attention leaves their K and V as they are.
+
+        Args: num_tokens: at least one of this pass's new tokens must be among them.
+        """
+        dropped = len(self.token_ids) - num_tokens
+        assert 0 < dropped < self.layers[0].queries.shape[2], (num_tokens, len(self.token_ids))
+        layers = tuple(
+            replace(
+                inputs,
+                queries=inputs.queries[:, :, :-dropped],
+                keys=inputs.keys[:, :num_tokens],
+                values=inputs.values[:, :num_tokens],
+            )
+            for inputs in self.layers
+        )
+        return CapturedPrompt(token_ids=self.token_ids[:num_tokens], layers=layers, logits=None)
+
+
+def _layer_inputs(
+    model: LanguageModel, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float
+) -> LayerInputs:
+    return LayerInputs(
+        layer=layer,
+        queries=queries,
+        keys=keys,
+        values=values,
+        scaling=scaling,
+        unrotate=lambda rows: model.pre_rope_keys(layer, rows),
+    )
+
+
+class _Capture:
+    """Keeps what each layer hands out, and hands in the K and V of an earlier capture."""
+
+    def __init__(self, model: LanguageModel, earlier: CapturedPrompt | None, num_reused: int) -> None:
+        self._model = model
+        self._earlier = earlier
+        self._num_reused = num_reused
+        self.layers: list[LayerInputs] = []
+
+    def history(self, layer: int) -> LayerKV | None:
+        if self._earlier is None or self._num_reused == 0:
+            return None
+        inputs = self._earlier.layers[layer]
+        return inputs.keys[:, : self._num_reused], inputs.values[:, : self._num_reused]
+
+    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        self.layers.append(_layer_inputs(self._model, layer, queries, keys, values, scaling))
+
+
+class _Prefill:
+    """Compresses each layer as it passes and keeps its full KV."""
+
+    def __init__(self, model: LanguageModel, resolved: ResolvedPlan, history: list[LayerKV]) -> None:
+        self._model = model
+        self._resolved = resolved
+        self._history = history
+        self.full: list[LayerKV] = []
+        self.kept: list[CompressedLayer] = []
+
+    def history(self, layer: int) -> LayerKV | None:
+        return self._history[layer] if self._history else None
+
+    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        compressed = compress_layer(
+            self._resolved,
+            _layer_inputs(self._model, layer, queries, keys, values, scaling),
+        )
+        self.full.append((keys.clone(), values.clone()))
+        self.kept.append(compressed)
+
+
+class _Decode:
+    """Appends each new row by concatenation and attends as the layer's plan says."""
+
+    def __init__(self, kinds: tuple[AttentionKind, ...], kept: tuple[CompressedLayer, ...]) -> None:
+        self._kinds = kinds
+        self._kept = kept
+        self.kv = [(layer.keys, layer.values) for layer in kept]
+        self.generated: list[list[LayerKV]] = [[] for _ in kinds]
+
+    def fork(self) -> _Decode:
+        """A copy that grows by itself: rows are appended by concatenation, never in place."""
+        other = _Decode(self._kinds, self._kept)
+        other.kv = list(self.kv)
+        other.generated = [list(rows) for rows in self.generated]
+        return other
+
+    def densely(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """Append the row and attend to all rows."""
+        all_keys, all_values = self._append(layer, keys, values)
+        packed = self._kept[layer].packed
+        if packed is not None:
+            return trizone_decode(queries[0], packed, all_keys, all_values, scaling=scaling)[None]
+        return dense_decode(queries[0], all_keys, all_values, scaling=scaling)[None]
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        if self._kept[layer].packed is not None:
+            return self.densely(layer, queries, keys, values, scaling)
+        all_keys, all_values = self._append(layer, keys, values)
+        kind = self._kinds[layer]
+        num_kv_heads, length, head_dim = all_keys.shape
+        specs = kind.auxiliary_specs(
+            num_kv_heads=num_kv_heads, num_rows=length, head_dim=head_dim, dtype=all_keys.dtype
+        )
+        auxiliary = tuple(torch.empty(s.shape, dtype=s.dtype, device=all_keys.device) for s in specs)
+        kind.build(all_keys, all_values, auxiliary, length=length)
+        return kind.attend(queries[0], all_keys, all_values, auxiliary, length=length, scaling=scaling)[None]
+
+    def _append(self, layer: int, keys: Tensor, values: Tensor) -> LayerKV:
+        row = (keys.transpose(0, 1), values.transpose(0, 1))  # [H_kv, 1, D]
+        self.generated[layer].append((row[0].clone(), row[1].clone()))
+        all_keys = torch.cat([self.kv[layer][0], row[0]], 1)
+        all_values = torch.cat([self.kv[layer][1], row[1]], 1)
+        self.kv[layer] = (all_keys, all_values)
+        return all_keys, all_values
+
+
+class Continuation:
+    """A compressed prompt that takes one token after the other: decode, with tokens chosen by the caller.
+
+    Args:
+        compressed: what the plan keeps of the prompt, one entry a layer.
+    """
+
+    def __init__(
+        self, model: LanguageModel, resolved: ResolvedPlan, compressed: tuple[CompressedLayer, ...]
+    ) -> None:
+        self.resolved = resolved
+        self.compressed = compressed
+        self._model = model
+        self._num_tokens = resolved.num_prompt_tokens
+        self._decode = _Decode(_kinds(resolved), compressed)
+
+    def step(self, token_id: int, *, dense: bool = False) -> Tensor:
+        """Append a token; returns the float32 logits `[V]` after it.
+
+        Args: dense: attend to every row that is kept, whatever the plan's attention selects. For tokens of a
+            prompt that come after its compression, such as a question about a compressed document.
+        """
+        return step_together([self], [token_id], dense=dense)[0]
+
+    def fork(self) -> Continuation:
+        """A continuation of its own from here; this one and the new one do not touch each other."""
+        other = copy.copy(self)
+        other._decode = self._decode.fork()
+        return other
+
+
+def step_together(
+    continuations: Sequence[Continuation], token_ids: Sequence[int], *, dense: bool = False
+) -> Tensor:
+    """One step of several continuations of one model in a batch, each with a token of its own.
+
+    Args: token_ids, dense: as in `Continuation.step`.
+    Returns: float32 logits `[B, V]`.
+    """
+    model = continuations[0]._model
+    attentions = [c._decode.densely if dense else c._decode for c in continuations]
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        outputs = [
+            attention(layer, queries[i : i + 1], keys[i : i + 1], values[i : i + 1], scaling)
+            for i, attention in enumerate(attentions)
+        ]
+        return torch.cat(outputs)
+
+    positions = [c._num_tokens for c in continuations]
+    logits = model.decode(
+        torch.tensor(list(token_ids), device=model.device),
+        torch.tensor(positions, device=model.device),
+        attention=attend,
+    )
+    for continuation in continuations:
+        continuation._num_tokens += 1
+    return logits
+
+
+class OneProcessGenerator:
+    """Generates with one model; see the module's purpose."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+
+    def generate(
+        self,
+        prompt_token_ids: list[int],
+        *,
+        plan: CompressionPlan,
+        sampling: SamplingParams,
+        session: OracleSession | None = None,
+    ) -> list[SampledToken]:
+        """Prefill, compress, decode to the end of the completion (stop strings are not looked at).
+
+        Args:
+            prompt_token_ids: at least one token, history included.
+            session: full KV of earlier turns; its longest common prefix with the prompt is not run again. It
+                is updated to this turn's end.
+
+        Returns:
+            The completion's tokens, a final end-of-sequence token among them.
+        """
+        spec = self._model.spec
+        resolved = resolve_plan(
+            plan,
+            num_prompt_tokens=len(prompt_token_ids),
+            max_new_tokens=sampling.max_tokens,
+            num_layers=spec.num_layers,
+            head_dim=spec.head_dim,
+        )
+        reused = _common_prefix(session.token_ids, prompt_token_ids) if session else 0
+        history = [(k[:, :reused], v[:, :reused]) for k, v in session.layers] if session and reused else []
+        prefill = _Prefill(self._model, resolved, history)
+        new_ids = torch.tensor(prompt_token_ids[reused:], device=self._model.device)
+        logits = self._model.prefill(new_ids, start=reused, observer=prefill)
+
+        sampler = SequenceSampler(sampling, tuple(prompt_token_ids), spec.vocab_size)
+        tokens = [sampler.sample(logits)]
+        decode = _Decode(_kinds(resolved), tuple(prefill.kept))
+        stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(spec.eos_token_ids))
+        while tokens[-1].token_id not in stop_ids and len(tokens) < sampling.max_tokens:
+            logits = self._model.decode(
+                torch.tensor([tokens[-1].token_id], device=self._model.device),
+                torch.tensor([len(prompt_token_ids) + len(tokens) - 1], device=self._model.device),
+                attention=decode,
+            )[0]
+            tokens.append(sampler.sample(logits))
+        if session is not None:
+            session.token_ids = [*prompt_token_ids, *(t.token_id for t in tokens[:-1])]
+            session.layers = [
+                (torch.cat([k, *(r[0] for r in rows)], 1), torch.cat([v, *(r[1] for r in rows)], 1))
+                for (k, v), rows in zip(prefill.full, decode.generated, strict=True)
+            ]
+        return tokens
+
+    def capture(
+        self, prompt_token_ids: list[int], *, earlier: CapturedPrompt | None = None
+    ) -> CapturedPrompt:
+        """Prefill and compress nothing yet.
+
+        Args: earlier: an earlier turn's capture; the longest common prefix with the prompt is not run again.
+        """
+        reused = _common_prefix(list(earlier.token_ids), prompt_token_ids) if earlier else 0
+        observer = _Capture(self._model, earlier, reused)
+        new_ids = torch.tensor(prompt_token_ids[reused:], device=self._model.device)
+        logits = self._model.prefill(new_ids, start=reused, observer=observer)
+        return CapturedPrompt(token_ids=tuple(prompt_token_ids), layers=tuple(observer.layers), logits=logits)
+
+    def compress(
+        self, captured: CapturedPrompt, *, plan: CompressionPlan, max_new_tokens: int
+    ) -> Continuation:
+        """Compress a captured prompt as `generate` would, and go on from it.
+
+        Args: max_new_tokens: at least 1; as `SamplingParams.max_tokens`, what the plan reserves for.
+        """
+        spec = self._model.spec
+        resolved = resolve_plan(
+            plan,
+            num_prompt_tokens=len(captured.token_ids),
+            max_new_tokens=max_new_tokens,
+            num_layers=spec.num_layers,
+            head_dim=spec.head_dim,
+        )
+        compressed = tuple(compress_layer(resolved, inputs) for inputs in captured.layers)
+        return Continuation(self._model, resolved, compressed)
+
+
+def _kinds(resolved: ResolvedPlan) -> tuple[AttentionKind, ...]:
+    return tuple(make_attention(layer.attention) for layer in resolved.layers)
+
+
+def _common_prefix(recorded: list[int], prompt: list[int]) -> int:
+    """Tokens shared from the start, at most all of the prompt but its last token."""
+    limit = min(len(recorded), len(prompt) - 1)
+    return next((i for i in range(limit) if recorded[i] != prompt[i]), limit)

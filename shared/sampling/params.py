@@ -1,0 +1,57 @@
+"""Sampling parameters of one completion, validated at the HTTP edge and obeyed by prefill and decode
+alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn and when to stop.
+
+    Attributes:
+        max_tokens: N, at least 1; the first token, sampled by prefill, counts.
+        temperature: 0 is greedy (first index wins a tie).
+        top_k: 0 is off.
+        seed: any 64-bit integer; the router draws one where the client gave none, so a replay is exact.
+        logprobs: how many alternatives to report per token; None reports no logprobs at all.
+        stop: stop strings, matched on the completion's decoded text.
+        stop_token_ids: ids that end the completion beside the model's own.
+        logit_bias: token id to additive bias.
+        first_index: index of the first token to draw. Above 0 in the replay of a turn that lost its worker:
+            the prompt's last `first_index` tokens are then completion tokens already delivered, counted by
+            penalties and stop strings as such; `max_tokens` counts only the ones still to come.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    ignore_eos: bool = False
+    first_index: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledToken:
+    """One drawn token.
+
+    Attributes:
+        index: 0 for the token that prefill sampled.
+        logprob: of the raw distribution, before bias, penalties and temperature; None unless asked for.
+        top_logprobs: the most likely alternatives, best first: (token id, logprob).
+    """
+
+    token_id: int
+    index: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()

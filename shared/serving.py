@@ -1,0 +1,224 @@
+"""What each service's process needs around its work: metrics over HTTP, signals, addresses, the ready file.
+
+    start ──► listen ──► announce_ready(ready_file) ──► wait_for_signal() ──► close_within(...) ──► exit
+
+Serves no requests of users, knows no service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import socketserver
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from kvferry.shared.errors import ConfigurationError
+
+logger = structlog.get_logger(__name__)
+
+Announce = Callable[[dict[str, str]], None]
+"""Told once by a service that it listens: `service`, `address` (control or HTTP, host:port), `metrics`
+(host:port) and, for workers, `blocks` (block endpoint)."""
+
+_REQUEST_TIMEOUT_S = 10.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+# ---- addresses -------------------------------------------------------------------------------------------
+
+
+def parse_address(option: str, value: str) -> tuple[str, int]:
+    """`host:port` or `[v6]:port` as host and port.
+
+    Raises: ConfigurationError naming the option, its value and what is allowed.
+    """
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise ConfigurationError(f"{option} is {value!r}; it must be host:port with a port of 0 to 65535")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def format_address(host: str, port: int) -> str:
+    """Inverse of `parse_address`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def reachable(address: str) -> str:
+    """Where a client on this machine connects to a bound `host:port`: loopback if bound to all addresses."""
+    host, port = parse_address("address", address)
+    return format_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that was free a moment ago. Prefer port 0 where the listener can tell its port."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_free(option: str, value: str) -> None:
+    """Find out early whether an address can be bound, before what takes long is started.
+
+    Raises: ConfigurationError naming the option.
+    """
+    host, port = parse_address(option, value)
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise ConfigurationError(f"{option} is {value!r}; it cannot be bound: {error}") from error
+
+
+# ---- metrics over HTTP -----------------------------------------------------------------------------------
+
+
+class MetricsServer(Protocol):
+    """A running metrics endpoint."""
+
+    @property
+    def address(self) -> str:
+        """host:port as bound."""
+        ...
+
+    def close(self) -> None:
+        """Stop listening and end the thread. Idempotent."""
+        ...
+
+
+def serve_metrics(registry: CollectorRegistry, listen: str) -> MetricsServer:
+    """Serve `/metrics` of a registry and `/health` from a thread.
+
+    Args:
+        listen: host:port; port 0 picks a free one.
+    Raises: ConfigurationError for a malformed address or one that cannot be bound.
+    """
+    host, port = parse_address("metrics_listen", listen)
+    try:
+        return _MetricsThread(registry, host, port)
+    except OSError as error:
+        raise ConfigurationError(f"metrics_listen is {listen!r}; it cannot be bound: {error}") from error
+
+
+class _MetricsThread:
+    """An HTTP server and its thread; one short-lived thread a request."""
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        handler = type("Handler", (_MetricsHandler,), {"registry": registry})
+        server = _HttpServerV6 if ":" in host else _HttpServer
+        self._server = server((host, port), handler)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="metrics-http", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        host, port = self._server.socket.getsockname()[:2]
+        return format_address(str(host), int(port))
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join(timeout=_REQUEST_TIMEOUT_S)
+        self._server.server_close()
+
+
+class _HttpServer(socketserver.ThreadingMixIn, HTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def server_bind(self) -> None:
+        # HTTPServer's own looks the host up by DNS, which can take seconds and is not needed.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+
+class _HttpServerV6(_HttpServer):
+    address_family = socket.AF_INET6
+
+
+class _MetricsHandler(BaseHTTPRequestHandler):
+    registry: CollectorRegistry
+    timeout = _REQUEST_TIMEOUT_S
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+            self._reply(200, content_type, encode(self.registry))
+        elif path == "/health":
+            self._reply(200, "application/json", b'{"status": "ok"}')
+        else:
+            self._reply(404, "text/plain; charset=utf-8", b"paths: /metrics, /health\n")
+
+    def _reply(self, status: int, content_type: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        logger.debug("metrics request", line=format % args)
+
+
+# ---- a process's life ------------------------------------------------------------------------------------
+
+
+def announce_ready(path: str, info: Mapping[str, str]) -> None:
+    """Write one JSON line with a service's real addresses, so that whoever started it learns its ports.
+
+    The file appears whole or not at all. An empty path does nothing.
+
+    Raises: ConfigurationError if the file cannot be written.
+    """
+    if not path:
+        return
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(dict(info), sort_keys=True) + "\n", encoding="utf-8")
+        os.replace(partial, target)
+    except OSError as error:
+        raise ConfigurationError(f"ready_file is {path!r}; it cannot be written: {error}") from error
+
+
+async def wait_for_signal() -> signal.Signals:
+    """Wait for SIGINT or SIGTERM; returns which. A second signal then acts as usual and ends the process."""
+    loop = asyncio.get_running_loop()
+    received: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def receive(number: signal.Signals) -> None:
+        if not received.done():
+            received.set_result(number)
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, receive, number)
+    try:
+        return await received
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+async def close_within(timeout_s: float, what: str, closing: Awaitable[object]) -> bool:
+    """Await a graceful close for so long at most; returns whether it ended in time."""
+    try:
+        await asyncio.wait_for(closing, timeout_s)
+    except TimeoutError:
+        logger.warning("close timed out", what=what, timeout_s=timeout_s)
+        return False
+    return True

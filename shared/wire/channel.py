@@ -1,0 +1,91 @@
+"""The seam under sender and receiver: how frames travel and how a thread waits for them.
+
+ZeroMQ (`zmq.py`) and in-process queues (`in_process.py`) implement it. A channel belongs to one I/O thread,
+which opens it, polls it, sends and closes it; only `wake` may be called by others. Knows frames, not what
+they say.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+Peer = bytes
+"""Endpoints to a connecting channel; names given by the transport to a listening one."""
+
+
+class SendResult(enum.Enum):
+    """SENT: the channel has it. BLOCKED: not now; the next `poll` returns once it may be tried again.
+    LOST: there is no such peer any more."""
+
+    SENT = "sent"
+    BLOCKED = "blocked"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """One message's frames, as views of the transport's own memory."""
+
+    peer: Peer
+    frames: Sequence[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The connection is gone, after everything that came over it has been returned."""
+
+    peer: Peer
+
+
+class Channel(Protocol):
+    """Frames to and from peers."""
+
+    def open(self) -> None:
+        """Make the sockets; bind where it listens. First call of the I/O thread.
+
+        Raises:
+            ConfigurationError: the address cannot be bound.
+        """
+        ...
+
+    def send(self, peer: Peer, header: bytes, payload: memoryview) -> SendResult:
+        """Never waits. The payload is not copied and must stay as it is until the transfer is over."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[Received | PeerLost]:
+        """Wait for something to happen: messages, losses, `wake`, or room for what was BLOCKED."""
+        ...
+
+    def wake(self) -> None:
+        """Make the current or next `poll` return. Any thread."""
+        ...
+
+    def close(self) -> None:
+        """Drop the connections and what is queued on them. Last call of the I/O thread."""
+        ...
+
+
+class ConnectingChannel(Channel, Protocol):
+    """A sender's channel."""
+
+    def connect(self, peer: Peer) -> None:
+        """Begin to connect; sends are BLOCKED until it is done.
+
+        Raises:
+            TransferFailed: the endpoint is no address of this transport.
+        """
+        ...
+
+    def disconnect(self, peer: Peer) -> None: ...
+
+
+class ListeningChannel(Channel, Protocol):
+    """A receiver's channel."""
+
+    @property
+    def endpoint(self) -> str:
+        """The bound address, after `open`."""
+        ...

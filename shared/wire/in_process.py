@@ -1,0 +1,195 @@
+"""The in-process channels: the same frames over queues, for services that share a process.
+
+Place in the request's path: where one process holds prefill and decode (the embedded default, and tests). The
+same state machines run as over ZeroMQ; payloads are handed over by reference.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from kvferry.shared.errors import ConfigurationError, TransferFailed
+from kvferry.shared.wire.channel import Peer, PeerLost, Received, SendResult
+from kvferry.shared.wire.interfaces import BlockSink
+from kvferry.shared.wire.receiver import DEFAULT_IDLE_TIMEOUT_S, ChannelBlockServer
+from kvferry.shared.wire.sender import KEEPALIVE_INTERVAL_S, ChannelBlockSender
+
+SCHEME = "inproc://"
+MAX_QUEUED_MESSAGES = 64
+BATCH_MESSAGES = 32
+_RETRY_S = 0.005
+
+
+class Mailbox:
+    """One channel's inbox: bounded, any thread may put, its I/O thread takes."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._events: deque[Received | PeerLost] = deque()
+        self._woken = False
+        self._closed = False
+
+    def put(self, event: Received | PeerLost, *, limit: int | None = None) -> SendResult:
+        """BLOCKED where `limit` messages wait already, LOST where the owner has closed."""
+        with self._condition:
+            if self._closed:
+                return SendResult.LOST
+            if limit is not None and len(self._events) >= limit:
+                return SendResult.BLOCKED
+            self._events.append(event)
+            self._condition.notify()
+            return SendResult.SENT
+
+    def take(self, timeout_s: float, *, limit: int) -> list[Received | PeerLost]:
+        """Up to `limit` events; waits for one, or for `wake`."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._events or self._woken, timeout_s)
+            self._woken = False
+            return [self._events.popleft() for _ in range(min(limit, len(self._events)))]
+
+    def wake(self) -> None:
+        with self._condition:
+            self._woken = True
+            self._condition.notify()
+
+    def close(self) -> None:
+        with self._condition:
+            self._closed = True
+            self._events.clear()
+
+
+class InProcessHub:
+    """The meeting point of one process's senders and servers: names to mailboxes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mailboxes: dict[Peer, Mailbox] = {}
+        self._numbers = itertools.count(1)
+
+    def server(
+        self,
+        sink: BlockSink,
+        *,
+        name: str = "",
+        idle_timeout_s: float = DEFAULT_IDLE_TIMEOUT_S,
+        on_late_block: Callable[[], None] | None = None,
+        on_failed: Callable[[str], None] | None = None,
+    ) -> ChannelBlockServer:
+        """A server at `inproc://name` (a number if empty). See `ChannelBlockServer`."""
+        channel = InProcessListeningChannel(self, name or str(next(self._numbers)))
+        return ChannelBlockServer(
+            channel, sink, idle_timeout_s=idle_timeout_s, on_late_block=on_late_block, on_failed=on_failed
+        )
+
+    def sender(
+        self,
+        *,
+        buffer_bytes: int,
+        timeout_s: float,
+        keepalive_interval_s: float = KEEPALIVE_INTERVAL_S,
+    ) -> ChannelBlockSender:
+        """A sender to this hub's servers. See `ChannelBlockSender`."""
+        return ChannelBlockSender(
+            InProcessConnectingChannel(self),
+            buffer_bytes=buffer_bytes,
+            timeout_s=timeout_s,
+            keepalive_interval_s=keepalive_interval_s,
+        )
+
+    def register(self, name: Peer) -> Mailbox:
+        """A new mailbox. Raises ConfigurationError if the name is taken."""
+        with self._lock:
+            if name in self._mailboxes:
+                raise ConfigurationError(f"in-process endpoint {name.decode()!r} is already in use")
+            mailbox = self._mailboxes[name] = Mailbox()
+            return mailbox
+
+    def register_client(self) -> tuple[Peer, Mailbox]:
+        """A new mailbox under a name of its own."""
+        name = f"client/{next(self._numbers)}".encode()
+        return name, self.register(name)
+
+    def unregister(self, name: Peer) -> None:
+        """Close a mailbox, and tell all others that it is gone."""
+        with self._lock:
+            gone = self._mailboxes.pop(name, None)
+            others = tuple(self._mailboxes.values())
+        if gone is not None:
+            gone.close()
+            for mailbox in others:
+                mailbox.put(PeerLost(name))
+
+    def send(self, sender: Peer, receiver: Peer, header: bytes, payload: memoryview) -> SendResult:
+        """Put a message into a mailbox; LOST where there is none of that name."""
+        with self._lock:
+            mailbox = self._mailboxes.get(receiver)
+        if mailbox is None:
+            return SendResult.LOST
+        limit = MAX_QUEUED_MESSAGES if receiver.startswith(SCHEME.encode()) else None
+        return mailbox.put(Received(sender, (memoryview(header), payload)), limit=limit)
+
+
+class InProcessConnectingChannel:
+    """Implements `ConnectingChannel` over a hub."""
+
+    def __init__(self, hub: InProcessHub) -> None:
+        self._hub = hub
+        self._name, self._mailbox = hub.register_client()
+        self._blocked = False
+
+    def open(self) -> None:
+        pass
+
+    def connect(self, peer: Peer) -> None:
+        if not peer.startswith(SCHEME.encode()):
+            raise TransferFailed(f"endpoint is {peer.decode()!r}; {SCHEME} is allowed", reason="endpoint")
+
+    def disconnect(self, peer: Peer) -> None:
+        pass
+
+    def send(self, peer: Peer, header: bytes, payload: memoryview) -> SendResult:
+        result = self._hub.send(self._name, peer, header, payload)
+        self._blocked = self._blocked or result is SendResult.BLOCKED
+        return result
+
+    def poll(self, timeout_s: float) -> list[Received | PeerLost]:
+        wait_s = min(timeout_s, _RETRY_S) if self._blocked else timeout_s
+        self._blocked = False
+        return self._mailbox.take(wait_s, limit=BATCH_MESSAGES)
+
+    def wake(self) -> None:
+        self._mailbox.wake()
+
+    def close(self) -> None:
+        self._hub.unregister(self._name)
+
+
+class InProcessListeningChannel:
+    """Implements `ListeningChannel` over a hub."""
+
+    def __init__(self, hub: InProcessHub, name: str) -> None:
+        self._hub = hub
+        self._endpoint = SCHEME + name
+        self._mailbox = hub.register(self._endpoint.encode())
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
+
+    def open(self) -> None:
+        pass
+
+    def send(self, peer: Peer, header: bytes, payload: memoryview) -> SendResult:
+        return self._hub.send(self._endpoint.encode(), peer, header, payload)
+
+    def poll(self, timeout_s: float) -> list[Received | PeerLost]:
+        return self._mailbox.take(timeout_s, limit=BATCH_MESSAGES)
+
+    def wake(self) -> None:
+        self._mailbox.wake()
+
+    def close(self) -> None:
+        self._hub.unregister(self._endpoint.encode())

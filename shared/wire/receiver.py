@@ -1,0 +1,260 @@
+"""The receiving side of the block wire: one I/O thread that verifies what arrives and feeds a sink.
+
+Place in the request's path: between a listening channel and decode's (or prefill's) sink. Checks version,
+checksum, order, bounds and totals; answers with CREDIT, ACK and NACK. Knows neither arenas nor models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from kvferry.shared.errors import (
+    ConfigurationError,
+    KvferryError,
+    LeaseExpired,
+    ProtocolMismatch,
+    TransferFailed,
+)
+from kvferry.shared.wire.channel import ListeningChannel, Peer, PeerLost, Received, SendResult
+from kvferry.shared.wire.frames import (
+    NO_PAYLOAD,
+    FrameHeader,
+    MessageType,
+    decode_message,
+    encode_header,
+    peek_key,
+)
+from kvferry.shared.wire.incoming import IncomingTransfer
+from kvferry.shared.wire.interfaces import BlockSink
+from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES, TransferKey
+from kvferry.shared.wire.records import decode_abort, decode_manifest, encode_nack
+
+BEAT_INTERVAL_S = 1.0
+DEFAULT_IDLE_TIMEOUT_S = 30.0
+_START_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0
+
+_log = structlog.get_logger(__name__)
+
+
+class ChannelBlockServer:
+    """Implements `BlockServer` over any channel.
+
+        MANIFEST ──sink.open──► receiving ──BLOCK, sink.write──► ... ──END, sink.commit──► ACK, forgotten
+            │ refused              │ anything wrong, idle, peer gone, server closed
+            ▼                      ▼
+           NACK                 sink.abort, NACK, forgotten: later blocks of it are late
+
+    The thread owns the channel and is the only caller of the sink. Payloads are views of the transport's
+    memory, valid during `sink.write` only. CREDIT reports the total written so far, once per batch of
+    arrivals; it is repeated every BEAT_INTERVAL_S, which tells a sender that this side lives and this side
+    whether the sender's connection does.
+    """
+
+    def __init__(
+        self,
+        channel: ListeningChannel,
+        sink: BlockSink,
+        *,
+        advertise: str = "",
+        idle_timeout_s: float = DEFAULT_IDLE_TIMEOUT_S,
+        on_late_block: Callable[[], None] | None = None,
+        on_failed: Callable[[str], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            advertise: the address as peers reach it; as bound if empty.
+            idle_timeout_s: a transfer of which nothing comes, not even a keepalive, is aborted after it.
+            on_late_block: told of each block that belongs to no open transfer.
+            on_failed: told the reason of each transfer refused or broken.
+
+        Raises:
+            ConfigurationError: the address cannot be bound.
+        """
+        self._channel = channel
+        self._sink = sink
+        self._idle_timeout_s = idle_timeout_s
+        self._on_late_block = on_late_block or (lambda: None)
+        self._on_failed = on_failed or (lambda reason: None)
+        self._transfers: dict[TransferKey, IncomingTransfer] = {}
+        self._stopping = False
+        self._started = threading.Event()
+        self._start_error: ConfigurationError | None = None
+        self._thread = threading.Thread(target=self._run, name="kvferry-block-receiver", daemon=True)
+        self._thread.start()
+        if not self._started.wait(_START_TIMEOUT_S):
+            raise ConfigurationError(f"block receiver did not start within {_START_TIMEOUT_S} s")
+        if self._start_error is not None:
+            raise self._start_error
+        self._endpoint = advertise or channel.endpoint
+
+    @property
+    def endpoint(self) -> str:
+        """The address to put into tickets."""
+        return self._endpoint
+
+    def close(self) -> None:
+        """Abort the transfers that are not complete, and stop. Idempotent."""
+        self._stopping = True
+        self._channel.wake()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            self._channel.open()
+        except ConfigurationError as error:
+            self._start_error = error
+            return
+        finally:
+            self._started.set()
+        try:
+            with contextlib.closing(self._channel):
+                try:
+                    self._serve()
+                finally:
+                    for incoming in tuple(self._transfers.values()):
+                        self._fail(incoming, TransferFailed("block receiver is closed", reason="closed"))
+        except Exception:
+            _log.exception("block receiver stopped")
+
+    def _serve(self) -> None:
+        next_sweep_s = 0.0
+        tick_s = min(BEAT_INTERVAL_S, self._idle_timeout_s / 4)
+        while not self._stopping:
+            for event in self._channel.poll(tick_s):
+                if isinstance(event, Received):
+                    self._on_received(event)
+                else:
+                    self._on_peer_lost(event)
+            for incoming in tuple(self._transfers.values()):
+                if incoming.ungranted_bytes:
+                    self._grant(incoming)
+            if time.monotonic() >= next_sweep_s:
+                self._sweep()
+                next_sweep_s = time.monotonic() + tick_s
+
+    def _on_received(self, event: Received) -> None:
+        try:
+            header, payload = decode_message(event.frames)
+        except TransferFailed as error:
+            self._on_broken(event.peer, event.frames, error)
+            return
+        incoming = self._of(header.key, event.peer)
+        try:
+            self._dispatch(event.peer, incoming, header, payload)
+        except KvferryError as error:
+            self._refuse(event.peer, header.key, error)
+        except Exception:
+            _log.exception("block sink failed", transfer_id=header.key.transfer_id)
+            self._refuse(
+                event.peer, header.key, TransferFailed("the receiver failed internally", reason="internal")
+            )
+
+    def _dispatch(
+        self, peer: Peer, incoming: IncomingTransfer | None, header: FrameHeader, payload: memoryview
+    ) -> None:
+        if header.type is MessageType.MANIFEST:
+            self._on_manifest(peer, header, payload)
+            return
+        if header.type is MessageType.BLOCK and incoming is None:
+            self._on_late_block()
+        if header.type is MessageType.ABORT:
+            decode_abort(payload)
+            if incoming is not None:
+                self._drop(incoming, "aborted")
+            return
+        if incoming is None:
+            raise LeaseExpired(
+                f"no transfer {header.key.transfer_id:#x}, generation {header.key.generation} is open here",
+                reason="unknown_transfer",
+            )
+        incoming.heard_at_s = time.monotonic()
+        match header.type:
+            case MessageType.BLOCK:
+                self._sink.write(incoming.accept_block(header, payload), payload)
+                incoming.written_bytes += payload.nbytes
+                if incoming.ungranted_bytes >= MAX_PAYLOAD_BYTES:
+                    self._grant(incoming)
+            case MessageType.END:
+                self._sink.commit(incoming.accept_end(payload))
+                del self._transfers[header.key]
+                self._send(peer, FrameHeader(type=MessageType.ACK, key=header.key))
+            case MessageType.KEEPALIVE:
+                pass
+            case _:
+                raise ProtocolMismatch(f"sender sent {header.type.name}", reason="malformed")
+
+    def _on_manifest(self, peer: Peer, header: FrameHeader, payload: memoryview) -> None:
+        if header.key in self._transfers:
+            raise ProtocolMismatch(f"a second manifest came for {header.key}", reason="order")
+        manifest = decode_manifest(payload)
+        if manifest.key != header.key:
+            raise ProtocolMismatch(f"manifest of {manifest.key} came as {header.key}", reason="malformed")
+        self._sink.open(manifest)
+        self._transfers[header.key] = IncomingTransfer(manifest, peer=peer, now_s=time.monotonic())
+
+    def _on_broken(self, peer: Peer, frames: Sequence[memoryview], error: TransferFailed) -> None:
+        """A message that cannot be trusted: fail the transfer that it seems to be of, or tell its sender."""
+        key = peek_key(frames)
+        if key is None:
+            _log.warning("dropped a message without a key", error=error.message)
+            self._on_failed(error.reason)
+        else:
+            self._refuse(peer, key, error)
+
+    def _on_peer_lost(self, event: PeerLost) -> None:
+        for incoming in tuple(self._transfers.values()):
+            if incoming.peer == event.peer:
+                self._drop(incoming, "peer_lost")
+
+    def _of(self, key: TransferKey, peer: Peer) -> IncomingTransfer | None:
+        incoming = self._transfers.get(key)
+        return incoming if incoming is not None and incoming.peer == peer else None
+
+    def _refuse(self, peer: Peer, key: TransferKey, error: KvferryError) -> None:
+        incoming = self._of(key, peer)
+        if incoming is not None:
+            self._fail(incoming, error)
+            return
+        if error.reason != "unknown_transfer":
+            self._on_failed(error.reason)
+        self._send(peer, FrameHeader(type=MessageType.NACK, key=key), memoryview(encode_nack(error)))
+
+    def _fail(self, incoming: IncomingTransfer, error: KvferryError) -> None:
+        self._drop(incoming, error.reason)
+        header = FrameHeader(type=MessageType.NACK, key=incoming.key)
+        self._send(incoming.peer, header, memoryview(encode_nack(error)))
+
+    def _drop(self, incoming: IncomingTransfer, reason: str) -> None:
+        del self._transfers[incoming.key]
+        try:
+            self._sink.abort(incoming.key, reason)
+        except Exception:
+            _log.exception("block sink failed to abort", transfer_id=incoming.key.transfer_id)
+        self._on_failed(reason)
+
+    def _grant(self, incoming: IncomingTransfer) -> None:
+        header = FrameHeader(type=MessageType.CREDIT, key=incoming.key, section_bytes=incoming.written_bytes)
+        if self._send(incoming.peer, header) is SendResult.SENT:
+            incoming.granted_bytes = incoming.written_bytes
+            incoming.told_at_s = time.monotonic()
+        else:
+            self._drop(incoming, "peer_lost")
+
+    def _sweep(self) -> None:
+        """Abort idle transfers; repeat the credit of quiet ones."""
+        now_s = time.monotonic()
+        for incoming in tuple(self._transfers.values()):
+            if now_s - incoming.heard_at_s > self._idle_timeout_s:
+                message = f"nothing came for {self._idle_timeout_s} s"
+                self._fail(incoming, TransferFailed(message, reason="idle"))
+            elif now_s - incoming.told_at_s > BEAT_INTERVAL_S:
+                self._grant(incoming)
+
+    def _send(self, peer: Peer, header: FrameHeader, payload: memoryview = NO_PAYLOAD) -> SendResult:
+        return self._channel.send(peer, encode_header(header, payload), payload)

@@ -1,0 +1,32 @@
+"""The wire benchmark runs as the README says and writes what it printed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_wire_benchmark_writes_both_sides_of_each_ratio(tmp_path: Path) -> None:
+    output = tmp_path / "wire.json"
+    options = ("--megabytes", "64", "--repeats", "1", "--output", str(output))
+    done = subprocess.run(
+        [sys.executable, "benchmarks/wire.py", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(output.read_text())["results"]
+    assert set(results) == {"tcp", "ipc"}
+    for name, figures in results.items():
+        (ours,), (raw,) = figures["kvferry_gb_s"], figures["raw_zmq_gb_s"]
+        assert figures["ratio_of_medians"] == pytest.approx(ours / raw)
+        assert f"{name}: kvferry {ours:.2f} GB/s" in done.stdout

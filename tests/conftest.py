@@ -1,0 +1,61 @@
+"""What every test shares: models on disk, one torch thread, no network."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+from kvferry.models import DEMO_MODEL
+
+torch.set_num_threads(1)
+
+
+def _load_tiny_models() -> ModuleType:
+    """The module beside this file: tests are no package, so it is loaded by its path."""
+    name = "kvferry_tiny_models"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "tiny_models.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def demo_model_dir() -> Path:
+    """The model that ships with the package."""
+    return DEMO_MODEL
+
+
+@pytest.fixture(scope="session")
+def tiny_models() -> ModuleType:
+    """`tests/tiny_models.py`."""
+    return _load_tiny_models()
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(
+    tmp_path_factory: pytest.TempPathFactory, tiny_models: ModuleType
+) -> Callable[[str], Path]:
+    """`tiny_model_dir(family)`: the folder of a tiny random model, made once a session."""
+    root = tmp_path_factory.mktemp("tiny-models")
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = tiny_models.make_model(family, root / family)
+        return made[family]
+
+    return folder

@@ -1,0 +1,91 @@
+"""Serves the whole system for a test: `kvferry serve` in a child process, addresses from its ready file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Addresses of a running stack."""
+
+    base_url: str
+    prefill_metrics_url: str
+    decode_metrics_url: str
+    addresses: dict[str, str]
+    process: subprocess.Popen[bytes]
+    log_path: Path
+
+    def prefill_metric(self, name: str, **labels: str) -> float:
+        return _sample(self.prefill_metrics_url, name, labels)
+
+    def decode_metric(self, name: str, **labels: str) -> float:
+        return _sample(self.decode_metrics_url, name, labels)
+
+    def router_metric(self, name: str, **labels: str) -> float:
+        return _sample(f"{self.base_url}/metrics", name, labels)
+
+
+def _sample(url: str, name: str, labels: dict[str, str]) -> float:
+    """Sum of the samples of this name whose labels include these."""
+    text = httpx.get(url, timeout=10).raise_for_status().text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+@contextlib.contextmanager
+def serving(*options: str) -> Iterator[Stack]:
+    """Run `kvferry serve` with these options until the block ends; raises with its log if it fails."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-e2e-") as folder:
+        ready_path, log_path = Path(folder) / "ready.json", Path(folder) / "serve.log"
+        command = [Path(sys.executable).with_name("kvferry"), "serve", "--listen", "127.0.0.1:0"]
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                [*command, "--ready-file", str(ready_path), "--log-format", "json", *options],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONSAFEPATH": "1"},
+            )
+        try:
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not ready_path.exists():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"the stack did not start:\n{log_path.read_text()[-4000:]}")
+                time.sleep(0.05)
+            addresses = json.loads(ready_path.read_text())
+            yield Stack(
+                base_url=f"http://{addresses['address']}",
+                prefill_metrics_url=f"http://{addresses['prefill_metrics']}/metrics",
+                decode_metrics_url=f"http://{addresses['decode_metrics']}/metrics",
+                addresses=addresses,
+                process=process,
+                log_path=log_path,
+            )
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise

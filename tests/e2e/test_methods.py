@@ -1,0 +1,150 @@
+"""Every method over the real stack, all in one concurrent batch, equals its one-process self token for token.
+
+One of the methods comes from a package outside, found by its entry point in every process.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.shared.compression import installed
+from kvferry.shared.compression.plan import Budget, CompressionPlan
+from kvferry.shared.compression.presets import method_names, plan_for
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.text import TextAssembler
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.oracle import OneProcessGenerator
+from kvferry.shared.sampling.params import SamplingParams
+
+pytestmark = pytest.mark.xdist_group("stack")
+
+PROMPT_WORDS = (97, 331)
+BUDGET = 48
+MAX_TOKENS = 16
+OUTSIDE_METHOD = "every-other"
+SOURCE = """
+import torch
+
+from kvferry.shared.compression.interface import Method
+from kvferry.shared.compression.plan import Budget, CompressionPlan, Part
+
+
+def every_other(params, rows):
+    def score(inputs):
+        scores = torch.zeros(inputs.keys.shape[:2])
+        scores[:, ::2] = 1.0
+        scores[:, -1] = torch.inf
+        return scores
+
+    return score
+
+
+METHOD = Method(
+    plan=CompressionPlan(
+        method="every-other",
+        scorer=Part(name="every_other"),
+        attention=Part(name="exact_topk"),
+        budget=Budget(tokens=64),
+    ),
+    scorer=every_other,
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def outside_package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A distribution with a method, on this process's path and on that of processes it starts."""
+    folder = tmp_path_factory.mktemp("outside")
+    (folder / "kvferry_e2e_outside.py").write_text(SOURCE)
+    info = folder / "kvferry_e2e_outside-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvferry-e2e-outside\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kvferry.methods]\nevery-other = kvferry_e2e_outside:METHOD\n")
+    caches = (installed.installed_methods, installed.installed_scorers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        patch.setenv("PYTHONPATH", str(folder))
+        for cached in caches:
+            cached.cache_clear()
+        yield folder
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def method_stack(outside_package: Path, start_stack: Callable[..., Any]) -> Iterator[Any]:
+    with start_stack() as running:
+        yield running
+
+
+def body_of(method: str, ids: list[int]) -> dict[str, Any]:
+    compression = {"method": method} if method == "full" else {"method": method, "token_budget": BUDGET}
+    return {
+        "model": "demo",
+        "prompt": ids,
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "kv_compression": compression,
+    }
+
+
+def plan_of(method: str) -> CompressionPlan:
+    return plan_for(method, budget=None if method == "full" else Budget(tokens=BUDGET))
+
+
+def test_all_methods_in_one_batch_equal_their_one_process_selves(
+    method_stack: Any,
+    make_document: Callable[..., Any],
+    tokenizer: ChatTokenizer,
+    demo_model_dir: Path,
+) -> None:
+    prompts = []
+    for seed, num_words in enumerate(PROMPT_WORDS):
+        document = make_document(seed, num_words=num_words)
+        content = f"{document.text} {document.questions[0][0]}"
+        prompts.append(tokenizer.render([{"role": "user", "content": content}]))
+    requests = [(method, ids) for method in method_names() for ids in prompts]
+    assert (OUTSIDE_METHOD, prompts[0]) in requests
+    random.Random(0).shuffle(requests)
+
+    url = f"{method_stack.base_url}/v1/completions"
+    steps_before = method_stack.decode_metric("kvferry_decode_step_seconds_count")
+    with ThreadPoolExecutor(len(requests)) as pool:
+        responses = list(
+            pool.map(lambda request: httpx.post(url, json=body_of(*request), timeout=240), requests)
+        )
+    steps = method_stack.decode_metric("kvferry_decode_step_seconds_count") - steps_before
+    assert 0 < steps < len(requests) * (MAX_TOKENS - 1), "no two sequences decoded together"
+    model = load_model(str(demo_model_dir), name="demo", device="cpu", dtype="float32", max_model_len=0)
+    generator = OneProcessGenerator(model)
+    for (method, ids), response in zip(requests, responses, strict=True):
+        assert response.status_code == 200, (method, response.text)
+        answer = response.json()
+        assert answer["kv"]["method"] == method
+        expected = generator.generate(
+            ids,
+            plan=plan_of(method),
+            sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True),
+        )
+        assembler = TextAssembler(tokenizer)
+        texts = [assembler.push(token.token_id).token_text for token in expected]
+        assert answer["choices"][0]["logprobs"]["tokens"] == texts, method
+
+
+def test_a_method_that_no_package_brings_is_refused_by_name(method_stack: Any) -> None:
+    response = httpx.post(
+        f"{method_stack.base_url}/v1/completions", json=body_of("no-such-method", [5, 6, 7]), timeout=30
+    )
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "kv_compression.method"
+    assert all(name in error["message"] for name in method_names())

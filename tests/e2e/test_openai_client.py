@@ -1,0 +1,207 @@
+"""The official OpenAI client, unmodified, against the real stack."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+pytestmark = pytest.mark.xdist_group("stack")
+
+FACT = "remember that the pin of the red castle is 4 2 7 1 . what is the pin of the red castle ?"
+EOS = "6"
+
+
+@pytest.fixture
+def client(stack: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key="any", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def test_chat_holds_a_conversation_by_session_id(
+    client: openai.OpenAI, make_document: Callable[..., Any]
+) -> None:
+    document = make_document(21, num_words=700, num_facts=4)
+    answers = []
+    for turn, (question, _) in enumerate(document.questions):
+        answers.append(
+            client.chat.completions.create(
+                model="demo",
+                messages=[
+                    {"role": "user", "content": f"{document.text} {question}" if turn == 0 else question}
+                ],
+                temperature=0,
+                max_tokens=16,
+                extra_body={"session_id": "openai-chat", "kv_compression": {"token_budget": 96}},
+            )
+        )
+    assert [a.choices[0].finish_reason for a in answers] == ["stop"] * 4
+    for previous, answer in itertools.pairwise(answers):
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        assert previous.usage is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == previous.usage.total_tokens - 1
+    kv = answers[-1].model_extra["kv"]  # type: ignore[index]
+    assert kv["method"] == "rocketkv"
+    assert kv["shipped_bytes"] < kv["full_bytes"] / 2
+    correct = sum(
+        a.choices[0].message.content == expected
+        for a, (_, expected) in zip(answers, document.questions, strict=True)
+    )
+    assert correct >= 3
+
+
+def test_chat_streams_with_usage_and_the_same_text(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": FACT}]
+    whole = client.chat.completions.create(model="demo", messages=messages, temperature=0, max_tokens=16)
+    chunks = list(
+        client.chat.completions.create(
+            model="demo",
+            messages=messages,
+            temperature=0,
+            max_tokens=16,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content == "4 2 7 1"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert all(c.usage is None for c in chunks[:-1])
+
+
+def test_completions_with_stop_and_logprobs(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="demo", prompt="the old", max_tokens=24, temperature=0, logprobs=3, logit_bias={EOS: -100}
+    )
+    choice = answer.choices[0]
+    assert choice.finish_reason == "length"
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert len(choice.logprobs.tokens) == 24
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert choice.logprobs.top_logprobs is not None
+    for token, top in zip(choice.logprobs.tokens, choice.logprobs.top_logprobs, strict=True):
+        assert token in top  # the three likeliest and the chosen one
+        assert len(top) <= 4
+    word = choice.logprobs.tokens[5].strip()
+    stopped = client.completions.create(
+        model="demo", prompt="the old", max_tokens=24, temperature=0, stop=[word], logit_bias={EOS: -100}
+    )
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].text == choice.text[: choice.text.index(word)]
+
+
+def test_chat_logprobs_and_seeded_sampling(client: openai.OpenAI) -> None:
+    def ask(seed: int) -> Any:
+        return client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "tell me a story"}],
+            max_tokens=12,
+            temperature=1.5,
+            seed=seed,
+            logprobs=True,
+            top_logprobs=2,
+            logit_bias={EOS: -100},
+        ).choices[0]
+
+    first, again = ask(7), ask(7)
+    assert first.message.content == again.message.content
+    assert len({ask(seed).message.content for seed in range(4)}) > 1
+    assert len(first.logprobs.content) == 12
+    for entry in first.logprobs.content:
+        assert entry.logprob <= 0
+        assert len(entry.top_logprobs) == 2
+
+
+def test_models_are_listed_with_their_window(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").model_extra["max_model_len"] == 8192  # type: ignore[index]
+
+
+def test_errors_are_the_clients_own_typed_exceptions(
+    client: openai.OpenAI, start_stack: Callable[..., Any]
+) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model="demo", messages=messages, temperature=3)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="nosuch", messages=messages)
+    assert missing.value.code == "model_not_found"
+
+
+def test_a_second_request_of_a_busy_session_conflicts_and_a_full_arena_limits_the_rate(
+    start_stack: Callable[..., Any],
+) -> None:
+    """One small stack with short waits and a key: 401, 409 and 429."""
+    options = ("--session-wait-s", "0.2", "--admission-wait-s", "0.2", "--api-keys", "secret")
+    with start_stack(*options, "--arena-bytes", "6000000") as stack:
+        base_url = f"{stack.base_url}/v1"
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=base_url, api_key="wrong", max_retries=0).models.list()
+        client = openai.OpenAI(base_url=base_url, api_key="secret", max_retries=0, timeout=60)
+        messages: Any = [{"role": "user", "content": "hello"}]
+        stream = client.chat.completions.create(
+            model="demo",
+            messages=messages,
+            max_tokens=1200,
+            stream=True,
+            logit_bias={EOS: -100},
+            extra_body={"session_id": "busy"},
+        )
+        next(iter(stream))
+        with pytest.raises(openai.ConflictError) as busy:
+            client.chat.completions.create(
+                model="demo", messages=messages, max_tokens=4, extra_body={"session_id": "busy"}
+            )
+        assert busy.value.code == "session_busy"
+        with pytest.raises(openai.RateLimitError) as limited:
+            client.chat.completions.create(model="demo", messages=messages, max_tokens=1200)
+        assert float(limited.value.response.headers["retry-after"]) > 0
+        stream.close()
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                client.chat.completions.create(model="demo", messages=messages, max_tokens=1200, stop=["."])
+                break
+            except openai.RateLimitError:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+
+
+def test_choices_of_n_differ_and_are_counted_once(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "tell me a story"}],
+        n=3,
+        max_tokens=10,
+        temperature=1.5,
+        seed=3,
+        logit_bias={EOS: -100},
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in answer.choices}) > 1
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 30
+
+
+def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI) -> None:
+    digits = [f"{i} {9 - i} {(i * 3) % 10} {(i * 7) % 10}" for i in range(8)]
+
+    def ask(value: str) -> str | None:
+        text = f"remember that the pin of the red castle is {value} . what is the pin of the red castle ?"
+        answer = client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": text}], temperature=0, max_tokens=8
+        )
+        return answer.choices[0].message.content
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, digits)) == digits

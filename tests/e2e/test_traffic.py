@@ -1,0 +1,145 @@
+"""Bytes on the wire, read from `/metrics`, and the arena's memory after aborts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.shared.compression.plan import Budget
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.text import TextAssembler
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.oracle import OneProcessGenerator
+from kvferry.shared.sampling.params import SamplingParams
+
+pytestmark = pytest.mark.xdist_group("stack")
+
+
+def test_rocketkv_at_4k_ships_at_most_a_quarter_of_full_and_exactly_what_its_blocks_hold(
+    stack: Any, make_document: Callable[..., Any], demo_model_dir: Any
+) -> None:
+    spec = load_model(str(demo_model_dir), name="demo", device="cpu", dtype="float32", max_model_len=0).spec
+    document = make_document(3, num_words=4096, num_facts=8)
+    kinds = ("rows", "index", "manifest", "codes", "scales")
+
+    def transferred() -> dict[str, float]:
+        name = "kvferry_kv_transfer_bytes_total"
+        return {kind: stack.prefill_metric(name, kind=kind, method="rocketkv") for kind in kinds}
+
+    before = transferred()
+    full_before = stack.prefill_metric("kvferry_kv_full_bytes_total", method="rocketkv")
+    response = httpx.post(
+        f"{stack.base_url}/v1/chat/completions",
+        json={
+            "model": "demo",
+            "messages": [{"role": "user", "content": f"{document.text} {document.questions[0][0]}"}],
+            "temperature": 0,
+            "max_tokens": 256,
+            "kv_compression": {"method": "rocketkv", "token_budget": 256},
+        },
+        timeout=300,
+    )
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    num_tokens = answer["usage"]["prompt_tokens"]
+    assert num_tokens >= 4096
+    shipped = {kind: count - before[kind] for kind, count in transferred().items()}
+    full = stack.prefill_metric("kvferry_kv_full_bytes_total", method="rocketkv") - full_before
+
+    resolved = resolve_plan(
+        plan_for("rocketkv", budget=Budget(tokens=256)),
+        num_prompt_tokens=num_tokens,
+        max_new_tokens=256,
+        num_layers=spec.num_layers,
+        head_dim=spec.head_dim,
+    )
+    rows = sum(layer.rows for layer in resolved.layers) * spec.num_kv_heads
+    assert shipped["rows"] == rows * 2 * spec.row_bytes
+    assert shipped["index"] == rows * 4
+    assert shipped["codes"] == shipped["scales"] == 0
+    assert full == num_tokens * spec.kv_token_bytes == answer["kv"]["full_bytes"]
+    assert sum(shipped.values()) == answer["kv"]["shipped_bytes"]
+    assert sum(shipped.values()) <= full / 4
+
+
+def test_rdkv_ships_exactly_what_its_layers_pack_to_by_kind(
+    stack: Any, make_document: Callable[..., Any], tokenizer: ChatTokenizer, demo_model_dir: Any
+) -> None:
+    document = make_document(4, num_words=700, num_facts=4)
+    ids = tokenizer.render([{"role": "user", "content": f"{document.text} {document.questions[0][0]}"}])
+    kinds = ("codes", "scales", "rows", "index")
+
+    def transferred() -> dict[str, float]:
+        name = "kvferry_kv_transfer_bytes_total"
+        return {kind: stack.prefill_metric(name, kind=kind, method="rdkv") for kind in kinds}
+
+    before = transferred()
+    body = {
+        "model": "demo",
+        "prompt": ids,
+        "temperature": 0,
+        "max_tokens": 24,
+        "logprobs": 0,
+        "kv_compression": {"method": "rdkv", "token_budget": 60},
+    }
+    response = httpx.post(f"{stack.base_url}/v1/completions", json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    shipped = {kind: count - before[kind] for kind, count in transferred().items()}
+
+    model = load_model(str(demo_model_dir), name="demo", device="cpu", dtype="float32", max_model_len=0)
+    generator, plan = OneProcessGenerator(model), plan_for("rdkv", budget=Budget(tokens=60))
+    compressed = generator.compress(generator.capture(ids), plan=plan, max_new_tokens=24).compressed
+    layouts = [layer.packed.layout for layer in compressed if layer.packed is not None]
+    assert len(layouts) == model.spec.num_layers
+    assert shipped == {kind: sum(layout.kinds[kind][1] for layout in layouts) for kind in kinds}
+    assert sum(shipped.values()) < answer["kv"]["shipped_bytes"] < answer["kv"]["full_bytes"] / 4
+    expected = generator.generate(ids, plan=plan, sampling=SamplingParams(max_tokens=24, temperature=0.0))
+    assembler = TextAssembler(tokenizer)
+    texts = [assembler.push(token.token_id).token_text for token in expected]
+    assert answer["choices"][0]["logprobs"]["tokens"] == texts
+
+
+@pytest.mark.parametrize("close_after", [0, 1, 5], ids=["before the first token", "after one", "after five"])
+def test_closing_a_stream_returns_the_arena_within_a_second(
+    stack: Any, make_document: Callable[..., Any], close_after: int
+) -> None:
+    free = stack.decode_metric("kvferry_arena_bytes", state="free")
+    document = make_document(9, num_words=1500)
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": document.text}],
+        "stream": True,
+        "max_tokens": 2000,
+        "logit_bias": {"6": -100},
+        "session_id": f"e2e-close-{close_after}",
+    }
+    with (
+        httpx.Client(base_url=stack.base_url, timeout=60) as client,
+        client.stream("POST", "/v1/chat/completions", json=body) as response,
+    ):
+        assert response.status_code == 200
+        tokens = 0
+        if close_after:
+            for line in response.iter_lines():
+                tokens += '"content":' in line
+                if tokens > close_after:
+                    break
+    deadline = time.monotonic() + 1.0
+    while stack.decode_metric("kvferry_arena_bytes", state="free") != free:
+        assert time.monotonic() < deadline, "arena not freed a second after the client left"
+        time.sleep(0.02)
+    # the session is free again, and no turn of it was recorded
+    assert httpx.get(f"{stack.base_url}/v1/sessions/e2e-close-{close_after}").status_code == 404
+
+
+def test_the_arena_gauge_always_sums_to_its_size(stack: Any) -> None:
+    states = ("free", "reserved", "in_transfer", "running", "retained")
+    totals = {sum(stack.decode_metric("kvferry_arena_bytes", state=s) for s in states) for _ in range(5)}
+    assert len(totals) == 1

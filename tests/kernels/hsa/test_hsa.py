@@ -1,0 +1,184 @@
+"""Hybrid sparse attention agrees with the plain reference up to ties, and reads nothing beyond its length."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.kernels import hsa
+from kvferry.kernels.hsa import reference, torch_path
+
+NAN = float("nan")
+
+
+def make_cache(length, capacity, page_size, *, heads=2, dim=12, dtype=torch.float32, seed=0):
+    """A cache whose unused rows and pages are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    cache = torch.full((2, heads, capacity, dim), NAN, dtype=dtype)
+    cache[:, :, :length] = torch.randn(2, heads, length, dim, generator=generator).to(dtype)
+    pages = torch.full((2, heads, hsa.num_pages(capacity, page_size), dim), NAN, dtype=dtype)
+    hsa.page_extremes(cache[0], pages[0], pages[1], length=length, page_size=page_size)
+    return cache[0], cache[1], pages[0], pages[1]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 9, 31])
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+def test_page_extremes_equal_the_reference_and_leave_other_pages_alone(length, page_size):
+    keys, _, page_max, page_min = make_cache(length, length + 7, page_size)
+    expected_max, expected_min = reference.page_extremes(keys[:, :length], page_size=page_size)
+    pages = hsa.num_pages(length, page_size)
+    assert torch.equal(page_max[:, :pages], expected_max)
+    assert torch.equal(page_min[:, :pages], expected_min)
+    assert page_max[:, pages:].isnan().all()
+    assert page_min[:, pages:].isnan().all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(length=st.integers(1, 9), appended=st.integers(1, 20), page_size=st.integers(1, 5))
+def test_extremes_after_appends_equal_recomputation(length, appended, page_size):
+    capacity = length + appended
+    keys, values, page_max, page_min = make_cache(length, capacity, page_size)
+    rows = torch.randn(2, appended, 2, 12, generator=torch.Generator().manual_seed(1))
+    for i in range(appended):
+        hsa.append_row(
+            keys, values, page_max, page_min, rows[0, i], rows[1, i], position=length + i, page_size=page_size
+        )
+    assert torch.equal(keys[:, length:], rows[0].transpose(0, 1))
+    assert torch.equal(values[:, length:], rows[1].transpose(0, 1))
+    expected_max, expected_min = reference.page_extremes(keys, page_size=page_size)
+    assert torch.equal(page_max, expected_max)
+    assert torch.equal(page_min, expected_min)
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize(
+    ("length", "page_size", "num_channels", "num_tokens"),
+    [
+        (1, 3, 4, 1),
+        (2, 3, 4, 1),
+        (17, 3, 5, 8),
+        (40, 1, 12, 7),
+        (41, 4, 1, 16),
+        (97, 5, 7, 96),
+        (33, 4, 6, 33),
+    ],
+)
+def test_selection_and_output_agree_with_the_reference_up_to_ties(
+    group_size, length, page_size, num_channels, num_tokens
+):
+    keys, values, page_max, page_min = make_cache(length, length + 9, page_size, seed=length)
+    queries = torch.randn(2, group_size, 12, generator=torch.Generator().manual_seed(7))
+    sizes = {"page_size": page_size, "num_channels": num_channels}
+    pages = hsa.num_pages(length, page_size)
+    output = hsa.attend(
+        queries, keys, values, page_max, page_min, length=length, num_tokens=num_tokens, scaling=0.25, **sizes
+    )
+    assert output.isfinite().all()
+    if length <= num_tokens:
+        expected = reference.dense_decode(queries, keys[:, :length], values[:, :length], scaling=0.25)
+        torch.testing.assert_close(output, expected, atol=2e-6, rtol=2e-6)
+        return
+    used = (page_max[:, :pages], page_min[:, :pages])
+    scores = reference.token_scores(queries, *used, length=length, **sizes)
+    selected = torch_path.select_tokens(queries, *used, length=length, num_tokens=num_tokens, **sizes)
+    expected_selection = reference.select_tokens(scores, num_tokens=num_tokens)
+    assert (selected[:, 0] == length - 1).all()
+    for h in range(2):
+        assert selected[h].unique().numel() == num_tokens
+        # scores, not indices: sums in another order may swap what is equal but for rounding
+        torch.testing.assert_close(
+            scores[h, selected[h]].sort().values, scores[h, expected_selection[h]].sort().values
+        )
+    rows = [values[h, selected[h]] for h in range(2)], [keys[h, selected[h]] for h in range(2)]
+    exact = reference.dense_decode(queries, torch.stack(rows[1]), torch.stack(rows[0]), scaling=0.25)
+    torch.testing.assert_close(output, exact, atol=2e-6, rtol=2e-6)
+
+
+def test_equal_scores_select_the_lowest_indices_and_the_newest_token():
+    page_max = page_min = torch.ones(1, 4, 8)
+    selected = torch_path.select_tokens(
+        torch.ones(1, 2, 8), page_max, page_min, length=15, page_size=4, num_channels=3, num_tokens=6
+    )
+    assert selected.sort().values.tolist() == [[0, 1, 2, 3, 4, 14]]
+
+
+def test_channels_of_equal_magnitude_go_to_the_lowest_index():
+    queries = torch.tensor([[[1.0, -1.0, 1.0, 1.0]]])
+    # channel 0 favours page 0, channel 2 would favour page 1; only channel 0 may be read
+    page_max = torch.tensor([[[5.0, 0.0, -9.0, 0.0], [0.0, 0.0, 9.0, 0.0], [0.0, 0.0, 0.0, 0.0]]])
+    selected = torch_path.select_tokens(
+        queries, page_max, -page_max, length=3, page_size=1, num_channels=1, num_tokens=2
+    )
+    assert selected.tolist() == [[2, 0]]
+
+
+def test_a_zero_sum_over_the_group_takes_the_maximum():
+    queries = torch.tensor([[[1.0], [-1.0]]])
+    page_max, page_min = torch.tensor([[[3.0], [0.0], [0.0]]]), torch.tensor([[[0.0], [0.0], [0.0]]])
+    kwargs = {"length": 3, "page_size": 1, "num_channels": 1}
+    scores = reference.token_scores(queries, page_max, page_min, **kwargs)
+    flat = torch.softmax(torch.tensor([3.0, 0.0, 0.0]), 0) + torch.softmax(torch.tensor([-3.0, 0.0, 0.0]), 0)
+    torch.testing.assert_close(scores[0], flat / 2)
+    # page 0 stands out by its maximum (mean 0.466 of 1); by its minimum all would tie
+    selected = torch_path.select_tokens(queries, page_max, page_min, num_tokens=2, **kwargs)
+    assert selected.tolist() == [[2, 0]]
+
+
+def test_a_partial_last_page_counts_its_own_tokens_only():
+    queries = torch.tensor([[[2.0, 1.0]]])
+    page_max = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    scores = reference.token_scores(queries, page_max, page_max, length=5, page_size=4, num_channels=2)
+    logits = torch.tensor([2.0, 2.0, 2.0, 2.0, 1.0]) / math.sqrt(2)
+    torch.testing.assert_close(scores[0], torch.softmax(logits, 0))
+
+
+def test_a_head_that_is_zero_on_the_chosen_channels_stays_finite():
+    queries = torch.tensor([[[9.0, 9.0, 0.0], [0.0, 0.0, 1.0]], [[0.0] * 3, [0.0] * 3]])
+    keys, values, page_max, page_min = make_cache(20, 20, 3, dim=3)
+    output = hsa.attend(
+        queries,
+        keys,
+        values,
+        page_max,
+        page_min,
+        length=20,
+        page_size=3,
+        num_channels=2,
+        num_tokens=4,
+        scaling=1.0,
+    )
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_stays_near_the_reference_when_all_is_attended(dtype):
+    keys, values, page_max, page_min = make_cache(12, 16, 3, dtype=dtype)
+    queries = torch.randn(2, 4, 12).to(dtype)
+    kwargs = {"page_size": 3, "num_channels": 6, "num_tokens": 12, "scaling": 0.3}
+    output = hsa.attend(queries, keys, values, page_max, page_min, length=12, **kwargs)
+    pages = page_max[:, :4], page_min[:, :4]
+    expected = reference.attend(queries, keys[:, :12], values[:, :12], *pages, **kwargs)
+    torch.testing.assert_close(output.float(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"length": 0}, {"length": 17}, {"page_size": 0}, {"page_size": 2}, {"num_channels": 0},
+        {"num_channels": 13}, {"num_tokens": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_attend_refuses_sizes_out_of_range(change):
+    cache = make_cache(16, 16, 3)
+    sizes = {"length": 16, "page_size": 3, "num_channels": 4, "num_tokens": 4, "scaling": 1.0} | change
+    with pytest.raises(ValueError, match=r"must be"):
+        hsa.attend(torch.zeros(2, 1, 12), *cache, **sizes)
+
+
+def test_append_refuses_a_row_beyond_the_cache():
+    cache = make_cache(16, 16, 3)
+    with pytest.raises(ValueError, match=r"length is 17; it must be 1 to 16"):
+        hsa.append_row(*cache, torch.zeros(2, 12), torch.zeros(2, 12), position=16, page_size=3)

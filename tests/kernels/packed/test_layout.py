@@ -1,0 +1,60 @@
+"""A layout follows from counts alone: regions neither overlap nor stray, and kinds tile the layer."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.kernels.packed import ALIGNMENT_BYTES, KINDS, HeadCounts, packed_layout
+
+FOUR = st.tuples(*[st.integers(0, 9)] * 4)
+HEADS = st.lists(st.builds(HeadCounts, channels=FOUR, tokens=FOUR), min_size=0, max_size=4)
+
+
+@settings(max_examples=80, deadline=None)
+@given(heads=HEADS)
+def test_regions_are_aligned_disjoint_and_inside_their_kind(heads):
+    layout = packed_layout(heads, 40)
+    assert list(layout.kinds) == list(KINDS)
+    end = 0
+    for start, size in layout.kinds.values():
+        assert start == end
+        end = start + size
+    assert end == layout.size_bytes
+    ranges = sorted(
+        (region.offset, region.offset + region.size_bytes)
+        for regions in layout.regions
+        for region in regions.values()
+        if region.size_bytes
+    )
+    assert all(start % ALIGNMENT_BYTES == 0 for start, _ in ranges)
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
+    assert all(stop <= layout.size_bytes for _, stop in ranges)
+
+
+def test_sizes_of_a_worked_example():
+    head = HeadCounts(channels=(2, 1, 0, 1), tokens=(3, 2, 1, 1))
+    layout = packed_layout([head], 6)
+    sizes = {name: region.size_bytes for name, region in layout.regions[0].items()}
+    # 7 tokens fill one lane: (2 * 2 + 4 + 16) bits of 8 tokens
+    assert sizes == {
+        "key_words": 24,
+        "values_2": 3 * 2,
+        "values_4": 2 * 3,
+        "values_8": 6,
+        "key_scales": 12,
+        "key_minima": 12,
+        "value_scales": 24,
+        "value_minima": 24,
+        "values_16": 12,
+        "channels": 8,
+        "positions": 28,
+    }
+
+
+def test_impossible_counts_are_refused():
+    with pytest.raises(ValueError, match="at least 0"):
+        HeadCounts(channels=(1, 0, 0, 0), tokens=(0, -1, 0, 0))
+    with pytest.raises(ValueError, match="4 channels; head_dim is 3"):
+        packed_layout([HeadCounts(channels=(1, 1, 1, 1), tokens=(1, 0, 0, 0))], 3)

@@ -1,0 +1,160 @@
+"""Attention on packed bytes equals attention over the dequantised tensors, and reads no padding."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.kernels.dense_decode import dense_decode
+from kvferry.kernels.packed import pack_layer, packed_layout, view_packed_layer
+from kvferry.kernels.packed.key_words import block_groups
+from kvferry.kernels.trizone import reference, torch_path, trizone_decode
+
+WIDTHS = torch.tensor([0, 2, 4, 8, 16], dtype=torch.uint8)
+
+
+def make(num_kv_heads, group_size, num_tokens, head_dim, num_new, *, seed=0, dtype=torch.float32):
+    """Queries, a packed layer of mixed widths and ragged heads, and new rows."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.linspace(0.1, 4, head_dim)
+    keys = torch.randn(num_kv_heads, num_tokens, head_dim, generator=generator) * scale + 2
+    values = torch.randn(num_kv_heads, num_tokens, head_dim, generator=generator)
+    key_bits = WIDTHS[torch.randint(0, 5, (num_kv_heads, head_dim), generator=generator)]
+    value_bits = WIDTHS[torch.randint(0, 5, (num_kv_heads, num_tokens), generator=generator)]
+    value_bits[0, num_tokens // 2 :] = 0
+    value_bits[:, 0] = 4
+    packed = pack_layer(keys.to(dtype), values.to(dtype), key_bits, value_bits)
+    queries = torch.randn(num_kv_heads, group_size, head_dim, generator=generator).to(dtype)
+    rows = torch.randn(2, num_kv_heads, num_new, head_dim, generator=generator).to(dtype)
+    return queries, packed, rows[0], rows[1]
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize(
+    ("num_tokens", "head_dim", "num_new"),
+    [(1, 8, 0), (1, 1, 1), (2, 3, 5), (97, 20, 1), (128, 16, 0), (509, 64, 3), (2500, 6, 31)],
+)
+def test_output_equals_attention_over_dequantised_tensors(group_size, num_tokens, head_dim, num_new):
+    arguments = make(3, group_size, num_tokens, head_dim, num_new, seed=num_tokens)
+    scaling = head_dim**-0.5
+    output = trizone_decode(*arguments, scaling=scaling)
+    expected = reference.trizone_decode(*arguments, scaling=scaling)
+    assert output.shape == expected.shape
+    torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_tokens=st.integers(1, 300),
+    head_dim=st.integers(1, 17),
+    num_new=st.integers(0, 4),
+    seed=st.integers(0, 999),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_output_equals_the_reference_for_any_allocation(num_tokens, head_dim, num_new, seed, dtype):
+    arguments = make(2, 2, num_tokens, head_dim, num_new, seed=seed, dtype=dtype)
+    output = trizone_decode(*arguments, scaling=0.3)
+    assert output.dtype == dtype
+    expected = reference.trizone_decode(*arguments, scaling=0.3)
+    tolerance = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(output.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_full_precision_equals_dense_attention_over_the_whole_cache():
+    generator = torch.Generator().manual_seed(5)
+    cache = torch.randn(2, 2, 203, 16, generator=generator).half().float()
+    queries = torch.randn(2, 4, 16, generator=generator)
+    bits = torch.full((2, 200), 16)
+    packed = pack_layer(cache[0, :, :200], cache[1, :, :200], bits[:, :16], bits)
+    output = trizone_decode(queries, packed, cache[0, :, 200:], cache[1, :, 200:], scaling=0.25)
+    expected = dense_decode(queries, cache[0], cache[1], scaling=0.25)
+    torch.testing.assert_close(output, expected, atol=2e-6, rtol=2e-6)
+
+
+def test_tiles_change_nothing(monkeypatch):
+    arguments = make(2, 3, 700, 12, 2)
+    whole = trizone_decode(*arguments, scaling=0.3)
+    monkeypatch.setattr(torch_path, "TILE_TOKENS", 128)
+    torch.testing.assert_close(trizone_decode(*arguments, scaling=0.3), whole, atol=1e-6, rtol=1e-5)
+
+
+def poison_padding(packed):
+    """NaN patterns in every byte between regions and in K's padding tokens."""
+    used = torch.zeros(packed.layout.size_bytes, dtype=torch.bool)
+    poisoned = packed.buffer.clone()
+    for regions in packed.layout.regions:
+        for region in regions.values():
+            used[region.offset : region.offset + region.size_bytes] = True
+    poisoned[~used] = 0xFF
+    viewed = view_packed_layer(packed_layout(packed.layout.heads, packed.layout.head_dim), poisoned)
+    for head in viewed.heads:
+        counts = head.counts
+        num_blocks, lanes = block_groups(counts.num_tokens)[-1]
+        assert num_blocks * 8 * lanes > counts.num_tokens % 128
+        # The last channels are float16, at the end of the short block: one lane row a group of R tokens.
+        block = head.key_words[len(head.key_words) - counts.channels[3] * 16 * lanes :]
+        halves = block.view(torch.float16).view(counts.channels[3], 8 * lanes)
+        halves[:, counts.num_tokens % 128 :] = float("nan")
+    return viewed
+
+
+def test_padding_is_never_read():
+    queries, packed, new_keys, new_values = make(2, 2, 150, 9, 2, seed=11)
+    for head in packed.heads:
+        assert head.counts.channels[3] > 0
+        assert head.counts.num_tokens % 8
+    expected = trizone_decode(queries, packed, new_keys, new_values, scaling=0.3)
+    viewed = poison_padding(packed)
+    assert not torch.equal(viewed.buffer, packed.buffer)
+    output = trizone_decode(queries, viewed, new_keys, new_values, scaling=0.3)
+    assert torch.equal(output, expected)
+
+
+def test_new_rows_may_be_a_slice_of_a_longer_cache_whose_rest_is_nan():
+    queries, packed, new_keys, new_values = make(2, 2, 40, 8, 3)
+    cache = torch.full((2, 2, 10, 8), float("nan"))
+    cache[0, :, :3], cache[1, :, :3] = new_keys, new_values
+    output = trizone_decode(queries, packed, cache[0, :, :3], cache[1, :, :3], scaling=0.3)
+    assert torch.equal(output, trizone_decode(queries, packed, new_keys, new_values, scaling=0.3))
+
+
+def test_no_more_than_a_tile_of_codes_is_unpacked_at_a_time(monkeypatch):
+    sizes = []
+    unpack = torch_path.unpack_value_rows
+    tiles = torch_path.key_tiles
+
+    def watched_tiles(*args, **kwargs):
+        for start, codes in tiles(*args, **kwargs):
+            sizes.append(codes.shape[1])
+            yield start, codes
+
+    def watched_rows(packed, bits, head_dim):
+        sizes.append(packed.shape[0])
+        return unpack(packed, bits, head_dim)
+
+    monkeypatch.setattr(torch_path, "key_tiles", watched_tiles)
+    monkeypatch.setattr(torch_path, "unpack_value_rows", watched_rows)
+    trizone_decode(*make(1, 1, 9000, 4, 1), scaling=0.5)
+    assert sum(sizes) > 3000
+    assert max(sizes) <= torch_path.TILE_TOKENS
+
+
+def test_a_head_that_keeps_nothing_attends_to_the_new_tokens():
+    queries, _, new_keys, new_values = make(2, 2, 8, 4, 3)
+    none = torch.zeros(2, 8, dtype=torch.uint8)
+    rows = torch.zeros(2, 8, 4)
+    packed = pack_layer(rows, rows, none[:, :4], none)
+    output = trizone_decode(queries, packed, new_keys, new_values, scaling=0.3)
+    torch.testing.assert_close(output, dense_decode(queries, new_keys, new_values, scaling=0.3))
+    with pytest.raises(ValueError, match="no token"):
+        trizone_decode(queries, packed, new_keys[:, :0], new_values[:, :0], scaling=0.3)
+
+
+def test_misfits_are_named():
+    queries, packed, new_keys, new_values = make(2, 2, 8, 4, 3)
+    with pytest.raises(ValueError, match=r"\[H_kv, m, D\]"):
+        trizone_decode(queries, packed, new_keys, new_values[:, :1], scaling=0.3)
+    with pytest.raises(ValueError, match="2 heads of 4 channels"):
+        trizone_decode(queries[:1], packed, new_keys[:1], new_values[:1], scaling=0.3)
+    with pytest.raises(ValueError, match="float64"):
+        trizone_decode(queries.double(), packed, new_keys, new_values, scaling=0.3)

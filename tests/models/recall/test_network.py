@@ -1,0 +1,116 @@
+"""The training network is the Llama that transformers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvferry.models.recall import network as network_module
+from kvferry.models.recall.network import NetworkConfig, RecallNetwork, load_folder, save_folder
+from kvferry.models.recall.train import renew_embeddings
+from kvferry.models.recall.vocabulary import VOCABULARY
+from kvferry.shared.errors import ConfigurationError
+
+SMALL = NetworkConfig(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=96)
+
+
+def structured(config: NetworkConfig = SMALL, seed: int = 3) -> RecallNetwork:
+    network = RecallNetwork(config, generator=torch.Generator().manual_seed(seed))
+    network.structure_positions()
+    return network
+
+
+def some_tokens(num_rows: int, num_tokens: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(7, len(VOCABULARY), (num_rows, num_tokens), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("network")
+    save_folder(structured(), path)
+    return path
+
+
+@torch.no_grad()
+def test_exported_folder_gives_the_same_logits_through_transformers(folder: Path) -> None:
+    token_ids = some_tokens(2, 150)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert type(loaded).__name__ == "LlamaForCausalLM"
+    # Same fp16 weights on both sides, so only the order of fp32 operations differs.
+    torch.testing.assert_close(loaded(token_ids).logits, load_folder(folder)(token_ids), atol=2e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_export_in_fp16_moves_logits_little(folder: Path) -> None:
+    token_ids = some_tokens(2, 150)
+    torch.testing.assert_close(load_folder(folder)(token_ids), structured()(token_ids), atol=0.05, rtol=0.02)
+
+
+@torch.no_grad()
+def test_shipped_model_gives_the_same_logits_through_transformers(demo_model_dir: Path) -> None:
+    token_ids = some_tokens(1, 300)
+    loaded = AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32)
+    ours = load_folder(demo_model_dir)
+    difference = (loaded(token_ids).logits - ours(token_ids)).abs().max()
+    assert difference < 0.05
+    assert sum(f.stat().st_size for f in demo_model_dir.iterdir()) <= 16 * 2**20
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_tokens", [1, 5, 256, 257, 600])
+def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
+    network, token_ids = structured(), some_tokens(2, num_tokens)
+    in_blocks = network(token_ids)
+    monkeypatch.setattr(network_module, "_QUERY_BLOCK", 4096)
+    torch.testing.assert_close(network(token_ids), in_blocks, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_last_layer_at_positions_equals_those_rows_of_all() -> None:
+    network, token_ids = structured(), some_tokens(2, 70)
+    positions = torch.tensor([[0, 3, 69], [12, 12, 5]])
+    expected = network(token_ids).gather(1, positions[..., None].expand(-1, -1, len(VOCABULARY)))
+    torch.testing.assert_close(network(token_ids, positions), expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_structured_heads_attend_to_their_own_offset() -> None:
+    """Head h of layer 0 puts most of its weight on token p - 1 - h, from the start."""
+    config = NetworkConfig()
+    network = structured(config)
+    layer = network.layers[0]
+    hidden = layer.input_layernorm(network.embed_tokens(some_tokens(1, 40)))  # type: ignore[operator,union-attr]
+    half = config.head_dim // 2
+    frequencies = config.rope_theta ** (-torch.arange(half) / half)
+    angles = torch.outer(torch.arange(40.0), frequencies).repeat(1, 2)
+
+    def rotated(projection: torch.nn.Linear, heads: int) -> torch.Tensor:
+        x = projection(hidden).view(40, heads, config.head_dim).transpose(0, 1)
+        turned = torch.cat([-x[..., half:], x[..., :half]], -1)
+        return x * angles.cos() + turned * angles.sin()
+
+    attention = layer.self_attn
+    queries = rotated(attention.q_proj, config.num_heads)  # type: ignore[union-attr,arg-type]
+    keys = rotated(attention.k_proj, config.num_kv_heads)  # type: ignore[union-attr,arg-type]
+    keys = keys.repeat_interleave(config.num_heads // config.num_kv_heads, 0)
+    scores = queries @ keys.mT * config.head_dim**-0.5
+    for head in range(config.num_heads):
+        best = scores[head, 39].argmax().item()
+        assert best == 39 - 1 - head
+
+
+def test_new_words_get_new_embeddings_and_old_ones_stay() -> None:
+    network = structured()
+    before = network.embed_tokens.weight.detach().clone()
+    renew_embeddings(network, 600, torch.Generator().manual_seed(1))
+    assert network.embed_tokens.weight[:600].equal(before[:600])
+    assert not torch.isclose(network.embed_tokens.weight[600:], before[600:]).all(1).any()
+
+
+def test_heads_must_divide_into_kv_heads() -> None:
+    with pytest.raises(ConfigurationError, match="num_heads 8 must be a multiple of num_kv_heads 3"):
+        NetworkConfig(num_kv_heads=3)

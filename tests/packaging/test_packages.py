@@ -1,0 +1,58 @@
+"""What pyproject lists against what the repository holds."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+TOP_LEVEL = ("kernels", "models", "proto", "services", "shared")
+
+
+@pytest.fixture(scope="module")
+def pyproject() -> dict[str, Any]:
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def _folders_with_code() -> set[str]:
+    return {
+        "kvferry." + ".".join(path.parent.relative_to(REPOSITORY).parts)
+        for top in TOP_LEVEL
+        for path in (REPOSITORY / top).rglob("*.py")
+    }
+
+
+def test_every_folder_with_code_is_a_listed_package(pyproject: dict[str, Any]) -> None:
+    assert _folders_with_code() == set(pyproject["tool"]["setuptools"]["packages"])
+
+
+def test_every_package_has_its_init_file() -> None:
+    for package in _folders_with_code():
+        assert (REPOSITORY.joinpath(*package.split(".")[1:]) / "__init__.py").is_file(), package
+
+
+def test_top_level_folders_are_mapped_below_kvferry(pyproject: dict[str, Any]) -> None:
+    assert pyproject["tool"]["setuptools"]["package-dir"] == {f"kvferry.{top}": top for top in TOP_LEVEL}
+
+
+def test_package_data_patterns_all_match_files(pyproject: dict[str, Any]) -> None:
+    for package, patterns in pyproject["tool"]["setuptools"]["package-data"].items():
+        folder = REPOSITORY.joinpath(*package.split(".")[1:])
+        for pattern in patterns:
+            assert any(folder.glob(pattern)), f"{package}: {pattern}"
+
+
+def test_constraints_pin_only_what_pyproject_needs(pyproject: dict[str, Any]) -> None:
+    extras = pyproject["project"]["optional-dependencies"].values()
+    needed = {
+        re.split(r"[<>=;\[ ]", requirement)[0]
+        for group in (pyproject["project"]["dependencies"], *extras)
+        for requirement in group
+    }
+    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {re.split(r"[<>=]", line)[0] for line in lines if line and not line.startswith("#")}
+    assert pinned <= needed

@@ -1,0 +1,152 @@
+"""The built wheel, installed outside the repository: what it holds, and that it serves from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+import zipfile
+from pathlib import Path
+
+import httpx
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+START_TIMEOUT_S = 180.0
+
+pytestmark = pytest.mark.xdist_group("wheel")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of the sources, so that no build folder appears in the repository."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "tests")
+    shutil.copytree(REPOSITORY, source, ignore=left_out)
+    command = [sys.executable, "-P", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
+    done = subprocess.run(
+        [*command, str(source)], cwd=folder, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = folder.glob("kvferry-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clean environment's folder with the wheel in it; dependencies come from this one's site-packages.
+
+    A `.pth` line adds that folder to the path without reading the `.pth` files in it, so the editable install
+    of the repository stays out.
+    """
+    folder = tmp_path_factory.mktemp("elsewhere") / "env"
+    venv.create(folder, symlinks=True, with_pip=False)
+    site_packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--python"),
+            *(str(folder / "bin" / "python"), "install", "--no-deps", "--no-index", "--force-reinstall"),
+            str(wheel),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    return folder
+
+
+def test_wheel_holds_the_demo_model_protocol_and_typing_marker(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for name in (
+        "kvferry/models/demo/config.json",
+        "kvferry/models/demo/model.safetensors",
+        "kvferry/models/demo/tokenizer.json",
+        "kvferry/proto/control.proto",
+        "kvferry/proto/control_pb2.py",
+        "kvferry/proto/control_pb2.pyi",
+        "kvferry/proto/control_pb2_grpc.py",
+        "kvferry/proto/BLOCKS.md",
+        "kvferry/shared/py.typed",
+        "kvferry/services/launcher/cli.py",
+    ):
+        assert name in names, name
+
+
+def test_wheel_holds_nothing_outside_the_package(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"kvferry"}
+    assert not [name for name in names if "/tests/" in name or name.endswith((".pyc", ".log"))]
+
+
+def test_modules_come_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    script = (
+        "import kvferry, kvferry.shared.wire.frames as m; print(list(kvferry.__path__)); print(m.__file__)"
+    )
+    done = subprocess.run(
+        [str(installed / "bin" / "python"), "-P", "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    path, module = done.stdout.splitlines()
+    assert str(REPOSITORY) not in done.stdout
+    assert path.startswith(f"['{installed}")
+    assert module.startswith(str(installed))
+
+
+def test_installed_wheel_serves_the_demo_model_through_real_processes(
+    installed: Path, tmp_path: Path
+) -> None:
+    ready_file = tmp_path / "ready"
+    log = (tmp_path / "serve.log").open("w+", encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
+    process = subprocess.Popen(
+        [str(installed / "bin" / "kvferry"), "serve", "--listen", "127.0.0.1:0", "--threads", "1",
+         "--arena-bytes", str(64 << 20), "--ready-file", str(ready_file)],
+        cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not ready_file.exists():
+            assert process.poll() is None, (tmp_path / "serve.log").read_text()
+            assert time.monotonic() < deadline_s, (tmp_path / "serve.log").read_text()
+            time.sleep(0.1)
+        ready = json.loads(ready_file.read_text(encoding="utf-8"))
+        for role in ("prefill", "decode", "router"):
+            assert _executable_environment(int(ready[f"{role}_pid"])) == installed
+        reply = httpx.post(
+            f"http://{ready['address']}/v1/chat/completions",
+            json={
+                "model": "demo",
+                "messages": [{"role": "user", "content": "the pin of the red castle is 4 2 7 1 ."}],
+                "max_tokens": 4,
+            },
+            timeout=60,
+            trust_env=False,
+        )
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["kv"]["shipped_bytes"] > 0
+    finally:
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(timeout=60)
+        log.close()
+    assert code == 0, (tmp_path / "serve.log").read_text()
+
+
+def _executable_environment(pid: int) -> Path:
+    """The environment whose interpreter a process was started with."""
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return Path(os.fsdecode(command[0])).parents[1]

@@ -1,0 +1,115 @@
+"""Admission is in bytes, first in first out, bounded in time and number, and leaks nothing."""
+
+import asyncio
+
+import pytest
+import torch
+
+from kvferry.services.decode.scheduler import Scheduler
+from kvferry.shared.cache.arena import ByteArena
+from kvferry.shared.errors import CapacityExceeded, InvalidRequest
+
+
+def make(size_bytes=640, *, max_waiting=8, admission_wait_s=20.0):
+    arena = ByteArena(size_bytes, torch.device("cpu"), clock=lambda: 0.0)
+    return arena, Scheduler(arena, max_waiting=max_waiting, admission_wait_s=admission_wait_s, lease_s=9)
+
+
+async def start(scheduler, size_bytes, owner):
+    """A reservation under way, in line if it has to be."""
+    task = asyncio.create_task(scheduler.reserve(size_bytes, owner=owner, timeout_s=30))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_memory_that_is_free_is_granted_at_once_with_the_shorter_of_lease_and_deadline():
+    arena, scheduler = make()
+    first = await scheduler.reserve(100, owner="a", timeout_s=30)
+    second = await scheduler.reserve(100, owner="b", timeout_s=3)
+    assert (first.owner, first.size_bytes, first.lease_until_s, second.lease_until_s) == ("a", 128, 9, 3)
+    assert arena.state(first) == "reserved"
+
+
+async def test_a_waiting_request_gets_bytes_released_by_another_thread():
+    arena, scheduler = make()
+    held = await scheduler.reserve(640, owner="a", timeout_s=30)
+    waiting = await start(scheduler, 640, "b")
+    assert scheduler.num_waiting == 1
+    await asyncio.to_thread(scheduler.release, held)
+    assert (await asyncio.wait_for(waiting, 10)).owner == "b"
+    assert scheduler.num_waiting == 0
+    assert arena.free_bytes == 0
+
+
+async def test_small_requests_do_not_overtake_a_large_one():
+    _, scheduler = make()
+    held = await scheduler.reserve(320, owner="a", timeout_s=30)
+    large = await start(scheduler, 640, "large")
+    small = await start(scheduler, 64, "small")
+    await asyncio.sleep(0.05)
+    assert not small.done()
+    scheduler.release(held)
+    scheduler.release(await asyncio.wait_for(large, 10))
+    assert (await asyncio.wait_for(small, 10)).owner == "small"
+
+
+async def test_a_request_that_waits_in_vain_is_refused_and_lets_the_next_one_through():
+    arena, scheduler = make(admission_wait_s=0.1)
+    await scheduler.reserve(320, owner="a", timeout_s=30)
+    large = await start(scheduler, 640, "large")
+    with pytest.raises(CapacityExceeded, match="640 bytes") as caught:
+        await large
+    assert caught.value.reason == "arena_full"
+    assert caught.value.retry_after_s >= 1
+    assert (await scheduler.reserve(320, owner="b", timeout_s=30)).size_bytes == 320
+    arena.check_integrity()
+
+
+async def test_the_departure_of_the_head_serves_those_behind_it():
+    _, scheduler = make()
+    await scheduler.reserve(320, owner="a", timeout_s=30)
+    large = await start(scheduler, 640, "large")
+    small = await start(scheduler, 64, "small")
+    large.cancel()
+    assert (await asyncio.wait_for(small, 10)).owner == "small"
+
+
+async def test_a_full_line_refuses_the_next_request():
+    _, scheduler = make(max_waiting=1)
+    await scheduler.reserve(640, owner="a", timeout_s=30)
+    waiting = await start(scheduler, 64, "b")
+    with pytest.raises(CapacityExceeded, match="1 requests wait") as caught:
+        await scheduler.reserve(64, owner="c", timeout_s=30)
+    assert caught.value.reason == "queue_full"
+    waiting.cancel()
+
+
+async def test_without_a_wait_a_full_arena_refuses_at_once():
+    _, scheduler = make(admission_wait_s=0)
+    await scheduler.reserve(640, owner="a", timeout_s=30)
+    with pytest.raises(CapacityExceeded) as caught:
+        await scheduler.reserve(64, owner="b", timeout_s=30)
+    assert caught.value.reason == "arena_full"
+    assert scheduler.num_waiting == 0
+
+
+async def test_what_can_never_fit_is_an_invalid_request_even_behind_a_line():
+    _, scheduler = make()
+    await scheduler.reserve(640, owner="a", timeout_s=30)
+    waiting = await start(scheduler, 64, "b")
+    with pytest.raises(InvalidRequest, match=r"needs 704 bytes.*arena has 640"):
+        await scheduler.reserve(641, owner="c", timeout_s=30)
+    waiting.cancel()
+
+
+async def test_cancelling_a_request_whose_bytes_were_just_granted_gives_them_back():
+    arena, scheduler = make()
+    held = await scheduler.reserve(640, owner="a", timeout_s=30)
+    waiting = await start(scheduler, 640, "b")
+    scheduler.release(held)  # grants to b, whose task has not run since
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert arena.free_bytes == 640
+    arena.check_integrity()

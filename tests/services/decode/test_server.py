@@ -1,0 +1,93 @@
+"""The decode worker as a process of its own: gRPC control, ZeroMQ blocks, metrics over HTTP, a clean end."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from kvferry.shared.control.client import GrpcDecodeClient
+from kvferry.shared.control.messages import GenerationFinished, TransferAccepted
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.oracle import OneProcessGenerator
+from kvferry.shared.wire.zmq import ZmqBlockSender
+
+PROGRAM = """
+import asyncio, sys
+from kvferry.services.decode.config import DecodeConfig
+from kvferry.services.decode.server import run
+asyncio.run(run(DecodeConfig(ready_file=sys.argv[1], threads=1, device="cpu", arena_bytes=64 << 20)))
+"""
+START_TIMEOUT_S = 90
+STOP_TIMEOUT_S = 30
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """A running worker's process and addresses."""
+    ready_file = tmp_path / "ready.json"
+    process = subprocess.Popen([sys.executable, "-P", "-c", PROGRAM, str(ready_file)])
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not ready_file.exists():
+            assert process.poll() is None, "the worker ended before it was ready"
+            assert time.monotonic() < deadline, "the worker was not ready in time"
+            time.sleep(0.05)
+        yield process, json.loads(ready_file.read_text())
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(STOP_TIMEOUT_S)
+
+
+def scrape(info):
+    with urllib.request.urlopen(f"http://{info['metrics']}/metrics", timeout=10) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+async def test_a_worker_process_serves_a_request_and_stops_on_a_signal(worker, request_of, shipper):
+    process, info = worker
+    assert info["service"] == "decode"
+    model = load_model("demo", device="cpu")
+    sender = ZmqBlockSender(buffer_bytes=1 << 24, timeout_s=20)
+    client = GrpcDecodeClient(info["address"])
+    try:
+        status = await client.status(timeout_s=10)
+        assert status.ready
+        assert status.model == model.spec
+        request = request_of(
+            range(10, 90), method="rocketkv", tokens=16, model_fingerprint=model.spec.fingerprint
+        )
+        stream = client.generate(request, timeout_s=60)
+        async with contextlib.aclosing(stream):
+            ticket = (await anext(stream)).ticket
+            assert ticket.endpoint == info["blocks"]
+            first = await asyncio.to_thread(shipper(model, sender).ship, request, ticket)
+            events = [event async for event in stream]
+        assert isinstance(events[0], TransferAccepted)
+        assert isinstance(events[-1], GenerationFinished)
+        expected = OneProcessGenerator(model).generate(
+            list(request.prompt_token_ids), plan=request.plan, sampling=request.sampling
+        )
+        assert [first, *(e.token for e in events[1:-1])] == expected
+        metrics = await asyncio.to_thread(scrape, info)
+        assert metrics['kvferry_decode_tokens_total{method="rocketkv",model="demo"}'] == 7
+        assert metrics['kvferry_arena_bytes{state="free"}'] == 64 << 20
+        stream = client.generate(request, timeout_s=60)
+        await anext(stream)
+        await stream.aclose()  # a call closed across gRPC frees its reservation
+        deadline = time.monotonic() + 10
+        while (await client.status(timeout_s=10)).free_bytes != 64 << 20:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+    finally:
+        await client.close()
+        sender.close()
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(process.wait, STOP_TIMEOUT_S) == 0

@@ -1,0 +1,221 @@
+"""`kvferry chat`: with piped input against a real stack, and its client against streams that go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from kvferry.services.launcher.chat import Conversation, format_bytes, stats_table
+from kvferry.services.launcher.chat_client import ChatClient, TurnStats
+from kvferry.services.launcher.config import ChatConfig
+from kvferry.shared.errors import KvferryError
+
+pytestmark = pytest.mark.xdist_group("launcher")
+
+COMMAND = (sys.executable, "-P", "-c", "from kvferry.services.launcher.cli import main; main()", "chat")
+DOCUMENT = (
+    "the old sailor painted the quiet bridge . remember that the pin of the red castle is 4 2 7 1 . "
+    "the access code of the blue lighthouse is 9 0 5 3 ."
+)
+
+
+@pytest.fixture(scope="module")
+def url(serve: Any) -> Iterator[str]:
+    with serve("--in-process") as served:
+        yield served.url
+
+
+def chat(url: str, *lines: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
+    return subprocess.run(
+        [*COMMAND, "--url", url, *options],
+        input="".join(f"{line}\n" for line in lines),
+        env=clean | {"COLUMNS": "160"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_a_session_continues_over_turns_with_only_new_messages_sent(url: str) -> None:
+    done = chat(
+        url,
+        f"{DOCUMENT} what is the pin of the red castle ?",
+        "what is the access code of the blue lighthouse ?",
+        options=("--session", "piped", "--max-tokens", "16", "--method", "rocketkv"),
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    assert "4 2 7 1" in lines
+    assert "9 0 5 3" in lines
+    figures = [lines[i + 1].split() for i, line in enumerate(lines) if line.startswith("method")]
+    assert figures[0][3] == "0"
+    assert int(figures[1][3]) > 30
+    session = httpx.get(f"{url}/v1/sessions/piped", timeout=30, trust_env=False).json()
+    assert session["turns"] == 2
+
+
+def test_commands_choose_session_method_and_budget(url: str) -> None:
+    done = chat(
+        url,
+        "/method full",
+        "/budget x",
+        "/session chosen",
+        f"{DOCUMENT} what is the pin of the red castle ?",
+        "/method rocketkv",
+        "/budget 8",
+        "/new",
+        f"{DOCUMENT} what is the pin of the red castle ?",
+        "/help",
+        "/nonsense",
+        "/quit",
+        "never sent",
+        options=("--max-tokens", "8"),
+    )
+    assert done.returncode == 0, done.stdout
+    assert "budget is 'x'; it must be a number of tokens, or 0" in done.stdout
+    assert "session chosen" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if " KiB " in line]
+    assert [row[0] for row in rows] == ["full", "rocketkv"]
+    saved = [float(row[row.index("%") - 1]) for row in rows]
+    assert saved[0] < 0 < saved[1]
+    assert "/nonsense is not a command" in done.stdout
+    assert "never sent" not in done.stdout
+
+
+def test_a_refused_turn_is_told_and_the_chat_goes_on(url: str) -> None:
+    done = chat(url, "hello", "/method full", "hello", options=("--method", "best", "--max-tokens", "4"))
+    assert done.returncode == 1
+    assert "best" in done.stdout
+    assert "one of full, snapkv, rocketkv" in done.stdout
+    assert "first token" in done.stdout
+
+
+def test_an_unreachable_router_is_told_with_its_address() -> None:
+    done = chat("http://127.0.0.1:1")
+    assert done.returncode == 1
+    assert "the router at http://127.0.0.1:1 cannot be reached" in done.stderr
+
+
+@asynccontextmanager
+async def canned(body: bytes, *, status: str = "200 OK") -> AsyncIterator[ChatClient]:
+    """A client of a server that answers every request with this body."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n".encode() + body)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    config = ChatConfig(url=f"http://{host}:{port}", chat_model="demo", chat_timeout_s=20)
+    async with server, ChatClient.connect(config) as client:
+        yield client
+
+
+async def read(client: ChatClient) -> str:
+    async with client.turn("hello", session="s", method="", token_budget=0) as turn:
+        return "".join([piece async for piece in turn.pieces()])
+
+
+def event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+def piece(text: str) -> bytes:
+    return event({"choices": [{"delta": {"content": text}}]})
+
+
+async def test_comments_and_empty_deltas_are_no_text() -> None:
+    body = b": keep-alive\n\n" + event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+    async with canned(body + piece("a") + piece(" b") + b"data: [DONE]\n\n") as client:
+        assert await read(client) == "a b"
+
+
+async def test_an_error_in_the_stream_is_raised_with_its_message() -> None:
+    body = piece("a") + event({"error": {"message": "the transfer failed", "code": None}})
+    async with canned(body) as client:
+        with pytest.raises(KvferryError, match="the transfer failed"):
+            await read(client)
+
+
+async def test_a_stream_that_just_ends_is_an_error() -> None:
+    async with canned(piece("a")) as client:
+        with pytest.raises(KvferryError, match="ended before it was complete"):
+            await read(client)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error": {"message": "slow down"}}', "slow down"),
+        (b"<html>", "HTTP status 502"),
+        (b"[]", "HTTP status 502"),
+    ],
+)
+async def test_refusals_are_told_in_the_servers_words_where_it_has_any(body: bytes, message: str) -> None:
+    async with canned(body, status="502 Bad Gateway") as client:
+        with pytest.raises(KvferryError, match=message):
+            await read(client)
+
+
+async def test_the_chat_ends_with_the_input_and_counts_failures() -> None:
+    lines = iter(["hello", ""])
+
+    def read_line(prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    stream = io.StringIO()
+    async with canned(b'{"error": {"message": "no"}}', status="503 Busy") as client:
+        conversation = Conversation(
+            client, ChatConfig(session="s"), Console(file=stream), read_line=read_line
+        )
+        await conversation.run()
+    assert "no" in stream.getvalue().split()
+
+
+def test_figures_of_a_turn_are_shown_in_units() -> None:
+    stats = TurnStats(
+        method="rocketkv",
+        prompt_tokens=4096,
+        reused_tokens=1000,
+        full_bytes=16 << 20,
+        shipped_bytes=4 << 20,
+        first_token_s=0.25,
+    )
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(stats_table(stats))
+    shown = stream.getvalue().splitlines()[1].split("  ")
+    values = [value.strip() for value in shown if value.strip()]
+    assert values == ["rocketkv", "4096 tokens", "1000", "16.0 MiB", "4.0 MiB", "75.0 %", "250 ms"]
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB"), (1 << 53, "8192.0 TiB")],
+)
+def test_bytes_have_binary_units(size_bytes: int, text: str) -> None:
+    assert format_bytes(size_bytes) == text
+
+
+def test_nothing_is_saved_of_nothing() -> None:
+    stats = TurnStats(
+        method="full", prompt_tokens=0, reused_tokens=0, full_bytes=0, shipped_bytes=9, first_token_s=0.0
+    )
+    assert stats.saved_percent == 0.0

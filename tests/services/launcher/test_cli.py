@@ -1,0 +1,98 @@
+"""The `kvferry` command in a process of its own: help, mistakes, exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvferry.services.launcher import cli
+from kvferry.services.launcher.config import CONFIGS, HIDDEN_FROM_SERVE, ChatConfig, ServeConfig
+from kvferry.shared.errors import ConfigurationError
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
+    return subprocess.run(
+        [sys.executable, "-P", "-c", "from kvferry.services.launcher.cli import main; main()", *arguments],
+        env=clean | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_unknown_variable_ends_a_service_with_code_2_and_a_suggestion() -> None:
+    done = run("decode", KVFERRY_ARENA_BYTE="1")
+    assert done.returncode == 2
+    assert "kvferry decode: KVFERRY_ARENA_BYTE is not a known variable" in done.stderr
+    assert "did you mean KVFERRY_ARENA_BYTES?" in done.stderr
+
+
+def test_one_environment_may_hold_variables_of_every_service() -> None:
+    done = run(
+        "decode", "--max-batch-size", "0",
+        KVFERRY_ARENA_BYTES="1000000", KVFERRY_HISTORY_BYTES="5", KVFERRY_API_KEYS="x", KVFERRY_SESSION="1",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == (
+        "kvferry decode: --max-batch-size is '0'; input should be greater than or equal to 1\n"
+    )
+
+
+def call(*arguments: str) -> object:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    return caught.value.code
+
+
+def test_help_and_version_need_no_service(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"\n  {command} " in text for command in ("serve", "chat", "router", "prefill", "decode"))
+    cli.main(["--version"])
+    assert capsys.readouterr().out.startswith("kvferry ")
+
+
+def test_no_command_or_a_wrong_one_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call() == 2
+    assert call("serv") == 2
+    assert "did you mean serve?" in capsys.readouterr().err
+
+
+def test_a_configuration_error_while_running_is_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(arguments: object) -> int:
+        raise ConfigurationError("listen is '1.2.3.4:80'; it cannot be bound")
+
+    monkeypatch.setitem(cli._COMMANDS, "router", refuse)
+    assert call("router") == 2
+    assert capsys.readouterr().err == "kvferry router: listen is '1.2.3.4:80'; it cannot be bound\n"
+
+
+def test_serve_has_every_option_of_the_services_or_sets_it_itself() -> None:
+    for config in CONFIGS.values():
+        assert config.model_fields.keys() <= ServeConfig.model_fields.keys()
+    assert ServeConfig.model_fields.keys() >= HIDDEN_FROM_SERVE
+
+
+@pytest.mark.parametrize("config", [*CONFIGS.values(), ServeConfig, ChatConfig])
+def test_every_option_is_described_and_has_a_default(config: type[ServeConfig]) -> None:
+    for name, field in config.model_fields.items():
+        assert field.description, name
+        assert not field.is_required(), name
+
+
+def test_serve_listens_where_the_router_would() -> None:
+    assert ServeConfig().listen == CONFIGS["router"]().model_dump()["listen"]
+
+
+def test_train_demo_is_a_command_with_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train-demo", "--help"])
+    assert end.value.code == 0
+    assert "--recipe" in capsys.readouterr().out

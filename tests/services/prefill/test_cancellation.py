@@ -1,0 +1,240 @@
+"""Failure and cancellation at every stage: what was held is freed, and the next request is served."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvferry.shared.compression.plan import CompressionPlan
+from kvferry.shared.control.messages import FirstToken, PrefillRequest, SessionKey
+from kvferry.shared.errors import (
+    CapacityExceeded,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvferryError,
+    LeaseExpired,
+    ProtocolMismatch,
+    WorkerUnavailable,
+)
+from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.wire.messages import TransferKey
+
+if TYPE_CHECKING:
+    from conftest import Harness
+
+A = SessionKey(owner="key-a", session_id="s")
+
+
+def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(10, 700, (num_tokens,), generator=generator).tolist())
+
+
+def key_of(request: PrefillRequest) -> TransferKey:
+    return TransferKey(transfer_id=request.ticket.transfer_id, generation=request.ticket.generation)
+
+
+async def assert_serves(harness: Harness) -> None:
+    """The service is whole: nothing held, nothing running, and a new request goes through."""
+    await harness.eventually(lambda: harness.store.size_bytes == 0)
+    status = await harness.service.status(timeout_s=1)
+    assert (status.running, status.waiting) == (0, 0)
+    await harness.run(harness.request(make_prompt(20, seed=9)))
+
+
+async def cancel(task: asyncio.Task[object]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_cancelling_a_waiting_request_never_runs_it(harness: Harness) -> None:
+    harness.model.hold.clear()
+    running = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
+    await harness.eventually(harness.model.entered.is_set)
+    waiting = asyncio.create_task(harness.run(harness.request(make_prompt(30), session=A)))
+    await asyncio.sleep(0)
+    status = await harness.service.status(timeout_s=1)
+    assert (status.running, status.waiting) == (1, 1)
+    await cancel(waiting)
+    harness.model.hold.set()
+    await running
+    await assert_serves(harness)
+    assert harness.metric("prefill_tokens_total") == 20 + 20
+
+
+async def test_cancelling_in_mid_prompt_stops_at_the_next_layer(harness: Harness) -> None:
+    layers: list[int] = []
+    loop = asyncio.get_running_loop()
+    reached = asyncio.Event()
+    cancelled = threading.Event()
+
+    def hold_at_layer_one(layer: int, keys: Tensor) -> None:
+        layers.append(layer)
+        if layer == 1:
+            loop.call_soon_threadsafe(reached.set)
+            assert cancelled.wait(60)
+
+    request = harness.request(make_prompt(150), session=A)
+    harness.model.on_layer = hold_at_layer_one
+    task = asyncio.create_task(harness.run(request))
+    await asyncio.wait_for(reached.wait(), 60)
+    assert harness.store.size_bytes > 0
+    await cancel(task)
+    cancelled.set()
+    await harness.eventually(lambda: key_of(request) in harness.sink.aborted)
+    harness.model.on_layer = None
+    await assert_serves(harness)
+    assert layers == [0, 1]
+    assert harness.store.turn(request.request_id) is None
+
+
+async def test_closing_the_stream_after_the_first_token_aborts_transfer_and_turn(harness: Harness) -> None:
+    harness.sink.gate.clear()
+    request = harness.request(make_prompt(50), session=A)
+    stream = harness.service.prefill(request, timeout_s=60)
+    assert isinstance(await anext(stream), FirstToken)
+    assert harness.store.size_bytes > 0
+    await stream.aclose()
+    assert harness.store.size_bytes == 0
+    harness.sink.gate.set()
+    await assert_serves(harness)
+
+
+async def test_cancelling_while_awaiting_the_acknowledgement_aborts(harness: Harness) -> None:
+    harness.sink.gate.clear()
+    request = harness.request(make_prompt(50), session=A)
+    task = asyncio.create_task(harness.run(request))
+    await harness.eventually(lambda: harness.metric("prefill_seconds_count") == 1)
+    await asyncio.sleep(0.05)
+    await cancel(task)
+    harness.sink.gate.set()
+    await assert_serves(harness)
+
+
+async def test_closing_the_stream_after_its_last_event_keeps_the_turn(harness: Harness) -> None:
+    request = harness.request(make_prompt(50), session=A)
+    stream = harness.service.prefill(request, timeout_s=60)
+    await anext(stream)
+    await anext(stream)
+    await stream.aclose()
+    assert harness.store.size_bytes == 50 * harness.model.spec.kv_token_bytes
+    assert harness.store.turn(request.request_id) is not None
+
+
+async def test_the_deadline_frees_everything(harness: Harness) -> None:
+    harness.model.hold.clear()
+    request = harness.request(make_prompt(50), session=A)
+    with pytest.raises(DeadlineExceeded):
+        [event async for event in harness.service.prefill(request, timeout_s=0.3)]
+    harness.model.hold.set()
+    await assert_serves(harness)
+
+    harness.sink.gate.clear()
+    request = harness.request(make_prompt(50), session=A)
+    with pytest.raises(DeadlineExceeded):
+        [event async for event in harness.service.prefill(request, timeout_s=2.0)]
+    harness.sink.gate.set()
+    await assert_serves(harness)
+
+
+async def test_a_refused_transfer_drops_the_turn_and_is_counted_by_reason(harness: Harness) -> None:
+    harness.sink.refuse = LeaseExpired("no such reservation", reason="unknown_key")
+    with pytest.raises(LeaseExpired):
+        await harness.run(harness.request(make_prompt(150), session=A))
+    assert harness.metric("transfer_failed_total", reason="unknown_key") == 1
+    assert harness.metric("kv_transfer_bytes_total") == 0
+    harness.sink.refuse = None
+    await assert_serves(harness)
+
+
+async def test_an_unexpected_error_fails_its_request_alone(harness: Harness) -> None:
+    def fail(layer: int, keys: Tensor) -> None:
+        if layer == 2:
+            raise RuntimeError("a kernel broke")
+
+    harness.model.on_layer = fail
+    with pytest.raises(KvferryError, match="failed in prefill"):
+        await harness.run(harness.request(make_prompt(50), session=A))
+    harness.model.on_layer = None
+    await assert_serves(harness)
+
+
+async def test_closing_the_service_fails_what_is_under_way(harness: Harness) -> None:
+    harness.model.hold.clear()
+    tasks = [asyncio.create_task(harness.run(harness.request(make_prompt(20), session=A))) for _ in range(3)]
+    await harness.eventually(harness.model.entered.is_set)
+    closing = asyncio.create_task(harness.service.close())
+    await asyncio.sleep(0.05)
+    harness.model.hold.set()
+    await closing
+    for task in tasks:
+        with pytest.raises(WorkerUnavailable):
+            await task
+    assert harness.store.size_bytes == 0
+    with pytest.raises(WorkerUnavailable):
+        await harness.run(harness.request(make_prompt(20)))
+
+
+async def test_owners_share_the_engine_fairly(harness: Harness) -> None:
+    def session(owner: str, number: int) -> SessionKey:
+        return SessionKey(owner=owner, session_id=str(number))
+
+    harness.model.hold.clear()
+    blocker = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
+    await harness.eventually(harness.model.entered.is_set)
+    names = ["a1", "a2", "a3", "b1", "b2", "c1"]
+    tasks = []
+    for number, name in enumerate(names):
+        request = harness.request(make_prompt(20), session=session(name[0], number), request_id=name)
+        tasks.append(asyncio.create_task(harness.run(request)))
+        await asyncio.sleep(0)
+    harness.model.hold.set()
+    await asyncio.gather(blocker, *tasks)
+    served = [manifest.request_id for manifest in harness.sink.manifests[1:]]
+    assert served == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+@pytest.mark.parametrize("prefill_options", [{"max_waiting": 2}], ids=["two-may-wait"])
+async def test_a_full_queue_refuses_with_a_reason(harness: Harness) -> None:
+    harness.model.hold.clear()
+    running = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
+    await harness.eventually(harness.model.entered.is_set)
+    waiting = [asyncio.create_task(harness.run(harness.request(make_prompt(20)))) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(CapacityExceeded) as caught:
+        await harness.run(harness.request(make_prompt(20)))
+    assert caught.value.reason == "queue_full"
+    assert caught.value.retry_after_s is not None
+    harness.model.hold.set()
+    await asyncio.gather(running, *waiting)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "named"),
+    [
+        ({"model_fingerprint": "another"}, ProtocolMismatch, "another"),
+        ({"prompt_token_ids": ()}, InvalidRequest, "0 tokens"),
+        ({"prompt_token_ids": (5, 704)}, InvalidRequest, "704"),
+        ({"prompt_token_ids": (-1,)}, InvalidRequest, "-1"),
+        ({"prompt_token_ids": (5,) * 9000}, ContextLengthExceeded, "9000"),
+        ({"sampling": SamplingParams(max_tokens=9000)}, ContextLengthExceeded, "9000"),
+        ({"sampling": SamplingParams(max_tokens=0)}, InvalidRequest, "max_tokens is 0"),
+        ({"sampling": SamplingParams(max_tokens=1, logit_bias={704: 1.0})}, InvalidRequest, "704"),
+        ({"plan": CompressionPlan(method="nosuch")}, InvalidRequest, "nosuch"),
+    ],
+)
+async def test_bad_requests_are_refused_before_they_run(
+    harness: Harness, changes: dict[str, object], error: type[KvferryError], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        await harness.run(harness.request((5, 6, 7), **changes))
+    assert harness.metric("prefill_tokens_total") == 0
+    assert harness.metric("transfer_failed_total") == 0
+    assert not harness.sink.manifests

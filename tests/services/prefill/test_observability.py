@@ -1,0 +1,127 @@
+"""Metrics and status: every family moves, probes move nothing that counts, readiness means work."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvferry.shared.compression.plan import Budget
+from kvferry.shared.compression.presets import method_names, plan_for
+from kvferry.shared.control.messages import CommitTurnRequest, SessionKey
+from kvferry.shared.errors import TransferFailed
+from kvferry.shared.wire.messages import PROTOCOL_VERSION
+
+if TYPE_CHECKING:
+    from conftest import Harness
+
+A = SessionKey(owner="key-a", session_id="s")
+
+
+def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(10, 700, (num_tokens,), generator=generator).tolist())
+
+
+def moved(harness: Harness) -> dict[str, float]:
+    """Every sample that is not zero, timestamps of creation aside."""
+    return {
+        f"{sample.name}{sorted(sample.labels.items())}": sample.value
+        for family in harness.metrics.registry.collect()
+        for sample in family.samples
+        if sample.value != 0 and not sample.name.endswith("_created")
+    }
+
+
+async def test_every_family_is_moved(harness: Harness) -> None:
+    plan = plan_for("rocketkv", budget=Budget(tokens=48))
+    prompt = make_prompt(150)
+    request = harness.request(prompt, session=A, plan=plan)
+    await harness.run(request)
+    await harness.service.commit_turn(
+        CommitTurnRequest(request_id=request.request_id, session=A, token_ids=prompt), timeout_s=10
+    )
+    more = prompt + make_prompt(20, seed=1)
+    await harness.run(harness.request(more, session=A, plan=plan))
+
+    def drop(layer: int, keys: Tensor) -> None:
+        harness.store.drop(A)
+
+    harness.model.on_layer = drop
+    await harness.run(harness.request(more, session=A, plan=plan))
+    harness.model.on_layer = None
+    refusal = TransferFailed("no", reason="refused")
+    harness.sink.refuse = refusal
+    with pytest.raises(TransferFailed):
+        await harness.run(harness.request(prompt))
+    harness.sink.refuse = None
+    await harness.run(harness.request(prompt, session=A))
+
+    for family in harness.metrics.registry.collect():
+        values = [s.value for s in family.samples if not s.name.endswith("_created")]
+        assert any(value > 0 for value in values), family.name
+    assert harness.metric("history_bytes", tier="memory") == harness.store.size_bytes > 0
+    assert harness.metric("transfer_failed_total", reason="refused") == 1
+
+
+async def test_bytes_shipped_are_counted_by_kind_and_equal_the_answer(harness: Harness) -> None:
+    plan = plan_for("snapkv", budget=Budget(tokens=48))
+    first, done = await harness.run(harness.request(make_prompt(150), plan=plan))
+    for kind, size_bytes in done.bytes_by_kind.items():
+        counted = harness.metric("kv_transfer_bytes_total", model="demo", method="snapkv", kind=kind)
+        assert counted == size_bytes
+    assert harness.metric("kv_transfer_bytes_total") == sum(done.bytes_by_kind.values())
+    assert harness.metric("kv_full_bytes_total", method="snapkv") == first.full_bytes
+    assert first.full_bytes == 150 * harness.model.spec.kv_token_bytes
+    ratio = harness.metric("kv_compression_ratio_sum", method="snapkv")
+    assert ratio == pytest.approx(first.full_bytes / sum(done.bytes_by_kind.values()))
+    assert first.prefill_s >= first.compress_s > 0
+    assert first.queue_s >= 0
+    assert done.transfer_s >= 0
+
+
+async def test_a_probe_moves_no_request_token_or_byte(harness: Harness) -> None:
+    before = moved(harness)
+    first, done = await harness.run(harness.request(make_prompt(40), probe=True))
+    assert first.token.index == 0
+    assert done.bytes_by_kind["rows"] > 0
+    assert moved(harness) == before
+
+
+async def test_status_names_the_worker_and_is_ready_once_the_engine_has_worked(harness: Harness) -> None:
+    await harness.run(harness.request(make_prompt(20), session=A))
+    status = await harness.service.status(timeout_s=1)
+    assert status.role == "prefill"
+    assert status.ready
+    assert status.protocol_version == PROTOCOL_VERSION
+    assert status.model == harness.model.spec
+    assert status.methods == method_names()
+    assert status.total_bytes == harness.store.max_bytes
+    assert status.free_bytes == status.total_bytes - harness.store.size_bytes
+    assert status.free_bytes < status.total_bytes
+    assert (status.running, status.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "prefill_options", [{"ready_timeout_s": 0.3, "probe_interval_s": 0.05}], ids=["short-readiness"]
+)
+async def test_a_stuck_engine_is_not_ready_and_a_working_one_is_again(harness: Harness) -> None:
+    async def ready() -> bool:
+        return (await harness.service.status(timeout_s=1)).ready
+
+    harness.model.hold.clear()
+    task = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
+    await harness.eventually(harness.model.entered.is_set)
+    await asyncio.sleep(0.4)
+    assert not await ready()
+    harness.model.hold.set()
+    await task
+    # Idle, its own probes keep it ready.
+    for _ in range(600):
+        if await ready():
+            break
+        await asyncio.sleep(0.05)
+    assert await ready()

@@ -1,0 +1,179 @@
+"""What goes over the wire for a prompt, against a plain transformers run of the same prompt."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from kvferry.shared.compression.plan import Budget, CompressionPlan
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.wire.messages import Section, TransferKey
+
+if TYPE_CHECKING:
+    from conftest import Harness
+
+WINDOW = 32
+
+
+@dataclass
+class Plain:
+    """A plain run: per layer K, V `[H_kv, T, D]` and attention `[H, T, T]`; logits of the last token."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    attentions: list[Tensor]
+    logits: Tensor
+
+
+@pytest.fixture(scope="module")
+def plain_run(demo_model_dir: Path):
+    model = AutoModelForCausalLM.from_pretrained(
+        demo_model_dir, dtype=torch.float32, attn_implementation="eager"
+    )
+
+    def run(prompt: tuple[int, ...]) -> Plain:
+        with torch.inference_mode():
+            out = model(torch.tensor([prompt]), use_cache=True, output_attentions=True)
+        layers = out.past_key_values.layers
+        return Plain(
+            keys=[layer.keys[0] for layer in layers],
+            values=[layer.values[0] for layer in layers],
+            attentions=[attention[0] for attention in out.attentions],
+            logits=out.logits[0, -1],
+        )
+
+    return run
+
+
+def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(10, 700, (num_tokens,), generator=generator).tolist())
+
+
+def pooled_scores(attention: Tensor, num_kv_heads: int, pooling: str, kernel: int) -> Tensor:
+    """`[H, T, T]` probabilities -> `[H_kv, T - W]`."""
+    num_tokens = attention.shape[-1]
+    sums = attention[:, -WINDOW:, : num_tokens - WINDOW].sum(1)
+    grouped = sums.view(num_kv_heads, -1, num_tokens - WINDOW).sum(1)
+    if pooling == "max":
+        return F.max_pool1d(grouped[None], kernel, 1, kernel // 2)[0]
+    return F.avg_pool1d(grouped[None], kernel, 1, kernel // 2)[0]
+
+
+@pytest.mark.parametrize(("method", "pooling", "kernel"), [("rocketkv", "max", 63), ("snapkv", "avg", 7)])
+@pytest.mark.parametrize("num_tokens", [211, 257])
+async def test_rows_on_the_wire_are_the_selection_of_a_plain_run(
+    harness: Harness, plain_run, method: str, pooling: str, kernel: int, num_tokens: int
+) -> None:
+    prompt = make_prompt(num_tokens)
+    plan = plan_for(method, budget=Budget(tokens=48))
+    request = harness.request(prompt, plan=plan)
+    first, done = await harness.run(request)
+
+    spec, plain = harness.model.spec, plain_run(prompt)
+    resolved = resolve_plan(
+        plan,
+        num_prompt_tokens=num_tokens,
+        max_new_tokens=8,
+        num_layers=spec.num_layers,
+        head_dim=spec.head_dim,
+    )
+    key = TransferKey(transfer_id=request.ticket.transfer_id, generation=1)
+    assert first.method == method
+    for layer in range(spec.num_layers):
+        rows = resolved.layers[layer].rows
+        assert rows < num_tokens
+        positions = harness.sink.rows(key, layer, Section.INDEX).long()
+        assert positions.shape == (spec.num_kv_heads, rows)
+        index = positions[:, :, None].expand(-1, -1, spec.head_dim)
+        keys = harness.sink.rows(key, layer, Section.KEYS)
+        values = harness.sink.rows(key, layer, Section.VALUES)
+        torch.testing.assert_close(keys, plain.keys[layer].gather(1, index), atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(values, plain.values[layer].gather(1, index), atol=1e-3, rtol=1e-3)
+        scores = pooled_scores(plain.attentions[layer], spec.num_kv_heads, pooling, kernel)
+        for head in range(spec.num_kv_heads):
+            kept = positions[head].tolist()
+            assert kept == sorted(set(kept))
+            assert kept[-WINDOW:] == list(range(num_tokens - WINDOW, num_tokens))
+            chosen = torch.zeros(num_tokens - WINDOW, dtype=torch.bool)
+            chosen[positions[head, :-WINDOW]] = True
+            assert scores[head][~chosen].max() <= scores[head][chosen].min() + 1e-4
+    rows_bytes = sum(layer.rows for layer in resolved.layers) * spec.num_kv_heads * spec.row_bytes * 2
+    assert done.bytes_by_kind["rows"] == rows_bytes
+    assert done.bytes_by_kind["index"] == sum(layer.rows for layer in resolved.layers) * spec.num_kv_heads * 4
+    assert done.bytes_by_kind["manifest"] > 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 97])
+async def test_full_ships_every_row_without_an_index(harness: Harness, plain_run, num_tokens: int) -> None:
+    prompt = make_prompt(num_tokens)
+    request = harness.request(prompt)
+    first, done = await harness.run(request)
+    key = TransferKey(transfer_id=request.ticket.transfer_id, generation=1)
+    plain = plain_run(prompt)
+    for layer in range(harness.model.spec.num_layers):
+        assert not harness.sink.has(key, layer, Section.INDEX)
+        keys = harness.sink.rows(key, layer, Section.KEYS)
+        torch.testing.assert_close(keys, plain.keys[layer], atol=1e-3, rtol=1e-3)
+        values = harness.sink.rows(key, layer, Section.VALUES)
+        torch.testing.assert_close(values, plain.values[layer], atol=1e-3, rtol=1e-3)
+    assert first.method == "full"
+    assert first.full_bytes == done.bytes_by_kind["rows"]
+
+
+async def test_the_first_token_is_the_models_and_rides_on_the_end_record(harness: Harness, plain_run) -> None:
+    prompt = make_prompt(50)
+    request = harness.request(
+        prompt, sampling=SamplingParams(max_tokens=4, temperature=0.0, logprobs=2, first_index=3)
+    )
+    first, _ = await harness.run(request)
+    logits = plain_run(prompt).logits
+    assert first.token.token_id == int(logits.argmax())
+    assert first.token.index == 3
+    assert first.token.logprob == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-3)
+    end = harness.sink.ends[TransferKey(transfer_id=request.ticket.transfer_id, generation=1)]
+    assert end.first_token is not None
+    assert end.first_token.token_id == first.token.token_id
+    assert end.first_token.index == 3
+
+
+async def test_the_manifest_names_the_prompt_the_plan_and_no_history(harness: Harness) -> None:
+    plan: CompressionPlan = plan_for("rocketkv", budget=Budget(tokens=48), skip_layers=(0,))
+    request = harness.request(make_prompt(211), plan=plan)
+    await harness.run(request)
+    manifest, spec = harness.sink.manifests[-1], harness.model.spec
+    assert (manifest.purpose, manifest.request_id) == ("cache", request.request_id)
+    assert (manifest.start, manifest.num_tokens) == (0, 211)
+    assert manifest.model_fingerprint == spec.fingerprint
+    assert (manifest.dtype, manifest.num_kv_heads, manifest.head_dim) == ("float32", 2, 64)
+    assert manifest.resolved is not None
+    assert manifest.resolved.plan == plan
+    assert manifest.layer_rows == tuple(layer.rows for layer in manifest.resolved.layers)
+    assert manifest.layer_rows[0] == 211
+    assert manifest.layer_rows[1] < 211
+    assert (manifest.history_endpoint, manifest.history_credit_bytes) == ("", 0)
+    assert harness.store.size_bytes == 0
+
+
+async def test_live_kv_does_not_grow_with_layers(harness: Harness) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+    live: list[int] = []
+
+    def count(layer: int, keys: Tensor) -> None:
+        seen.append(weakref.ref(keys))
+        live.append(sum(ref() is not None for ref in seen))
+
+    harness.model.on_layer = count
+    await harness.run(harness.request(make_prompt(300), plan=plan_for("rocketkv", budget=Budget(tokens=48))))
+    assert len(live) == harness.model.spec.num_layers >= 4
+    assert max(live) <= 2

@@ -1,0 +1,299 @@
+"""Sessions at the prefill worker: what is reused, staged, returned, committed, dropped and missed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvferry.shared.compression.plan import Budget
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.control.messages import CommitTurnRequest, HistoryInfo, PrefillRequest, SessionKey, Ticket
+from kvferry.shared.errors import HistoryMiss, InvalidRequest, LeaseExpired, ProtocolMismatch, SessionNotFound
+from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.wire.messages import EndRecord, Manifest, Section, TransferKey
+
+if TYPE_CHECKING:
+    from conftest import Harness
+
+A = SessionKey(owner="key-a", session_id="s")
+B = SessionKey(owner="key-b", session_id="s")
+NOTHING = HistoryInfo(num_tokens=0, size_bytes=0, tier="none")
+
+
+def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(10, 700, (num_tokens,), generator=generator).tolist())
+
+
+async def commit(harness: Harness, request: PrefillRequest, token_ids: tuple[int, ...]) -> HistoryInfo:
+    assert request.session is not None
+    return await harness.service.commit_turn(
+        CommitTurnRequest(request_id=request.request_id, session=request.session, token_ids=token_ids),
+        timeout_s=10,
+    )
+
+
+def key_of(request: PrefillRequest) -> TransferKey:
+    return TransferKey(transfer_id=request.ticket.transfer_id, generation=request.ticket.generation)
+
+
+class Returner:
+    """What decode does at a turn's end, over the real wire."""
+
+    def __init__(self, harness: Harness, request: PrefillRequest) -> None:
+        self._harness = harness
+        self._request = request
+        cache = next(m for m in harness.sink.manifests if m.request_id == request.request_id)
+        spec = harness.model.spec
+        self.endpoint = cache.history_endpoint
+        self.credit_bytes = cache.history_credit_bytes
+        self.fields: dict[str, object] = {
+            "purpose": "history",
+            "key": cache.key,
+            "request_id": cache.request_id,
+            "model_fingerprint": spec.fingerprint,
+            "dtype": spec.dtype,
+            "num_kv_heads": spec.num_kv_heads,
+            "head_dim": spec.head_dim,
+            "start": cache.num_tokens,
+        }
+
+    async def send(self, rows: list[tuple[Tensor, Tensor]], **changes: object) -> None:
+        """Ship `[H_kv, n, D]` rows of every layer; raises what the receiver answers."""
+        num_tokens = rows[0][0].shape[1]
+        shapes: dict[str, object] = {"num_tokens": num_tokens, "layer_rows": (num_tokens,) * len(rows)}
+        manifest = Manifest(**(self.fields | shapes | changes))  # type: ignore[arg-type]
+        ticket = Ticket(
+            endpoint=self.endpoint,
+            transfer_id=manifest.key.transfer_id,
+            generation=manifest.key.generation,
+            credit_bytes=self.credit_bytes,
+            lease_s=10,
+            reserved_bytes=0,
+        )
+        sender = self._harness.hub.sender(buffer_bytes=1 << 24, timeout_s=10)
+        try:
+            transfer = sender.open(ticket, manifest, timeout_s=10)
+            for layer, (keys, values) in enumerate(rows):
+                transfer.send(layer=layer, section=Section.KEYS, tensor=keys)
+                transfer.send(layer=layer, section=Section.VALUES, tensor=values)
+            transfer.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0))
+            await asyncio.to_thread(transfer.wait, 10.0)
+        finally:
+            sender.close()
+
+
+class KVCollector:
+    """Runs the model on its own, to have the true K and V of any tokens."""
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+    def history(self, layer: int) -> None:
+        return None
+
+    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        self.layers.append((keys.clone(), values.clone()))
+
+
+def true_kv(harness: Harness, tokens: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    collector = KVCollector()
+    harness.model.prefill(torch.tensor(tokens), start=0, observer=collector)
+    return collector.layers
+
+
+def generated_rows(
+    harness: Harness, prompt: tuple[int, ...], generated: tuple[int, ...]
+) -> list[tuple[Tensor, Tensor]]:
+    """K and V of all generated tokens but the last."""
+    start, stop = len(prompt), len(prompt) + len(generated) - 1
+    layers = true_kv(harness, prompt + generated)
+    return [(k[:, start:stop].contiguous(), v[:, start:stop].contiguous()) for k, v in layers]
+
+
+async def test_the_next_turn_runs_only_its_new_tokens_and_ships_the_same_rows(harness: Harness) -> None:
+    prompt, generated, message = make_prompt(150), (20, 21, 22, 23), make_prompt(40, seed=1)
+    request = harness.request(prompt, session=A)
+    first, _ = await harness.run(request)
+    assert first.reused_tokens == 0
+    assert harness.metric("prefill_tokens_total") == 150
+    await Returner(harness, request).send(generated_rows(harness, prompt, generated))
+    token_bytes = harness.model.spec.kv_token_bytes
+    info = await commit(harness, request, prompt + generated)
+    assert info == HistoryInfo(num_tokens=153, size_bytes=153 * token_bytes)
+    assert await harness.service.session_info(A, timeout_s=10) == info
+
+    second_prompt = prompt + generated + message
+    plan = plan_for("rocketkv", budget=Budget(tokens=48))
+    second = harness.request(second_prompt, session=A, plan=plan)
+    first, _ = await harness.run(second)
+    assert first.reused_tokens == 153
+    # The last generated token has no KV yet: it runs with the new message.
+    assert harness.metric("prefill_tokens_total") == 150 + 1 + 40
+    assert first.full_bytes == len(second_prompt) * token_bytes
+
+    fresh = harness.request(second_prompt, plan=plan)
+    fresh_first, _ = await harness.run(fresh)
+    assert fresh_first.token == first.token
+    for layer in range(harness.model.spec.num_layers):
+        # 41 new tokens leave the window whole, so both turns score with the same 32 queries.
+        for section in (Section.KEYS, Section.VALUES):
+            with_history = harness.sink.rows(key_of(second), layer, section)
+            without = harness.sink.rows(key_of(fresh), layer, section)
+            torch.testing.assert_close(with_history, without, atol=1e-3, rtol=1e-3)
+
+
+async def test_a_turn_with_a_session_names_where_generated_kv_returns(harness: Harness) -> None:
+    await harness.run(harness.request(make_prompt(20), session=A))
+    manifest = harness.sink.manifests[-1]
+    assert manifest.history_endpoint == harness.service.block_endpoint
+    assert manifest.history_credit_bytes > 0
+
+
+async def test_without_a_return_the_prompt_alone_is_committed(harness: Harness) -> None:
+    prompt = make_prompt(30)
+    request = harness.request(prompt, session=A)
+    await harness.run(request)
+    assert (await commit(harness, request, (*prompt, 20, 21))).num_tokens == 30
+
+
+async def test_a_return_that_does_not_match_its_turn_is_refused(harness: Harness) -> None:
+    prompt = make_prompt(30)
+    request = harness.request(prompt, session=A)
+    await harness.run(request)
+    returner = Returner(harness, request)
+    rows = generated_rows(harness, prompt, (20, 21, 22))
+    staged_bytes = harness.store.size_bytes
+    wrong_key = TransferKey(transfer_id=key_of(request).transfer_id, generation=2)
+    with pytest.raises(LeaseExpired):
+        await returner.send(rows, request_id="nosuch")
+    with pytest.raises(LeaseExpired):
+        await returner.send(rows, key=wrong_key)
+    changes: list[dict[str, object]] = [
+        {"model_fingerprint": "another"},
+        {"start": 29},
+        {"purpose": "cache"},
+    ]
+    for change in changes:
+        with pytest.raises(ProtocolMismatch):
+            await returner.send(rows, **change)
+    too_many = generated_rows(harness, prompt, tuple(range(20, 30)))
+    with pytest.raises(ProtocolMismatch, match="0 to 8"):
+        await returner.send(too_many)
+    assert harness.store.size_bytes == staged_bytes
+    # None of these spoils the turn: the true return still goes through, once.
+    await returner.send(rows)
+    with pytest.raises(LeaseExpired):
+        await returner.send(rows)
+    assert (await commit(harness, request, (*prompt, 20, 21, 22))).num_tokens == 32
+
+
+async def test_a_return_after_the_turn_is_over_is_refused(harness: Harness) -> None:
+    prompt = make_prompt(30)
+    request = harness.request(prompt, session=A)
+    await harness.run(request)
+    await commit(harness, request, prompt)
+    with pytest.raises(LeaseExpired):
+        await Returner(harness, request).send(generated_rows(harness, prompt, (20, 21)))
+
+
+async def test_abort_drops_what_was_staged_and_unknown_ids_are_no_error(harness: Harness) -> None:
+    prompt = make_prompt(30)
+    request = harness.request(prompt, session=A)
+    await harness.run(request)
+    assert harness.store.size_bytes == 30 * harness.model.spec.kv_token_bytes
+    await harness.service.abort_turn(request.request_id, timeout_s=10)
+    await harness.service.abort_turn("nosuch", timeout_s=10)
+    assert harness.store.size_bytes == 0
+    with pytest.raises(HistoryMiss):
+        await commit(harness, request, prompt)
+
+
+async def test_a_commit_for_another_session_is_refused(harness: Harness) -> None:
+    prompt = make_prompt(30)
+    request = harness.request(prompt, session=A)
+    await harness.run(request)
+    with pytest.raises(InvalidRequest):
+        await harness.service.commit_turn(
+            CommitTurnRequest(request_id=request.request_id, session=B, token_ids=prompt), timeout_s=10
+        )
+    assert await harness.service.session_info(B, timeout_s=10) == NOTHING
+
+
+async def test_a_session_dropped_during_the_turn_stays_dropped(harness: Harness) -> None:
+    prompt = make_prompt(30)
+    request = harness.request(prompt, session=A)
+    await harness.run(request)
+    assert await harness.service.drop_session(A, timeout_s=10) == NOTHING
+    with pytest.raises(SessionNotFound):
+        await commit(harness, request, prompt)
+    assert harness.store.size_bytes == 0
+
+
+async def test_history_lost_in_mid_prompt_is_computed_again(harness: Harness) -> None:
+    prompt = make_prompt(150)
+    request = harness.request(prompt, session=A)
+    await harness.run(request)
+    await commit(harness, request, prompt)
+    plan = plan_for("snapkv", budget=Budget(tokens=48))
+    longer = prompt + make_prompt(40, seed=1)
+    layers_before_loss = []
+
+    def drop_at_layer_two(layer: int, keys: Tensor) -> None:
+        layers_before_loss.append(layer)
+        if len(layers_before_loss) == 3:
+            harness.store.drop(A)
+
+    harness.model.on_layer = drop_at_layer_two
+    second = harness.request(longer, session=A, plan=plan)
+    first, _ = await harness.run(second)
+    harness.model.on_layer = None
+    assert layers_before_loss[:4] == [0, 1, 2, 0]
+    assert first.reused_tokens == 0
+    assert harness.metric("history_miss_total", reason="dropped") == 1
+    # 40 tokens' pass broke off; the whole prompt ran after it.
+    assert harness.metric("prefill_tokens_total") == 150 + 190
+
+    fresh = harness.request(longer, plan=plan)
+    fresh_first, _ = await harness.run(fresh)
+    assert fresh_first.token == first.token
+    for layer in range(harness.model.spec.num_layers):
+        for section in (Section.KEYS, Section.VALUES):
+            ours = harness.sink.rows(key_of(second), layer, section)
+            expected = harness.sink.rows(key_of(fresh), layer, section)
+            torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3)
+    with pytest.raises(SessionNotFound):
+        await commit(harness, second, longer)
+
+
+async def test_a_request_retried_under_its_id_replaces_its_turn(harness: Harness) -> None:
+    prompt = make_prompt(30)
+    request = harness.request(prompt, session=A)
+    await harness.run(request)
+    again = harness.request(prompt, session=A, request_id=request.request_id)
+    await harness.run(again)
+    assert harness.store.size_bytes == 30 * harness.model.spec.kv_token_bytes
+    assert (await commit(harness, again, prompt)).num_tokens == 30
+
+
+@pytest.mark.parametrize(
+    "prefill_options", [{"turn_lease_s": 0.5, "sweep_interval_s": 0.05}], ids=["short-lease"]
+)
+async def test_an_abandoned_turn_is_swept(harness: Harness) -> None:
+    request = harness.request(make_prompt(30), session=A)
+    await harness.run(request)
+    await harness.eventually(lambda: harness.store.size_bytes == 0)
+    assert harness.store.turn(request.request_id) is None
+
+
+@pytest.mark.parametrize("prefill_options", [{"history_bytes": 1000}], ids=["tiny-history"])
+async def test_a_prompt_larger_than_the_history_is_served_without_it(harness: Harness) -> None:
+    prompt = make_prompt(30)
+    request = harness.request(prompt, session=A, sampling=SamplingParams(max_tokens=1, temperature=0.0))
+    await harness.run(request)
+    assert await commit(harness, request, prompt) == NOTHING
+    assert harness.store.size_bytes == 0

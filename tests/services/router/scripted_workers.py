@@ -1,0 +1,253 @@
+"""Scripted workers: both control interfaces in memory, without a model.
+
+A completion is a fixed function of the prompt and the token's index (`scripted_token`), so that a replay
+which is right gives the same tokens as an undisturbed turn. Faults are set from outside, a turn at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+from kvferry.shared.control.messages import (
+    CommitTurnRequest,
+    FirstToken,
+    GenerateEvent,
+    GenerateRequest,
+    GenerationFinished,
+    HistoryInfo,
+    HistoryReturned,
+    PrefillEvent,
+    PrefillRequest,
+    SessionKey,
+    Ticket,
+    TicketIssued,
+    TokenGenerated,
+    TransferAccepted,
+    TransferDone,
+    WorkerStatus,
+)
+from kvferry.shared.errors import KvferryError, TransferFailed
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.model.text import TextAssembler
+from kvferry.shared.sampling.params import SampledToken, SamplingParams
+from kvferry.shared.wire.messages import PROTOCOL_VERSION
+
+TRANSFER_BYTES = {"rows": 1000, "index": 20, "manifest": 3}
+TIMEOUT_S = 10.0
+
+
+@dataclass
+class Transfer:
+    """One reservation: where the scripted prefill tells the scripted decode that it is done."""
+
+    first_token: asyncio.Future[SampledToken] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class Wire:
+    """What connects the two sides: reservations by transfer id."""
+
+    def __init__(self) -> None:
+        self.transfers: dict[int, Transfer] = {}
+
+    def open(self) -> Ticket:
+        transfer_id = secrets.randbits(63)
+        self.transfers[transfer_id] = Transfer()
+        return Ticket(
+            endpoint="inproc://scripted",
+            transfer_id=transfer_id,
+            generation=1,
+            credit_bytes=1 << 20,
+            lease_s=30.0,
+            reserved_bytes=4096,
+        )
+
+
+@dataclass
+class Script:
+    """How both sides behave.
+
+    Attributes:
+        token: the completion's token at an index, given the client's prompt.
+        token_delay_s: between two tokens.
+        prefill_delay_s: before the first token.
+    """
+
+    spec: ModelSpec
+    token: Callable[[tuple[int, ...], int, SamplingParams], int]
+    new_assembler: Callable[[tuple[str, ...]], TextAssembler]
+    token_delay_s: float = 0.0
+    prefill_delay_s: float = 0.0
+
+    def sample(self, prompt: tuple[int, ...], sampling: SamplingParams, index: int) -> SampledToken:
+        """Token `index` of the completion; a replay's prompt ends with the tokens before it."""
+        client_prompt = prompt[: len(prompt) - sampling.first_index]
+        token_id = self.token(client_prompt, index, sampling)
+        if sampling.logprobs is None:
+            return SampledToken(token_id=token_id, index=index)
+        top = tuple((token_id + rank, -0.5 - rank) for rank in range(sampling.logprobs))
+        return SampledToken(token_id=token_id, index=index, logprob=-0.5, top_logprobs=top)
+
+
+class _Worker:
+    def __init__(self, role: str, script: Script) -> None:
+        self.role = role
+        self.script = script
+        self.instance_id = secrets.token_hex(4)
+        self.ready = True
+        self.active: set[str] = set()
+        self.requests: list[GenerateRequest | PrefillRequest] = []
+        self.faults: list[Callable[[int], None]] = []
+        """One entry a turn: called with the number of tokens sent so far, may raise."""
+        self.status_error: KvferryError | None = None
+
+    async def status(self, *, timeout_s: float) -> WorkerStatus:
+        if self.status_error is not None:
+            raise self.status_error
+        return WorkerStatus(
+            role=self.role,
+            instance_id=self.instance_id,
+            protocol_version=PROTOCOL_VERSION,
+            ready=self.ready,
+            running=len(self.active),
+            waiting=0,
+            free_bytes=1 << 20,
+            total_bytes=1 << 20,
+            model=self.script.spec,
+            methods=("full", "rocketkv", "snapkv"),
+        )
+
+    def _next_fault(self, probe: bool) -> Callable[[int], None]:
+        return self.faults.pop(0) if self.faults and not probe else lambda _: None
+
+    @contextlib.contextmanager
+    def _turn(self, request: GenerateRequest | PrefillRequest):
+        self.active.add(request.request_id)
+        if not request.probe:
+            self.requests.append(request)
+        try:
+            yield
+        finally:
+            self.active.discard(request.request_id)
+
+
+class ScriptedDecode(_Worker):
+    """Yields the script's tokens once the scripted prefill has answered its ticket."""
+
+    def __init__(self, script: Script, wire: Wire) -> None:
+        super().__init__("decode", script)
+        self._wire = wire
+        self.history_delay_s = 0.0
+        self.history_error: KvferryError | None = None
+
+    async def generate(
+        self, request: GenerateRequest, *, timeout_s: float
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        fault = self._next_fault(request.probe)
+        with self._turn(request):
+            fault(-1)
+            ticket = self._wire.open()
+            yield TicketIssued(ticket=ticket)
+            first = await asyncio.wait_for(self._wire.transfers[ticket.transfer_id].first_token, TIMEOUT_S)
+            yield TransferAccepted(transfer_s=0.001)
+            sampling = request.sampling
+            assembler = self.script.new_assembler(sampling.stop)
+            ends = set(sampling.stop_token_ids) | (
+                set() if sampling.ignore_eos else set(self.script.spec.eos_token_ids)
+            )
+            for token_id in request.prompt_token_ids[len(request.prompt_token_ids) - sampling.first_index :]:
+                assembler.push(token_id)
+            token = first
+            for count in itertools.count(1):
+                stopped = assembler.push(token.token_id).stopped or token.token_id in ends
+                if stopped or count == sampling.max_tokens:
+                    reason = "stop" if stopped else "length"
+                    yield GenerationFinished(finish_reason=reason, num_tokens=count, cache_bytes=2048)
+                    break
+                await asyncio.sleep(self.script.token_delay_s)
+                fault(count)
+                token = self.script.sample(request.prompt_token_ids, sampling, sampling.first_index + count)
+                yield TokenGenerated(token=token)
+            if request.store_history:
+                await asyncio.sleep(self.history_delay_s)
+                if self.history_error is not None:
+                    raise self.history_error
+                yield HistoryReturned(num_tokens=count - 1)
+
+
+class ScriptedPrefill(_Worker):
+    """Answers with the script's first token, and keeps token ids where a real worker keeps KV."""
+
+    def __init__(self, script: Script, wire: Wire) -> None:
+        super().__init__("prefill", script)
+        self._wire = wire
+        self.history: dict[SessionKey, tuple[int, ...]] = {}
+        self.staged: dict[str, SessionKey] = {}
+        self.aborted: list[str] = []
+        self.dropped: list[SessionKey] = []
+        self.commit_error: KvferryError | None = None
+
+    async def prefill(
+        self, request: PrefillRequest, *, timeout_s: float
+    ) -> AsyncGenerator[PrefillEvent, None]:
+        fault = self._next_fault(request.probe)
+        with self._turn(request):
+            if request.session is not None:
+                self.staged[request.request_id] = request.session
+            await asyncio.sleep(self.script.prefill_delay_s)
+            fault(0)
+            sampling = request.sampling
+            token = self.script.sample(request.prompt_token_ids, sampling, sampling.first_index)
+            yield FirstToken(
+                token=token,
+                method="full" if request.plan.method == "full" else request.plan.method,
+                reused_tokens=self._reused(request),
+                full_bytes=len(request.prompt_token_ids) * self.script.spec.kv_token_bytes,
+                prefill_s=0.002,
+                compress_s=0.001,
+                queue_s=0.0,
+            )
+            transfer = self._wire.transfers.pop(request.ticket.transfer_id, None)
+            if transfer is None or transfer.first_token.done():
+                raise TransferFailed("The ticket is not known")
+            transfer.first_token.set_result(token)
+            fault(1)
+            yield TransferDone(bytes_by_kind=TRANSFER_BYTES, transfer_s=0.004)
+
+    def _reused(self, request: PrefillRequest) -> int:
+        held = self.history.get(request.session, ()) if request.session is not None else ()
+        same = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(held, request.prompt_token_ids, strict=False)
+        )
+        return min(sum(1 for _ in same), len(request.prompt_token_ids) - 1)
+
+    async def commit_turn(self, request: CommitTurnRequest, *, timeout_s: float) -> HistoryInfo:
+        if self.commit_error is not None:
+            raise self.commit_error
+        assert self.staged.pop(request.request_id) == request.session
+        self.history[request.session] = request.token_ids[:-1]
+        return self._info(request.session)
+
+    async def abort_turn(self, request_id: str, *, timeout_s: float) -> None:
+        self.staged.pop(request_id, None)
+        self.aborted.append(request_id)
+
+    async def session_info(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
+        return self._info(session)
+
+    async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
+        info = self._info(session)
+        self.history.pop(session, None)
+        self.dropped.append(session)
+        return info
+
+    def _info(self, session: SessionKey) -> HistoryInfo:
+        held = self.history.get(session, ())
+        size_bytes = len(held) * self.script.spec.kv_token_bytes
+        return HistoryInfo(num_tokens=len(held), size_bytes=size_bytes, tier="memory" if held else "none")

@@ -1,0 +1,285 @@
+"""Keys, request ids, health, readiness, metrics, logs, and clients that are slow to send."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import structlog
+from conftest import eventually
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry.shared.errors import WorkerUnavailable
+from kvferry.shared.metrics import RouterMetrics
+from kvferry.shared.serving import serve_metrics
+
+BODY: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "the red castle ."}],
+    "temperature": 0,
+    "max_tokens": 4,
+}
+CHAT = "/v1/chat/completions"
+
+
+# ---- keys ------------------------------------------------------------------------------------------------
+
+
+async def test_configured_keys_are_required(start_stack: Any) -> None:
+    stack = await start_stack(api_keys="key-a, key-b")
+    assert (await stack.client.chat.completions.create(**BODY)).usage.completion_tokens == 4
+    with pytest.raises(openai.AuthenticationError) as refused:
+        await stack.keyed("key-c").chat.completions.create(**BODY)
+    assert refused.value.code == "invalid_api_key"
+    assert "key-c" not in refused.value.message
+    for path in ("/v1/models", "/v1/models/demo", "/v1/sessions", "/v1/sessions/s", "/version"):
+        response = await stack.http.get(path)
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+    for scheme in ("Basic key-a", "key-a", "Bearer", "Bearer key"):
+        assert (await stack.http.get("/v1/models", headers={"Authorization": scheme})).status_code == 401
+    assert (await stack.http.get("/v1/models", headers={"Authorization": "bearer key-b"})).status_code == 200
+    assert (await stack.http.get("/health")).status_code == 200
+    assert stack.metric("request_failure_total", category="auth") == 10
+
+
+@pytest.mark.parametrize(("access", "status"), [("auto", 200), ("open", 200), ("key", 401)])
+async def test_metrics_follow_their_option(start_stack: Any, access: str, status: int) -> None:
+    stack = await start_stack(api_keys="key-a", metrics_access=access)
+    assert (await stack.http.get("/metrics")).status_code == status
+
+
+# ---- ids and logs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [CHAT, "/nothing"])
+async def test_request_id_is_echoed_logged_and_passed_on(stack: Any, path: str) -> None:
+    with structlog.testing.capture_logs() as logs:
+        response = await stack.http.post(path, json=BODY, headers={"X-Request-ID": "abc-1"})
+        await eventually(lambda: any(entry["event"] == "request" for entry in logs))
+    assert response.headers["x-request-id"] == "abc-1"
+    line = next(entry for entry in logs if entry["event"] == "request")
+    assert line["request_id"] == "abc-1"
+    assert line["status"] == response.status_code
+    if path == CHAT:
+        assert line["outcome"] == "ok"
+        assert line["completion_tokens"] == 4
+        assert line["prompt_tokens"] > 0
+        assert line["ttft_ms"] > 0
+        assert stack.decode[0].requests[0].request_id.startswith("abc-1.")
+        assert stack.prefill[0].requests[0].request_id == stack.decode[0].requests[0].request_id
+
+
+@pytest.mark.parametrize("given", ["a b", "x" * 129, "", "ä"])
+async def test_unfit_request_id_is_replaced(stack: Any, given: str) -> None:
+    response = await stack.http.get("/v1/models", headers={"X-Request-ID": given.encode("latin-1")})
+    assert re.fullmatch(r"[0-9a-f]{32}", response.headers["x-request-id"])
+
+
+async def test_stream_carries_the_request_id(stack: Any) -> None:
+    response = await stack.http.post(CHAT, json={**BODY, "stream": True}, headers={"X-Request-ID": "s-1"})
+    assert response.headers["x-request-id"] == "s-1"
+
+
+async def test_unforeseen_failure_is_500_and_tells_nothing(stack: Any) -> None:
+    def crash(_: int) -> None:
+        raise RuntimeError("secret detail")
+
+    stack.prefill[0].faults = [crash]
+    with structlog.testing.capture_logs() as logs:
+        response = await stack.http.post(CHAT, json=BODY)
+        await eventually(lambda: any(entry["event"] == "request" for entry in logs))
+    assert response.status_code == 500
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert "secret" not in response.text
+    assert [entry["log_level"] for entry in logs].count("error") == 1
+    assert stack.metric("request_failure_total", category="internal") == 1
+
+
+# ---- readiness -------------------------------------------------------------------------------------------
+
+
+async def test_health_and_version(stack: Any) -> None:
+    assert (await stack.http.get("/health")).json() == {"status": "ok"}
+    version = (await stack.http.get("/version")).json()
+    assert set(version) == {"version", "protocol_version"}
+
+
+async def test_ready_once_a_probe_went_through_and_probes_count_nowhere(stack: Any) -> None:
+    async with asyncio.timeout(5.0):
+        while (await stack.http.get("/ready")).status_code != 200:
+            await asyncio.sleep(0.01)
+    assert stack.decode[0].requests == []
+    families = text_string_to_metric_families((await stack.http.get("/metrics")).text)
+    moved = {
+        sample.name
+        for family in families
+        for sample in family.samples
+        if sample.value and not sample.name.endswith("_created")
+    }
+    assert moved <= {"kvferry_request_failure_total"}
+
+
+async def test_not_ready_while_either_pool_has_no_ready_worker(stack: Any) -> None:
+    for worker in (*stack.prefill, *stack.decode):
+        worker.ready = False
+        async with asyncio.timeout(5.0):
+            while (await stack.http.get("/ready")).status_code != 503:
+                await asyncio.sleep(0.01)
+        worker.ready = True
+        async with asyncio.timeout(5.0):
+            while (await stack.http.get("/ready")).status_code != 200:
+                await asyncio.sleep(0.01)
+
+
+async def test_not_ready_where_workers_answer_but_no_work_goes_through(start_stack: Any) -> None:
+    stack = await start_stack(probe_interval_s=0.05, readiness_window_s=0.4, max_recoveries=0)
+    async with asyncio.timeout(5.0):
+        while (await stack.http.get("/ready")).status_code != 200:
+            await asyncio.sleep(0.01)
+    stack.script.prefill_delay_s = 20.0  # wedged: statuses still come
+    async with asyncio.timeout(5.0):
+        while (await stack.http.get("/ready")).status_code != 503:
+            await asyncio.sleep(0.01)
+    assert (await stack.http.get("/health")).status_code == 200
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------
+
+
+async def test_every_router_family_moves(stack: Any) -> None:
+    stack.script.token_delay_s = 0.05
+    session = {"session_id": "s"}
+    running = asyncio.create_task(stack.http.post(CHAT, json={**BODY, **session}))
+    await eventually(lambda: stack.metric("requests_running", model="demo") == 1)
+    waiting = asyncio.create_task(stack.http.post(CHAT, json={**BODY, **session}))
+    await eventually(lambda: stack.metric("requests_waiting", model="demo") == 1)
+    assert (await running).status_code == (await waiting).status_code == 200
+
+    def die(num_tokens: int) -> None:
+        if num_tokens == 2:
+            raise WorkerUnavailable("gone")
+
+    stack.decode[0].faults = [die]
+    await stack.http.post(CHAT, json=BODY)
+    await stack.http.post(CHAT, json={**BODY, "n": 0})
+    by = {"model": "demo", "method": "rocketkv"}
+    assert stack.metric("requests_running", model="demo") == 0
+    assert stack.metric("requests_waiting", model="demo") == 0
+    assert stack.metric("time_to_first_token_seconds_count", **by) == 3
+    assert stack.metric("inter_token_latency_seconds_count", **by) == 9
+    assert stack.metric("e2e_request_latency_seconds_count", **by) == 3
+    assert stack.metric("request_success_total", model="demo", finish_reason="length") == 3
+    assert stack.metric("request_failure_total", category="invalid_request") == 1
+    prompts = [request.prompt_token_ids for request in stack.prefill[0].requests]
+    num_prompt_tokens = sum(len(prompt) for prompt in prompts[:3])
+    assert stack.metric("prompt_tokens_total", model="demo") == num_prompt_tokens
+    reused = (await waiting).json()["kv"]["reused_tokens"]
+    assert reused > 0
+    assert stack.metric("prompt_tokens_reused_total", model="demo", source="session") == reused
+    assert stack.metric("generation_tokens_total", **by) == 12
+    assert stack.metric("recoveries_total", role="decode") == 1
+    moved = {
+        family.name for family in stack.registry.collect() if any(sample.value for sample in family.samples)
+    }
+    gauges = {"kvferry_requests_running", "kvferry_requests_waiting"}
+    assert {family.name for family in RouterMetrics().registry.collect()} - moved == gauges
+
+
+async def test_all_metrics_include_the_workers(start_stack: Any) -> None:
+    registries = [CollectorRegistry() for _ in range(3)]
+    for number, registry in enumerate(registries[:2], start=1):
+        Counter("kvferry_shared", "On two workers", registry=registry).inc(number)
+    Counter("kvferry_single", "On one", registry=registries[2]).inc(5)
+    servers = [serve_metrics(registry, "127.0.0.1:0") for registry in registries]
+    addresses = [server.address for server in servers]
+    try:
+        stack = await start_stack(worker_metrics=",".join([*addresses, "127.0.0.1:1"]))
+        own = (await stack.http.get("/metrics")).text
+        everything = (await stack.http.get("/metrics?all=1")).text
+    finally:
+        for server in servers:
+            server.close()
+    assert "kvferry_single" not in own
+    samples = {
+        (sample.name, sample.labels.get("instance")): sample.value
+        for family in text_string_to_metric_families(everything)
+        for sample in family.samples
+    }
+    assert samples["kvferry_single_total", None] == 5
+    assert samples["kvferry_shared_total", addresses[0]] == 1
+    assert samples["kvferry_shared_total", addresses[1]] == 2
+    assert everything.count("# TYPE kvferry_shared_total") == 1
+    assert own.splitlines()[0] in everything
+
+
+# ---- slow and odd clients --------------------------------------------------------------------------------
+
+
+async def raw(stack: Any, *pieces: bytes, pause_s: float = 0.0) -> tuple[bytes, bytes]:
+    """Send pieces over a socket; the answer's status line and body, once the router has closed."""
+    url = httpx.URL(stack.base_url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+        answer = await asyncio.wait_for(reader.read(), 10.0)
+    finally:
+        writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return head.partition(b"\r\n")[0], body
+
+
+async def test_slow_head_is_408(start_stack: Any) -> None:
+    stack = await start_stack(read_timeout_s=0.2)
+    status, body = await raw(stack, b"GET /health HTTP/1.1\r\nHost: x\r\n")
+    assert b" 408 " in status
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_slow_body_is_408_and_slows_nobody(start_stack: Any) -> None:
+    stack = await start_stack(read_timeout_s=0.3)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+    slow = asyncio.create_task(raw(stack, head, b"{"))
+    assert (await stack.http.post(CHAT, json=BODY)).status_code == 200
+    status, body = await slow
+    assert b" 408 " in status
+    assert "0.3 s" in json.loads(body)["error"]["message"]
+
+
+async def test_slow_second_head_on_a_kept_connection_is_408(start_stack: Any) -> None:
+    stack = await start_stack(read_timeout_s=0.3)
+    first = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    status, body = await raw(stack, first, b"GET /hea", pause_s=0.1)
+    assert b" 200 " in status
+    assert b" 408 " in body
+
+
+async def test_connection_that_sends_nothing_is_closed_silently(start_stack: Any) -> None:
+    stack = await start_stack(read_timeout_s=0.1)
+    assert await raw(stack) == (b"", b"")
+
+
+async def test_head_in_small_pieces_is_read(stack: Any) -> None:
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    status, body = await raw(stack, *(request[at : at + 7] for at in range(0, len(request), 7)))
+    assert b" 200 " in status
+    assert json.loads(body) == {"status": "ok"}
+
+
+async def test_half_sent_body_of_a_client_that_leaves_is_no_failure_of_ours(stack: Any) -> None:
+    url = httpx.URL(stack.base_url)
+    _, writer = await asyncio.open_connection(url.host, url.port)
+    with structlog.testing.capture_logs() as logs:
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        await writer.drain()
+        writer.close()
+        await eventually(lambda: any(entry.get("status") == 499 for entry in logs))

@@ -1,0 +1,192 @@
+"""Turns that lose a worker: the client sees each token once, as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from conftest import LAST_INDEX
+
+from kvferry.shared.errors import (
+    Cancelled,
+    HistoryMiss,
+    KvferryError,
+    LeaseExpired,
+    TransferFailed,
+    WorkerUnavailable,
+)
+
+BODY: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "the red castle ."}],
+    "temperature": 0,
+    "max_tokens": 12,
+}
+
+
+def failing_at(count: int, error: KvferryError) -> Any:
+    def fault(num_tokens: int) -> None:
+        if num_tokens == count:
+            raise error
+
+    return fault
+
+
+def lost() -> KvferryError:
+    return WorkerUnavailable("the connection broke")
+
+
+async def complete(stack: Any, **fields: Any) -> dict[str, Any]:
+    response = await stack.http.post("/v1/chat/completions", json={**BODY, **fields})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def text(answer: dict[str, Any]) -> str:
+    content: str = answer["choices"][0]["message"]["content"]
+    return content
+
+
+@pytest.mark.parametrize("count", [-1, 1, 2, 7, 11])
+@pytest.mark.parametrize("temperature", [0, 1])
+async def test_lost_decode_worker_is_replayed_token_for_token(
+    stack: Any, count: int, temperature: int
+) -> None:
+    fields = {"temperature": temperature, "seed": 5, "logprobs": True}
+    undisturbed = await complete(stack, **fields)
+    stack.decode[0].faults = [failing_at(count, lost())]
+    replayed = await complete(stack, **fields)
+    assert replayed["choices"] == undisturbed["choices"]
+    assert replayed["usage"] == undisturbed["usage"]
+    assert stack.metric("recoveries_total", role="decode") == 1
+    first, second = stack.decode[0].requests[1:]
+    delivered = max(count, 0)
+    assert second.prompt_token_ids[: len(first.prompt_token_ids)] == first.prompt_token_ids
+    assert len(second.prompt_token_ids) == len(first.prompt_token_ids) + delivered
+    assert second.sampling.first_index == delivered
+    assert second.sampling.max_tokens == 12 - delivered
+    assert second.sampling.seed == 5
+    assert second.request_id != first.request_id
+
+
+@pytest.mark.parametrize(
+    "error",
+    [lost(), TransferFailed("cut"), LeaseExpired("late"), HistoryMiss("gone"), Cancelled("stopping")],
+)
+@pytest.mark.parametrize("count", [0, 1])
+async def test_lost_prefill_worker_is_replayed(stack: Any, error: KvferryError, count: int) -> None:
+    undisturbed = await complete(stack)
+    stack.prefill[0].faults = [failing_at(count, error)]
+    replayed = await complete(stack)
+    assert text(replayed) == text(undisturbed)
+    assert replayed["usage"] == undisturbed["usage"]
+
+
+async def test_stream_goes_on_where_it_was(stack: Any) -> None:
+    undisturbed = await complete(stack)
+    stack.decode[0].faults = [failing_at(3, lost()), failing_at(4, lost())]
+    response = await stack.http.post("/v1/chat/completions", json={**BODY, "stream": True})
+    assert response.text.count('"role"') == 1
+    assert response.text.endswith("data: [DONE]\n\n")
+    deltas = [line for line in response.text.splitlines() if '"content"' in line]
+    assert len(deltas) == 13  # the role's chunk and twelve tokens
+    assert stack.metric("recoveries_total", role="decode") == 2
+    assert stack.metric("generation_tokens_total", model="demo", method="rocketkv") == 24
+    assert text(undisturbed)
+
+
+async def test_replay_goes_to_another_worker_where_there_is_one(start_stack: Any) -> None:
+    stack = await start_stack(num_decode=2)
+    for worker in stack.decode:
+        worker.faults = [failing_at(5, lost())] * 2
+    first = asyncio.create_task(complete(stack))
+    answer = await first
+    used = [len(worker.requests) for worker in stack.decode]
+    assert sum(used) >= 2
+    assert all(number >= 1 for number in used)
+    assert answer["usage"]["completion_tokens"] == 12
+
+
+async def test_replays_are_bounded(start_stack: Any) -> None:
+    stack = await start_stack(max_recoveries=2)
+    stack.decode[0].faults = [failing_at(1, lost())] * 10
+    response = await stack.http.post("/v1/chat/completions", json=BODY)
+    assert response.status_code == 503
+    assert response.headers["retry-after"]
+    assert response.json()["error"]["code"] == "overloaded"
+    assert len(stack.decode[0].requests) == 3
+    assert stack.metric("recoveries_total", role="decode") == 2
+    assert stack.metric("request_failure_total", category="worker_lost") == 1
+
+
+async def test_replay_waits_for_the_worker_to_come_back(stack: Any) -> None:
+    worker = stack.decode[0]
+
+    def die(num_tokens: int) -> None:
+        if num_tokens == 4:
+            worker.status_error = lost()
+            raise lost()
+
+    worker.faults = [die]
+    turn = asyncio.create_task(complete(stack))
+    await asyncio.sleep(0.4)
+    assert not turn.done()
+    assert (await stack.http.get("/ready")).status_code == 503
+    worker.instance_id, worker.status_error = "restarted", None
+    assert (await turn)["usage"]["completion_tokens"] == 12
+
+
+async def test_no_worker_at_all_is_503_at_once(start_stack: Any) -> None:
+    stack = await start_stack()
+    stack.decode[0].ready = False
+    await asyncio.sleep(0.2)
+    response = await stack.http.post("/v1/chat/completions", json=BODY)
+    assert response.status_code == 503
+    assert response.headers["retry-after"]
+    assert (await stack.http.get("/v1/models")).status_code == 200
+
+
+@pytest.mark.parametrize("max_tokens", [12, 100])
+async def test_worker_lost_after_its_last_token_needs_no_replay(stack: Any, max_tokens: int) -> None:
+    # The last token is out, its finish is not: the tokens themselves tell that they are all.
+    num_tokens = min(max_tokens, LAST_INDEX + 1)
+    undisturbed = await complete(stack, max_tokens=max_tokens)
+    decode = stack.decode[0]
+    generate = decode.generate
+
+    async def cut(request: Any, *, timeout_s: float) -> Any:
+        async for event in generate(request, timeout_s=timeout_s):
+            if type(event).__name__ == "GenerationFinished":
+                await asyncio.sleep(0.05)
+                raise lost()
+            yield event
+
+    decode.generate = cut
+    answer = await complete(stack, max_tokens=max_tokens)
+    assert answer["choices"] == undisturbed["choices"]
+    assert answer["usage"]["completion_tokens"] == num_tokens
+    assert len(decode.requests) == 2
+
+
+async def test_stop_string_that_spans_the_loss_is_found(stack: Any) -> None:
+    words = text(await complete(stack)).split()
+    stack.decode[0].faults = [failing_at(7, lost())]
+    answer = await complete(stack, stop=f"{words[6]} {words[7]}")
+    assert text(answer).split() == words[:6]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_session_turn_that_was_replayed_is_committed_once(stack: Any) -> None:
+    stack.decode[0].faults = [failing_at(5, lost())]
+    await complete(stack, session_id="s")
+    async with asyncio.timeout(5.0):
+        while not stack.prefill[0].history:
+            await asyncio.sleep(0.005)
+    assert len(stack.prefill[0].aborted) == 1
+    assert stack.prefill[0].staged == {}
+    first = stack.prefill[0].requests[0]
+    held = next(iter(stack.prefill[0].history.values()))
+    assert held[: len(first.prompt_token_ids)] == first.prompt_token_ids
+    assert len(held) == len(first.prompt_token_ids) + 11

@@ -1,0 +1,73 @@
+"""The router's options."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from kvferry.services.router.config import RouterConfig, split_list
+from kvferry.services.router.plans import PlanChoice
+from kvferry.shared.errors import ConfigurationError, KvferryError
+
+
+def test_defaults_are_those_of_the_specification() -> None:
+    config = RouterConfig()
+    assert config.listen == "127.0.0.1:8000"
+    assert config.default_method == "rocketkv"
+    assert config.default_max_tokens == 512
+    assert config.session_wait_s == 30
+    assert config.keepalive_s == 15
+    assert config.max_body_bytes == 8 * 2**20
+    assert config.max_header_bytes == 64 * 2**10
+    assert config.read_timeout_s == 30
+
+
+def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_DECODE_WORKERS", "decode:9002, other:1")
+    monkeypatch.setenv("KVFERRY_SESSION_TTL_S", "5")
+    config = RouterConfig()
+    assert split_list(config.decode_workers) == ("decode:9002", "other:1")
+    assert config.session_ttl_s == 5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"listen": "8000"},
+        {"listen": "host:99999"},
+        {"prefill_workers": "a:1,b"},
+        {"session_ttl_s": 0},
+        {"default_max_tokens": 0},
+        {"metrics_access": "maybe"},
+        {"unknown": 1},
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises((ValidationError, KvferryError)):
+        RouterConfig(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"default_method": "magic"},
+        {"allowed_methods": "full,magic", "default_method": "full"},
+        {"allowed_methods": "full"},
+        {"default_method": "full", "default_token_budget": 5},
+    ],
+)
+def test_methods_that_cannot_be_are_refused_at_start(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError):
+        PlanChoice(RouterConfig(**options))  # type: ignore[arg-type]
+
+
+def test_keys_do_not_show_in_the_settings() -> None:
+    assert "secret" not in repr(RouterConfig(api_keys="secret"))
+
+
+@pytest.mark.parametrize(
+    ("listen", "loopback"),
+    [("127.0.0.1:1", True), ("[::1]:1", True), ("localhost:1", True), ("0.0.0.0:1", False)],
+)
+def test_metrics_are_open_on_loopback_by_default(listen: str, loopback: bool) -> None:
+    assert RouterConfig(listen=listen, api_keys="k").metrics_are_open is loopback

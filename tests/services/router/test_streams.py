@@ -1,0 +1,207 @@
+"""Streams that go wrong or go slowly, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import structlog
+from conftest import eventually
+
+from kvferry.shared.errors import (
+    CapacityExceeded,
+    HistoryMiss,
+    KvferryError,
+    Overloaded,
+    ProtocolMismatch,
+)
+
+BODY: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "the red castle ."}],
+    "temperature": 0,
+    "max_tokens": 20,
+}
+
+
+def failing_at(count: int, error: KvferryError) -> Any:
+    """A fault that raises once so many tokens were sent."""
+
+    def fault(num_tokens: int) -> None:
+        if num_tokens == count:
+            raise error
+
+    return fault
+
+
+def events_of(text: str) -> list[str]:
+    return [block for block in text.split("\n\n") if block]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("session", [True, False])
+async def test_client_that_leaves_frees_both_workers_within_a_second(
+    stack: Any, stream: bool, session: bool
+) -> None:
+    stack.script.token_delay_s = 0.2
+    extra = {"session_id": "s"} if session else {}
+    with structlog.testing.capture_logs() as logs:
+        request = asyncio.create_task(
+            stack.http.post("/v1/chat/completions", json={**BODY, **extra, "stream": stream})
+        )
+        await eventually(lambda: len(stack.decode[0].requests) == 1 and stack.num_active > 0)
+        await asyncio.sleep(0.3)
+        request.cancel()
+        left_s = time.monotonic()
+        await eventually(lambda: stack.num_active == 0)
+        assert time.monotonic() - left_s < 1.0
+        await eventually(lambda: any(entry.get("status") == 499 for entry in logs))
+    line = next(entry for entry in logs if entry.get("status") == 499)
+    assert line["outcome"] == "cancelled"
+    assert stack.metric("request_failure_total", category="cancelled") == 1
+    assert stack.metric("requests_running", model="demo") == 0
+    if session:
+        await eventually(lambda: len(stack.prefill[0].aborted) == 1)
+        stack.script.token_delay_s = 0.0
+        assert (await stack.http.post("/v1/chat/completions", json={**BODY, **extra})).status_code == 200
+
+
+async def test_client_that_leaves_while_prefill_runs_frees_both_workers(stack: Any) -> None:
+    stack.script.prefill_delay_s = 5.0
+    request = asyncio.create_task(stack.http.post("/v1/chat/completions", json=BODY))
+    await eventually(lambda: len(stack.prefill[0].active) == 1)
+    request.cancel()
+    await eventually(lambda: stack.num_active == 0, timeout_s=1.0)
+
+
+async def test_one_of_n_failing_ends_all(stack: Any) -> None:
+    stack.script.token_delay_s = 0.05
+    stack.decode[0].faults = [failing_at(3, ProtocolMismatch("other model"))]
+    response = await stack.http.post("/v1/chat/completions", json={**BODY, "n": 3})
+    assert response.status_code == 502
+    assert response.json()["error"]["code"] == "transfer_failed"
+    await eventually(lambda: stack.num_active == 0)
+
+
+async def test_error_in_mid_stream_is_one_event_without_done(stack: Any) -> None:
+    stack.decode[0].faults = [failing_at(4, ProtocolMismatch("decode holds another model"))]
+    response = await stack.http.post("/v1/chat/completions", json={**BODY, "stream": True})
+    assert response.status_code == 200
+    events = events_of(response.text)
+    assert json.loads(events[-1].removeprefix("data: ")) == {
+        "error": {
+            "message": "decode holds another model",
+            "type": "server_error",
+            "param": None,
+            "code": "transfer_failed",
+        }
+    }
+    assert sum('"error"' in event for event in events) == 1
+    assert "[DONE]" not in response.text
+    assert stack.metric("request_failure_total", category="transfer") == 1
+    assert stack.metric("request_success_total", model="demo", finish_reason="length") == 0
+
+
+async def test_error_in_mid_stream_is_raised_by_the_official_client(stack: Any) -> None:
+    stack.decode[0].faults = [failing_at(4, ProtocolMismatch("decode holds another model"))]
+    stream = await stack.client.chat.completions.create(**BODY, stream=True)
+    with pytest.raises(openai.APIError, match="another model"):
+        async for _ in stream:
+            pass
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_full_arena_is_429_with_retry_after(stack: Any, stream: bool) -> None:
+    refusal = CapacityExceeded("the arena is full", retry_after_s=2.5)
+    stack.decode[0].faults = [failing_at(-1, refusal)]
+    with pytest.raises(openai.RateLimitError) as refused:
+        await stack.client.chat.completions.create(**BODY, stream=stream)
+    assert refused.value.code == "rate_limit_exceeded"
+    assert refused.value.response.headers["retry-after"] == "3"
+    assert stack.metric("recoveries_total", role="decode") == 0
+
+
+async def test_overloaded_prefill_is_503_with_retry_after(stack: Any) -> None:
+    stack.prefill[0].faults = [failing_at(0, Overloaded("the queue is full", retry_after_s=4))]
+    with pytest.raises(openai.InternalServerError) as refused:
+        await stack.client.chat.completions.create(**BODY)
+    assert refused.value.status_code == 503
+    assert refused.value.code == "overloaded"
+    assert refused.value.response.headers["retry-after"] == "4"
+
+
+async def test_full_worker_is_passed_over_for_another(start_stack: Any) -> None:
+    stack = await start_stack(num_decode=2)
+    for worker in stack.decode:
+        worker.faults = [failing_at(-1, CapacityExceeded("full"))]
+    stack.decode[0].faults = []
+    for _ in range(4):
+        assert (await stack.http.post("/v1/chat/completions", json=BODY)).status_code == 200
+    assert stack.metric("recoveries_total", role="decode") == 0
+
+
+async def test_slow_prefill_is_bridged_by_keep_alives(start_stack: Any) -> None:
+    stack = await start_stack(keepalive_s=0.05)
+    stack.script.prefill_delay_s = 0.4
+    response = await stack.http.post("/v1/chat/completions", json={**BODY, "stream": True, "max_tokens": 2})
+    events = events_of(response.text)
+    assert events[0] == ": keep-alive"
+    assert events.count(": keep-alive") >= 2
+    assert events[-1] == "data: [DONE]"
+
+
+async def test_slow_tokens_are_bridged_by_keep_alives(start_stack: Any) -> None:
+    stack = await start_stack(keepalive_s=0.05)
+    stack.script.token_delay_s = 0.2
+    chunks = [
+        chunk
+        async for chunk in await stack.client.chat.completions.create(
+            **{**BODY, "max_tokens": 3}, stream=True
+        )
+    ]
+    assert chunks[-1].choices[0].finish_reason == "length"
+    response = await stack.http.post("/v1/chat/completions", json={**BODY, "stream": True, "max_tokens": 3})
+    kinds = [event.startswith(":") for event in events_of(response.text)]
+    assert any(kinds[3:])
+
+
+async def test_error_after_a_keep_alive_comes_in_the_stream(start_stack: Any) -> None:
+    stack = await start_stack(keepalive_s=0.05, max_recoveries=0)
+    stack.script.prefill_delay_s = 0.2
+    stack.prefill[0].faults = [failing_at(0, HistoryMiss("gone"))]
+    response = await stack.http.post("/v1/chat/completions", json={**BODY, "stream": True})
+    assert response.status_code == 200
+    assert json.loads(events_of(response.text)[-1].removeprefix("data: "))["error"]["message"] == "gone"
+
+
+async def test_one_deadline_bounds_the_whole_turn(start_stack: Any) -> None:
+    stack = await start_stack(request_timeout_s=0.3)
+    stack.script.token_delay_s = 0.1
+    response = await stack.http.post("/v1/chat/completions", json=BODY)
+    assert response.status_code == 504
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    await eventually(lambda: stack.num_active == 0)
+
+
+async def test_client_that_reads_nothing_slows_nobody_and_is_dropped(start_stack: Any) -> None:
+    stack = await start_stack(write_timeout_s=0.3, request_timeout_s=30.0)
+    wide = {**BODY, "stream": True, "n": 16, "max_tokens": 400, "ignore_eos": True, "logprobs": True}
+    body = json.dumps({**wide, "top_logprobs": 20}).encode()
+    url = httpx.URL(stack.base_url)
+    # A small receive window: the router's side fills up after some hundred kilobytes.
+    reader, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    await eventually(lambda: len(stack.decode[0].requests) == 16)
+    started_s = time.monotonic()
+    assert (await stack.http.post("/v1/chat/completions", json=BODY)).status_code == 200
+    assert time.monotonic() - started_s < 5.0
+    await eventually(lambda: stack.metric("request_failure_total", category="cancelled") == 1, timeout_s=20.0)
+    writer.close()
+    del reader

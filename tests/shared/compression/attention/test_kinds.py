@@ -1,0 +1,123 @@
+"""Every kind of decode attention: sizes as the papers give them, traffic within the budget, one protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.shared.compression.attention import ATTENTIONS, check_attention, make_attention, size_attention
+from kvferry.shared.compression.attention.exact_topk import ExactTopK
+from kvferry.shared.compression.attention.hsa import Hsa
+from kvferry.shared.compression.attention.quest import Quest
+from kvferry.shared.compression.attention.sparq import SparQ
+from kvferry.shared.compression.plan import Part
+from kvferry.shared.errors import InvalidRequest
+
+HEADS, D = 2, 12
+SPARSE = [name for name in ATTENTIONS if name != "dense"]
+
+
+def test_sizes_of_a_64_times_budget() -> None:
+    """S 16384 and t 256: c 64, so pages of 64, a 64th of the channels, half the budget attended."""
+    sizes = {"cap": 16384, "budget": 256, "head_dim": 128}
+    assert Quest.sized(**sizes) == Quest(page_size=64, num_tokens=128)
+    assert SparQ.sized(**sizes) == SparQ(num_channels=2, num_tokens=128)
+    assert ExactTopK.sized(**sizes) == ExactTopK(num_tokens=256)
+    assert Hsa.sized(**sizes | {"cap": 1595}) == Hsa(page_size=3, num_channels=61, num_tokens=128)
+
+
+@given(more=st.integers(0, 300_000), budget=st.integers(1, 9000), head_dim=st.sampled_from([8, 64, 80, 128]))
+@settings(max_examples=300, deadline=None)
+def test_a_step_reads_no_more_than_the_budget_where_sizes_are_not_at_their_least(
+    more: int, budget: int, head_dim: int
+) -> None:
+    cap = budget + more
+    token_bytes = 2 * head_dim * 2
+    for name in ("exact_topk", "quest", "sparq"):
+        kind = ATTENTIONS[name].sized(cap=cap, budget=budget, head_dim=head_dim)
+        assert all(size >= 1 for size in dataclasses.asdict(kind).values())
+        read = kind.read_bytes(num_rows=cap, head_dim=head_dim, element_bytes=2)
+        slack = 4 * head_dim if name == "sparq" else 0  # the mean value
+        if name == "quest":
+            slack += token_bytes // 2  # the last page is begun
+        floored = budget < 2 or (isinstance(kind, SparQ) and kind.num_channels * cap > head_dim * budget)
+        assert floored or read <= budget * token_bytes + slack
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_up_to_the_tokens_attended_every_row_is_read_and_no_estimate(name: str) -> None:
+    kind = ATTENTIONS[name].sized(cap=100, budget=20, head_dim=D)
+    assert kind.read_bytes(num_rows=10, head_dim=D, element_bytes=4) == 2 * 10 * D * 4
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_appending_row_by_row_attends_as_building_at_once_does(name: str, group: int) -> None:
+    kind = make_attention(size_attention(Part(name=name), layer=0, cap=40, budget=12, head_dim=D))
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(2, HEADS, 41, D, generator=generator)
+    grown = torch.full_like(rows, torch.nan)
+    grown[:, :, :17] = rows[:, :, :17]
+    specs = kind.auxiliary_specs(num_kv_heads=HEADS, num_rows=41, head_dim=D, dtype=torch.float32)
+    auxiliary = tuple(torch.full(s.shape, torch.nan, dtype=s.dtype) for s in specs)
+    kind.build(grown[0], grown[1], auxiliary, length=17)
+    for length in range(18, 42):
+        new = length - 1
+        kind.append(grown[0], grown[1], auxiliary, rows[0, :, new], rows[1, :, new], position=new)
+        queries = torch.randn(HEADS, group, D, generator=generator)
+        output = kind.attend(queries, grown[0], grown[1], auxiliary, length=length, scaling=0.3)
+        keys, values = rows[0, :, :length].clone(), rows[1, :, :length].clone()
+        exact_specs = kind.auxiliary_specs(num_kv_heads=HEADS, num_rows=length, head_dim=D, dtype=keys.dtype)
+        rebuilt = tuple(torch.full(s.shape, torch.nan, dtype=s.dtype) for s in exact_specs)
+        kind.build(keys, values, rebuilt, length=length)
+        expected = kind.attend(queries, keys, values, rebuilt, length=length, scaling=0.3)
+        torch.testing.assert_close(output, expected, atol=2e-6, rtol=2e-6)
+    with pytest.raises((IndexError, ValueError)):
+        kind.append(grown[0], grown[1], auxiliary, rows[0, :, 0], rows[1, :, 0], position=41)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_the_first_layers_may_attend_densely(name: str) -> None:
+    part = Part(name=name, params={"dense_layers": 2})
+    check_attention(part)
+    sized = [size_attention(part, layer=i, cap=100, budget=20, head_dim=D).name for i in range(4)]
+    assert sized == ["dense", "dense", name, name]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        Part(name="nosuch"),
+        Part(name="dense", params={"dense_layers": 1}),
+        Part(name="hsa", params={"page_size": 3}),
+        Part(name="quest", params={"dense_layers": -1}),
+        Part(name="quest", params={"dense_layers": True}),
+        Part(name="quest", params={"dense_layers": 1.0}),
+    ],
+    ids=str,
+)
+def test_an_attention_that_no_worker_can_size_is_refused_by_name(part: Part) -> None:
+    with pytest.raises(InvalidRequest, match=part.name):
+        check_attention(part)
+
+
+@pytest.mark.parametrize(
+    "sized",
+    [
+        Part(name="nosuch"),
+        Part(name="dense", params={"num_tokens": 3}),
+        Part(name="exact_topk"),
+        Part(name="exact_topk", params={"num_tokens": 0}),
+        Part(name="exact_topk", params={"num_tokens": True}),
+        Part(name="exact_topk", params={"num_tokens": 3.0}),
+        Part(name="exact_topk", params={"num_tokens": 3, "page_size": 1}),
+    ],
+    ids=str,
+)
+def test_sizes_that_a_kind_does_not_have_are_refused(sized: Part) -> None:
+    with pytest.raises(InvalidRequest, match=sized.name):
+        make_attention(sized)

@@ -1,0 +1,59 @@
+"""Zones add up, and the kept tokens are the paper's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.shared.compression.d2o import reference
+from kvferry.shared.compression.d2o.eviction import kept_positions, zones
+
+
+@given(st.integers(1, 5000), st.integers(0, 8))
+@settings(max_examples=100, deadline=None)
+def test_zones_add_up_and_always_hold_the_newest_token(rows: int, num_sinks: int) -> None:
+    made = zones(rows, num_sinks=num_sinks)
+    assert made.rows == rows
+    assert (made.num_sinks, made.num_important, made.num_recents) == reference.zone_sizes(rows, num_sinks)
+    assert made.num_recents >= 1
+    assert made.num_important >= 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [(1, (0, 0, 1)), (4, (3, 0, 1)), (5, (4, 0, 1)), (6, (4, 1, 1)), (12, (4, 6, 2)), (404, (4, 300, 100))],
+)
+def test_sinks_are_four_and_important_to_recent_is_three_to_one(
+    rows: int, expected: tuple[int, int, int]
+) -> None:
+    made = zones(rows)
+    assert (made.num_sinks, made.num_important, made.num_recents) == expected
+
+
+@st.composite
+def scores_and_rows(draw: st.DrawFn) -> tuple[list[list[float]], int]:
+    tokens = draw(st.integers(1, 40))
+    value = st.sampled_from([0.0, 0.5, 1.0, 2.5])
+    heads = [draw(st.lists(value, min_size=tokens, max_size=tokens)) for _ in range(draw(st.integers(1, 3)))]
+    return heads, draw(st.integers(1, tokens))
+
+
+@given(scores_and_rows())
+@settings(max_examples=100, deadline=None)
+def test_kept_positions_equal_the_paper_with_lowest_index_on_ties(
+    case: tuple[list[list[float]], int],
+) -> None:
+    scores, rows = case
+    given_scores = torch.tensor(scores)
+    kept = kept_positions(given_scores, zones(rows))
+    assert kept.dtype == torch.int32
+    assert kept.tolist() == [reference.kept_tokens(head, rows) for head in scores]
+    assert given_scores.tolist() == scores
+
+
+@pytest.mark.parametrize("rows", [0, -3])
+def test_a_cache_without_rows_is_an_assertion(rows: int) -> None:
+    with pytest.raises(AssertionError, match=str(rows)):
+        zones(rows)

@@ -1,0 +1,91 @@
+"""Named methods: what may be asked of them, and how a wrong ask is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.shared.compression.plan import Budget
+from kvferry.shared.compression.presets import PRESETS, method_names, plan_for
+from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.compression.scorers import make_scorer
+from kvferry.shared.errors import InvalidRequest
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_every_preset_resolves_and_is_named_as_its_key(method: str) -> None:
+    plan = plan_for(method)
+    assert plan.method == method
+    resolved = resolve_plan(plan, num_prompt_tokens=9999, max_new_tokens=7, num_layers=3, head_dim=64)
+    assert len(resolved.layers) == 3
+    if plan.scorer is not None:
+        make_scorer(plan.scorer, rows=1)
+
+
+def test_an_unknown_method_lists_the_allowed_ones() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        plan_for("nosuch")
+    assert caught.value.param == "kv_compression.method"
+    assert all(name in caught.value.message for name in ("nosuch", *PRESETS))
+
+
+def test_a_budget_replaces_the_presets_and_leaves_the_preset_alone() -> None:
+    assert plan_for("snapkv", budget=Budget(retention=0.5)).budget == Budget(retention=0.5)
+    assert plan_for("snapkv", budget=Budget()).budget == Budget(tokens=2048)
+    assert PRESETS["snapkv"].budget == Budget(tokens=2048)
+
+
+@pytest.mark.parametrize(
+    ("budget", "param"),
+    [(Budget(tokens=5), "kv_compression.token_budget"), (Budget(retention=0.5), "kv_compression.retention")],
+)
+def test_full_takes_no_budget(budget: Budget, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        plan_for("full", budget=budget)
+    assert caught.value.param == param
+
+
+def test_overrides_replace_parameters_in_every_part_that_has_them() -> None:
+    plan = plan_for("pyramidkv", overrides={"window": 8, "beta": 5, "kernel_size": 5})
+    assert plan.scorer is not None
+    assert plan.scorer.params == {"window": 8, "pooling": "avg", "kernel_size": 5}
+    assert plan.layer_allocation.params == {"window": 8, "beta": 5}
+    assert plan_for("quest", overrides={"dense_layers": 0}).attention.params == {"dense_layers": 0}
+
+
+def test_skipped_layers_join_the_presets() -> None:
+    assert plan_for("rocketkv", skip_layers=(3, 1)).skip_layers == (1, 3)
+    assert plan_for("rocketkv").skip_layers == ()
+
+
+def test_overrides_replace_the_scorers_parameters_only() -> None:
+    plan = plan_for("rocketkv", overrides={"window": 128})
+    assert plan.scorer is not None
+    assert plan.scorer.params == {"window": 128, "pooling": "max", "kernel_size": 63}
+    assert PRESETS["rocketkv"].scorer is not None
+    assert PRESETS["rocketkv"].scorer.params["window"] == 32
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv"])
+def test_unknown_overrides_are_named(method: str) -> None:
+    with pytest.raises(InvalidRequest, match="nosuch"):
+        plan_for(method, overrides={"nosuch": 1})
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"window": 0},
+        {"window": 10**6},
+        {"window": True},
+        {"window": 1.5},
+        {"kernel_size": 4},
+        {"kernel_size": 0},
+        {"pooling": "min"},
+        {"pooling": 7},
+    ],
+)
+def test_out_of_range_scorer_parameters_are_refused(overrides: dict[str, int | float | str]) -> None:
+    scorer = plan_for("snapkv", overrides=overrides).scorer
+    assert scorer is not None
+    with pytest.raises(InvalidRequest):
+        make_scorer(scorer, rows=10)

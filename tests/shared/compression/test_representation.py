@@ -1,0 +1,158 @@
+"""RDKV's representation: what a plan of it resolves to, what it is refused with, and the bound on bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.shared.compression.compress import compress_layer
+from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.plan import Budget, LayerPlan, Part, ResolvedPlan
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.rdkv.compress import compress_layer_rdkv
+from kvferry.shared.compression.representation import packed_limits, rdkv_settings
+from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.errors import InvalidRequest, KvferryError
+
+
+def resolve(budget: Budget, prompt: int, *, head_dim: int = 8, **changes: Any) -> ResolvedPlan:
+    return resolve_plan(
+        plan_for("rdkv", budget=budget, **changes),
+        num_prompt_tokens=prompt,
+        max_new_tokens=5,
+        num_layers=2,
+        head_dim=head_dim,
+    )
+
+
+def make_inputs(num_tokens: int, num_new: int, head_dim: int, seed: int) -> LayerInputs:
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(2, num_tokens, head_dim, generator=generator)
+    return LayerInputs(
+        layer=0,
+        queries=4 * torch.randn(2, 3, num_new, head_dim, generator=generator),
+        keys=keys,
+        values=torch.randn(2, num_tokens, head_dim, generator=generator),
+        scaling=head_dim**-0.5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget", "prompt", "budget_tokens", "rows"),
+    [
+        (Budget(tokens=256), 9000, 256, 2048),
+        (Budget(tokens=256), 257, 256, 257),
+        (Budget(retention=0.1), 1001, 101, 808),
+        (Budget(retention=1e-9), 1001, 1, 8),
+    ],
+)
+def test_a_layer_has_its_budget_in_tokens_and_the_most_tokens_that_it_can_keep(
+    budget: Budget, prompt: int, budget_tokens: int, rows: int
+) -> None:
+    resolved = resolve(budget, prompt)
+    packed = LayerPlan(rows=rows, representation=Part(name="rdkv", params={"budget_tokens": budget_tokens}))
+    assert (resolved.method, resolved.layers) == ("rdkv", (packed, packed))
+
+
+def test_a_budget_that_covers_the_prompt_is_full_and_has_no_packed_layer() -> None:
+    resolved = resolve(Budget(tokens=100), 100)
+    assert (resolved.method, resolved.layers) == ("full", (LayerPlan(rows=100),) * 2)
+    assert packed_limits(resolved, num_kv_heads=2, head_dim=8) == ()
+
+
+def test_skipped_layers_stay_rows() -> None:
+    resolved = resolve(Budget(tokens=10), 100, skip_layers=(1,))
+    assert resolved.layers[1] == LayerPlan(rows=100)
+    first, second = packed_limits(resolved, num_kv_heads=2, head_dim=8)
+    assert first > 0 == second
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ({"attention": Part(name="hsa")}, "attention 'hsa'"),
+        ({"attention": Part(name="quest")}, "attention 'quest'"),
+        ({"scorer": Part(name="random", params={"seed": 0})}, "scorer 'random'"),
+        (
+            {"layer_allocation": Part(name="pyramid", params={"window": 32, "beta": 20})},
+            "layer_allocation 'pyramid'",
+        ),
+        ({"representation": Part(name="nosuch")}, "nosuch.*rows, rdkv"),
+        ({"representation": Part(name="rows", params={"window": 1})}, "no parameters"),
+        ({"representation": Part(name="rdkv")}, "epsilon_table"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(part: dict[str, Part], named: str) -> None:
+    plan = dataclasses.replace(plan_for("rdkv"), **part)
+    with pytest.raises(InvalidRequest, match=named):
+        resolve_plan(plan, num_prompt_tokens=9, max_new_tokens=1, num_layers=2, head_dim=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("epsilon_table", "nosuch"),
+        ("window", 0),
+        ("window", 1025),
+        ("kernel_size", 4),
+        ("kernel_size", 257),
+        ("channel_weights", "nosuch"),
+        ("window", "32"),
+    ],
+)
+def test_parameters_out_of_range_are_refused_by_name(name: str, value: int | str) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        resolve(Budget(tokens=4), 9, overrides={name: value})
+
+
+def test_parameters_can_be_chosen() -> None:
+    plan = plan_for(
+        "rdkv", overrides={"window": 8, "channel_weights": "mean_squares", "epsilon_table": "Qwen3-4B"}
+    )
+    chosen = rdkv_settings(plan.representation, budget_tokens=3)
+    assert (chosen.window, chosen.channel_weights, chosen.budget_tokens) == (8, "mean_squares", 3)
+    assert chosen.table.keys == (0.347, 0.0147, 1.5e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_tokens=st.integers(2, 180),
+    share=st.floats(0.001, 0.99),
+    new=st.floats(0.001, 1.0),
+    head_dim=st.integers(1, 17),
+    seed=st.integers(0, 1000),
+)
+def test_a_packed_layer_never_exceeds_what_was_admitted(
+    num_tokens: int, share: float, new: float, head_dim: int, seed: int
+) -> None:
+    resolved = resolve(Budget(retention=share), num_tokens, head_dim=head_dim)
+    if resolved.method == "full":
+        return
+    inputs = make_inputs(num_tokens, max(1, int(new * num_tokens)), head_dim, seed)
+    packed = compress_layer(resolved, inputs).packed
+    assert packed is not None
+    assert packed.layout.size_bytes <= packed_limits(resolved, num_kv_heads=2, head_dim=head_dim)[0]
+    assert max(head.num_tokens for head in packed.layout.heads) <= resolved.layers[0].rows
+
+
+def test_a_layer_is_packed_with_the_plans_parameters() -> None:
+    inputs = make_inputs(90, 90, 8, seed=1)
+    layer = compress_layer(resolve(Budget(tokens=9), 90, overrides={"window": 4}), inputs)
+    assert (layer.keys.shape, layer.values.shape, layer.positions) == ((2, 0, 8), (2, 0, 8), None)
+    part = plan_for("rdkv", overrides={"window": 4}).representation
+    expected = compress_layer_rdkv(rdkv_settings(part, budget_tokens=9), inputs).packed
+    assert layer.packed is not None
+    assert torch.equal(layer.packed.buffer, expected.buffer)
+
+
+def test_values_that_cannot_be_packed_fail_by_name() -> None:
+    inputs = make_inputs(40, 40, 8, seed=2)
+    inputs.values[1] = torch.nan
+    with pytest.raises(KvferryError, match="finite") as caught:
+        compress_layer(resolve(Budget(tokens=9), 40), inputs)
+    assert caught.value.reason == "packing"

@@ -1,0 +1,259 @@
+"""The bridge against transformers' own forward, family by family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from kvferry.kernels.dense_decode import dense_decode
+from kvferry.shared.errors import Cancelled, ContextLengthExceeded
+from kvferry.shared.model.bridge import TransformersModel
+from kvferry.shared.model.loading import load_model
+
+FAMILIES = (
+    "llama",
+    "llama-mha",
+    "llama-mqa",
+    "llama-yarn",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gemma",
+    "granite",
+)
+TinyModelDir = Callable[[str], Path]
+LayerKV = tuple[Tensor, Tensor]
+
+
+class Recorder:
+    """Keeps copies of every layer's K and V; hands in given history."""
+
+    def __init__(self, history: list[LayerKV] | None = None) -> None:
+        self._history = history
+        self.kv: list[LayerKV] = []
+        self.queries: list[Tensor] = []
+        self.scaling: list[float] = []
+
+    def history(self, layer: int) -> LayerKV | None:
+        return self._history[layer] if self._history else None
+
+    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        assert layer == len(self.kv)
+        self.kv.append((keys.clone(), values.clone()))
+        self.queries.append(queries.clone())
+        self.scaling.append(scaling)
+
+
+class DenseAttention:
+    """Decode attention over plain per-sequence tensors."""
+
+    def __init__(self, sequences: list[list[LayerKV]]) -> None:
+        self.sequences = sequences
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        outputs = torch.full_like(queries, float("nan"))
+        for row, kv in enumerate(self.sequences):
+            k = torch.cat([kv[layer][0], keys[row][:, None]], 1)
+            v = torch.cat([kv[layer][1], values[row][:, None]], 1)
+            kv[layer] = (k, v)
+            outputs[row] = dense_decode(queries[row], k, v, scaling=scaling)
+        return outputs
+
+
+def load(folder: Path, dtype: str = "float32") -> TransformersModel:
+    return load_model(folder, name="tiny", device="cpu", dtype=dtype, max_model_len=0)
+
+
+def own_logits(folder: Path, token_ids: Tensor, *, dtype: torch.dtype, attention: str = "sdpa") -> Tensor:
+    """transformers' own logits `[T, V]`, float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()
+    with torch.inference_mode():
+        return model(token_ids[None], use_cache=False).logits[0].float()
+
+
+def some_ids(num_tokens: int, seed: int = 0) -> Tensor:
+    return torch.randint(7, 600, (num_tokens,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefill_and_decode_logits_are_transformers_own(
+    tiny_model_dir: TinyModelDir, family: str, attention: str
+) -> None:
+    folder = tiny_model_dir(family)
+    token_ids = some_ids(45)
+    expected = own_logits(folder, token_ids, dtype=torch.float32, attention=attention)
+    assert expected.std() > 0.2
+    model = load(folder)
+    recorder = Recorder()
+    torch.testing.assert_close(
+        model.prefill(token_ids[:38], start=0, observer=recorder), expected[37], atol=2e-4, rtol=1e-4
+    )
+    decode = DenseAttention([recorder.kv])
+    for position in range(38, 45):
+        logits = model.decode(token_ids[position : position + 1], torch.tensor([position]), attention=decode)
+        torch.testing.assert_close(logits[0], expected[position], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.05), ("float16", 0.01)])
+@pytest.mark.parametrize("family", ["llama", "llama-mha", "mistral", "qwen2", "qwen3"])
+def test_half_precision_stays_within_its_rounding(
+    tiny_model_dir: TinyModelDir, family: str, dtype: str, tolerance: float
+) -> None:
+    folder = tiny_model_dir(family)
+    token_ids = some_ids(33)
+    expected = own_logits(folder, token_ids, dtype=torch.float32)
+    own_error = (own_logits(folder, token_ids, dtype=getattr(torch, dtype)) - expected).abs().max()
+    model = load(folder, dtype)
+    assert model.spec.dtype == dtype
+    recorder = Recorder()
+    logits = [model.prefill(token_ids[:30], start=0, observer=recorder)]
+    assert recorder.kv[0][0].dtype is getattr(torch, dtype)
+    decode = DenseAttention([recorder.kv])
+    logits += [
+        model.decode(token_ids[p : p + 1], torch.tensor([p]), attention=decode)[0] for p in (30, 31, 32)
+    ]
+    assert all(one.dtype is torch.float32 for one in logits)
+    error = (torch.stack(logits) - expected[29:]).abs().max()
+    # as far from float32 as transformers itself in that dtype, give or take; logits span several units
+    assert error <= 2 * own_error + tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-mqa", "qwen3", "phi3"])
+@pytest.mark.parametrize(
+    "pieces",
+    [(1, 40), (40, 1), (20, 21), (1, 1, 1, 38), (13, 13, 13, 1, 1), (41,), (1,) * 41],
+    ids=lambda pieces: "+".join(map(str, pieces[:5])),
+)
+def test_prefill_in_pieces_equals_one_run(
+    tiny_model_dir: TinyModelDir, family: str, pieces: tuple[int, ...]
+) -> None:
+    model = load(tiny_model_dir(family))
+    token_ids = some_ids(41)
+    whole = Recorder()
+    expected = model.prefill(token_ids, start=0, observer=whole)
+    history, start = None, 0
+    for num_tokens in pieces:
+        piece = Recorder(history)
+        logits = model.prefill(token_ids[start : start + num_tokens], start=start, observer=piece)
+        assert piece.queries[0].shape[2] == num_tokens
+        history, start = piece.kv, start + num_tokens
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert history is not None
+    for (keys, values), (whole_keys, whole_values) in zip(history, whole.kv, strict=True):
+        torch.testing.assert_close(keys, whole_keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(values, whole_values, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_history", [1, 255, 300])
+def test_long_pieces_after_history_equal_one_run(tiny_model_dir: TinyModelDir, num_history: int) -> None:
+    model = load(tiny_model_dir("llama"))
+    token_ids = some_ids(num_history + 513)
+    expected = model.prefill(token_ids, start=0, observer=Recorder())
+    first = Recorder()
+    model.prefill(token_ids[:num_history], start=0, observer=first)
+    logits = model.prefill(token_ids[num_history:], start=num_history, observer=Recorder(first.kv))
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+
+
+def test_a_batch_of_sequences_of_different_lengths_decodes_like_each_alone(
+    tiny_model_dir: TinyModelDir,
+) -> None:
+    folder = tiny_model_dir("qwen3")
+    model = load(folder)
+    prompts = [some_ids(n, seed=n) for n in (1, 7, 20)]
+    recorders = [Recorder() for _ in prompts]
+    for prompt, recorder in zip(prompts, recorders, strict=True):
+        model.prefill(prompt, start=0, observer=recorder)
+    decode = DenseAttention([recorder.kv for recorder in recorders])
+    following = torch.tensor([11, 12, 13])
+    logits = model.decode(following, torch.tensor([1, 7, 20]), attention=decode)
+    assert logits.shape == (3, model.spec.vocab_size)
+    for row, prompt in enumerate(prompts):
+        expected = own_logits(folder, torch.cat([prompt, following[row : row + 1]]), dtype=torch.float32)[-1]
+        torch.testing.assert_close(logits[row], expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "group_size"), [("llama-mha", 1), ("llama", 4), ("llama-mqa", 8)])
+def test_the_observer_gets_grouped_queries_and_rows_that_give_the_layers_attention(
+    tiny_model_dir: TinyModelDir, family: str, group_size: int
+) -> None:
+    model = load(tiny_model_dir(family))
+    recorder = Recorder()
+    model.prefill(some_ids(9), start=0, observer=recorder)
+    spec = model.spec
+    assert spec.group_size == group_size
+    assert len(recorder.kv) == spec.num_layers
+    for queries, (keys, values) in zip(recorder.queries, recorder.kv, strict=True):
+        assert queries.shape == (spec.num_kv_heads, group_size, 9, spec.head_dim)
+        assert keys.shape == values.shape == (spec.num_kv_heads, 9, spec.head_dim)
+    assert recorder.scaling == [spec.head_dim**-0.5] * spec.num_layers
+
+
+def test_the_models_own_softmax_scale_reaches_observer_and_attention(tiny_model_dir: TinyModelDir) -> None:
+    recorder = Recorder()
+    load(tiny_model_dir("granite")).prefill(some_ids(3), start=0, observer=recorder)
+    assert recorder.scaling == [0.3, 0.3]
+
+
+class Refusing(Recorder):
+    """Cancels at a layer, before or after its attention."""
+
+    def __init__(self, layer: int, where: str) -> None:
+        super().__init__()
+        self._layer = layer
+        self._where = where
+
+    def history(self, layer: int) -> LayerKV | None:
+        if (layer, self._where) == (self._layer, "history"):
+            raise Cancelled("the client left")
+        return None
+
+    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        if (layer, self._where) == (self._layer, "layer_done"):
+            raise Cancelled("the client left")
+        super().layer_done(layer, queries, keys, values, scaling)
+
+
+@pytest.mark.parametrize("where", ["history", "layer_done"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_an_observer_that_raises_ends_the_pass_there_and_leaves_the_model_usable(
+    tiny_model_dir: TinyModelDir, layer: int, where: str
+) -> None:
+    model = load(tiny_model_dir("llama-mqa"))
+    token_ids = some_ids(12)
+    expected = model.prefill(token_ids, start=0, observer=Recorder())
+    refusing = Refusing(layer, where)
+    with pytest.raises(Cancelled, match="the client left"):
+        model.prefill(token_ids, start=0, observer=refusing)
+    assert len(refusing.kv) == layer
+    torch.testing.assert_close(model.prefill(token_ids, start=0, observer=Recorder()), expected)
+
+
+def test_history_of_another_length_than_the_start_is_an_error(tiny_model_dir: TinyModelDir) -> None:
+    model = load(tiny_model_dir("llama"))
+    first = Recorder()
+    model.prefill(some_ids(5), start=0, observer=first)
+    for start, history in ((4, first.kv), (5, None), (0, first.kv)):
+        with pytest.raises(AssertionError, match="history has"):
+            model.prefill(some_ids(3), start=start, observer=Recorder(history))
+
+
+def test_a_prompt_beyond_the_window_is_refused(tiny_model_dir: TinyModelDir) -> None:
+    model = load_model(tiny_model_dir("llama"), device="cpu", max_model_len=10)
+    model.prefill(some_ids(10), start=0, observer=Recorder())
+    with pytest.raises(ContextLengthExceeded, match="11 tokens"):
+        model.prefill(some_ids(11), start=0, observer=Recorder())
+
+
+def test_results_need_no_gradient(tiny_model_dir: TinyModelDir) -> None:
+    logits = load(tiny_model_dir("llama")).prefill(some_ids(2), start=0, observer=Recorder())
+    assert logits.is_inference()
+    assert not logits.requires_grad

@@ -1,0 +1,193 @@
+"""Models that the cache could not stand for are refused, and the refusal names the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from kvferry.shared.errors import UnsupportedModel
+from kvferry.shared.model.attention import ATTENTION_NAME, PrefillPass, attention_forward
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.support import check_config
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("Mistral", {"sliding_window": 1024}, "sliding window"),
+    ("Phi3", {"sliding_window": 1024}, "sliding window"),
+    ("Starcoder2", {"sliding_window": 512}, "sliding window"),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 1}, "sliding window"),
+    ("Qwen3", {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 0}, "sliding window"),
+    ("Gemma3Text", {"sliding_window": 512}, "sliding window"),
+    ("Cohere2", {"sliding_window": 512}, "sliding window"),
+    ("Gemma2", {}, "soft-capping"),
+    ("GptOss", {}, "attention sinks"),
+    ("DeepseekV3", {}, "multi-head latent attention"),
+    ("MiniCPM3", {}, "multi-head latent attention"),
+    ("T5", {}, "encoder-decoder"),
+    ("Bart", {}, "encoder-decoder"),
+    ("GPT2", {}, "no rotary positions"),
+    ("OPT", {}, "no rotary positions"),
+    ("Bloom", {}, "no rotary positions"),
+    ("Falcon", {"alibi": True}, "ALiBi"),
+    ("Qwen3Next", {}, "linear attention"),
+    ("FalconH1", {}, "recurrent layers"),
+    ("Jamba", {}, "recurrent layers"),
+    ("Lfm2", {}, "recurrent layers"),
+    ("RecurrentGemma", {}, "recurrent layers"),
+    ("Llama4Text", {}, "layers without rotary positions"),
+    ("SmolLM3", {}, "layers without rotary positions"),
+    ("Gemma3nText", {}, "KV shared between layers"),
+    ("MiniMax", {}, "linear-attention layers"),
+    (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "served": 4096},
+        "rope_type 'dynamic' beyond 2048",
+    ),
+    (
+        "Phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 1024, "sliding_window": None},
+        "rope_type 'longrope' beyond 1024",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "settings", "feature"), REFUSED, ids=lambda value: str(value)[:30])
+def test_features_that_a_configuration_tells_are_refused_by_name(
+    family: str, settings: dict[str, Any], feature: str
+) -> None:
+    served = settings.get("served", 2048)
+    fields = {key: value for key, value in settings.items() if key != "served"}
+    if family in ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3"):
+        fields |= {"max_position_embeddings": 2048, "hidden_size": 64, "num_attention_heads": 4}
+    config = getattr(transformers, f"{family}Config")(**fields)
+    with pytest.raises(UnsupportedModel, match=feature) as error:
+        check_config(config, max_model_len=served)
+    assert repr(config.model_type) in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Llama", {}),
+        ("Mistral", {"sliding_window": None}),
+        ("Mistral", {"sliding_window": 2048}),
+        ("Qwen2", {"sliding_window": 1024}),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 4096}),
+        ("Qwen2Moe", {}),
+        ("Mixtral", {}),
+        ("Phi3", {}),
+        ("Gemma", {}),
+        ("Olmo2", {}),
+        ("Cohere", {}),
+        ("Granite", {}),
+        ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_plain_rotary_decoders_and_windows_that_limit_nothing_are_accepted(
+    family: str, settings: dict[str, Any]
+) -> None:
+    config = getattr(transformers, f"{family}Config")(**{"max_position_embeddings": 2048, **settings})
+    check_config(config, max_model_len=2048)
+
+
+def test_a_refused_configuration_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    transformers.Gemma2Config().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"nothing that could be read")
+    with pytest.raises(UnsupportedModel, match="soft-capping"):
+        load_model(tmp_path, device="cpu")
+
+
+def test_an_unknown_model_type_is_refused_and_its_code_not_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "surprise", "auto_map": {"AutoConfig": "code.Surprise"}}'
+    )
+    (tmp_path / "code.py").write_text("raise SystemExit('ran')")
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(UnsupportedModel, match="does not know"):
+        load_model(tmp_path, device="cpu")
+
+
+def test_a_family_that_does_not_hand_on_our_argument_is_refused(
+    tiny_models: ModuleType, tmp_path: Path
+) -> None:
+    config = transformers.StableLmConfig(**{**tiny_models._COMMON, "head_dim": 8})
+    folder = tiny_models.save_model(config, tmp_path / "stablelm")
+    with pytest.raises(UnsupportedModel, match="does not hand"):
+        load_model(folder, device="cpu")
+
+
+class _Observer:
+    def history(self, layer: int) -> None:
+        return None
+
+    def layer_done(self, layer: int, *_: object) -> None:
+        return None
+
+
+class _Attention(nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        for name, value in {"layer_idx": 0, **attributes}.items():
+            setattr(self, name, value)
+
+
+def attend(
+    module: nn.Module, *, mask: torch.Tensor | None = None, value_dim: int = 8, **arguments: Any
+) -> None:
+    current = PrefillPass(_Observer(), start=0, max_model_len=100)
+    query, key, value = torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, value_dim)
+    attention_forward(module, query, key, value, mask, kvferry=current, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "feature"),
+    [
+        ({"s_aux": torch.zeros(4)}, "attention sinks"),
+        ({"softcap": 50.0}, "soft-capping"),
+        ({"sliding_window": 99}, "sliding window"),
+        ({"position_bias": torch.zeros(1)}, "position biases"),
+        ({"mask": torch.zeros(1)}, "attention mask"),
+        ({"value_dim": 4}, "keys of size 8 and values of size 4"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_features_that_only_the_call_tells_are_refused_by_name(
+    arguments: dict[str, Any], feature: str
+) -> None:
+    attend(_Attention(), sliding_window=100, softcap=None, s_aux=None, dropout=0.0)
+    with pytest.raises(UnsupportedModel, match=feature):
+        attend(_Attention(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "feature"), [({"layer_idx": None}, "layer_idx"), ({"is_causal": False}, "not causal")]
+)
+def test_attention_modules_without_index_or_causality_are_refused(
+    attributes: dict[str, Any], feature: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=feature):
+        attend(_Attention(**attributes))
+
+
+def test_sinks_are_seen_in_the_call_of_the_real_model(tiny_models: ModuleType) -> None:
+    transformers.AttentionInterface.register(ATTENTION_NAME, attention_forward)
+    config = transformers.GptOssConfig(
+        **{**tiny_models._COMMON, "num_local_experts": 2, "layer_types": ["full_attention"] * 2},
+        sliding_window=None,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.set_attn_implementation(ATTENTION_NAME)
+    with pytest.raises(UnsupportedModel, match="attention sinks"):
+        model(
+            torch.tensor([[1, 2]]),
+            use_cache=False,
+            kvferry=PrefillPass(_Observer(), start=0, max_model_len=100),
+        )

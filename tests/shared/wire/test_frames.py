@@ -1,0 +1,176 @@
+"""Headers and checksums: what is packed comes back, what is not of this format is refused by name."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvferry.shared.errors import ProtocolMismatch, TransferFailed
+from kvferry.shared.wire.frames import (
+    HEADER,
+    HEADER_BYTES,
+    MAX_PAYLOAD_BYTES_BY_TYPE,
+    FrameHeader,
+    MessageType,
+    decode_message,
+    encode_header,
+    peek_key,
+)
+from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES, Section, TransferKey
+
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
+
+keys = st.builds(TransferKey, transfer_id=st.integers(0, 2**64 - 1), generation=st.integers(0, 2**32 - 1))
+KEY = TransferKey(transfer_id=2**64 - 1, generation=7)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> tuple[FrameHeader, bytes]:
+    message_type = draw(st.sampled_from(MessageType))
+    limit = min(64, MAX_PAYLOAD_BYTES_BY_TYPE[message_type])
+    payload = draw(st.binary(min_size=int(message_type is MessageType.BLOCK), max_size=limit))
+    if message_type is not MessageType.BLOCK:
+        written = draw(st.integers(0, 2**64 - 1)) if message_type is MessageType.CREDIT else 0
+        return FrameHeader(type=message_type, key=draw(keys), section_bytes=written), payload
+    offset = draw(st.integers(0, 2**40))
+    header = FrameHeader(
+        type=message_type,
+        key=draw(keys),
+        sequence=draw(st.integers(0, 2**32 - 1)),
+        layer=draw(st.integers(0, 2**16 - 1)),
+        section=draw(st.sampled_from(Section)),
+        section_bytes=offset + len(payload) + draw(st.integers(0, 2**40)),
+        offset=offset,
+    )
+    return header, payload
+
+
+def repack(**changes: int | bytes) -> bytes:
+    """A valid BLOCK header of payload b"abcd" with fields changed and the checksum made right again."""
+    names = (
+        "magic", "version", "type", "section", "transfer_id", "generation", "sequence", "layer", "reserved",
+        "payload_bytes", "section_bytes", "offset", "checksum",
+    )  # fmt: skip
+    values = dict(zip(names, HEADER.unpack(encode_header(block_header(), b"abcd")), strict=True)) | changes
+    checked = HEADER.pack(*values.values())[:-8]
+    return checked + struct.pack("<Q", xxhash.xxh3_64_intdigest(checked + b"abcd"))
+
+
+def block_header() -> FrameHeader:
+    return FrameHeader(type=MessageType.BLOCK, key=KEY, section=Section.KEYS, section_bytes=8, offset=4)
+
+
+@UNTIMED
+@given(messages())
+def test_decoding_returns_what_was_encoded(message: tuple[FrameHeader, bytes]) -> None:
+    header, payload = message
+    assert decode_message([encode_header(header, payload), payload]) == (header, memoryview(payload))
+
+
+def test_header_bytes_stay_as_documented() -> None:
+    encoded = encode_header(block_header(), b"abcd")
+    assert HEADER_BYTES == 56
+    assert encoded[:48].hex() == (
+        "4b564642" "0100" "02" "01" "ffffffffffffffff" "07000000" "00000000" "0000" "0000" "04000000"
+        "0800000000000000" "0400000000000000"
+    )  # fmt: skip
+    assert encoded[48:] == struct.pack("<Q", xxhash.xxh3_64_intdigest(encoded[:48] + b"abcd"))
+
+
+def test_payload_is_a_view_of_the_frame() -> None:
+    frame = bytearray(b"abcd")
+    _, payload = decode_message([encode_header(block_header(), frame), frame])
+    frame[0] = ord("z")
+    assert bytes(payload) == b"zbcd"
+
+
+@UNTIMED
+@given(messages(), st.data())
+def test_a_flipped_bit_anywhere_is_refused(message: tuple[FrameHeader, bytes], data: st.DataObject) -> None:
+    header, payload = message
+    raw = bytearray(encode_header(header, payload) + payload)
+    bit = data.draw(st.integers(0, len(raw) * 8 - 1))
+    raw[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(TransferFailed):
+        decode_message([bytes(raw[:HEADER_BYTES]), bytes(raw[HEADER_BYTES:])])
+
+
+@UNTIMED
+@given(messages(), st.data())
+def test_truncated_frames_are_refused(message: tuple[FrameHeader, bytes], data: st.DataObject) -> None:
+    header, payload = message
+    encoded = encode_header(header, payload)
+    with pytest.raises(ProtocolMismatch):
+        decode_message([encoded[: data.draw(st.integers(0, HEADER_BYTES - 1))], payload])
+    if payload:
+        with pytest.raises(TransferFailed):
+            decode_message([encoded, payload[: data.draw(st.integers(0, len(payload) - 1))]])
+
+
+@UNTIMED
+@given(st.lists(st.binary(max_size=80), max_size=4))
+def test_random_frames_raise_nothing_but_refusals(frames: list[bytes]) -> None:
+    with pytest.raises(TransferFailed):
+        decode_message(frames)
+    peek_key(frames)
+
+
+@UNTIMED
+@given(st.binary(min_size=HEADER_BYTES - 14, max_size=HEADER_BYTES - 14))
+def test_random_fields_with_a_right_checksum_decode_or_are_refused(fields: bytes) -> None:
+    checked = (b"KVFB\x01\x00" + fields)[: HEADER_BYTES - 8]
+    encoded = checked + struct.pack("<Q", xxhash.xxh3_64_intdigest(checked))
+    try:
+        header, _ = decode_message([encoded, b""])
+    except ProtocolMismatch:
+        return
+    assert encode_header(header) == encoded
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"magic": b"HTTP"},
+        {"type": 0},
+        {"type": 9},
+        {"section": 0},
+        {"section": max(Section) + 1},
+        {"reserved": 1},
+        {"payload_bytes": 2**32 - 1},
+        {"payload_bytes": 3},
+        {"section_bytes": 7},
+        {"offset": 2**64 - 1},
+        {"type": MessageType.ACK},
+        {"type": MessageType.END, "section": 0},
+    ],
+)
+def test_fields_out_of_range_are_malformed(changes: dict[str, int | bytes]) -> None:
+    with pytest.raises(ProtocolMismatch) as refused:
+        decode_message([repack(**changes), b"abcd"])
+    assert refused.value.reason == "malformed"
+
+
+def test_another_version_is_named_and_its_key_can_be_read() -> None:
+    encoded = repack(version=2)
+    with pytest.raises(ProtocolMismatch, match="version 2; this side speaks 1") as refused:
+        decode_message([encoded, b"abcd"])
+    assert refused.value.reason == "protocol_version"
+    assert peek_key([encoded]) == KEY
+
+
+def test_oversized_payload_is_refused_at_both_ends() -> None:
+    payload = bytes(MAX_PAYLOAD_BYTES + 1)
+    header = FrameHeader(type=MessageType.BLOCK, key=KEY, section=Section.KEYS, section_bytes=len(payload))
+    with pytest.raises(TransferFailed, match="at most"):
+        encode_header(header, payload)
+    with pytest.raises(TransferFailed):
+        decode_message([repack(payload_bytes=len(payload), section_bytes=len(payload), offset=0), payload])
+
+
+def test_fields_too_wide_for_the_header_are_refused() -> None:
+    with pytest.raises(TransferFailed, match="does not fit"):
+        encode_header(FrameHeader(type=MessageType.ACK, key=TransferKey(transfer_id=2**64, generation=0)))
