@@ -93,8 +93,9 @@ async def test_closing_a_stream_in_transfer_frees_it_and_drops_late_blocks(
     assert await made.arena_is_free()
     other, _ = await ticket_of(made.service, request)  # the same bytes have a new owner now
     before = made.service.arena.buffer(made.service._reservations.all()[0].allocation).clone()
-    with pytest.raises(LeaseExpired):  # at the send already, if a block of layer 0 was late too
+    with contextlib.suppress(LeaseExpired):  # at once, where a block of layer 0 came late and was refused
         transfer.send(layer=1, section=Section.KEYS, tensor=cache.layers[1].keys)
+    with pytest.raises(LeaseExpired):
         await asyncio.to_thread(transfer.wait, 10)
     after = made.service.arena.buffer(made.service._reservations.all()[0].allocation)
     assert torch.equal(before, after)
