@@ -32,7 +32,18 @@ class ServiceSettings(BaseSettings):
     )
 
 
-class WorkerSettings(ServiceSettings):
+class PlanSettings(ServiceSettings):
+    """Options of what makes compression plans exact. Whoever starts it hands `epsilon_tables` to
+    `compression.rdkv.epsilon.install_tables` first."""
+
+    epsilon_tables: str = Field(
+        "",
+        description="folder of distortion tables that rdkv may name (epsilon_table), each NAME.json; the "
+        "same for router and workers",
+    )
+
+
+class WorkerSettings(PlanSettings):
     """Options that prefill and decode workers share."""
 
     model: str = Field("demo", description="local folder or hub id of the model; demo is the shipped one")

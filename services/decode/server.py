@@ -15,6 +15,7 @@ import torch
 
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
+from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.control.server import serve_control
 from kvferry.shared.logging import setup_logging
 from kvferry.shared.metrics import DecodeMetrics
@@ -65,6 +66,7 @@ async def run(config: DecodeConfig, announce: Announce | None = None) -> None:
     Raises: ConfigurationError, UnsupportedModel: the worker cannot start.
     """
     setup_logging(config.log_level, config.log_format, "decode")
+    install_tables(config.epsilon_tables)
     async with AsyncExitStack() as stack:
         info = await _start(config, stack)
         announce_ready(config.ready_file, info)

@@ -25,6 +25,7 @@ from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.discovery import keep_name
 from kvferry.services.router.http_server import http_server
 from kvferry.services.router.placement import WorkerPool
+from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.config import ServiceSettings, WorkerSettings
 from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
 from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics
@@ -58,6 +59,7 @@ class InProcessStack:
 
     async def start(self) -> None:
         config = self._config
+        install_tables(config.epsilon_tables)
         torch.set_num_threads(config.threads or max(1, usable_cpus() // 2))
         tokenizer = await asyncio.to_thread(ChatTokenizer.load, config.model)
         prefill, prefill_metrics = await self._start_prefill()

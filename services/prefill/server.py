@@ -16,6 +16,7 @@ import torch
 
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.service import PrefillService
+from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.control.server import serve_control
 from kvferry.shared.history.memory import MemoryHistoryStore
 from kvferry.shared.logging import setup_logging
@@ -70,6 +71,7 @@ async def run(config: PrefillConfig, announce: Announce | None = None) -> None:
     Raises: ConfigurationError, UnsupportedModel: the worker cannot start.
     """
     setup_logging(config.log_level, config.log_format, "prefill")
+    install_tables(config.epsilon_tables)
     async with AsyncExitStack() as stack:
         info = await _start(config, stack)
         announce_ready(config.ready_file, info)

@@ -14,6 +14,7 @@ from kvferry.services.router.app import create_app
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http_server import http_server
 from kvferry.services.router.placement import WorkerPool
+from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
 from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
 from kvferry.shared.logging import setup_logging
@@ -30,6 +31,7 @@ async def run(config: RouterConfig, announce: Announce | None = None) -> None:
     Raises: ConfigurationError, UnsupportedModel: the router cannot start.
     """
     setup_logging(config.log_level, config.log_format, "router")
+    install_tables(config.epsilon_tables)
     tokenizer = await asyncio.to_thread(ChatTokenizer.load, config.model)
     app = create_app(config, prefill=prefill_pool(config), decode=decode_pool(config), tokenizer=tokenizer)
     async with AsyncExitStack() as stack:

@@ -13,7 +13,7 @@ from kvferry.kernels.packed import max_packed_bytes
 from kvferry.shared.compression.parameters import check_params
 from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.rdkv.compress import RdkvSettings
-from kvferry.shared.compression.rdkv.epsilon import PAPER_TABLES
+from kvferry.shared.compression.rdkv.epsilon import find_table, table_names
 from kvferry.shared.compression.rdkv.weights import ChannelWeights
 from kvferry.shared.errors import InvalidRequest
 
@@ -28,7 +28,7 @@ _TOKENS_PER_BUDGET_TOKEN = 8
 def check_representation(plan: CompressionPlan) -> None:
     """Whether a plan's representation exists and goes with its other parts.
 
-    "rdkv" takes `epsilon_table` (str, a name of `rdkv.epsilon.PAPER_TABLES`), `window` (int),
+    "rdkv" takes `epsilon_table` (str, a name that `rdkv.epsilon.find_table` knows), `window` (int),
     `kernel_size` (odd int) and `channel_weights` ("norms" or "mean_squares").
 
     Raises: InvalidRequest.
@@ -64,8 +64,8 @@ def rdkv_settings(part: Part, *, budget_tokens: int) -> RdkvSettings:
     table, window, kernel_size, variant = (part.params[name] for name in _RDKV_PARAMS)
     assert isinstance(window, int)
     assert isinstance(kernel_size, int)
-    if table not in PAPER_TABLES:
-        raise _out_of_range("epsilon_table", table, ", ".join(PAPER_TABLES))
+    if table not in table_names():
+        raise _out_of_range("epsilon_table", table, ", ".join(table_names()))
     if not 1 <= window <= _MAX_WINDOW:
         raise _out_of_range("window", window, f"1 to {_MAX_WINDOW}")
     if not 1 <= kernel_size <= _MAX_KERNEL_SIZE or kernel_size % 2 == 0:
@@ -75,7 +75,7 @@ def rdkv_settings(part: Part, *, budget_tokens: int) -> RdkvSettings:
         raise _out_of_range("channel_weights", variant, ", ".join(get_args(ChannelWeights)))
     return RdkvSettings(
         budget_tokens=budget_tokens,
-        table=PAPER_TABLES[str(table)],
+        table=find_table(str(table)),
         window=window,
         kernel_size=kernel_size,
         channel_weights=weights[variant],

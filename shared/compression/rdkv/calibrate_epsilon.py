@@ -1,4 +1,4 @@
-"""Measuring distortion tables on a model's own K and V, and keeping them by model name in a JSON file.
+"""Measuring distortion tables on a model's own K and V; `epsilon.py` keeps them in files.
 
 For `kvferry calibrate epsilon`, offline: feed each layer of each calibration prompt to an
 `EpsilonAccumulator`. Runs no model itself.
@@ -6,11 +6,6 @@ For `kvferry calibrate epsilon`, offline: feed each layer of each calibration pr
 
 from __future__ import annotations
 
-import json
-import math
-import os
-from collections.abc import Mapping
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -73,46 +68,3 @@ def measure_epsilon(keys: Tensor, values: Tensor) -> EpsilonTable:
     accumulator = EpsilonAccumulator()
     accumulator.add(keys, values)
     return accumulator.table()
-
-
-def save_epsilon_table(path: Path, model: str, table: EpsilonTable) -> None:
-    """Add or replace one model's entry; the file is replaced whole, so that no reader sees half of it.
-
-    Raises:
-        ConfigurationError: the file exists and is not one of these.
-    """
-    tables = {**(load_epsilon_tables(path) if path.exists() else {}), model: table}
-    content = {name: {"keys": list(t.keys), "values": list(t.values)} for name, t in tables.items()}
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def load_epsilon_tables(path: Path) -> Mapping[str, EpsilonTable]:
-    """Tables by model name.
-
-    Raises:
-        ConfigurationError: the file cannot be read, or holds something else.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"epsilon tables cannot be read from {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigurationError(
-            f"{path} holds a {type(content).__name__}; it must hold tables by model name"
-        )
-    return {name: _parse(path, name, entry) for name, entry in content.items()}
-
-
-def _parse(path: Path, model: str, entry: object) -> EpsilonTable:
-    if not isinstance(entry, dict) or set(entry) != {"keys", "values"}:
-        raise ConfigurationError(f"{path}: the entry of {model!r} must have keys and values, nothing else")
-    curves = [entry["keys"], entry["values"]]
-    for curve in curves:
-        if not isinstance(curve, list) or not all(
-            type(e) in (int, float) and math.isfinite(e) for e in curve
-        ):
-            raise ConfigurationError(f"{path}: epsilon of {model!r} is {curve!r}; it must be three numbers")
-    keys, values = (cast(tuple[float, float, float], tuple(float(e) for e in curve)) for curve in curves)
-    return EpsilonTable(keys=keys, values=values)

@@ -1,14 +1,23 @@
 """Distortion tables: the normalised squared error that a bit-width leaves (RDKV section J, Table 14).
 
 The knapsack prices widths with them. Built in for the paper's five models; `calibrate_epsilon.py` measures
-them for others.
+them for others, one JSON file each:
+
+    {"keys": [e2, e4, e8], "values": [e2, e4, e8], ...}         # what else stands there says where it is from
+
+A service reads its folder of such files once, at its start (`install_tables`). Requests name tables, never
+paths. Router and workers should hold the same: one that lacks a table refuses the requests that name it.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
 
 from kvferry.shared.errors import ConfigurationError
 
@@ -56,15 +65,97 @@ PAPER_TABLES: Mapping[str, EpsilonTable] = {
 """Table 14, every number as printed."""
 
 
-def paper_table(model: str) -> EpsilonTable:
-    """The paper's table of a model.
+_SUFFIX = ".json"
+_installed: dict[str, EpsilonTable] = {}
+"""What `install_tables` found last; one set a process."""
+
+
+def table_names() -> tuple[str, ...]:
+    """Names that `find_table` knows: the paper's, then those of the installed folder."""
+    return (*PAPER_TABLES, *_installed)
+
+
+def find_table(name: str) -> EpsilonTable:
+    """A table by its name.
 
     Raises:
-        ConfigurationError: the paper has none of that name.
+        ConfigurationError: there is none.
     """
-    table = PAPER_TABLES.get(model)
+    table = PAPER_TABLES.get(name) or _installed.get(name)
     if table is None:
-        raise ConfigurationError(
-            f"no built-in epsilon table is named {model!r}; there are {', '.join(PAPER_TABLES)}"
-        )
+        raise ConfigurationError(f"no epsilon table is named {name!r}; there are {', '.join(table_names())}")
     return table
+
+
+def install_tables(folder: str) -> None:
+    """Make the tables of a folder known to this process, each by its file's name without `.json`, instead of
+    those installed before.
+
+    Args: folder: empty for none; files with another ending are left alone.
+
+    Raises:
+        ConfigurationError: the folder or a table cannot be read, or a name is one of the paper's.
+    """
+    paths: list[Path] = []
+    if folder:
+        try:
+            paths = sorted(path for path in Path(folder).iterdir() if path.suffix == _SUFFIX)
+        except OSError as error:
+            raise ConfigurationError(
+                f"epsilon_tables is {folder!r}; it must be a folder of tables: {error}"
+            ) from error
+    taken = [path.name for path in paths if path.stem in PAPER_TABLES]
+    if taken:
+        raise ConfigurationError(
+            f"epsilon_tables {folder!r} has {', '.join(taken)}; those names are built in"
+        )
+    tables = {path.stem: load_table(path) for path in paths}
+    _installed.clear()
+    _installed.update(tables)
+
+
+def load_table(path: Path) -> EpsilonTable:
+    """The table of one file.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"an epsilon table cannot be read from {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} holds a {type(content).__name__}; it must have keys and values")
+    return EpsilonTable(
+        keys=_curve(path, content, "keys"),
+        values=_curve(path, content, "values"),
+    )
+
+
+def save_table(
+    path: Path, table: EpsilonTable, *, origin: Mapping[str, str | int | float] | None = None
+) -> None:
+    """Write a table as `load_table` reads it; the file is replaced whole, so that no reader sees half of it.
+
+    Args: origin: what it was measured on, beside the numbers; any names but "keys" and "values".
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    content = {**(origin or {}), "keys": list(table.keys), "values": list(table.values)}
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigurationError(f"the epsilon table cannot be written to {path}: {error}") from error
+
+
+def _curve(path: Path, content: Mapping[str, object], name: str) -> tuple[float, float, float]:
+    curve = content.get(name)
+    numbers = isinstance(curve, list) and all(type(entry) in (int, float) for entry in curve)
+    if not numbers:
+        raise ConfigurationError(
+            f"{path}: {name} is {curve!r}; it must be three numbers, for 2, 4 and 8 bits"
+        )
+    return cast(tuple[float, float, float], tuple(float(entry) for entry in cast(list[float], curve)))

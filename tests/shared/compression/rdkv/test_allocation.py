@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from kvferry.kernels.packed import max_packed_bytes, pack_layer
 from kvferry.shared.compression.rdkv.allocation import allocate, count_bits
-from kvferry.shared.compression.rdkv.epsilon import paper_table
+from kvferry.shared.compression.rdkv.epsilon import find_table
 from kvferry.shared.compression.rdkv.knapsack import solve_knapsack
 
-TABLE = paper_table("LLaMA-3.1-8B")
+TABLE = find_table("LLaMA-3.1-8B")
 
 
 def make_weights(num_tokens, head_dim, seed=0, num_kv_heads=2):

@@ -1,17 +1,11 @@
-"""Measured distortion agrees with theory on Gaussian data, and tables survive the disk."""
+"""Measured distortion agrees with theory on Gaussian data."""
 
 import math
 
 import pytest
 import torch
 
-from kvferry.shared.compression.rdkv.calibrate_epsilon import (
-    EpsilonAccumulator,
-    load_epsilon_tables,
-    measure_epsilon,
-    save_epsilon_table,
-)
-from kvferry.shared.compression.rdkv.epsilon import EpsilonTable
+from kvferry.shared.compression.rdkv.calibrate_epsilon import EpsilonAccumulator, measure_epsilon
 from kvferry.shared.errors import ConfigurationError
 
 
@@ -82,36 +76,3 @@ def test_units_without_power_are_left_out():
     assert table.values == pytest.approx(expected.values)
     with pytest.raises(ConfigurationError, match="0 K channels"):
         measure_epsilon(keys[:, :1], values[:, :1])
-
-
-def test_tables_are_kept_by_model_name(tmp_path):
-    path = tmp_path / "epsilon.json"
-    one = EpsilonTable(keys=(0.3, 0.01, 1e-5), values=(0.2, 0.02, 2e-5))
-    two = EpsilonTable(keys=(0.1, 0.01, 1e-5), values=(0.1, 0.02, 2e-5))
-    save_epsilon_table(path, "a/model", one)
-    save_epsilon_table(path, "another", one)
-    save_epsilon_table(path, "a/model", two)
-    assert load_epsilon_tables(path) == {"a/model": two, "another": one}
-    assert [p.name for p in tmp_path.iterdir()] == ["epsilon.json"]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "no json",
-        "[]",
-        '{"m": {}}',
-        '{"m": {"keys": [1, 2, 3]}}',
-        '{"m": {"keys": [0.1, 0.1, "x"], "values": [0, 0, 0]}}',
-        '{"m": {"keys": [0.1, 0.1], "values": [0, 0, 0]}}',
-        '{"m": {"keys": [0.1, 0.1, NaN], "values": [0, 0, 0]}}',
-        '{"m": {"keys": [0.1, 0.1, true], "values": [0, 0, 0]}}',
-    ],
-)
-def test_files_that_hold_something_else_are_refused(tmp_path, content):
-    path = tmp_path / "epsilon.json"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(ConfigurationError):
-        load_epsilon_tables(path)
-    with pytest.raises(ConfigurationError):
-        load_epsilon_tables(tmp_path / "absent.json")

@@ -8,10 +8,10 @@ from kvferry.kernels.packed import check_packed_layer, unpack_layer
 from kvferry.kernels.trizone import trizone_decode
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.rdkv.compress import RdkvSettings, compress_layer_rdkv
-from kvferry.shared.compression.rdkv.epsilon import paper_table
+from kvferry.shared.compression.rdkv.epsilon import find_table
 from kvferry.shared.errors import KvferryError
 
-TABLE = paper_table("LLaMA-3.1-8B")
+TABLE = find_table("LLaMA-3.1-8B")
 
 
 def make_inputs(num_tokens, *, num_new=None, group_size=2, head_dim=16, seed=0):

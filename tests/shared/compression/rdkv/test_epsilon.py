@@ -1,21 +1,32 @@
-"""Built-in distortion tables are the paper's Table 14."""
+"""Built-in distortion tables are the paper's Table 14; others survive the disk and are found by name."""
+
+import json
 
 import pytest
 
-from kvferry.shared.compression.rdkv.epsilon import PAPER_TABLES, WIDTHS, EpsilonTable, paper_table
+from kvferry.shared.compression.rdkv.epsilon import (
+    PAPER_TABLES,
+    WIDTHS,
+    EpsilonTable,
+    find_table,
+    install_tables,
+    load_table,
+    save_table,
+    table_names,
+)
 from kvferry.shared.errors import ConfigurationError
 
 
 def test_tables_hold_the_papers_five_models():
     assert set(PAPER_TABLES) == {"LLaMA-3.1-8B", "LLaMA-2-13B", "Mistral-7B", "Qwen2.5-72B", "Qwen3-4B"}
-    assert paper_table("LLaMA-3.1-8B").keys == (0.149, 0.0062, 2.2e-5)
-    assert paper_table("Qwen2.5-72B").keys == (0.296, 0.0164, 4.4e-3)
-    assert paper_table("Qwen3-4B").values == (0.313, 0.0139, 4.8e-5)
+    assert find_table("LLaMA-3.1-8B").keys == (0.149, 0.0062, 2.2e-5)
+    assert find_table("Qwen2.5-72B").keys == (0.296, 0.0164, 4.4e-3)
+    assert find_table("Qwen3-4B").values == (0.313, 0.0139, 4.8e-5)
 
 
 @pytest.mark.parametrize("model", PAPER_TABLES)
 def test_more_bits_always_distort_less(model):
-    table = paper_table(model)
+    table = find_table(model)
     for curve in (table.key_curve, table.value_curve):
         assert len(curve) == len(WIDTHS)
         assert (curve[0], curve[-1]) == (1.0, 0.0)
@@ -24,10 +35,87 @@ def test_more_bits_always_distort_less(model):
 
 def test_an_unknown_model_is_named_with_those_there_are():
     with pytest.raises(ConfigurationError, match=r"'gpt'.*Qwen3-4B"):
-        paper_table("gpt")
+        find_table("gpt")
 
 
 @pytest.mark.parametrize("entries", [(0.1, 0.2), (0.1, float("nan"), 0.0), (0.1, -0.1, 0.0)])
 def test_impossible_tables_are_refused(entries):
     with pytest.raises(ConfigurationError, match="epsilon of values"):
         EpsilonTable(keys=(0.3, 0.01, 0.0), values=entries)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    yield tmp_path
+    install_tables("")
+
+
+ONE = EpsilonTable(keys=(0.3, 0.01, 1e-5), values=(0.2, 0.02, 2e-5))
+TWO = EpsilonTable(keys=(0.1, 0.01, 1e-5), values=(0.1, 0.02, 2e-5))
+
+
+def test_a_table_survives_the_disk_with_what_it_was_measured_on(folder):
+    path = folder / "mine.json"
+    save_table(path, TWO)
+    save_table(path, ONE, origin={"model": "a/model", "tokens": 4096})
+    assert load_table(path) == ONE
+    assert json.loads(path.read_text(encoding="utf-8"))["model"] == "a/model"
+    assert [entry.name for entry in folder.iterdir()] == ["mine.json"]
+
+
+def test_installed_tables_are_found_by_the_names_of_their_files_until_others_are(folder):
+    save_table(folder / "one.json", ONE)
+    save_table(folder / "two.v2.json", TWO)
+    (folder / "notes.txt").write_text("no table", encoding="utf-8")
+    install_tables(str(folder))
+    assert (find_table("one"), find_table("two.v2")) == (ONE, TWO)
+    assert table_names() == (*PAPER_TABLES, "one", "two.v2")
+    install_tables("")
+    assert table_names() == tuple(PAPER_TABLES)
+    with pytest.raises(ConfigurationError, match="'one'"):
+        find_table("one")
+
+
+def test_a_name_is_no_path(folder):
+    save_table(folder / "one.json", ONE)
+    (folder / "sub").mkdir()
+    install_tables(str(folder / "sub"))
+    for name in ("../one", str(folder / "one.json"), "one.json"):
+        with pytest.raises(ConfigurationError, match="no epsilon table"):
+            find_table(name)
+
+
+def test_a_folder_that_is_none_or_takes_a_built_in_name_is_refused_and_changes_nothing(folder):
+    save_table(folder / "one.json", ONE)
+    install_tables(str(folder))
+    with pytest.raises(ConfigurationError, match=r"epsilon_tables is .*absent"):
+        install_tables(str(folder / "absent"))
+    (folder / "other").mkdir()
+    save_table(folder / "other" / "Qwen3-4B.json", ONE)
+    with pytest.raises(ConfigurationError, match="built in"):
+        install_tables(str(folder / "other"))
+    assert find_table("one") == ONE
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "no json",
+        "[]",
+        "{}",
+        '{"keys": [1, 2, 3]}',
+        '{"keys": [0.1, 0.1, "x"], "values": [0, 0, 0]}',
+        '{"keys": [0.1, 0.1], "values": [0, 0, 0]}',
+        '{"keys": [0.1, 0.1, NaN], "values": [0, 0, 0]}',
+        '{"keys": [0.1, 0.1, true], "values": [0, 0, 0]}',
+    ],
+)
+def test_files_that_hold_something_else_are_refused(folder, content):
+    path = folder / "mine.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigurationError):
+        load_table(path)
+    with pytest.raises(ConfigurationError):
+        install_tables(str(folder))
+    with pytest.raises(ConfigurationError):
+        load_table(folder / "absent.json")
