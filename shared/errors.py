@@ -14,7 +14,8 @@
     ├── SessionBusy                    conflict         409  ABORTED              retryable
     ├── CapacityExceeded               rate_limit       429  RESOURCE_EXHAUSTED   retryable
     ├── Overloaded                     overloaded       503  UNAVAILABLE          retryable
-    │   └── WorkerUnavailable          worker_lost      503  UNAVAILABLE          retryable
+    │   ├── WorkerUnavailable          worker_lost      503  UNAVAILABLE          retryable
+    │   └── StoreUnavailable           store_lost       503  UNAVAILABLE          retryable
     ├── DeadlineExceeded               deadline         504  DEADLINE_EXCEEDED    retryable
     ├── Cancelled                      cancelled        499  CANCELLED
     ├── TransferFailed                 transfer         502  DATA_LOSS            retryable
@@ -142,6 +143,12 @@ class Overloaded(KvferryError):
 
 class WorkerUnavailable(Overloaded):
     category = "worker_lost"
+
+
+class StoreUnavailable(Overloaded):
+    """Redis does not answer, or answers that it cannot."""
+
+    category = "store_lost"
 
 
 class DeadlineExceeded(KvferryError):

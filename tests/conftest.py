@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -20,11 +21,11 @@ from kvferry.models import DEMO_MODEL
 torch.set_num_threads(1)
 
 
-def _load_tiny_models() -> ModuleType:
-    """The module beside this file: tests are no package, so it is loaded by its path."""
-    name = "kvferry_tiny_models"
+def _load(module: str) -> ModuleType:
+    """A module beside this file: tests are no package, so it is loaded by its path."""
+    name = f"kvferry_{module}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "tiny_models.py")
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{module}.py")
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -42,7 +43,20 @@ def demo_model_dir() -> Path:
 @pytest.fixture(scope="session")
 def tiny_models() -> ModuleType:
     """`tests/tiny_models.py`."""
-    return _load_tiny_models()
+    return _load("tiny_models")
+
+
+@pytest.fixture(scope="session")
+def redis_servers() -> ModuleType:
+    """`tests/redis_server.py`."""
+    return _load("redis_server")
+
+
+@pytest.fixture
+def redis_server(redis_servers: ModuleType) -> Iterator[Any]:
+    """A running `RedisServer` of the test's own."""
+    with redis_servers.RedisServer.running() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,79 @@
+"""A circuit breaker: after failures in a row, calls fail at once for a while instead of each waiting anew.
+
+Sits around every operation on Redis, so that a dead one costs a turn a bounded delay and the turns after it
+nothing. Does not retry and does not know what it guards.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+from kvferry.shared.errors import StoreUnavailable
+
+
+class CircuitBreaker:
+    """Thread-safe.
+
+        CLOSED ──max_failures calls in a row fail──► OPEN ──open_s pass──► one trial ──succeeds──► CLOSED
+                                                      ▲                        │
+                                                      └── fails, or never ends ┘
+
+    A trial that never reports its end holds nobody up: granting it postpones the next by `open_s`.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_failures: int,
+        open_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        """Args:
+        max_failures: calls in a row that must fail before it opens, at least 1.
+        open_s: how long it stays open; times 0.75 to 1.25 at random, so that workers do not return together.
+        clock: monotonic seconds.
+        """
+        assert max_failures >= 1, max_failures
+        self._max_failures = max_failures
+        self._open_s = open_s
+        self._clock = clock
+        self._uniform = uniform
+        self._lock = threading.Lock()
+        self._num_failures = 0
+        self._retry_at_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last calls failed; a call may all the same be let through, as a trial."""
+        with self._lock:
+            return self._num_failures >= self._max_failures
+
+    def enter(self) -> None:
+        """Ask to make a call. Raises StoreUnavailable, reason "breaker_open", while that is pointless."""
+        with self._lock:
+            if self._num_failures < self._max_failures:
+                return
+            wait_s = self._retry_at_s - self._clock()
+            if wait_s > 0:
+                raise StoreUnavailable(
+                    f"Redis did not answer lately; it is tried again in {wait_s:.1f} s",
+                    reason="breaker_open",
+                    retry_after_s=wait_s,
+                )
+            self._postpone()
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._num_failures = 0
+
+    def failed(self) -> None:
+        with self._lock:
+            self._num_failures += 1
+            self._postpone()
+
+    def _postpone(self) -> None:
+        self._retry_at_s = self._clock() + self._open_s * self._uniform(0.75, 1.25)

