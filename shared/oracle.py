@@ -13,14 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.trizone import trizone_decode
 from kvferry.shared.compression.attention import make_attention
 from kvferry.shared.compression.attention.interface import AttentionKind
-from kvferry.shared.compression.compress import compress_layer
+from kvferry.shared.compression.compress import compress_held, compress_layer, compress_prompt
 from kvferry.shared.compression.interface import CompressedLayer, LayerInputs
+from kvferry.shared.compression.measured import HeldLayer, hold_layer, is_measured
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.interface import LanguageModel
@@ -110,25 +112,60 @@ class _Capture:
 
 
 class _Prefill:
-    """Compresses each layer as it passes and keeps its full KV."""
+    """Compresses each layer as it passes, or once all have, and keeps its full KV."""
 
     def __init__(self, model: LanguageModel, resolved: ResolvedPlan, history: list[LayerKV]) -> None:
         self._model = model
         self._resolved = resolved
         self._history = history
+        self._held: list[HeldLayer] = []
+        self._kept: list[CompressedLayer] = []
         self.full: list[LayerKV] = []
-        self.kept: list[CompressedLayer] = []
 
     def history(self, layer: int) -> LayerKV | None:
         return self._history[layer] if self._history else None
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        compressed = compress_layer(
-            self._resolved,
-            _layer_inputs(self._model, layer, queries, keys, values, scaling),
-        )
         self.full.append((keys.clone(), values.clone()))
-        self.kept.append(compressed)
+        inputs = _layer_inputs(self._model, layer, queries, *self.full[-1], scaling)
+        if is_measured(self._resolved):
+            self._held.append(hold_layer(self._resolved, inputs))
+        else:
+            self._kept.append(compress_layer(self._resolved, inputs))
+
+    def kept(self) -> tuple[CompressedLayer, ...]:
+        """What the plan keeps of each layer, once all have passed."""
+        return compress_held(self._resolved, self._held)[1] if self._held else tuple(self._kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EvictingLayer:
+    """A layer whose rows change in place: K and V with the row of the token under way, and their state."""
+
+    keys: Tensor
+    values: Tensor
+    auxiliary: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, kind: AttentionKind, kept: CompressedLayer) -> _EvictingLayer:
+        """Begin with what is kept of the prompt."""
+        num_kv_heads, rows, head_dim = kept.keys.shape
+        keys, values = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (kept.keys, kept.values))
+        specs = kind.auxiliary_specs(
+            num_kv_heads=num_kv_heads, num_rows=rows + 1, head_dim=head_dim, dtype=keys.dtype
+        )
+        auxiliary = tuple(torch.empty(s.shape, dtype=s.dtype, device=keys.device) for s in specs)
+        assert kept.state is not None
+        kind.load(auxiliary, positions=kept.positions, state=kept.state, length=rows)
+        return cls(keys=keys, values=values, auxiliary=auxiliary)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        return self.keys, self.values, self.auxiliary
+
+    def clone(self) -> _EvictingLayer:
+        auxiliary = tuple(tensor.clone() for tensor in self.auxiliary)
+        return _EvictingLayer(keys=self.keys.clone(), values=self.values.clone(), auxiliary=auxiliary)
 
 
 class _Decode:
@@ -139,16 +176,20 @@ class _Decode:
         self._kept = kept
         self.kv = [(layer.keys, layer.values) for layer in kept]
         self.generated: list[list[LayerKV]] = [[] for _ in kinds]
+        self._evicting = {i: _EvictingLayer.of(kind, kept[i]) for i, kind in enumerate(kinds) if kind.evicts}
 
     def fork(self) -> _Decode:
         """A copy that grows by itself: rows are appended by concatenation, never in place."""
         other = _Decode(self._kinds, self._kept)
         other.kv = list(self.kv)
         other.generated = [list(rows) for rows in self.generated]
+        other._evicting = {i: state.clone() for i, state in self._evicting.items()}
         return other
 
     def densely(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """Append the row and attend to all rows."""
+        """Append the row and attend to all rows; where rows are evicted, that is so at every step."""
+        if layer in self._evicting:
+            return self._evict(layer, queries, keys, values, scaling)
         all_keys, all_values = self._append(layer, keys, values)
         packed = self._kept[layer].packed
         if packed is not None:
@@ -156,7 +197,7 @@ class _Decode:
         return dense_decode(queries[0], all_keys, all_values, scaling=scaling)[None]
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        if self._kept[layer].packed is not None:
+        if self._kept[layer].packed is not None or layer in self._evicting:
             return self.densely(layer, queries, keys, values, scaling)
         all_keys, all_values = self._append(layer, keys, values)
         kind = self._kinds[layer]
@@ -168,9 +209,21 @@ class _Decode:
         kind.build(all_keys, all_values, auxiliary, length=length)
         return kind.attend(queries[0], all_keys, all_values, auxiliary, length=length, scaling=scaling)[None]
 
-    def _append(self, layer: int, keys: Tensor, values: Tensor) -> LayerKV:
-        row = (keys.transpose(0, 1), values.transpose(0, 1))  # [H_kv, 1, D]
+    def _evict(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        self._record(layer, keys, values)
+        kind, held = self._kinds[layer], self._evicting[layer]
+        rows = held.keys.shape[1] - 1
+        kind.append(*held.tensors, keys[0], values[0], position=rows)
+        return kind.attend(queries[0], *held.tensors, length=rows + 1, scaling=scaling)[None]
+
+    def _record(self, layer: int, keys: Tensor, values: Tensor) -> LayerKV:
+        """Note a new token's K and V as the model made them; returns them, `[H_kv, 1, D]`."""
+        row = (keys.transpose(0, 1), values.transpose(0, 1))
         self.generated[layer].append((row[0].clone(), row[1].clone()))
+        return row
+
+    def _append(self, layer: int, keys: Tensor, values: Tensor) -> LayerKV:
+        row = self._record(layer, keys, values)
         all_keys = torch.cat([self.kv[layer][0], row[0]], 1)
         all_values = torch.cat([self.kv[layer][1], row[1]], 1)
         self.kv[layer] = (all_keys, all_values)
@@ -277,7 +330,7 @@ class OneProcessGenerator:
 
         sampler = SequenceSampler(sampling, tuple(prompt_token_ids), spec.vocab_size)
         tokens = [sampler.sample(logits)]
-        decode = _Decode(_kinds(resolved), tuple(prefill.kept))
+        decode = _Decode(_kinds(resolved), prefill.kept())
         stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(spec.eos_token_ids))
         while tokens[-1].token_id not in stop_ids and len(tokens) < sampling.max_tokens:
             logits = self._model.decode(
@@ -322,8 +375,8 @@ class OneProcessGenerator:
             num_layers=spec.num_layers,
             head_dim=spec.head_dim,
         )
-        compressed = tuple(compress_layer(resolved, inputs) for inputs in captured.layers)
-        return Continuation(self._model, resolved, compressed)
+        settled, compressed = compress_prompt(resolved, captured.layers)
+        return Continuation(self._model, settled, compressed)
 
 
 def _kinds(resolved: ResolvedPlan) -> tuple[AttentionKind, ...]:

@@ -55,6 +55,8 @@ def append_and_attend(
 ) -> Tensor:
     """Append one token's row to a layer and attend as its plan says: to the packed prompt as it is, if it is.
 
+    Where a row is evicted for it, its own K and V are also kept apart, if the layer has room for that.
+
     Args:
         queries: `[H_kv, G, D]`.
         key, value: `[H_kv, D]`.
@@ -64,6 +66,9 @@ def append_and_attend(
     """
     position = cache.layout.rows + num_appended
     attention = cache.layout.attention
+    if cache.generated is not None:
+        for own_rows, row in zip(cache.generated, (key, value), strict=True):
+            own_rows[:, num_appended] = row
     attention.append(cache.keys, cache.values, cache.auxiliary, key, value, position=position)
     if cache.packed is not None:
         new_keys, new_values = cache.keys[:, : position + 1], cache.values[:, : position + 1]

@@ -2,7 +2,7 @@
 
 Called by `receiver.py` under the sequence's lock. A section of rows is `[H_kv, n, D]` without gaps; its place
 in the arena is the first n rows of each head of `[H_kv, cap, D]`. Packed layers are `packed_writer.py`'s.
-Blocks cut sections at any byte.
+Blocks cut sections at any byte. Positions and state are small: they are gathered on the host.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvferry.services.decode.arena_copier import ArenaCopier
@@ -44,6 +45,7 @@ class CacheWriter:
         self._copier = copier
         self._num_prompt_tokens = num_prompt_tokens
         self._index: dict[int, bytearray] = {}
+        self._state: dict[int, bytearray] = {}
         self._index_checked: set[int] = set()
         num_rows = sum(layer.rows for layer in layout.layers)
         self._packed = {
@@ -64,6 +66,9 @@ class CacheWriter:
         """
         if header.layer in self._packed:
             self._packed[header.layer].write(header, payload)
+            return
+        if header.section is Section.STATE:
+            self._state.setdefault(header.layer, bytearray()).extend(payload)
             return
         layer = self._layout.layers[header.layer]
         row_bytes = 4 if header.section is Section.INDEX else self._spec.row_bytes
@@ -108,9 +113,29 @@ class CacheWriter:
             replace(cache, packed=self._packed[i].finish()) if i in self._packed else cache
             for i, cache in enumerate(view_layers(self._layout, self._buffer))
         )
-        for cache in caches:
-            cache.layout.attention.build(cache.keys, cache.values, cache.auxiliary, length=cache.layout.rows)
+        for i, cache in enumerate(caches):
+            if cache.layout.attention.evicts:
+                self._load(i, cache)
+            else:
+                cache.layout.attention.build(
+                    cache.keys, cache.values, cache.auxiliary, length=cache.layout.rows
+                )
         return caches
+
+    def _load(self, i: int, cache: LayerCache) -> None:
+        """Give a layer that evicts its positions and what prefill has accumulated."""
+        rows, num_kv_heads = cache.layout.rows, self._spec.num_kv_heads
+        state = torch.frombuffer(self._state.get(i, bytearray(4)), dtype=torch.float32)
+        wanted = cache.layout.attention.state_size(num_kv_heads=num_kv_heads, num_rows=rows)
+        if state.numel() != wanted:
+            raise TransferFailed(f"layer {i} STATE did not come whole", reason="incomplete")
+        positions = None
+        if i in self._index:
+            positions = torch.frombuffer(self._index[i], dtype=torch.int32).view(num_kv_heads, rows)
+        try:
+            cache.layout.attention.load(cache.auxiliary, positions=positions, state=state, length=rows)
+        except ValueError as error:
+            raise TransferFailed(f"layer {i} STATE: {error}", reason="state") from error
 
     def _write_index(self, header: BlockHeader, payload: memoryview, section_bytes: int) -> None:
         index = self._index.setdefault(header.layer, bytearray())

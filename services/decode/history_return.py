@@ -13,6 +13,7 @@ import structlog
 from torch import Tensor
 
 from kvferry.services.decode.sequence import Sequence, SequenceState
+from kvferry.shared.cache.layout import LayerCache
 from kvferry.shared.control.messages import HistoryReturned, Ticket
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.metrics import DecodeMetrics
@@ -123,7 +124,12 @@ class HistoryReturner:
 def _copy_rows(sequence: Sequence) -> _Rows:
     """Host copies of each layer's appended K and V `[H_kv, num_appended, D]`."""
 
-    def copy(cache: Tensor, start: int) -> Tensor:
-        return cache[:, start : start + sequence.num_appended].clone().cpu()
+    def copy(rows: Tensor, start: int) -> Tensor:
+        return rows[:, start : start + sequence.num_appended].clone().cpu()
 
-    return [(copy(c.keys, c.layout.rows), copy(c.values, c.layout.rows)) for c in sequence.caches]
+    def own_rows(cache: LayerCache) -> tuple[Tensor, Tensor]:
+        if cache.generated is not None:
+            return copy(cache.generated[0], 0), copy(cache.generated[1], 0)
+        return copy(cache.keys, cache.layout.rows), copy(cache.values, cache.layout.rows)
+
+    return [own_rows(cache) for cache in sequence.caches]

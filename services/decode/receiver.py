@@ -13,6 +13,10 @@ from kvferry.services.decode.cache_writer import CacheWriter
 from kvferry.services.decode.reservations import Reservations
 from kvferry.services.decode.sequence import Sequence, SequenceState
 from kvferry.shared.cache.arena import ByteArena
+from kvferry.shared.cache.layout import sequence_layout
+from kvferry.shared.compression.attention import state_sizes
+from kvferry.shared.compression.measured import is_measured, with_layer_rows
+from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.compression.representation import packed_limits
 from kvferry.shared.control.messages import TransferAccepted
 from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, TransferFailed
@@ -123,7 +127,10 @@ class CacheReceiver:
                     reason="reservation_used",
                 )
             try:
-                self._check(manifest, sequence)
+                settled = self._settled(manifest, sequence)
+                self._check(manifest, sequence, settled)
+                if settled is not sequence.resolved:
+                    self._lay_out(sequence, settled)
             except KvferryError as error:
                 sequence.close(error)
                 raise
@@ -152,7 +159,26 @@ class CacheReceiver:
             reason="reservation_ended",
         )
 
-    def _check(self, manifest: Manifest, sequence: Sequence) -> None:
+    def _lay_out(self, sequence: Sequence, settled: ResolvedPlan) -> None:
+        """Place measured rows in the bytes that were reserved for any such rows."""
+        sequence.layout = sequence_layout(
+            self._spec, settled, returns_generated=sequence.request.store_history
+        )
+        held_bytes, reserved_bytes = sequence.layout.size_bytes, sequence.allocation.size_bytes
+        assert held_bytes <= reserved_bytes, (held_bytes, reserved_bytes)
+
+    def _settled(self, manifest: Manifest, sequence: Sequence) -> ResolvedPlan:
+        """The sequence's plan; with the manifest's rows, where prefill measures them."""
+        if not is_measured(sequence.resolved):
+            return sequence.resolved
+        try:
+            return with_layer_rows(sequence.resolved, manifest.layer_rows)
+        except ValueError as error:
+            raise ProtocolMismatch(
+                f"the manifest's layer_rows: {error}", reason="manifest_layer_rows"
+            ) from error
+
+    def _check(self, manifest: Manifest, sequence: Sequence, settled: ResolvedPlan) -> None:
         spec, resolved = self._spec, sequence.resolved
         expected: dict[str, tuple[object, object]] = {
             "purpose": (manifest.purpose, "cache"),
@@ -162,10 +188,14 @@ class CacheReceiver:
             "head_dim": (manifest.head_dim, spec.head_dim),
             "start": (manifest.start, 0),
             "num_tokens": (manifest.num_tokens, resolved.num_prompt_tokens),
-            "layer_rows": (manifest.layer_rows, tuple(layer.rows for layer in resolved.layers)),
+            "layer_rows": (manifest.layer_rows, tuple(layer.rows for layer in settled.layers)),
             "layer_packed_bytes": (
                 manifest.layer_packed_bytes,
                 packed_limits(resolved, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim),
+            ),
+            "layer_state_bytes": (
+                manifest.layer_state_bytes,
+                state_sizes(settled, num_kv_heads=spec.num_kv_heads),
             ),
             "resolved": (manifest.resolved, resolved),
         }

@@ -46,6 +46,7 @@ class Sequence:
                                 given the bytes back; the worker closes
 
     Args:
+        layout: of the plan's mean rows; of its own rows from the manifest on, where prefill measures them.
         release: gives the allocation back; called exactly once, under `lock`.
         forget: removes the sequence from the worker's tables; called exactly once, at closing.
         assembler: finds stop strings; None where there are none.

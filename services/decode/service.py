@@ -26,7 +26,7 @@ from kvferry.services.decode.reservations import LeaseSweeper, Reservations
 from kvferry.services.decode.scheduler import Scheduler
 from kvferry.services.decode.sequence import Sequence
 from kvferry.shared.cache.arena import ByteArena
-from kvferry.shared.cache.layout import sequence_layout
+from kvferry.shared.cache.layout import reserved_bytes, sequence_layout
 from kvferry.shared.compression.presets import method_names
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import (
@@ -209,14 +209,14 @@ class DecodeService:
             num_layers=self._spec.num_layers,
             head_dim=self._spec.head_dim,
         )
-        layout = sequence_layout(self._spec, resolved)
+        layout = sequence_layout(self._spec, resolved, returns_generated=request.store_history)
         sampler = SequenceSampler(request.sampling, request.prompt_token_ids, self._spec.vocab_size)
         assembler = self._assembler(request)
         model_ends = () if request.sampling.ignore_eos else self._spec.eos_token_ids
         events = EventStream()
         try:
             allocation = await self._scheduler.reserve(
-                layout.size_bytes, owner=request.request_id, timeout_s=timeout_s
+                reserved_bytes(layout, self._spec, resolved), owner=request.request_id, timeout_s=timeout_s
             )
         except (CapacityExceeded, InvalidRequest) as error:
             if not request.probe:

@@ -19,13 +19,15 @@ from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
 from kvferry.services.prefill.queue import FairQueue
 from kvferry.services.prefill.receiver import HistoryReceiver
+from kvferry.shared.compression.attention import state_sizes
+from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.compression.representation import packed_limits
 from kvferry.shared.control.messages import FirstToken
 from kvferry.shared.errors import CapacityExceeded, HistoryMiss, KvferryError, WorkerUnavailable
 from kvferry.shared.history.interface import HistoryStore
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.wire.interfaces import BlockSender
+from kvferry.shared.wire.interfaces import BlockSender, OutgoingTransfer
 from kvferry.shared.wire.messages import EndRecord, Manifest
 
 log = structlog.get_logger(__name__)
@@ -47,6 +49,7 @@ class PrefillEngine:
     """Runs jobs in fair order on one thread.
 
         submit ──► queue ──► run: begin turn, open transfer ──► layers ──► sample ──► end record ──► first
+                                  (after the layers, where these decide its sizes)
                                     │ error or cancelled: transfer aborted, turn dropped, error told
 
     Idle, it runs one token every `probe_interval_s`; `ready` says whether a layer or a probe has been
@@ -194,18 +197,20 @@ class PrefillEngine:
         request, resolved, spec = job.request, job.resolved, self._model.spec
         begin_s = self._clock()
         queue_s = begin_s - job.submitted_s
-        self._attach(job)
-        assert job.transfer is not None
+        self._begin_turn(job)
         layers = PromptPass(
             resolved=resolved,
-            transfer=job.transfer,
+            open_transfer=lambda settled: self._open(job, settled),
             turn=job.turn,
             model=self._model,
             check=job.check_cancelled,
             progress=self._progress,
             clock=self._clock,
         )
+        layers.begin()
         logits = self._forward(job, layers)
+        layers.finish()
+        assert job.transfer is not None
         token = job.sampler.sample(logits)
         job.transfer.finish(EndRecord(key=job.key, num_blocks=0, payload_bytes=0, first_token=token))
         reused = job.turn.reused_tokens if job.turn is not None else 0
@@ -221,8 +226,8 @@ class PrefillEngine:
         self._observe(job, first, layers.times)
         return first
 
-    def _attach(self, job: PrefillJob) -> None:
-        """Begin the turn and open the transfer; from here on the job owns both."""
+    def _begin_turn(self, job: PrefillJob) -> None:
+        """Begin the turn, if there is a session; from here on the job owns it."""
         request = job.request
         if request.session is not None:
             job.turn = self._store.begin(request.session, request.request_id, request.prompt_token_ids)
@@ -232,10 +237,14 @@ class PrefillEngine:
                 start=len(request.prompt_token_ids),
                 max_tokens=request.sampling.max_tokens,
             )
+
+    def _open(self, job: PrefillJob, settled: ResolvedPlan) -> OutgoingTransfer:
+        """Open the transfer of what the plan came to; from here on the job owns it."""
         job.transfer = self._sender.open(
-            request.ticket, self._manifest(job), timeout_s=self._config.transfer_timeout_s
+            job.request.ticket, self._manifest(job, settled), timeout_s=self._config.transfer_timeout_s
         )
         job.check_cancelled()
+        return job.transfer
 
     def _forward(self, job: PrefillJob, layers: PromptPass) -> Tensor:
         """The prompt's pass over what history does not have; over all of it if history turns out gone."""
@@ -257,7 +266,7 @@ class PrefillEngine:
             self._metrics.prefill_tokens.labels(self._model.spec.name).inc(len(new_ids))
         return logits
 
-    def _manifest(self, job: PrefillJob) -> Manifest:
+    def _manifest(self, job: PrefillJob, settled: ResolvedPlan) -> Manifest:
         request, resolved, spec = job.request, job.resolved, self._model.spec
         with_history = request.session is not None
         return Manifest(
@@ -270,10 +279,11 @@ class PrefillEngine:
             head_dim=spec.head_dim,
             start=0,
             num_tokens=resolved.num_prompt_tokens,
-            layer_rows=tuple(layer.rows for layer in resolved.layers),
+            layer_rows=tuple(layer.rows for layer in settled.layers),
             layer_packed_bytes=packed_limits(
                 resolved, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim
             ),
+            layer_state_bytes=state_sizes(settled, num_kv_heads=spec.num_kv_heads),
             resolved=resolved,
             history_endpoint=self._history_endpoint if with_history else "",
             history_credit_bytes=self._config.history_credit_bytes if with_history else 0,

@@ -1,19 +1,21 @@
 """What happens to each layer of one prompt: load history, compress, ship, stage.
 
 Place in the request's path: called by the model's bridge on the engine thread, layer by layer, while the
-wire's own thread sends the layers before. Holds no K or V after `layer_done` returns. Does not sample.
+wire's own thread sends the layers before. Holds no K or V after `layer_done` returns, unless the plan's layer
+budgets are measured: then K and V of all layers wait on the host until `finish`. Does not sample.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvferry.shared.compression.compress import compress_layer
 from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.measured import HeldLayer, hold_layer, is_measured, settle
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.history.interface import HistoryTurn
 from kvferry.shared.model.interface import LanguageModel
@@ -35,6 +37,10 @@ class PassTimes:
 class PromptPass:
     """Implements `PrefillObserver` for one prompt; it may be run again from the start after a history miss.
 
+        begin ──► layer_done: compress, ship ──► ... ──► finish
+          └─────► layer_done: measure, hold  ──► ... ──► finish: rows per layer, open, compress and ship each
+                  (measured layer budgets)
+
     A second run ships only the layers that the first did not: those already sent are rows of the same prompt.
     """
 
@@ -42,7 +48,7 @@ class PromptPass:
         self,
         *,
         resolved: ResolvedPlan,
-        transfer: OutgoingTransfer,
+        open_transfer: Callable[[ResolvedPlan], OutgoingTransfer],
         turn: HistoryTurn | None,
         model: LanguageModel,
         check: Callable[[], None],
@@ -50,13 +56,17 @@ class PromptPass:
         clock: Callable[[], float],
     ) -> None:
         """Args:
+        open_transfer: called once, with the plan whose rows are to be shipped.
         model: the one that runs the prompt; asked for keys before RoPE where a method wants them.
         check: raises to stop the pass; called before each layer's attention and after it.
         progress: told of each layer done.
         """
         self.times = PassTimes()
         self._resolved = resolved
-        self._transfer = transfer
+        self._open_transfer = open_transfer
+        self._transfer: OutgoingTransfer | None = None
+        self._measured = is_measured(resolved)
+        self._held: dict[int, HeldLayer] = {}
         self._turn = turn
         self._model = model
         self._device = model.device
@@ -80,7 +90,7 @@ class PromptPass:
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         """See `PrefillObserver.layer_done`. Raises Cancelled, TransferFailed."""
         self._check()
-        if layer >= self._shipped_layers:
+        if self._measured or layer >= self._shipped_layers:
             inputs = LayerInputs(
                 layer=layer,
                 queries=queries,
@@ -89,8 +99,11 @@ class PromptPass:
                 scaling=scaling,
                 unrotate=lambda rows: self._model.pre_rope_keys(layer, rows),
             )
-            self._ship(inputs)
-            self._shipped_layers = layer + 1
+            if self._measured:
+                self._hold(inputs)
+            else:
+                self._ship(self._resolved, inputs)
+                self._shipped_layers = layer + 1
         if self._turn is not None:
             begin_s = self._clock()
             start = self._turn.reused_tokens
@@ -98,10 +111,41 @@ class PromptPass:
             self.times.history_store_s += self._clock() - begin_s
         self._progress()
 
-    def _ship(self, inputs: LayerInputs) -> None:
+    def begin(self) -> None:
+        """Open the transfer before the pass, so that a refusal is known early; unless its sizes are not."""
+        if not self._measured:
+            self._transfer = self._open_transfer(self._resolved)
+
+    def finish(self) -> None:
+        """After the pass: compress and ship what waited for it. Raises Cancelled, TransferFailed."""
+        if not self._measured:
+            return
+        held = [self._held.pop(layer) for layer in sorted(self._held)]
+        settled = settle(self._resolved, [layer.variance for layer in held])
+        self._check()
+        self._transfer = self._open_transfer(settled)
+        held.reverse()
+        while held:
+            self._check()
+            layer = held.pop()
+            self._ship(settled, self._on_device(layer.inputs), layer.scores)
+            self._progress()
+
+    def _hold(self, inputs: LayerInputs) -> None:
+        begin_s = self._clock()
+        held = hold_layer(self._resolved, inputs)
+        host = replace(held.inputs, keys=held.inputs.keys.cpu(), values=held.inputs.values.cpu())
+        self._held[inputs.layer] = replace(held, inputs=host)
+        self.times.compress_s += self._clock() - begin_s
+
+    def _on_device(self, inputs: LayerInputs) -> LayerInputs:
+        return replace(inputs, keys=inputs.keys.to(self._device), values=inputs.values.to(self._device))
+
+    def _ship(self, resolved: ResolvedPlan, inputs: LayerInputs, scores: Tensor | None = None) -> None:
+        assert self._transfer is not None, "the pass was not begun"
         self._synchronize()
         begin_s = self._clock()
-        kept = compress_layer(self._resolved, inputs)
+        kept = compress_layer(resolved, inputs, scores=scores)
         self._synchronize()
         compressed_s = self._clock()
         layer = inputs.layer
@@ -113,6 +157,8 @@ class PromptPass:
                 self._transfer.send(layer=layer, section=Section.INDEX, tensor=kept.positions)
             self._transfer.send(layer=layer, section=Section.KEYS, tensor=kept.keys)
             self._transfer.send(layer=layer, section=Section.VALUES, tensor=kept.values)
+            if kept.state is not None:
+                self._transfer.send(layer=layer, section=Section.STATE, tensor=kept.state)
         self.times.compress_s += compressed_s - begin_s
         self.times.pack_s += self._clock() - compressed_s
 

@@ -147,6 +147,7 @@ class HistoryReceiver:
             "start": (manifest.start, expected.start),
             "layer_rows": (manifest.layer_rows, (manifest.num_tokens,) * spec.num_layers),
             "layer_packed_bytes": (manifest.layer_packed_bytes, ()),
+            "layer_state_bytes": (manifest.layer_state_bytes, ()),
         }
         for what, (given, wanted) in agreed.items():
             if given != wanted:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
 
+from kvferry.kernels.column_sums import ColumnSums, column_sums
 from kvferry.kernels.packed import PackedLayer
 from kvferry.shared.compression.plan import CompressionPlan, ParamValue
 
@@ -22,6 +23,7 @@ class LayerInputs:
         scaling: the model's softmax scale.
         unrotate: turns this layer's post-RoPE keys `[H_kv, n, D]` at positions 0 to n - 1 into pre-RoPE ones,
             float32; None where there is no model to ask.
+        sums: accumulated attention, once it has been computed; see `with_sums`.
     """
 
     layer: int
@@ -30,6 +32,13 @@ class LayerInputs:
     values: Tensor
     scaling: float
     unrotate: Callable[[Tensor], Tensor] | None = None
+    sums: ColumnSums | None = None
+
+    def with_sums(self) -> LayerInputs:
+        """The same with `sums` there, computed from all queries unless it is."""
+        if self.sums is not None:
+            return self
+        return replace(self, sums=column_sums(self.queries, self.keys, scaling=self.scaling))
 
     def pre_rope_keys(self) -> Tensor:
         """`keys` without their positions, float32 `[H_kv, T, D]`; computed at each call.
@@ -48,12 +57,15 @@ class CompressedLayer:
         keys, values: `[H_kv, n, D]`, contiguous, compute dtype.
         positions: int32 `[H_kv, n]`, ascending and unique per head; None where every token is kept.
         packed: the layer packed, n = 0 then; None where it is rows.
+        state: float32, flat: what the layer's decode attention is to be loaded with (`AttentionKind.load`);
+            None where it needs nothing.
     """
 
     keys: Tensor
     values: Tensor
     positions: Tensor | None = None
     packed: PackedLayer | None = None
+    state: Tensor | None = None
 
 
 class Scorer(Protocol):

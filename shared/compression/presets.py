@@ -14,6 +14,19 @@ from kvferry.shared.compression.installed import installed_methods
 from kvferry.shared.compression.plan import Budget, CompressionPlan, ParamValue, Part
 from kvferry.shared.errors import ConfigurationError, InvalidRequest
 
+_COMPACTOR: dict[str, ParamValue] = {
+    "sketch": "gaussian",
+    "sketch_columns": 48,
+    "solver": "svd",
+    "centered": False,
+    "seed": 0,
+    "chunk_tokens": 256,
+    "scaled": True,
+    "leverage_weight": 0.3,
+    "sinks": 8,
+    "recents": 4,
+}
+
 PRESETS: Mapping[str, CompressionPlan] = {
     "full": CompressionPlan(method="full"),
     "snapkv": CompressionPlan(
@@ -42,7 +55,27 @@ PRESETS: Mapping[str, CompressionPlan] = {
         scorer=Part(name="streaming", params={"sinks": 4}),
         budget=Budget(tokens=2048),
     ),
-    "h2o": CompressionPlan(method="h2o", scorer=Part(name="heavy_hitters"), budget=Budget(tokens=2048)),
+    "h2o": CompressionPlan(
+        method="h2o",
+        scorer=Part(name="heavy_hitters"),
+        attention=Part(name="evict"),
+        budget=Budget(tokens=2048),
+    ),
+    "d2o": CompressionPlan(
+        method="d2o",
+        scorer=Part(name="accumulated_attention"),
+        attention=Part(name="merge"),
+        layer_allocation=Part(name="attention_variance", params={"normalisation": "mean"}),
+        # a fifth of the cache, as most of the paper's tables
+        budget=Budget(retention=0.2),
+    ),
+    "rocketkv-d2o": CompressionPlan(
+        method="rocketkv-d2o",
+        scorer=Part(name="window_attention", params={"window": 32, "pooling": "max", "kernel_size": 63}),
+        attention=Part(name="hsa"),
+        layer_allocation=Part(name="attention_variance", params={"normalisation": "mean"}),
+        budget=Budget(tokens=512),
+    ),
     "pyramidkv": CompressionPlan(
         method="pyramidkv",
         scorer=Part(name="window_attention", params={"window": 32, "pooling": "avg", "kernel_size": 7}),
@@ -51,23 +84,15 @@ PRESETS: Mapping[str, CompressionPlan] = {
     ),
     "compactor": CompressionPlan(
         method="compactor",
-        scorer=Part(
-            name="compactor",
-            params={
-                "sketch": "gaussian",
-                "sketch_columns": 48,
-                "solver": "svd",
-                "centered": False,
-                "seed": 0,
-                "chunk_tokens": 256,
-                "scaled": True,
-                "leverage_weight": 0.3,
-                "sinks": 8,
-                "recents": 4,
-            },
-        ),
+        scorer=Part(name="compactor", params=_COMPACTOR),
         # a quarter keeps 93 % of the LongBench score that Llama 3.1 has with a full cache (table 1)
         budget=Budget(retention=0.25),
+    ),
+    "compactor-hsa": CompressionPlan(
+        method="compactor-hsa",
+        scorer=Part(name="compactor", params=_COMPACTOR),
+        attention=Part(name="hsa"),
+        budget=Budget(tokens=512),
     ),
     "rdkv": CompressionPlan(
         method="rdkv",

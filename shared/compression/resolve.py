@@ -11,7 +11,8 @@ from decimal import Context, Decimal
 from fractions import Fraction
 
 from kvferry.shared.compression.allocation import allocate_layers
-from kvferry.shared.compression.attention import check_attention, size_attention
+from kvferry.shared.compression.attention import check_attention, chooses_rows, size_attention
+from kvferry.shared.compression.measured import check_measured
 from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import preset
 from kvferry.shared.compression.representation import check_representation, packed_layer_plan
@@ -78,7 +79,7 @@ def resolve_plan(
 def _check(plan: CompressionPlan, num_layers: int) -> None:
     """Whether the plan's parts exist and fit together."""
     preset(plan.method)
-    check_attention(plan.attention)
+    check_attention(plan.attention, scorer=plan.scorer)
     check_representation(plan)
     outside = [layer for layer in plan.skip_layers if not 0 <= layer < num_layers]
     if outside:
@@ -86,6 +87,7 @@ def _check(plan: CompressionPlan, num_layers: int) -> None:
             f"skip_layers names {outside}; layers are 0 to {num_layers - 1}", param="kv_compression"
         )
     allocate_layers(plan.layer_allocation, rows=1, num_layers=1, num_tokens=1)
+    check_measured(plan)
     if plan.scorer is not None:
         make_scorer(plan.scorer, rows=1)
     elif plan.layer_allocation.name != "uniform":
@@ -99,15 +101,15 @@ def _check(plan: CompressionPlan, num_layers: int) -> None:
 def _rows_and_cap(plan: CompressionPlan, budget: int, total: int, max_new_tokens: int) -> tuple[int, int]:
     """Rows kept of the prompt, on average over layers, and cap: rows that decode may come to choose from.
 
-    A scorer with dense attention keeps the budget, t, or what it always keeps where that is more. A sparse
-    attention without a scorer chooses t rows' worth of traffic from all of S = prompt + N. With both,
+    A scorer with attention to every row keeps the budget, t, or what it always keeps where that is more. A
+    sparse attention without a scorer chooses t rows' worth of traffic from all of S = prompt + N. With both,
     RocketKV's split shares S/t between the two stages, whichever scorer and attention they are.
     """
     num_prompt_tokens = total - max_new_tokens
     if plan.scorer is None:
         return num_prompt_tokens, total
     always = _always_kept(plan.scorer)
-    if plan.attention.name == "dense":
+    if not chooses_rows(plan.attention):
         rows = min(max(budget, always), num_prompt_tokens)
         return rows, rows + max_new_tokens
     cap = _first_stage_cap(total, budget, max_new_tokens)

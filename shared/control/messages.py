@@ -171,7 +171,7 @@ class TransferDone:
     """Last event of a Prefill stream: decode has acknowledged every block.
 
     Attributes:
-        bytes_by_kind: payload bytes on the wire: codes, scales, rows, index, manifest.
+        bytes_by_kind: payload bytes on the wire: codes, scales, rows, index, state, manifest.
         transfer_s: from the first block's sending to the acknowledgement.
     """
 

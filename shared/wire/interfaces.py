@@ -42,8 +42,8 @@ class OutgoingTransfer(Protocol):
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
-        """Payload bytes sent so far by kind: rows, index, codes, scales, manifest (manifest and end
-        record)."""
+        """Payload bytes sent so far by kind: rows, index, codes, scales, state, manifest (manifest and
+        end record)."""
         ...
 
 

@@ -1,9 +1,9 @@
 """Where a transfer stands among the sections that its manifest promises; both ends walk it alike.
 
 Place in the request's path: sender and receiver check every block against it. Sections come layer by layer.
-A layer of rows is INDEX (optional) then KEYS then VALUES, each exactly as large as rows, heads, head_dim and
-dtype imply; a packed layer is LAYOUT, then the sections that it implies (`packed_sections.py`). All are cut
-in blocks without gaps. Looks at no other payload than LAYOUT's.
+A layer of rows is INDEX (optional), KEYS, VALUES, each exactly as large as rows, heads, head_dim and dtype
+imply, then STATE where the manifest has bytes for it; a packed layer is LAYOUT, then the sections that it
+implies (`packed_sections.py`). All are cut in blocks without gaps. Looks at no other payload than LAYOUT's.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from kvferry.shared.wire.packed_sections import KIND_SECTIONS, decode_layout, la
 
 INDEX_ENTRY_BYTES = 4
 
-_ROW_SECTIONS = (Section.INDEX, Section.KEYS, Section.VALUES)
+_ROW_SECTIONS = (Section.INDEX, Section.KEYS, Section.VALUES, Section.STATE)
 
 
 def section_bytes(manifest: Manifest, layer: int, section: Section) -> int:
     """Size in bytes of a section that the manifest alone implies: `rows * H_kv * D * dtype` for KEYS and
-    VALUES, `rows * H_kv * 4` for INDEX, and LAYOUT's."""
+    VALUES, `rows * H_kv * 4` for INDEX, STATE's, and LAYOUT's."""
     if section is Section.LAYOUT:
         return layout_section_bytes(manifest.num_kv_heads)
     assert section in _ROW_SECTIONS, section
+    if section is Section.STATE:
+        return manifest.state_bytes(layer)
     rows = manifest.layer_rows[layer] * manifest.num_kv_heads
     if section is Section.INDEX:
         return rows * INDEX_ENTRY_BYTES
@@ -34,8 +36,8 @@ class SectionCursor:
     """The next byte expected. Not thread-safe.
 
         layer 0: rows               layer 1: packed
-        [INDEX?] KEYS  VALUES       LAYOUT  CODES  SCALES  HALF_ROWS  PACKED_INDEX      complete
-                   ▲ offset         └── their sizes follow ──▲
+        [INDEX?] KEYS VALUES STATE  LAYOUT  CODES  SCALES  HALF_ROWS  PACKED_INDEX      complete
+                  ▲ offset          └── their sizes follow ──▲
 
     INDEX may be left out at the start of a layer; sections of no bytes are passed over.
     """

@@ -34,6 +34,8 @@ class Section(enum.IntEnum):
     SCALES = 6
     HALF_ROWS = 7
     PACKED_INDEX = 8
+    STATE = 9
+    """rows: float32, what the layer's decode attention begins with (`AttentionKind.load`)."""
 
     @property
     def kind(self) -> str:
@@ -50,6 +52,7 @@ _KINDS = {
     Section.SCALES: "scales",
     Section.HALF_ROWS: "rows",
     Section.PACKED_INDEX: "index",
+    Section.STATE: "state",
 }
 
 
@@ -73,6 +76,7 @@ class Manifest:
         layer_rows: rows per KV head to expect, one entry a layer; of a packed layer, the most tokens.
         layer_packed_bytes: the most bytes that each layer is packed in, 0 where it is rows; empty where all
             layers are.
+        layer_state_bytes: bytes of each layer's STATE; empty where no layer has any.
         history_endpoint: where decode returns generated KV, or "" if it is not wanted.
         history_credit_bytes: the credit for that return.
     """
@@ -91,10 +95,15 @@ class Manifest:
     history_endpoint: str = ""
     history_credit_bytes: int = 0
     layer_packed_bytes: tuple[int, ...] = ()
+    layer_state_bytes: tuple[int, ...] = ()
 
     def packed_limit_bytes(self, layer: int) -> int:
         """The most bytes that a layer is packed in; 0 where it is rows."""
         return self.layer_packed_bytes[layer] if self.layer_packed_bytes else 0
+
+    def state_bytes(self, layer: int) -> int:
+        """Bytes of a layer's STATE; 0 where it has none."""
+        return self.layer_state_bytes[layer] if self.layer_state_bytes else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,14 +164,17 @@ def _check_manifest(manifest: Manifest) -> None:
     )
     for name in ("request_id", "model_fingerprint", "history_endpoint"):
         _check_range(f"length of {name}", len(getattr(manifest, name)), 0, MAX_TEXT_CHARS)
-    if manifest.layer_packed_bytes:
-        num_layers = len(manifest.layer_rows)
-        _check_range("length of layer_packed_bytes", len(manifest.layer_packed_bytes), num_layers, num_layers)
-    for layer, limit_bytes in enumerate(manifest.layer_packed_bytes):
-        _check_range(f"layer_packed_bytes[{layer}]", limit_bytes, 0, MAX_TOTAL_BYTES)
+    for name in ("layer_packed_bytes", "layer_state_bytes"):
+        sizes = getattr(manifest, name)
+        if sizes:
+            num_layers = len(manifest.layer_rows)
+            _check_range(f"length of {name}", len(sizes), num_layers, num_layers)
+        for layer, size_bytes in enumerate(sizes):
+            _check_range(f"{name}[{layer}]", size_bytes, 0, MAX_TOTAL_BYTES)
     row_bytes = 2 * manifest.head_dim * DTYPE_BYTES[manifest.dtype] + 4
     total_bytes = sum(
-        manifest.packed_limit_bytes(layer) or rows * manifest.num_kv_heads * row_bytes
+        manifest.packed_limit_bytes(layer)
+        or rows * manifest.num_kv_heads * row_bytes + manifest.state_bytes(layer)
         for layer, rows in enumerate(manifest.layer_rows)
     )
     _check_range("total size in bytes", total_bytes, 0, MAX_TOTAL_BYTES)

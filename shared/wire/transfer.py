@@ -35,7 +35,12 @@ class _State(enum.Enum):
 
 _OVER = (_State.ACKNOWLEDGED, _State.ABORTED, _State.FAILED)
 
-_DTYPES = {Section.INDEX: "int32", Section.LAYOUT: "int32", **dict.fromkeys(KIND_SECTIONS, "uint8")}
+_DTYPES = {
+    Section.INDEX: "int32",
+    Section.LAYOUT: "int32",
+    Section.STATE: "float32",
+    **dict.fromkeys(KIND_SECTIONS, "uint8"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +166,9 @@ class SendingTransfer:
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes sent so far: "codes", "scales", "rows" and "index" are block payloads; "manifest" is all the
-        rest that the transfer needs: manifest, layout and end payloads, and the header frames of manifest,
-        blocks and end."""
+        """Bytes sent so far: "codes", "scales", "rows", "index" and "state" are block payloads; "manifest" is
+        all the rest that the transfer needs: manifest, layout and end payloads, and the header frames of
+        manifest, blocks and end."""
         with self._condition:
             return dict(self._bytes_by_kind)
 

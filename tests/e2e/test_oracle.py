@@ -112,7 +112,7 @@ def test_full_equals_transformers_generate(
         assert tokens == texts(tokenizer, expected)
 
 
-@pytest.mark.parametrize("method", ["rocketkv", "snapkv"])
+@pytest.mark.parametrize("method", ["rocketkv", "snapkv", "d2o"])
 @pytest.mark.parametrize("budget", [48, 256])
 def test_compressed_methods_equal_their_one_process_selves(
     stack: Any,

@@ -1,5 +1,7 @@
 """Layer allocations by name: how a plan's `layer_allocation` part shares the kept rows between layers.
 
+"attention_variance" is measured: here it gives every layer the mean, and `measured.py` each its own.
+
 Applied before any scorer, so every scorer works with every allocation. Adding one is one file and one entry
 of `ALLOCATIONS`. Knows nothing of what is kept.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from kvferry.shared.compression.allocation.attention_variance import attention_variance
 from kvferry.shared.compression.allocation.pyramid import pyramid
 from kvferry.shared.compression.allocation.uniform import uniform
 from kvferry.shared.compression.plan import ParamValue, Part
@@ -16,7 +19,11 @@ from kvferry.shared.errors import InvalidRequest
 LayerAllocation = Callable[[Mapping[str, ParamValue], int, int, int], list[int]]
 """(params, mean rows, number of layers, tokens of the prompt) -> rows of each layer, of that mean exactly."""
 
-ALLOCATIONS: Mapping[str, LayerAllocation] = {"uniform": uniform, "pyramid": pyramid}
+ALLOCATIONS: Mapping[str, LayerAllocation] = {
+    "uniform": uniform,
+    "pyramid": pyramid,
+    "attention_variance": attention_variance,
+}
 
 
 def allocate_layers(part: Part, *, rows: int, num_layers: int, num_tokens: int) -> list[int]:

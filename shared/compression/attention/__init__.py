@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 
 from kvferry.shared.compression.attention.dense import Dense
+from kvferry.shared.compression.attention.evicting import Evict, Merge
 from kvferry.shared.compression.attention.exact_topk import ExactTopK
 from kvferry.shared.compression.attention.hsa import Hsa
 from kvferry.shared.compression.attention.interface import AttentionKind, SizedAttentionKind
 from kvferry.shared.compression.attention.quest import Quest
 from kvferry.shared.compression.attention.sparq import SparQ
-from kvferry.shared.compression.plan import Part
+from kvferry.shared.compression.plan import Part, ResolvedPlan
 from kvferry.shared.errors import InvalidRequest
 
 ATTENTIONS: Mapping[str, type[SizedAttentionKind]] = {
@@ -24,11 +25,23 @@ ATTENTIONS: Mapping[str, type[SizedAttentionKind]] = {
     "quest": Quest,
     "sparq": SparQ,
     "exact_topk": ExactTopK,
+    "evict": Evict,
+    "merge": Merge,
 }
 
 
-def check_attention(part: Part) -> None:
-    """Whether a plan's attention can be sized.
+_FLOAT_BYTES = 4
+_SCORERS_OF_EVICTION: Mapping[str, str] = {"evict": "heavy_hitters", "merge": "accumulated_attention"}
+"""A kind that evicts divides the rows at each step as the scorer did that left them."""
+
+
+def chooses_rows(part: Part) -> bool:
+    """Whether a plan's attention reads some of the rows at a step, where others read every one."""
+    return part.name != "dense" and not ATTENTIONS[part.name].evicts
+
+
+def check_attention(part: Part, *, scorer: Part | None) -> None:
+    """Whether a plan's attention can be sized, and goes with its scorer.
 
     Every kind but "dense" takes `dense_layers` (int, 0 by default): the first layers that attend densely.
 
@@ -37,6 +50,13 @@ def check_attention(part: Part) -> None:
     if part.name not in ATTENTIONS:
         raise InvalidRequest(
             f"the plan's attention is {part.name!r}; it must be one of {', '.join(ATTENTIONS)}",
+            param="kv_compression",
+        )
+    wanted = _SCORERS_OF_EVICTION.get(part.name)
+    if wanted is not None and (scorer is None or scorer.name != wanted):
+        raise InvalidRequest(
+            f"attention {part.name!r} goes with scorer {wanted!r}; the plan's scorer is "
+            f"{'none' if scorer is None else repr(scorer.name)}",
             param="kv_compression",
         )
     allowed = set() if part.name == "dense" else {"dense_layers"}
@@ -78,3 +98,13 @@ def make_attention(sized: Part) -> AttentionKind:
             param="kv_compression",
         )
     return kind(**sizes)
+
+
+def state_sizes(resolved: ResolvedPlan, *, num_kv_heads: int) -> tuple[int, ...]:
+    """Bytes of what each layer's attention is to be loaded with; nothing at all where none needs any."""
+    sizes = tuple(
+        _FLOAT_BYTES
+        * make_attention(layer.attention).state_size(num_kv_heads=num_kv_heads, num_rows=layer.rows)
+        for layer in resolved.layers
+    )
+    return sizes if any(sizes) else ()

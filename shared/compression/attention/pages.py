@@ -9,10 +9,11 @@ from torch import Tensor
 
 from kvferry.kernels import hsa
 from kvferry.shared.compression.attention.interface import TensorSpec
+from kvferry.shared.compression.attention.rows import GrowingRows
 
 
 @dataclass(frozen=True, kw_only=True)
-class PagedAttention:
+class PagedAttention(GrowingRows):
     """The part of `AttentionKind` that keeps `(page_max, page_min)`, `[H_kv, ceil(rows / P), D]` each.
 
     Attributes:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from kvferry.kernels import sparq
 from kvferry.shared.compression.attention.interface import TensorSpec
+from kvferry.shared.compression.attention.rows import GrowingRows
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparQ:
+class SparQ(GrowingRows):
     """Implements `AttentionKind` by `kernels.sparq` (Ribar et al. 2024; RocketKV appendix A.3).
 
     Attributes:

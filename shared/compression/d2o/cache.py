@@ -1,7 +1,7 @@
-"""One layer's cache of one sequence in decode, at a fixed size: D2O sections 4.2.1 and 4.2.2, token by token.
+"""One layer's cache of one sequence in decode, at a fixed size: D2O sections 4.2.1 and 4.2.2, and H2O.
 
-Made from what prefill left of the layer; decode calls it once a layer and token. Owns no memory but a few
-numbers per row. Does not know sequences, batches or arenas.
+The attention kinds "evict" and "merge" make one for each step, over tensors that the sequence keeps. Owns no
+memory. Does not know sequences, batches or arenas.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvferry.shared.compression.d2o.eviction import NUM_SINKS, zones
+from kvferry.shared.compression.d2o.eviction import Zones
 from kvferry.shared.compression.d2o.merging import (
     SMOOTHING,
     cosine_similarities,
@@ -20,7 +20,7 @@ from kvferry.shared.compression.d2o.merging import (
 )
 
 
-class MergingCache:
+class EvictingCache:
     """S kept rows and, while a token is under way, that token's own.
 
         keys, values   | 0 ... S-1: kept rows, in no particular order | S: the token under way |
@@ -28,20 +28,19 @@ class MergingCache:
         append ──► row S is written
         attend ──► output over rows 0..S, and the attention row
         evict  ──► scores += attention row; the lowest score between sinks and recents leaves;
-                   τ moves; the evicted row is merged into its nearest row, or dropped;
+                   with thresholds: tau moves, the evicted row is merged into its nearest row, or dropped;
                    row S takes the evicted row's place, row S is free again
 
-    `step` is append and evict in one, for a caller that attends by itself. Nothing grows: every call leaves S
-    rows, and an evicted row's score is forgotten with it. No call waits for the device.
+    Nothing grows: every step leaves S rows, and an evicted row's score is forgotten with it. No call waits
+    for the device. Everything is changed in place and the caller's.
 
     Args:
-        keys, values: `[H_kv, S + 1, D]`, changed in place and the caller's to free; rows 0 to S - 1 are as
-            prefill left them, in any order.
-        scores: float32 `[H_kv, S]`, accumulated attention of those rows, summed over the group; copied.
-        thresholds: float32 `[H_kv]`, tau, NaN where unset; copied.
-        positions: int `[H_kv, S]`, which tokens the rows are; copied. Sinks are the first tokens of the
-            sequence and recents the last before `next_position`, as `kept_positions` leaves them.
-        next_position: position of the next token to be appended.
+        keys, values: `[H_kv, S + 1, D]`.
+        scores: float32 `[H_kv, S]`, accumulated attention of the rows, summed over the group.
+        positions: int `[H_kv, S]`, which tokens the rows are. Sinks are the first tokens of the sequence; the
+            newest token is always among them, so the next one's position is the largest and one.
+        layer_zones: of S rows.
+        thresholds: float32 `[H_kv]`, tau, NaN where unset; None where evicted rows are dropped.
     """
 
     def __init__(
@@ -50,25 +49,24 @@ class MergingCache:
         keys: Tensor,
         values: Tensor,
         scores: Tensor,
-        thresholds: Tensor,
         positions: Tensor,
-        next_position: int,
-        num_sinks: int = NUM_SINKS,
+        layer_zones: Zones,
+        thresholds: Tensor | None = None,
         smoothing: float = SMOOTHING,
     ) -> None:
         num_kv_heads, rows = scores.shape
+        assert rows == layer_zones.rows, (rows, layer_zones)
         assert keys.shape == values.shape, (keys.shape, values.shape)
         assert keys.shape[:2] == (num_kv_heads, rows + 1), (keys.shape, scores.shape)
         assert positions.shape == scores.shape, (positions.shape, scores.shape)
-        assert thresholds.shape == (num_kv_heads,), (thresholds.shape, num_kv_heads)
+        assert thresholds is None or thresholds.shape == (num_kv_heads,), (thresholds, num_kv_heads)
         self.keys = keys
         self.values = values
-        self.scores = scores.clone()
-        self.thresholds = thresholds.clone()
-        self.positions = positions.to(torch.int64, copy=True)
-        self.next_position = next_position
+        self.scores = scores
+        self.positions = positions
+        self.thresholds = thresholds
         self._rows = rows
-        self._zones = zones(rows, num_sinks=num_sinks)
+        self._zones = layer_zones
         self._smoothing = smoothing
         self._heads = torch.arange(num_kv_heads, device=keys.device)
 
@@ -98,32 +96,33 @@ class MergingCache:
             the order of the rows.
         """
         heads, last = self._heads, self._rows
+        next_positions = self.positions.amax(dim=1) + 1
         self.scores += attention_row[:, :last]
-        evicted = self._lowest()
-        evicted_key, evicted_value = self.keys[heads, evicted], self.values[heads, evicted]
+        evicted = self._lowest(next_positions)
+        if self.thresholds is not None:
+            self._merge(evicted, self.thresholds)
+        for rows in (self.keys, self.values):
+            rows[heads, evicted] = rows[:, last].clone()
+        self.scores[heads, evicted] = attention_row[:, last]
+        self.positions[heads, evicted] = next_positions
 
+    def _merge(self, evicted: Tensor, thresholds: Tensor) -> None:
+        """Move tau; merge each head's evicted row, int64 `[H_kv]`, into its nearest, if it is near enough."""
+        heads = self._heads
+        evicted_key, evicted_value = self.keys[heads, evicted], self.values[heads, evicted]
         similarities = cosine_similarities(evicted_key[:, None], self.keys)[:, 0]
         similarities[heads, evicted] = -torch.inf
         similarity, nearest = similarities.max(dim=1)
-        self.thresholds = next_threshold(self.thresholds, similarity, smoothing=self._smoothing)
-        weight = merge_weight(similarity, self.thresholds)[:, None]
+        thresholds.copy_(next_threshold(thresholds, similarity, smoothing=self._smoothing))
+        weight = merge_weight(similarity, thresholds)[:, None]
         for rows, row in ((self.keys, evicted_key), (self.values, evicted_value)):
             target = rows[heads, nearest]
             merged = (math.e * target.float() + weight * row.float()) / (math.e + weight)
             rows[heads, nearest] = torch.where(weight > 0, merged.to(rows.dtype), target)
-            rows[heads, evicted] = rows[:, last].clone()
-        self.scores[heads, evicted] = attention_row[:, last]
-        self.positions[heads, evicted] = self.next_position
-        self.next_position += 1
 
-    def step(self, attention_row: Tensor, key: Tensor, value: Tensor) -> None:
-        """`append` and `evict` for a token whose query has already attended to the rows and to itself."""
-        self.append(key, value)
-        self.evict(attention_row)
-
-    def _lowest(self) -> Tensor:
+    def _lowest(self, next_positions: Tensor) -> Tensor:
         """Row of the lowest score between sinks and recents, the latest token of equals: int64 `[H_kv]`."""
-        first_recent = self.next_position + 1 - self._zones.num_recents
+        first_recent = next_positions[:, None] + 1 - self._zones.num_recents
         between = (self.positions >= self._zones.num_sinks) & (self.positions < first_recent)
         scores = torch.where(between, self.scores, torch.inf)
         lowest = between & (scores == scores.amin(dim=1, keepdim=True))

@@ -1,6 +1,6 @@
-"""Which prompt tokens stay: sinks, the top of the accumulated attention, recents. D2O section 4.2.1.
+"""Which tokens stay: sinks, the top of the accumulated attention, recents. D2O section 4.2.1, and H2O.
 
-After a layer's budget is known, before merging. Does not touch K or V.
+Scorers ask it for the prompt, `EvictingCache` at each decode step. Does not touch K or V.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from kvferry.shared.compression.select import select_rows
 
 NUM_SINKS = 4
 _SHARES = 4
@@ -51,14 +49,23 @@ def zones(rows: int, *, num_sinks: int = NUM_SINKS) -> Zones:
     return Zones(num_sinks=sinks, num_important=rows - sinks - recents, num_recents=recents)
 
 
-def kept_positions(scores: Tensor, layer_zones: Zones) -> Tensor:
-    """The tokens that stay: `[:T]`, `Top_N(AttnScore[T : -M])`, `[-M:]` (Eq. 7 and 8).
+def half_zones(rows: int) -> Zones:
+    """H2O's (Zhang et al. 2023): half the rows important, half recent, an odd one to the recents; no sinks.
 
-    Args: scores float32 `[H_kv, T]`, accumulated attention; not changed. `layer_zones.rows` is at most T.
-    Returns: int32 `[H_kv, S]`, ascending; of equal scores the lowest position stays.
+    Args: rows: S, at least 1.
+    """
+    assert rows >= 1, f"rows is {rows}; it must be at least 1"
+    return Zones(num_sinks=0, num_important=rows // 2, num_recents=rows - rows // 2)
+
+
+def protected(scores: Tensor, layer_zones: Zones) -> Tensor:
+    """Accumulated attention with +inf on sinks and recents, so that the S best tokens are those that stay:
+    `[:T]`, `Top_N(AttnScore[T : -M])`, `[-M:]` (Eq. 7 and 8).
+
+    Args: scores float32 `[H_kv, T]`; not changed. Returns: the same shape.
     """
     num_tokens = scores.shape[1]
     forced = scores.clone()
     forced[:, : layer_zones.num_sinks] = torch.inf
-    forced[:, num_tokens - layer_zones.num_recents :] = torch.inf
-    return select_rows(forced, layer_zones.rows)
+    forced[:, max(num_tokens - layer_zones.num_recents, 0) :] = torch.inf
+    return forced

@@ -17,6 +17,7 @@ from kvferry.shared.errors import KvferryError
 
 Normalisation = Literal["mean", "raw", "minmax"]
 LOWEST_RETENTION = 0.01
+_ROUNDING = 1e-6
 
 
 def attention_variance(variances: Tensor, *, normalisation: Normalisation = "mean") -> float:
@@ -105,6 +106,7 @@ def layer_budgets(
     rows: int,
     normalisation: Normalisation = "mean",
     exempt_layers: Collection[int] = (),
+    least_rows: int = 1,
 ) -> tuple[int, ...]:
     """S_l of each layer (Eq. 5), in tokens per KV head: `alpha_l * T` made whole by largest remainder.
 
@@ -115,13 +117,15 @@ def layer_budgets(
         variances: F of each layer, exempt ones included; as `layer_retentions` takes them.
         num_tokens: T, at least 1.
         rows: 1 to T, what each layer would get under uniform budgets.
+        least_rows: 1 to `rows`, what no layer goes below.
 
-    Returns: 1 to T for each layer, summing to L' * rows over those that are not exempt. Of equal remainders
-        the one with the smaller F is rounded up, then the lowest layer's.
+    Returns: `least_rows` to T for each layer, summing to L' * rows over those that are not exempt. Of equal
+        remainders the one with the smaller F is rounded up, then the lowest layer's.
 
     Raises: KvferryError: as `layer_retentions`, of layers that are not exempt.
     """
     assert 1 <= rows <= num_tokens, f"rows is {rows}; it must be 1 to {num_tokens}"
+    assert 1 <= least_rows <= rows, f"least_rows is {least_rows}; it must be 1 to {rows}"
     shared = [layer for layer in range(len(variances)) if layer not in exempt_layers]
     budgets = [num_tokens] * len(variances)
     if not shared:
@@ -131,8 +135,7 @@ def layer_budgets(
         shared_variances,
         retention=rows / num_tokens,
         normalisation=normalisation,
-        # a layer without any row could not attend
-        lowest=max(LOWEST_RETENTION, 1 / num_tokens),
+        lowest=max(LOWEST_RETENTION, least_rows / num_tokens),
     )
     shares = [alpha * num_tokens for alpha in retentions]
     counts = _whole_tokens(shares, len(shared) * rows, order=shared_variances)
@@ -143,7 +146,8 @@ def layer_budgets(
 
 def _whole_tokens(shares: Sequence[float], total: int, *, order: Sequence[float]) -> list[int]:
     """Shares rounded so that they sum to `total`: of equal remainders the lowest in `order` gets more."""
-    counts = [math.floor(share) for share in shares]
+    # a share that is whole but for a rounding is that many tokens
+    counts = [math.floor(share + _ROUNDING) for share in shares]
     ranked = sorted(range(len(shares)), key=lambda i: (counts[i] - shares[i], order[i], i))
     missing = total - sum(counts)
     assert 0 <= missing <= len(counts), (missing, shares)

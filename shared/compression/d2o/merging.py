@@ -1,7 +1,7 @@
 """Evicted rows merged into the kept rows that they resemble most: D2O section 4.2.2.
 
 `merge_prompt` is the step after eviction while a prompt is prefilled; the single rules are also what
-`MergingCache` applies to one row at each decode step. All arithmetic is float32. Does not choose what is
+`EvictingCache` applies to one row at each decode step. All arithmetic is float32. Does not choose what is
 evicted.
 """
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from kvferry.shared.compression.installed import installed_scorers
 from kvferry.shared.compression.interface import Scorer, ScorerFactory
 from kvferry.shared.compression.plan import Part
+from kvferry.shared.compression.scorers.accumulated_attention import AccumulatedAttentionScorer
 from kvferry.shared.compression.scorers.compactor import CompactorScorer
-from kvferry.shared.compression.scorers.heavy_hitters import HeavyHitterScorer
 from kvferry.shared.compression.scorers.random_rows import RandomScorer
 from kvferry.shared.compression.scorers.streaming import StreamingScorer
 from kvferry.shared.compression.scorers.window_attention import WindowAttentionScorer
@@ -18,7 +18,8 @@ SCORERS: Mapping[str, ScorerFactory] = {
     "window_attention": WindowAttentionScorer.from_params,
     "streaming": StreamingScorer.from_params,
     "random": RandomScorer.from_params,
-    "heavy_hitters": HeavyHitterScorer.from_params,
+    "heavy_hitters": AccumulatedAttentionScorer.heavy_hitters,
+    "accumulated_attention": AccumulatedAttentionScorer.from_params,
     "compactor": CompactorScorer.from_params,
 }
 

@@ -12,7 +12,8 @@ import torch
 import kvferry.models
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
-from kvferry.shared.compression.compress import compress_layer
+from kvferry.shared.compression.attention import state_sizes
+from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, Part
 from kvferry.shared.compression.presets import plan_for
@@ -108,10 +109,11 @@ class PromptCache:
     def __init__(self, model, request):
         self.request = request
         self.resolved = resolve(model.spec, request)
-        self.layers = []
         self.full = []
+        self._inputs = []
         with torch.inference_mode():
             logits = model.prefill(torch.tensor(request.prompt_token_ids), start=0, observer=self)
+            self.settled, self.layers = compress_prompt(self.resolved, self._inputs)
         sampler = SequenceSampler(request.sampling, request.prompt_token_ids, model.spec.vocab_size)
         self.first_token = sampler.sample(logits)
 
@@ -119,8 +121,9 @@ class PromptCache:
         return None
 
     def layer_done(self, layer, queries, keys, values, scaling):
-        inputs = LayerInputs(layer=layer, queries=queries, keys=keys, values=values, scaling=scaling)
-        self.layers.append(compress_layer(self.resolved, inputs))
+        self._inputs.append(
+            LayerInputs(layer=layer, queries=queries, keys=keys, values=values, scaling=scaling)
+        )
         self.full.append((keys.clone(), values.clone()))
 
 
@@ -134,8 +137,10 @@ def resolve(spec, request):
     )
 
 
-def manifest_for(spec, request, ticket, **changes):
+def manifest_for(spec, request, ticket, *, settled=None, **changes):
+    """`settled`: the plan with the prompt's own rows, where they are measured."""
     resolved = resolve(spec, request)
+    settled = settled or resolved
     manifest = Manifest(
         purpose="cache",
         key=TransferKey(transfer_id=ticket.transfer_id, generation=ticket.generation),
@@ -146,8 +151,9 @@ def manifest_for(spec, request, ticket, **changes):
         head_dim=spec.head_dim,
         start=0,
         num_tokens=len(request.prompt_token_ids),
-        layer_rows=tuple(layer.rows for layer in resolved.layers),
+        layer_rows=tuple(layer.rows for layer in settled.layers),
         layer_packed_bytes=packed_limits(resolved, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim),
+        layer_state_bytes=state_sizes(settled, num_kv_heads=spec.num_kv_heads),
         resolved=resolved,
     )
     return dataclasses.replace(manifest, **changes)
@@ -175,11 +181,13 @@ class Shipper:
                 transfer.send(layer=layer, section=Section.INDEX, tensor=kept.positions)
             transfer.send(layer=layer, section=Section.KEYS, tensor=kept.keys)
             transfer.send(layer=layer, section=Section.VALUES, tensor=kept.values)
+            if kept.state is not None:
+                transfer.send(layer=layer, section=Section.STATE, tensor=kept.state)
 
     def ship(self, request, ticket, **changes):
         """Blocking; returns the first token."""
         cache = PromptCache(self.model, request)
-        transfer = self.open(request, ticket, **changes)
+        transfer = self.open(request, ticket, settled=cache.settled, **changes)
         self.send(transfer, cache)
         key = TransferKey(transfer_id=ticket.transfer_id, generation=ticket.generation)
         transfer.finish(EndRecord(key=key, num_blocks=0, payload_bytes=0, first_token=cache.first_token))

@@ -406,10 +406,90 @@ async def test_a_packed_sequence_counts_its_packed_bytes_and_its_new_rows(
     await stream.aclose()
 
 
+@pytest.mark.parametrize(("rows", "message"), [((31, 30), "must share 60"), ((0, 60), "layer 0 has 0")])
+async def test_measured_rows_beyond_total_or_bounds_are_refused_on_both_sides(
+    harness, request_of, ticket_of, rows, message
+):
+    made = await harness()
+    request = request_of([i % 50 for i in range(100)], method="d2o", tokens=30)
+    stream, ticket = await ticket_of(made.service, request)
+    sizes = tuple(4 * 2 * (count + 1) for count in rows)
+    transfer = made.shipper.open(request, ticket, layer_rows=rows, layer_state_bytes=sizes)
+    with pytest.raises(ProtocolMismatch, match=message):
+        await asyncio.to_thread(transfer.wait, 10)
+    with pytest.raises(ProtocolMismatch, match=message):
+        await anext(stream)
+    assert await made.arena_is_free()
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0])
+async def test_scores_that_no_attention_sums_to_fail_both_sides(
+    harness, request_of, ticket_of, prompt_cache, number
+):
+    made = await harness()
+    request = request_of([i % 50 for i in range(100)], method="h2o", tokens=40)
+    stream, ticket = await ticket_of(made.service, request)
+    cache = prompt_cache(made.shipper.model, request)
+    with torch.inference_mode():
+        cache.layers[1].state[7] = number
+    transfer = made.shipper.open(request, ticket)
+    made.shipper.send(transfer, cache)
+    key = key_of(ticket)
+    transfer.finish(EndRecord(key=key, num_blocks=0, payload_bytes=0, first_token=cache.first_token))
+    with pytest.raises(TransferFailed, match="layer 1 STATE") as caught:
+        await asyncio.to_thread(transfer.wait, 10)
+    assert caught.value.reason == "state"
+    with pytest.raises(TransferFailed, match="layer 1 STATE"):
+        await anext(stream)
+    assert await made.arena_is_free()
+
+
+@pytest.mark.parametrize("method", ["h2o", "d2o"])
+async def test_a_cache_that_evicts_stays_at_its_size_over_a_thousand_tokens(
+    harness, request_of, small_model, prompt_cache, method
+):
+    spec = dataclasses.replace(small_model().spec, max_model_len=1200)
+    made = await harness(model=small_model(spec), prefill_model=small_model(spec))
+    request = request_of([i * 7 % 50 for i in range(100)], method=method, tokens=20, max_tokens=1001)
+    held = []
+
+    def look(token_ids):
+        caches = made.service._engine._running[0].caches
+        held.append([t.shape for c in caches for t in (c.keys, c.values, *c.auxiliary)])
+        assert all(c.keys[:, :-1].isfinite().all() and c.values[:, :-1].isfinite().all() for c in caches)
+
+    made.model.before_step = look
+    _, events = await made.run(request, timeout_s=240)
+    assert events[-1].num_tokens == 1001
+    assert len(held) == 1000
+    assert all(shapes == held[0] for shapes in held)
+    settled = prompt_cache(small_model(spec), request).settled
+    rows = [layer.rows for layer in settled.layers]
+    assert sum(rows) == 2 * 20
+    # per head: K, V, scores, positions of S + 1 rows; D2O's threshold
+    row_bytes, beside = 2 * 8 * 4 + 4 + 4, (4 if method == "d2o" else 0)
+    assert events[-1].cache_bytes == 2 * sum((s + 1) * row_bytes + beside for s in rows)
+    assert await made.arena_is_free()
+
+
+async def test_returned_rows_of_an_evicting_cache_are_counted_beside_it(harness, request_of):
+    made = await harness()
+    prompt = [i * 7 % 50 for i in range(100)]
+    sizes = {}
+    for store_history in (False, True):
+        request = request_of(prompt, method="d2o", tokens=16, max_tokens=6, store_history=store_history)
+        with history_server(made) as (_, endpoint):
+            _, events = await made.run(request, history_endpoint=endpoint, history_credit_bytes=1 << 20)
+        sizes[store_history] = next(e.cache_bytes for e in events if isinstance(e, GenerationFinished))
+    # layers, K and V, heads, rows, head_dim, bytes
+    assert sizes[True] - sizes[False] == 2 * 2 * 2 * 5 * 8 * 4
+    assert await made.arena_is_free()
+
+
 # ---- history return --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["full", "rocketkv", "rdkv"])
+@pytest.mark.parametrize("method", ["full", "rocketkv", "rdkv", "h2o", "d2o"])
 async def test_generated_rows_return_to_prefill_as_the_model_made_them(
     harness, request_of, small_model, method
 ):

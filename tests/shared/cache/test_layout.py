@@ -163,3 +163,33 @@ def test_a_running_sum_is_used_once_whatever_the_length():
     assert used_bytes(layout, spec, 0) == 2 * 5 * 2 * 8 * 2 + 2 * 8 * 4
     assert used_bytes(layout, spec, 8) == 2 * 13 * 2 * 8 * 2 + 2 * 8 * 4
     assert layout.layers[0].auxiliary[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("returns_generated", [False, True])
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 9])
+def test_a_layer_that_evicts_has_one_row_more_and_room_for_returned_rows(max_new_tokens, returns_generated):
+    spec = make_spec(num_layers=2)
+    resolved = make_resolved(
+        [LayerPlan(rows=5, attention=Part(name="merge")), LayerPlan(rows=5)], max_new_tokens=max_new_tokens
+    )
+    layout = sequence_layout(spec, resolved, returns_generated=returns_generated)
+    num_new = max_new_tokens - 1
+    evicting, growing = layout.layers
+    assert (evicting.rows, evicting.capacity) == (5, 5 + min(num_new, 1))
+    assert growing.capacity == 5 + num_new
+    assert growing.generated is None
+    buffer = torch.full((layout.size_bytes,), 0xFF, dtype=torch.uint8)
+    first, _ = view_layers(layout, buffer)
+    if returns_generated:
+        assert [own.shape for own in first.generated] == [(2, num_new, 8)] * 2
+        regions = [evicting.keys, evicting.values, *evicting.auxiliary, *evicting.generated, growing.keys]
+        for region, following in itertools.pairwise(regions):
+            assert region.offset + region.size_bytes <= following.offset
+    else:
+        assert first.generated is None
+    row, beside, own = 2 * 2 * 8 * 4, 2 * (4 + 4), 2 * 2 * 8 * 4 if returns_generated else 0
+    for appended in range(max_new_tokens):
+        rows = 5 + min(appended, 1)
+        held = rows * (row + beside) + 2 * 4 + appended * own + (5 + appended) * row
+        assert used_bytes(layout, spec, appended) == held
+    assert held <= layout.size_bytes

@@ -207,16 +207,16 @@ def test_quest_of_a_model_of_two_layers_is_full() -> None:
 
 def composed(scorer: str, attention: str, allocation: str) -> CompressionPlan:
     """Parts of several methods in one plan."""
-    pyramid = plan_for("pyramidkv").layer_allocation
+    params = {"pyramid": {"window": 32, "beta": 20}, "attention_variance": {"normalisation": "mean"}}
     return dataclasses.replace(
         plan_for(scorer, budget=Budget(tokens=256)),
         attention=Part(name=attention),
-        layer_allocation=pyramid if allocation == "pyramid" else Part(name="uniform"),
+        layer_allocation=Part(name=allocation, params=params.get(allocation, {})),
     )
 
 
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("attention", [name for name, kind in ATTENTIONS.items() if not kind.evicts])
 @pytest.mark.parametrize("method", ["snapkv", "streamingllm", "h2o", "random"])
 def test_every_scorer_goes_with_every_attention_and_allocation(
     method: str, attention: str, allocation: str
@@ -232,7 +232,8 @@ def test_every_scorer_goes_with_every_attention_and_allocation(
     rows = 256 if attention == "dense" else 1531
     assert sum(layer.rows for layer in resolved.layers) == 4 * rows
     assert [layer.attention.name for layer in resolved.layers] == [attention] * 4
-    assert (len({layer.rows for layer in resolved.layers}) == 1) == (allocation == "uniform")
+    # a measured allocation has the mean until the prompt has been run
+    assert (len({layer.rows for layer in resolved.layers}) == 1) == (allocation != "pyramid")
     for layer in resolved.layers:
         cap = layer.rows + 64
         expected = ATTENTIONS[attention].sized(cap=cap, budget=256, head_dim=128)

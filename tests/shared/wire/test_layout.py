@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -74,6 +76,21 @@ def test_a_wrong_first_block_is_refused(step: tuple[int, Section, int, int, int]
     with pytest.raises(TransferFailed) as refused:
         walk(SectionCursor(manifest_of((1, 1))), *step)
     assert refused.value.reason == reason
+
+
+def test_state_comes_last_and_as_large_as_the_manifest_says() -> None:
+    manifest = dataclasses.replace(manifest_of((5, 5)), layer_state_bytes=(0, 60))
+    cursor = SectionCursor(manifest)
+    rows = section_bytes(manifest, 0, Section.KEYS)
+    for layer in range(2):
+        walk(cursor, layer, Section.KEYS, rows, 0, rows)
+        walk(cursor, layer, Section.VALUES, rows, 0, rows)
+        assert not cursor.complete
+    for wrong in (56, 64):
+        with pytest.raises(TransferFailed, match="implies 60"):
+            walk(cursor, 1, Section.STATE, wrong, 0, wrong)
+    walk(cursor, 1, Section.STATE, 60, 0, 60)
+    assert cursor.complete
 
 
 def test_index_after_keys_and_anything_after_the_end_are_refused() -> None:

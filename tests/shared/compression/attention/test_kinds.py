@@ -19,6 +19,8 @@ from kvferry.shared.errors import InvalidRequest
 
 HEADS, D = 2, 12
 SPARSE = [name for name in ATTENTIONS if name != "dense"]
+SCORERS_OF = {"evict": Part(name="heavy_hitters"), "merge": Part(name="accumulated_attention")}
+GROWING = [name for name, kind in ATTENTIONS.items() if not kind.evicts]
 
 
 def test_sizes_of_a_64_times_budget() -> None:
@@ -48,14 +50,14 @@ def test_a_step_reads_no_more_than_the_budget_where_sizes_are_not_at_their_least
         assert floored or read <= budget * token_bytes + slack
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("name", GROWING)
 def test_up_to_the_tokens_attended_every_row_is_read_and_no_estimate(name: str) -> None:
     kind = ATTENTIONS[name].sized(cap=100, budget=20, head_dim=D)
     assert kind.read_bytes(num_rows=10, head_dim=D, element_bytes=4) == 2 * 10 * D * 4
 
 
 @pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("name", GROWING)
 def test_appending_row_by_row_attends_as_building_at_once_does(name: str, group: int) -> None:
     kind = make_attention(size_attention(Part(name=name), layer=0, cap=40, budget=12, head_dim=D))
     generator = torch.Generator().manual_seed(5)
@@ -83,7 +85,7 @@ def test_appending_row_by_row_attends_as_building_at_once_does(name: str, group:
 @pytest.mark.parametrize("name", SPARSE)
 def test_the_first_layers_may_attend_densely(name: str) -> None:
     part = Part(name=name, params={"dense_layers": 2})
-    check_attention(part)
+    check_attention(part, scorer=SCORERS_OF.get(name))
     sized = [size_attention(part, layer=i, cap=100, budget=20, head_dim=D).name for i in range(4)]
     assert sized == ["dense", "dense", name, name]
 
@@ -102,7 +104,7 @@ def test_the_first_layers_may_attend_densely(name: str) -> None:
 )
 def test_an_attention_that_no_worker_can_size_is_refused_by_name(part: Part) -> None:
     with pytest.raises(InvalidRequest, match=part.name):
-        check_attention(part)
+        check_attention(part, scorer=None)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.shared.compression.d2o import reference
-from kvferry.shared.compression.d2o.eviction import kept_positions, zones
+from kvferry.shared.compression.d2o.eviction import half_zones, protected, zones
+from kvferry.shared.compression.select import select_rows
 
 
 @given(st.integers(1, 5000), st.integers(0, 8))
@@ -47,13 +50,23 @@ def test_kept_positions_equal_the_paper_with_lowest_index_on_ties(
 ) -> None:
     scores, rows = case
     given_scores = torch.tensor(scores)
-    kept = kept_positions(given_scores, zones(rows))
+    kept = select_rows(protected(given_scores, zones(rows)), rows)
     assert kept.dtype == torch.int32
     assert kept.tolist() == [reference.kept_tokens(head, rows) for head in scores]
     assert given_scores.tolist() == scores
 
 
+@pytest.mark.parametrize(("rows", "expected"), [(1, (0, 0, 1)), (2, (0, 1, 1)), (7, (0, 3, 4))])
+def test_h2o_divides_its_rows_in_halves_an_odd_one_to_the_recents(
+    rows: int, expected: tuple[int, int, int]
+) -> None:
+    made = half_zones(rows)
+    assert (made.num_sinks, made.num_important, made.num_recents) == expected
+    assert made.rows == rows
+
+
 @pytest.mark.parametrize("rows", [0, -3])
-def test_a_cache_without_rows_is_an_assertion(rows: int) -> None:
+@pytest.mark.parametrize("divide", [zones, half_zones])
+def test_a_cache_without_rows_is_an_assertion(divide: Callable[[int], object], rows: int) -> None:
     with pytest.raises(AssertionError, match=str(rows)):
-        zones(rows)
+        divide(rows)

@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvferry.kernels.column_sums import column_sums
+from kvferry.shared.compression.attention.evicting import Merge
 from kvferry.shared.compression.d2o import reference
-from kvferry.shared.compression.d2o.eviction import kept_positions, zones
+from kvferry.shared.compression.d2o.eviction import protected, zones
 from kvferry.shared.compression.d2o.merging import (
+    MergedRows,
     cosine_similarities,
     merge_prompt,
     merge_weight,
     next_threshold,
 )
-from kvferry.shared.compression.d2o.prompt import evict_and_merge
+from kvferry.shared.compression.select import select_rows
 
 
 def make(num_tokens: int, rows: int, *, heads: int = 2, head_dim: int = 8) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,7 +29,7 @@ def make(num_tokens: int, rows: int, *, heads: int = 2, head_dim: int = 8) -> tu
     keys = torch.randn(heads, num_tokens, head_dim, generator=generator)
     values = torch.randn(heads, num_tokens, head_dim, generator=generator)
     scores = torch.rand(heads, num_tokens, generator=generator)
-    return keys, values, kept_positions(scores, zones(rows))
+    return keys, values, select_rows(protected(scores, zones(rows)), rows)
 
 
 def assert_equals_reference(keys: Tensor, values: Tensor, positions: Tensor, merged) -> None:
@@ -65,7 +67,7 @@ def test_weights_of_each_merged_row_are_positive_and_sum_to_one(tokens: int, row
     rows = min(rows, tokens)
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(2, tokens, 4, generator=generator)
-    positions = kept_positions(torch.rand(2, tokens, generator=generator), zones(rows))
+    positions = select_rows(protected(torch.rand(2, tokens, generator=generator), zones(rows)), rows)
     # with unit vectors for values a merged row *is* its weights
     weights = merge_prompt(keys, torch.eye(tokens).repeat(2, 1, 1), positions).values
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, rows), atol=1e-5, rtol=0)
@@ -173,8 +175,11 @@ def test_a_layer_is_brought_to_its_budget_from_its_column_sums(group: int) -> No
     keys, values = torch.randn(2, 2, 61, 8, generator=generator)
     queries = torch.randn(2, group, 61, 8, generator=generator)
     sums = column_sums(queries, keys, scaling=8**-0.5).sums
-    left = evict_and_merge(keys, values, sums, rows=17)
+    positions = select_rows(protected(sums, zones(17)), 17)
+    kept_keys, kept_values, state = Merge().keep(keys, values, sums, positions)
+    assert state.shape == (Merge().state_size(num_kv_heads=2, num_rows=17),)
     for h in range(2):
-        assert left.positions[h].tolist() == reference.kept_tokens(sums[h].tolist(), 17)
-        assert torch.equal(left.scores[h], sums[h, left.positions[h].long()])
-    assert_equals_reference(keys, values, left.positions, left)
+        assert positions[h].tolist() == reference.kept_tokens(sums[h].tolist(), 17)
+        assert torch.equal(state[h * 17 : (h + 1) * 17], sums[h, positions[h].long()])
+    left = MergedRows(keys=kept_keys, values=kept_values, thresholds=state[2 * 17 :])
+    assert_equals_reference(keys, values, positions, left)

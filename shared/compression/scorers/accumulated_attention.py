@@ -1,0 +1,51 @@
+"""Tokens of most accumulated attention, beside sinks and recents: H2O (Zhang et al. 2023), D2O section 4.2.1.
+
+Called per layer while the prompt is prefilled. Does not select; `select.py` does. The decode attentions
+"evict" and "merge" go on with the same sums and the same division of the rows.
+
+Deviation: with history the queries are those of the turn's new tokens: older ones are gone. Sums run over the
+group, so that a KV head keeps one choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvferry.shared.compression.d2o.eviction import Zones, half_zones, protected, zones
+from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.parameters import check_params
+from kvferry.shared.compression.plan import ParamValue
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccumulatedAttentionScorer:
+    """`s_t = sum_g sum_i softmax(q_{g,i} K^T * scaling)_t` over all the queries there are, causal; sinks and
+    recents score +inf.
+
+    Attributes:
+        layer_zones: how the rows to be kept per KV head divide.
+    """
+
+    layer_zones: Zones
+
+    @classmethod
+    def heavy_hitters(cls, params: Mapping[str, ParamValue], rows: int) -> AccumulatedAttentionScorer:
+        """H2O's: half the rows, an odd one more, are the latest. Raises InvalidRequest on any parameter."""
+        check_params("heavy_hitters", params, {})
+        return cls(layer_zones=half_zones(rows))
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, ParamValue], rows: int) -> AccumulatedAttentionScorer:
+        """D2O's: 4 sinks, then three important rows to one of the latest. Raises InvalidRequest on any
+        parameter."""
+        check_params("accumulated_attention", params, {})
+        return cls(layer_zones=zones(rows))
+
+    def __call__(self, inputs: LayerInputs) -> Tensor:
+        """Returns float32 `[H_kv, T]`, +inf on sinks and recents."""
+        sums = inputs.with_sums().sums
+        assert sums is not None
+        return protected(sums.sums, self.layer_zones)

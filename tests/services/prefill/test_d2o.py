@@ -1,0 +1,162 @@
+"""D2O and H2O through the service: sections and rows per layer on the wire are those of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvferry.shared.compression.plan import Budget
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey, TransferDone
+from kvferry.shared.errors import HistoryMiss, ProtocolMismatch
+from kvferry.shared.oracle import OneProcessGenerator
+from kvferry.shared.wire.messages import Section, TransferKey
+
+if TYPE_CHECKING:
+    from conftest import Harness
+
+SESSION = SessionKey(owner="alice", session_id="a")
+
+
+def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(10, 700, (num_tokens,), generator=generator).tolist())
+
+
+def assert_sections_are_the_oracles(
+    harness: Harness, request: PrefillRequest, done: TransferDone, earlier: tuple[int, ...] | None = None
+) -> None:
+    generator = OneProcessGenerator(harness.model._model)
+    before = None if earlier is None else generator.capture(list(earlier))
+    captured = generator.capture(list(request.prompt_token_ids), earlier=before)
+    expected = generator.compress(captured, plan=request.plan, max_new_tokens=request.sampling.max_tokens)
+    key = TransferKey(transfer_id=request.ticket.transfer_id, generation=1)
+    manifest = harness.sink.manifests[-1]
+    assert manifest.layer_rows == tuple(layer.rows for layer in expected.resolved.layers)
+    state_bytes = 0
+    for layer, kept in enumerate(expected.compressed):
+        assert torch.equal(harness.sink.rows(key, layer, Section.KEYS), kept.keys)
+        assert torch.equal(harness.sink.rows(key, layer, Section.VALUES), kept.values)
+        assert harness.sink.has(key, layer, Section.INDEX) == (kept.positions is not None)
+        if kept.positions is not None:
+            assert torch.equal(harness.sink.rows(key, layer, Section.INDEX), kept.positions)
+        assert harness.sink.has(key, layer, Section.STATE) == (kept.state is not None)
+        if kept.state is not None:
+            sent = torch.frombuffer(harness.sink._bytes[key, layer, Section.STATE], dtype=torch.float32)
+            assert torch.equal(sent, kept.state)
+            state_bytes += kept.state.nbytes
+    assert done.bytes_by_kind["state"] == state_bytes
+    assert harness.metric("kv_transfer_bytes_total", kind="state", method=request.plan.method) >= state_bytes
+
+
+@pytest.mark.parametrize("method", ["d2o", "h2o", "rocketkv-d2o", "compactor-hsa"])
+@pytest.mark.parametrize("skip_layers", [(), (0, 2)])
+async def test_a_prompts_sections_are_those_of_one_process(
+    harness: Harness, method: str, skip_layers: tuple[int, ...]
+) -> None:
+    plan = plan_for(method, budget=Budget(tokens=48), skip_layers=skip_layers)
+    request = harness.request(make_prompt(331), plan=plan)
+    first, done = await harness.run(request)
+    assert first.method == method
+    assert_sections_are_the_oracles(harness, request, done)
+
+
+async def test_rows_per_layer_are_the_prompts_and_come_to_the_budget(harness: Harness) -> None:
+    request = harness.request(make_prompt(331), plan=plan_for("d2o", budget=Budget(tokens=48)))
+    await harness.run(request)
+    manifest, num_layers = harness.sink.manifests[-1], harness.model.spec.num_layers
+    assert sum(manifest.layer_rows) == 48 * num_layers
+    assert len(set(manifest.layer_rows)) > 1
+    assert manifest.resolved is not None
+    assert [layer.rows for layer in manifest.resolved.layers] == [48] * num_layers
+
+
+@pytest.mark.parametrize("num_new", [7, 50])
+async def test_a_second_turn_selects_from_the_full_history(harness: Harness, num_new: int) -> None:
+    prompt, plan = make_prompt(331), plan_for("d2o", budget=Budget(retention=0.2))
+    request = harness.request(prompt, plan=plan, session=SESSION)
+    await harness.run(request)
+    await harness.service.commit_turn(
+        CommitTurnRequest(request_id=request.request_id, session=SESSION, token_ids=prompt), timeout_s=10
+    )
+    second = harness.request(prompt + make_prompt(num_new, seed=1), plan=plan, session=SESSION)
+    first, done = await harness.run(second)
+    assert first.reused_tokens == len(prompt)
+    assert_sections_are_the_oracles(harness, second, done, earlier=prompt)
+
+
+async def test_only_measured_budgets_hold_the_layers_of_a_prompt(harness: Harness) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+    live: list[int] = []
+
+    def count(layer: int, keys: Tensor) -> None:
+        seen.append(weakref.ref(keys))
+        live.append(sum(ref() is not None for ref in seen))
+
+    harness.model.on_layer = count
+    for method, most in (("h2o", 2), ("d2o", harness.model.spec.num_layers)):
+        seen.clear()
+        live.clear()
+        await harness.run(harness.request(make_prompt(300), plan=plan_for(method, budget=Budget(tokens=48))))
+        assert len(live) == harness.model.spec.num_layers >= 4
+        assert max(live) <= most
+        assert method == "h2o" or max(live) > 2
+
+
+async def test_a_history_that_turns_out_gone_in_mid_pass_changes_nothing(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, plan = make_prompt(211), plan_for("d2o", budget=Budget(tokens=48))
+    request = harness.request(prompt, plan=plan, session=SESSION)
+    await harness.run(request)
+    await harness.service.commit_turn(
+        CommitTurnRequest(request_id=request.request_id, session=SESSION, token_ids=prompt), timeout_s=10
+    )
+    begin = harness.store.begin
+
+    def begin_and_lose(*args: object) -> object:
+        turn = begin(*args)  # type: ignore[arg-type]
+        load = turn.load
+
+        def lose(layer: int) -> object:
+            if layer == 2 and turn.reused_tokens:
+                raise HistoryMiss("the history is gone", reason="evicted")
+            return load(layer)
+
+        monkeypatch.setattr(turn, "load", lose)
+        return turn
+
+    monkeypatch.setattr(harness.store, "begin", begin_and_lose)
+    second = harness.request(prompt + make_prompt(20, seed=1), plan=plan, session=SESSION)
+    first, done = await harness.run(second)
+    assert first.reused_tokens == 0
+    assert_sections_are_the_oracles(harness, second, done)
+
+
+async def test_a_refusal_after_the_pass_fails_the_request_with_its_reason(harness: Harness) -> None:
+    harness.sink.refuse = ProtocolMismatch("not these rows", reason="manifest_layer_rows")
+    request = harness.request(make_prompt(211), plan=plan_for("d2o", budget=Budget(tokens=48)))
+    with pytest.raises(ProtocolMismatch, match="not these rows"):
+        await harness.run(request)
+    harness.sink.refuse = None
+    first, _ = await harness.run(harness.request(make_prompt(211), plan=request.plan))
+    assert first.method == "d2o"
+
+
+async def test_cancelling_while_layers_wait_opens_no_transfer(harness: Harness) -> None:
+    request = harness.request(make_prompt(211), plan=plan_for("d2o", budget=Budget(tokens=48)))
+    harness.model.hold.clear()
+    running = asyncio.create_task(harness.run(request))
+    await asyncio.to_thread(harness.model.entered.wait, 60)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    harness.model.hold.set()
+    first, _ = await harness.run(harness.request(make_prompt(50)))
+    assert first.method == "full"
+    assert all(manifest.request_id != request.request_id for manifest in harness.sink.manifests)
