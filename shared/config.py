@@ -16,6 +16,8 @@ ENV_PREFIX = "KVFERRY_"
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "json", "console"]
+HistoryBits = Literal["model", "16", "8", "4"]
+"""How many bits history rows are stored in; model: as they are computed."""
 
 
 class ServiceSettings(BaseSettings):

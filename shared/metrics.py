@@ -87,6 +87,12 @@ class PrefillMetrics(_Families):
         self.prefill_tokens = self._counter("prefill_tokens", "Prompt tokens run through the model", "model")
         self.transfer_failed = self._counter("transfer_failed", "Transfers that failed", "reason")
         self.history_bytes = self._gauge("history_bytes", "History held", "tier")
+        self.history_reused_tokens = self._counter(
+            "history_reused_tokens", "Prompt tokens whose KV came from history", "tier"
+        )
+        self.history_store_failed = self._counter(
+            "history_store_failed", "Commits that Redis did not take", "reason"
+        )
         self.history_miss = self._counter("history_miss", "History asked for and not there", "reason")
 
 

@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
-from kvferry.shared.config import WorkerSettings
+from kvferry.shared.config import HistoryBits, WorkerSettings
 
 
 class PrefillConfig(WorkerSettings):
     """Settings of one prefill worker; see `WorkerSettings` for the rest."""
 
     history_bytes: int = Field(4 << 30, ge=0, description="host memory for sessions' KV history, in bytes")
+    history_bits: HistoryBits = Field(
+        "model",
+        description="how history is stored: model (as computed), 16, 8 or 4 bits; fewer cost accuracy",
+    )
+    history_redis: str = Field(
+        "", repr=False, description="URL of the Redis behind host memory; empty keeps history in memory alone"
+    )
+    history_redis_timeout_s: float = Field(
+        2.0, gt=0, description="when a call of Redis counts as failed, in seconds"
+    )
+    history_redis_turn_timeout_s: float = Field(
+        10.0, gt=0, description="a turn that waited so long for rows from Redis computes them instead"
+    )
+    history_redis_retry_s: float = Field(
+        5.0, gt=0, description="a Redis that does not answer is left alone for so long"
+    )
+    history_redis_bytes: int = Field(0, ge=0, description="bound on history in Redis, in bytes; 0: no bound")
+    history_redis_key_bytes: int = Field(
+        0, ge=0, description="bound on one API key's history in Redis, in bytes; 0: no bound"
+    )
+    history_ttl_s: float = Field(
+        86_400.0, gt=0, description="history in Redis is gone after so long without a turn"
+    )
+    history_write: Literal["through", "behind"] = Field(
+        "through", description="a turn's end waits for Redis (through, a bounded time) or does not (behind)"
+    )
     turn_lease_s: float = Field(
         1800.0, gt=0, description="a turn's staged history is dropped after so long without progress"
     )

@@ -230,7 +230,9 @@ class PrefillEngine:
         """Begin the turn, if there is a session; from here on the job owns it."""
         request = job.request
         if request.session is not None:
-            job.turn = self._store.begin(request.session, request.request_id, request.prompt_token_ids)
+            job.turn = self._store.begin(
+                request.session, request.request_id, request.prompt_token_ids, method=job.resolved.method
+            )
             self._receiver.expect(
                 request.request_id,
                 job.key,
@@ -299,6 +301,8 @@ class PrefillEngine:
         self._metrics.pack.labels(*by).observe(times.pack_s)
         if job.turn is not None:
             self._metrics.history_store.labels(model).observe(times.history_store_s)
+            for tier, num_tokens in job.turn.reused_by_tier.items():
+                self._metrics.history_reused_tokens.labels(tier).inc(num_tokens)
             if first.reused_tokens > 0:
                 self._metrics.history_load.labels(model).observe(times.history_load_s)
 

@@ -15,10 +15,10 @@ import structlog
 import torch
 
 from kvferry.services.prefill.config import PrefillConfig
+from kvferry.services.prefill.history import build_store
 from kvferry.services.prefill.service import PrefillService
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.control.server import serve_control
-from kvferry.shared.history.memory import MemoryHistoryStore
 from kvferry.shared.logging import setup_logging
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
@@ -41,21 +41,15 @@ def build_service(
     server_factory: Callable[[BlockSink], BlockServer],
     metrics: PrefillMetrics,
 ) -> PrefillService:
-    """A service over host-memory history; the caller starts and closes it.
+    """A service and its history store; the caller starts and closes it.
 
     Args:
         sender: ships blocks to decode workers; closed with the service.
         server_factory: makes the block server for returned history, at the service's start.
     """
-    store = MemoryHistoryStore(
-        max_bytes=config.history_bytes,
-        num_layers=model.spec.num_layers,
-        turn_lease_s=config.turn_lease_s,
-        clock=time.monotonic,
-    )
     return PrefillService(
         model=model,
-        store=store,
+        store=build_store(config, spec=model.spec, metrics=metrics),
         sender=sender,
         server_factory=server_factory,
         metrics=metrics,

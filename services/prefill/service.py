@@ -42,7 +42,7 @@ from kvferry.shared.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
-from kvferry.shared.history.memory import MemoryHistoryStore
+from kvferry.shared.history.interface import HistoryStore
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.sampling.sampler import SequenceSampler
@@ -69,7 +69,7 @@ class PrefillService:
         self,
         *,
         model: LanguageModel,
-        store: MemoryHistoryStore,
+        store: HistoryStore,
         sender: BlockSender,
         server_factory: Callable[[BlockSink], BlockServer],
         metrics: PrefillMetrics,
@@ -97,7 +97,8 @@ class PrefillService:
         self._jobs: set[PrefillJob] = set()
         self._waiters = ThreadPoolExecutor(_MAX_ACKNOWLEDGEMENT_WAITERS, "kvferry-prefill-acknowledgement")
         self._sweeper: asyncio.Task[None] | None = None
-        metrics.history_bytes.labels("memory").set_function(lambda: float(store.size_bytes))
+        for tier, size_bytes in store.tier_bytes.items():
+            metrics.history_bytes.labels(tier).set_function(size_bytes)
 
     @property
     def block_endpoint(self) -> str:
@@ -127,6 +128,7 @@ class PrefillService:
         if self._server is not None:
             self._server.close()
         self._sender.close()
+        self._store.close()
         self._waiters.shutdown(wait=True)
 
     # ---- PrefillControl ----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +45,11 @@ class HistoryTurn(Protocol):
         """Tokens of the base record that this turn continues from."""
         ...
 
+    @property
+    def reused_by_tier(self) -> dict[str, int]:
+        """`reused_tokens` by where their rows come from: "memory", "redis"."""
+        ...
+
     def load(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """K and V `[H_kv, reused_tokens, D]` of the base record, or None where nothing is reused.
 
@@ -73,9 +79,12 @@ class HistoryTurn(Protocol):
 class HistoryStore(Protocol):
     """All sessions' history at one prefill worker. Thread-safe."""
 
-    def begin(self, session: SessionKey, request_id: str, prompt_token_ids: tuple[int, ...]) -> HistoryTurn:
+    def begin(
+        self, session: SessionKey, request_id: str, prompt_token_ids: tuple[int, ...], *, method: str = ""
+    ) -> HistoryTurn:
         """Start a turn: finds the longest common token prefix with the session's record, capped at one
-        token less than the prompt (the last prompt token must be run to give logits)."""
+        token less than the prompt (the last prompt token must be run to give logits). `method`, the turn's
+        compression, goes into the record where one is kept for others."""
         ...
 
     def turn(self, request_id: str) -> HistoryTurn | None:
@@ -86,5 +95,25 @@ class HistoryStore(Protocol):
 
     def drop(self, session: SessionKey) -> HistoryInfo: ...
 
+    def sweep(self) -> int:
+        """Drop turns whose lease ran out, on a clock of the caller's; returns how many."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is still to be written elsewhere, in bounded time. Idempotent."""
+        ...
+
     @property
-    def size_bytes(self) -> int: ...
+    def size_bytes(self) -> int:
+        """Host memory in use."""
+        ...
+
+    @property
+    def max_bytes(self) -> int:
+        """Bound on `size_bytes`."""
+        ...
+
+    @property
+    def tier_bytes(self) -> dict[str, Callable[[], int]]:
+        """What each tier holds, to be asked for when it is wanted."""
+        ...

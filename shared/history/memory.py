@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import structlog
 from torch import Tensor
@@ -16,15 +17,8 @@ from torch import Tensor
 from kvferry.shared.control.messages import HistoryInfo, SessionKey
 from kvferry.shared.errors import HistoryMiss, InvalidRequest, SessionBusy, SessionNotFound
 from kvferry.shared.history.interface import HistoryRecord
-from kvferry.shared.history.segment import (
-    LayerKV,
-    Piece,
-    Segment,
-    chunk_bytes,
-    first_pieces,
-    host_copy,
-    load_rows,
-)
+from kvferry.shared.history.precision import LayerKV, RowChunk, RowPrecision, chunk_bytes
+from kvferry.shared.history.segment import Piece, Segment, chunk_rows, first_pieces, piece_chunks
 from kvferry.shared.history.turn import MemoryHistoryTurn, StagedTurn, StoredRecord, TurnState
 
 log = structlog.get_logger(__name__)
@@ -54,13 +48,21 @@ class MemoryHistoryStore:
     """
 
     def __init__(
-        self, *, max_bytes: int, num_layers: int, turn_lease_s: float, clock: Callable[[], float]
+        self,
+        *,
+        max_bytes: int,
+        num_layers: int,
+        turn_lease_s: float,
+        clock: Callable[[], float],
+        precision: RowPrecision | None = None,
     ) -> None:
         """Args:
         max_bytes: bound on `size_bytes`.
         turn_lease_s: a turn that nothing was appended to for so long is dropped by `sweep`.
         clock: monotonic seconds.
+        precision: how rows are stored; as they come if None.
         """
+        self._precision = precision or RowPrecision()
         self._max_bytes = max_bytes
         self._num_layers = num_layers
         self._turn_lease_s = turn_lease_s
@@ -81,6 +83,11 @@ class MemoryHistoryStore:
     def max_bytes(self) -> int:
         return self._max_bytes
 
+    @property
+    def tier_bytes(self) -> dict[str, Callable[[], int]]:
+        """See `HistoryStore.tier_bytes`."""
+        return {"memory": lambda: self.size_bytes}
+
     def record(self, session: SessionKey) -> HistoryRecord | None:
         """The session's committed record."""
         with self._lock:
@@ -90,7 +97,7 @@ class MemoryHistoryStore:
         return HistoryRecord(session=session, token_ids=stored.token_ids, version=stored.version)
 
     def begin(
-        self, session: SessionKey, request_id: str, prompt_token_ids: tuple[int, ...]
+        self, session: SessionKey, request_id: str, prompt_token_ids: tuple[int, ...], *, method: str = ""
     ) -> MemoryHistoryTurn:
         """See `HistoryStore.begin`. A request that begins again gives up its former turn.
 
@@ -146,6 +153,30 @@ class MemoryHistoryStore:
                     self._close(turn, TurnState.DROPPED)
             return info
 
+    def evict(self, session: SessionKey) -> None:
+        """Forget a session's record; unlike `drop`, a turn under way for it goes on, but will not commit."""
+        with self._lock:
+            record = self._sessions.pop(session, None)
+            if record is not None:
+                self._release(record.pieces)
+
+    @contextmanager
+    def pinned(self, session: SessionKey) -> Iterator[StoredRecord | None]:
+        """The session's record, its rows kept and counted until the block ends."""
+        with self._lock:
+            record = self._sessions.get(session)
+            if record is not None:
+                self._retain(record.pieces)
+        try:
+            yield record
+        finally:
+            if record is not None:
+                with self._lock:
+                    self._release(record.pieces)
+
+    def close(self) -> None:
+        """See `HistoryStore.close`: nothing to do."""
+
     def sweep(self) -> int:
         """Drop turns whose lease ran out; returns how many."""
         with self._lock:
@@ -169,7 +200,7 @@ class MemoryHistoryStore:
                     reason=turn.state.value,
                 )
             pieces = turn.pieces
-        return load_rows(pieces, layer)
+        return chunk_rows(piece_chunks(pieces, layer))
 
     def append_turn(self, turn: StagedTurn, layer: int, keys: Tensor, values: Tensor) -> None:
         """See `HistoryTurn.append`."""
@@ -180,9 +211,16 @@ class MemoryHistoryStore:
                 raise HistoryMiss(f"the turn of request {turn.request_id} is committed", reason="late")
             if turn.state is not TurnState.OPEN or keys.shape[1] == 0:
                 return
-        chunk = (host_copy(keys), host_copy(values))
+        chunk = self._precision.encode(keys, values)
         with self._lock:
             self._stage(turn, layer, chunk)
+
+    def adopt_turn(self, turn: StagedTurn, layer: int, chunks: Iterable[RowChunk]) -> None:
+        """Stage rows as another tier stores them, after those already staged for this layer; they must be on
+        memory of their own."""
+        with self._lock:
+            for chunk in chunks:
+                self._stage(turn, layer, chunk)
 
     def restart_turn(self, turn: StagedTurn) -> None:
         """See `HistoryTurn.restart`."""
@@ -227,7 +265,7 @@ class MemoryHistoryStore:
 
     # ---- lock held ---------------------------------------------------------------------------------------
 
-    def _stage(self, turn: StagedTurn, layer: int, chunk: LayerKV) -> None:
+    def _stage(self, turn: StagedTurn, layer: int, chunk: RowChunk) -> None:
         if turn.state is not TurnState.OPEN:
             return
         if not self._make_room(chunk_bytes(chunk)):

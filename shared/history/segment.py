@@ -10,34 +10,27 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-LayerKV = tuple[Tensor, Tensor]
-"""K (post-RoPE) and V of one layer, `[H_kv, n, D]`, on the host, contiguous."""
+from kvferry.shared.history.precision import LayerKV, RowChunk, chunk_bytes
 
 
-def host_copy(rows: Tensor) -> Tensor:
-    """A contiguous copy on the host that shares nothing with `rows`."""
-    return torch.empty(rows.shape, dtype=rows.dtype).copy_(rows)
-
-
-def chunk_bytes(chunk: LayerKV) -> int:
-    return chunk[0].nbytes + chunk[1].nbytes
-
-
-def first_rows(chunks: Iterable[LayerKV], num_tokens: int) -> list[LayerKV]:
+def first_rows(chunks: Iterable[RowChunk], num_tokens: int) -> list[RowChunk]:
     """Views of the first `num_tokens` rows of consecutive chunks; whole chunks come as they are."""
-    views: list[LayerKV] = []
-    remaining = num_tokens
-    for keys, values in chunks:
-        if remaining <= 0:
+    return part_of(chunks, 0, num_tokens)
+
+
+def part_of(chunks: Iterable[RowChunk], start: int, stop: int) -> list[RowChunk]:
+    """Views of rows [start, stop) of consecutive chunks; whole chunks come as they are."""
+    views: list[RowChunk] = []
+    position = 0
+    for chunk in chunks:
+        if position >= stop:
             break
-        if keys.shape[1] <= remaining:
-            views.append((keys, values))
-        else:
-            views.append((keys[:, :remaining], values[:, :remaining]))
-        remaining -= views[-1][0].shape[1]
-    assert remaining <= 0, f"{remaining} of {num_tokens} rows are missing"
+        low, high = max(start - position, 0), min(stop - position, chunk.num_tokens)
+        if low < high:
+            views.append(chunk if (low, high) == (0, chunk.num_tokens) else chunk.part(low, high))
+        position += chunk.num_tokens
+    assert position >= stop, f"{stop - position} of {stop} rows are missing"
     return views
 
 
@@ -49,7 +42,7 @@ class Segment:
         references: records and turns that name it; kept by the store under its lock.
     """
 
-    def __init__(self, layers: Sequence[Sequence[LayerKV]], num_tokens: int) -> None:
+    def __init__(self, layers: Sequence[Sequence[RowChunk]], num_tokens: int) -> None:
         """Args: layers: consecutive chunks per layer. Rows beyond `num_tokens` are cut off, so that their
         memory is not kept."""
         self.num_tokens = num_tokens
@@ -57,16 +50,15 @@ class Segment:
         self.size_bytes = sum(chunk_bytes(chunk) for chunks in self._layers for chunk in chunks)
         self.references = 0
 
-    def rows(self, layer: int, num_tokens: int) -> list[LayerKV]:
+    def rows(self, layer: int, num_tokens: int) -> list[RowChunk]:
         """Views of the first `num_tokens` tokens of a layer."""
         return first_rows(self._layers[layer], num_tokens)
 
     @staticmethod
-    def _trimmed(chunks: Sequence[LayerKV], num_tokens: int) -> tuple[LayerKV, ...]:
-        whole = {id(keys) for keys, _ in chunks}
+    def _trimmed(chunks: Sequence[RowChunk], num_tokens: int) -> tuple[RowChunk, ...]:
+        whole = {id(chunk) for chunk in chunks}
         return tuple(
-            (keys, values) if id(keys) in whole else (host_copy(keys), host_copy(values))
-            for keys, values in first_rows(chunks, num_tokens)
+            chunk if id(chunk) in whole else chunk.copy() for chunk in first_rows(chunks, num_tokens)
         )
 
 
@@ -90,9 +82,14 @@ def first_pieces(pieces: Iterable[Piece], num_tokens: int) -> tuple[Piece, ...]:
     return tuple(taken)
 
 
-def load_rows(pieces: Sequence[Piece], layer: int) -> LayerKV:
-    """K and V `[H_kv, n, D]` of consecutive pieces: a view where there is one chunk, else one copy."""
-    chunks = [chunk for piece in pieces for chunk in piece.segment.rows(layer, piece.length)]
-    if len(chunks) == 1:
-        return chunks[0]
-    return torch.cat([keys for keys, _ in chunks], dim=1), torch.cat([values for _, values in chunks], dim=1)
+def piece_chunks(pieces: Iterable[Piece], layer: int) -> list[RowChunk]:
+    """The chunks of consecutive pieces."""
+    return [chunk for piece in pieces for chunk in piece.segment.rows(layer, piece.length)]
+
+
+def chunk_rows(chunks: Sequence[RowChunk]) -> LayerKV:
+    """K and V `[H_kv, n, D]` of consecutive chunks: those of the chunk where there is one, else one copy."""
+    rows = [chunk.rows() for chunk in chunks]
+    if len(rows) == 1:
+        return rows[0]
+    return torch.cat([keys for keys, _ in rows], dim=1), torch.cat([values for _, values in rows], dim=1)

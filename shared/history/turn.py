@@ -6,13 +6,15 @@ Decides nothing: what is staged, evicted and published is the store's (`memory.p
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from kvferry.shared.control.messages import HistoryInfo, SessionKey
-from kvferry.shared.history.segment import LayerKV, Piece, chunk_bytes
+from kvferry.shared.history.precision import LayerKV, RowChunk, chunk_bytes
+from kvferry.shared.history.segment import Piece
 
 
 class TurnState(enum.Enum):
@@ -68,7 +70,7 @@ class StagedTurn:
     base: StoredRecord | None
     pieces: tuple[Piece, ...]
     reused_tokens: int
-    staged: list[list[LayerKV]]
+    staged: list[list[RowChunk]]
     deadline_s: float
     state: TurnState = field(default=TurnState.OPEN)
 
@@ -83,7 +85,7 @@ class StagedTurn:
     @property
     def num_staged_tokens(self) -> int:
         """Tokens whose rows are staged in every layer."""
-        return min(sum(keys.shape[1] for keys, _ in chunks) for chunks in self.staged)
+        return min(sum(chunk.num_tokens for chunk in chunks) for chunks in self.staged)
 
 
 class TurnStore(Protocol):
@@ -92,6 +94,8 @@ class TurnStore(Protocol):
     def load_turn(self, turn: StagedTurn, layer: int) -> LayerKV | None: ...
 
     def append_turn(self, turn: StagedTurn, layer: int, keys: Tensor, values: Tensor) -> None: ...
+
+    def adopt_turn(self, turn: StagedTurn, layer: int, chunks: Iterable[RowChunk]) -> None: ...
 
     def restart_turn(self, turn: StagedTurn) -> None: ...
 
@@ -112,6 +116,10 @@ class MemoryHistoryTurn:
         return self._turn.session
 
     @property
+    def request_id(self) -> str:
+        return self._turn.request_id
+
+    @property
     def reused_tokens(self) -> int:
         return self._turn.reused_tokens
 
@@ -122,6 +130,15 @@ class MemoryHistoryTurn:
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """See `HistoryTurn.append`. Raises HistoryMiss where the turn is committed already."""
         self._store.append_turn(self._turn, layer, keys, values)
+
+    def adopt(self, layer: int, chunks: Iterable[RowChunk]) -> None:
+        """Stage rows that another tier holds, as they are stored; on memory of their own."""
+        self._store.adopt_turn(self._turn, layer, chunks)
+
+    @property
+    def reused_by_tier(self) -> dict[str, int]:
+        """See `HistoryTurn.reused_by_tier`."""
+        return {"memory": self._turn.reused_tokens}
 
     def restart(self) -> None:
         """See `HistoryTurn.restart`."""

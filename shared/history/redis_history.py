@@ -1,0 +1,380 @@
+"""Sessions' history in Redis: values first, record last, one atomic commit that its turn's base permits.
+
+    write: reserve quota ──► values of a new segment ──► commit script (fence the base's?) ──► old values
+                                  │ any failure                       │ no: SessionBusy
+                                  └──────── new values removed ◄──────┘
+    read:  record ──► a layer's values, pipelined; one missing or damaged is a HistoryMiss
+
+Behind the host-memory tier (`tiered.py`), which has the rows and decides what is written. Knows no turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.errors import HistoryMiss, KvferryError, SessionBusy
+from kvferry.shared.history.precision import RowChunk, chunk_bytes
+from kvferry.shared.history.redis_client import Client, RedisLink
+from kvferry.shared.history.redis_format import (
+    CHUNK_HEADER_BYTES,
+    TOKEN_BYTES,
+    TOKEN_OFFSET,
+    RecordBody,
+    RemoteRecord,
+    RowShape,
+    SegmentEntry,
+    pack_token_ids,
+    read_chunk,
+    read_record,
+    record_key,
+    segments_key,
+    value_keys,
+    write_chunk,
+    write_record,
+)
+from kvferry.shared.history.redis_quota import RedisQuota
+from kvferry.shared.history.segment import part_of
+
+VALUE_BYTES = 4 << 20
+"""Rows in one value, at most; a value has one token at least."""
+_BATCH_BYTES = 8 << 20
+# Values outlive their record: a record that is there names values that are there.
+_VALUE_GRACE_S = 60.0
+
+_COMMIT = f"""
+local held = redis.call('GETRANGE', KEYS[1], {TOKEN_OFFSET}, {TOKEN_OFFSET + TOKEN_BYTES - 1})
+if held ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+return 1
+"""
+
+
+class RedisHistory:
+    """Thread-safe. Every method raises StoreUnavailable as `RedisLink.call` does."""
+
+    def __init__(
+        self,
+        link: RedisLink,
+        quota: RedisQuota,
+        *,
+        shape: RowShape,
+        fingerprint: str,
+        ttl_s: float,
+        value_bytes: int = VALUE_BYTES,
+    ) -> None:
+        """Args:
+        fingerprint: of the model; records of another are as if absent, and replaced.
+        ttl_s: a session is gone after so long without a turn.
+        """
+        self._link = link
+        self._quota = quota
+        self._shape = shape
+        self._fingerprint = fingerprint
+        self._ttl_ms = int(ttl_s * 1000)
+        self._value_ttl_ms = int((ttl_s + _VALUE_GRACE_S) * 1000)
+        self._value_bytes = value_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """What all sessions of all owners took when this worker last wrote or deleted."""
+        return self._quota.total_bytes
+
+    @property
+    def num_layers(self) -> int:
+        return self._shape.num_layers
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""
+        self._link.close()
+
+    # ---- reading -----------------------------------------------------------------------------------------
+
+    def record(self, session: SessionKey) -> RemoteRecord | None:
+        """The session's committed record. Raises: HistoryMiss, reason "corrupt"."""
+        value = self._link.call(lambda client: client.get(record_key(session)))
+        return read_record(value, session) if value is not None else None
+
+    def serves(self, record: RemoteRecord) -> bool:
+        """Whether a record's rows are of this model, stored as this worker stores them."""
+        mine = (self._fingerprint, self._shape.precision.code)
+        return (record.body.fingerprint, record.body.precision) == mine
+
+    def load(
+        self, session: SessionKey, record: RemoteRecord, layer: int, start: int, stop: int
+    ) -> list[RowChunk]:
+        """A layer's rows of tokens [start, stop). Raises: HistoryMiss, reason "evicted" or "corrupt"."""
+        wanted = list(_values_between(session, record.segments, layer, start, stop))
+        keys = [key for key, *_ in wanted]
+        values = self._link.call(lambda client: client.mget(keys))
+        chunks: list[RowChunk] = []
+        for (key, entry, first_token, num_tokens, low, high), value in zip(wanted, values, strict=True):
+            if value is None:
+                raise HistoryMiss(f"Redis has lost {key}", reason="evicted")
+            chunk = read_chunk(
+                value, shape=self._shape, segment_id=entry.segment_id, layer=layer,
+                first_token=first_token, num_tokens=num_tokens,
+            )  # fmt: skip
+            chunks += part_of([chunk], low, high)
+        return chunks
+
+    # ---- writing -----------------------------------------------------------------------------------------
+
+    def write(
+        self,
+        session: SessionKey,
+        *,
+        base: RemoteRecord | None,
+        num_kept: int,
+        token_ids: Sequence[int],
+        layers: Sequence[Sequence[RowChunk]],
+        method: str,
+    ) -> RemoteRecord:
+        """Publish `token_ids`: the base's first `num_kept` tokens, then a new segment of `layers`' rows.
+
+        Raises:
+            SessionBusy: the session's record is not the base any more.
+            HistoryMiss: the base is gone, or values of it, so that it cannot be kept.
+            StoreUnavailable: reason "quota" as well.
+        """
+        kept = _first_entries(base.segments, num_kept) if base is not None else ()
+        entry = self._new_entry(layers)
+        body = RecordBody(
+            owner=session.owner,
+            session_id=session.session_id,
+            fingerprint=self._fingerprint,
+            precision=self._shape.precision.code,
+            method=method,
+            turn=base.body.turn + 1 if base is not None else 1,
+            token_ids=pack_token_ids(token_ids),
+            segments=(*kept, entry),
+        )
+        fence = secrets.token_bytes(TOKEN_BYTES)
+        value = write_record(fence, body)
+        size_bytes = len(value) + sum(segment.size_bytes for segment in body.segments)
+        for victim in self._quota.reserve(session, size_bytes):
+            self.delete(victim)
+        try:
+            self._keep(session, kept)
+            self._put(session, entry, layers)
+            self._commit(session, base.fence if base is not None else b"", value)
+        except KvferryError:
+            self._undo(session, entry, base)
+            raise
+        self._collect(session, {segment.segment_id for segment in body.segments})
+        return RemoteRecord(fence=fence, body=body, token_ids=tuple(token_ids), size_bytes=size_bytes)
+
+    def touch(self, session: SessionKey, record: RemoteRecord) -> None:
+        """Begin the session's time anew. Raises: HistoryMiss where values of it are gone."""
+        self._quota.reserve(session, record.size_bytes)
+        self._keep(session, record.segments)
+        self._link.call(lambda client: client.pexpire(record_key(session), self._ttl_ms))
+
+    def delete(self, session: SessionKey) -> None:
+        """Remove a session's record, then every value of it, those of unfinished writes too."""
+        record: RemoteRecord | None = None
+        with contextlib.suppress(HistoryMiss):  # unreadable: the index of segments still tells its values
+            record = self.record(session)
+        self._link.call(lambda client: client.unlink(record_key(session)))
+        named = {entry.segment_id: len(entry.value_tokens) for entry in record.segments} if record else {}
+        self._remove_values(session, self._indexed(session) | named)
+        self._link.call(lambda client: client.unlink(segments_key(session)))
+        self._quota.release(session)
+
+    def _new_entry(self, layers: Sequence[Sequence[RowChunk]]) -> SegmentEntry:
+        num_tokens = sum(chunk.num_tokens for chunk in layers[0])
+        layer_bytes = max(sum(map(chunk_bytes, chunks)) for chunks in layers)
+        bound = max(1, self._value_bytes * num_tokens // max(1, layer_bytes))
+        value_tokens = _value_tokens(layers, bound)
+        entry = SegmentEntry(
+            segment_id=secrets.token_bytes(TOKEN_BYTES), length=num_tokens, value_tokens=value_tokens,
+            size_bytes=0,
+        )  # fmt: skip
+        parts = [chunk for chunks in layers for _, chunk in _cut(chunks, value_tokens)]
+        size_bytes = sum(CHUNK_HEADER_BYTES + chunk_bytes(chunk) for chunk in parts)
+        return msgspec.structs.replace(entry, size_bytes=size_bytes)
+
+    def _keep(self, session: SessionKey, entries: Iterable[SegmentEntry]) -> None:
+        """Begin the time of kept values anew, all at once."""
+        keys = [
+            key
+            for entry in entries
+            for layer in range(self._shape.num_layers)
+            for key in value_keys(session, entry.segment_id, layer, len(entry.value_tokens))
+        ]
+        if not keys:
+            return
+
+        def expire(client: Client) -> Any:
+            pipeline = client.pipeline(transaction=False)
+            for key in keys:
+                pipeline.pexpire(key, self._value_ttl_ms)
+            return pipeline.execute()
+
+        if not all(self._link.call(expire)):
+            raise HistoryMiss(f"Redis has lost values of session {session.session_id!r}", reason="evicted")
+
+    def _put(self, session: SessionKey, entry: SegmentEntry, layers: Sequence[Sequence[RowChunk]]) -> None:
+        index = segments_key(session)
+
+        def announce(client: Client) -> Any:
+            pipeline = client.pipeline(transaction=False)
+            pipeline.hset(index, entry.segment_id.hex(), len(entry.value_tokens))
+            pipeline.pexpire(index, self._value_ttl_ms)
+            return pipeline.execute()
+
+        self._link.call(announce)
+        for batch in _batches(self._values(session, entry, layers)):
+            self._link.call(partial(self._set, batch))
+
+    def _set(self, batch: Mapping[str, bytes], client: Client) -> None:
+        pipeline = client.pipeline(transaction=False)
+        for key, value in batch.items():
+            pipeline.set(key, value, px=self._value_ttl_ms)
+        pipeline.execute()
+
+    def _values(
+        self, session: SessionKey, entry: SegmentEntry, layers: Sequence[Sequence[RowChunk]]
+    ) -> Iterator[tuple[str, bytes]]:
+        for layer, chunks in enumerate(layers):
+            keys = value_keys(session, entry.segment_id, layer, len(entry.value_tokens))
+            for key, (first_token, chunk) in zip(keys, _cut(chunks, entry.value_tokens), strict=True):
+                yield key, write_chunk(
+                    chunk, shape=self._shape, segment_id=entry.segment_id, layer=layer,
+                    first_token=first_token,
+                )  # fmt: skip
+
+    def _commit(self, session: SessionKey, fence: bytes, value: bytes) -> None:
+        key = record_key(session)
+        # A retry of a commit whose answer was lost must find its own record, and count it as done.
+        mine = value[TOKEN_OFFSET : TOKEN_OFFSET + TOKEN_BYTES]
+
+        def commit(client: Client) -> Any:
+            if client.eval(_COMMIT, 1, key, fence, value, self._ttl_ms):
+                return mine
+            return client.getrange(key, TOKEN_OFFSET, TOKEN_OFFSET + TOKEN_BYTES - 1)
+
+        held = self._link.call(commit)
+        if held == b"":
+            raise HistoryMiss(
+                f"Redis has lost the record of session {session.session_id!r}", reason="evicted"
+            )
+        if held != mine:
+            raise SessionBusy(f"session {session.session_id!r} was changed by another turn", reason="fenced")
+
+    def _undo(self, session: SessionKey, entry: SegmentEntry, base: RemoteRecord | None) -> None:
+        """After a failed write, as far as Redis lets: what stays expires."""
+        try:
+            self._remove_values(session, {entry.segment_id: len(entry.value_tokens)})
+            if base is not None:
+                self._quota.reserve(session, base.size_bytes)
+            else:
+                self._quota.release(session)
+        except KvferryError:
+            return
+
+    def _collect(self, session: SessionKey, named: set[bytes]) -> None:
+        """Remove segments that the new record does not name; what cannot be removed expires."""
+        try:
+            indexed = self._indexed(session)
+            self._remove_values(session, {key: n for key, n in indexed.items() if key not in named})
+        except KvferryError:
+            return
+
+    def _indexed(self, session: SessionKey) -> dict[bytes, int]:
+        """Values per layer by segment, those of unfinished writes too."""
+        index = self._link.call(lambda client: client.hgetall(segments_key(session)))
+        return {bytes.fromhex(name.decode()): int(count) for name, count in index.items()}
+
+    def _remove_values(self, session: SessionKey, segments: Mapping[bytes, int]) -> None:
+        for segment_id, num_values in segments.items():
+            keys = [
+                key
+                for layer in range(self._shape.num_layers)
+                for key in value_keys(session, segment_id, layer, num_values)
+            ]
+            self._link.call(partial(_unlink, keys))
+            self._link.call(partial(_forget, segments_key(session), segment_id.hex()))
+
+
+def _unlink(keys: Sequence[str], client: Client) -> Any:
+    return client.unlink(*keys)
+
+
+def _forget(index: str, name: str, client: Client) -> Any:
+    return client.hdel(index, name)
+
+
+def _first_entries(entries: Iterable[SegmentEntry], num_tokens: int) -> tuple[SegmentEntry, ...]:
+    """The entries that make up the first `num_tokens` tokens."""
+    taken: list[SegmentEntry] = []
+    for entry in entries:
+        if num_tokens <= 0:
+            break
+        taken.append(msgspec.structs.replace(entry, length=min(entry.length, num_tokens)))
+        num_tokens -= entry.length
+    return tuple(taken)
+
+
+def _values_between(
+    session: SessionKey, entries: Iterable[SegmentEntry], layer: int, start: int, stop: int
+) -> Iterator[tuple[str, SegmentEntry, int, int, int, int]]:
+    """Key, entry, first token in the segment, tokens, and the part [low, high) of it, of each value that
+    tokens [start, stop) of a record need."""
+    position = 0
+    for entry in entries:
+        keys = value_keys(session, entry.segment_id, layer, len(entry.value_tokens))
+        first_token = 0
+        for key, num_tokens in zip(keys, entry.value_tokens, strict=True):
+            begin = position + first_token
+            low = max(0, start - begin)
+            high = min(num_tokens, entry.length - first_token, stop - begin)
+            if low < high:
+                yield key, entry, first_token, num_tokens, low, high
+            first_token += num_tokens
+        position += entry.length
+
+
+def _value_tokens(layers: Sequence[Sequence[RowChunk]], bound: int) -> tuple[int, ...]:
+    """Tokens of each value: values end where any layer's chunk ends, and have `bound` tokens at most."""
+    ends: set[int] = set()
+    for chunks in layers:
+        position = 0
+        for chunk in chunks:
+            position += chunk.num_tokens
+            ends.add(position)
+    counts: list[int] = []
+    begin = 0
+    for end in sorted(ends):
+        full, rest = divmod(end - begin, bound)
+        counts += [bound] * full + ([rest] if rest else [])
+        begin = end
+    return tuple(counts)
+
+
+def _cut(chunks: Sequence[RowChunk], value_tokens: Sequence[int]) -> Iterator[tuple[int, RowChunk]]:
+    """First token and rows of each value."""
+    position = 0
+    for num_tokens in value_tokens:
+        (part,) = part_of(chunks, position, position + num_tokens)
+        yield position, part
+        position += num_tokens
+
+
+def _batches(values: Iterator[tuple[str, bytes]]) -> Iterator[dict[str, bytes]]:
+    batch: dict[str, bytes] = {}
+    size_bytes = 0
+    for key, value in values:
+        batch[key] = value
+        size_bytes += len(value)
+        if size_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, size_bytes = {}, 0
+    if batch:
+        yield batch

@@ -1,0 +1,152 @@
+"""What history in Redis may take, per API key and in all: an index of sizes that each write asks first.
+
+An owner over its quota loses its own least recently used sessions, never another owner's; what cannot fit
+even so is refused (reason "quota") and stays in host memory alone. The index of an owner changes in one step;
+the sum over owners is brought up to date after it, so that several workers writing at once may exceed the
+total by what each was writing. Entries expire with their sessions, which heals what a crash left wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.errors import StoreUnavailable
+from kvferry.shared.history.redis_client import Client, RedisLink
+from kvferry.shared.history.redis_format import owner_keys, total_keys
+
+# Members whose time is over go first. Returns -1 where the member alone is too large, else the sum and the
+# members, longest unused first, that have to go to stay within the limit (0: none).
+_RESERVE = """
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', ARGV[3])) do
+  redis.call('ZREM', KEYS[2], member)
+  redis.call('HDEL', KEYS[1], member)
+end
+local limit, own, sizes = tonumber(ARGV[5]), tonumber(ARGV[2]), {}
+if limit > 0 and own > limit then return {-1} end
+local total, victims, flat = own, {}, redis.call('HGETALL', KEYS[1])
+for i = 1, #flat, 2 do
+  if flat[i] ~= ARGV[1] then
+    sizes[flat[i]] = tonumber(flat[i + 1])
+    total = total + sizes[flat[i]]
+  end
+end
+if limit > 0 then
+  for _, member in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1)) do
+    if total <= limit then break end
+    if sizes[member] then
+      total = total - sizes[member]
+      victims[#victims + 1] = member
+    end
+  end
+end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+redis.call('ZADD', KEYS[2], ARGV[4], ARGV[1])
+redis.call('PEXPIREAT', KEYS[1], ARGV[4])
+redis.call('PEXPIREAT', KEYS[2], ARGV[4])
+return {total, unpack(victims)}
+"""
+
+
+class RedisQuota:
+    """Thread-safe, as its link is."""
+
+    def __init__(
+        self,
+        link: RedisLink,
+        *,
+        max_bytes: int,
+        owner_max_bytes: int,
+        ttl_s: float,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Args: max_bytes, owner_max_bytes: 0 is no bound."""
+        self._link = link
+        self._max_bytes = max_bytes
+        self._owner_max_bytes = owner_max_bytes
+        self._ttl_s = ttl_s
+        self._wall_clock = wall_clock
+        self._total_bytes = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """What all owners took when this worker last wrote or deleted."""
+        return self._total_bytes
+
+    def reserve(self, session: SessionKey, size_bytes: int) -> list[SessionKey]:
+        """Make a session count as so many bytes; returns the sessions that must be deleted for it.
+
+        Raises: StoreUnavailable, reason "quota" where it cannot fit, else as `RedisLink.call`.
+        """
+        limit = self._limit(session.owner)
+        now_ms = int(self._wall_clock() * 1000)
+        expiry_ms = now_ms + int(self._ttl_s * 1000)
+        arguments = (session.session_id, size_bytes, now_ms, expiry_ms, limit or 0)
+        fits = limit is None or limit > 0
+        keys = owner_keys(session.owner)
+        answer: list[Any] = [-1]
+        if fits:
+            answer = self._link.call(lambda client: client.eval(_RESERVE, 2, *keys, *arguments))
+        if answer[0] < 0:
+            raise StoreUnavailable(
+                f"session {session.session_id!r} takes {size_bytes} bytes in Redis; its key may have {limit}",
+                reason="quota",
+            )
+        self._set_owner(session.owner, int(answer[0]))
+        return [SessionKey(owner=session.owner, session_id=name.decode()) for name in answer[1:]]
+
+    def release(self, session: SessionKey) -> None:
+        """Make a session count as nothing. Raises: as `RedisLink.call`."""
+        sizes, expiries = owner_keys(session.owner)
+
+        def forget(client: Client) -> Any:
+            pipeline = client.pipeline(transaction=False)
+            pipeline.hdel(sizes, session.session_id)
+            pipeline.zrem(expiries, session.session_id)
+            pipeline.hvals(sizes)
+            return pipeline.execute()[2]
+
+        self._set_owner(session.owner, sum(map(int, self._link.call(forget))))
+
+    def _limit(self, owner: str) -> int | None:
+        """What the owner may have now, at least 0; None is no bound."""
+        limits = [self._owner_max_bytes] if self._owner_max_bytes else []
+        if self._max_bytes:
+            now_ms = self._wall_clock() * 1000
+            sizes, expiries = total_keys()
+
+            def read(client: Client) -> Any:
+                pipeline = client.pipeline(transaction=False)
+                pipeline.hgetall(sizes)
+                pipeline.zrangebyscore(expiries, now_ms, "+inf")
+                return pipeline.execute()
+
+            held, alive = self._link.call(read)
+            others = sum(int(held.get(name, 0)) for name in alive if name.decode() != _member(owner))
+            limits.append(max(0, self._max_bytes - others))
+        return min(limits) if limits else None
+
+    def _set_owner(self, owner: str, size_bytes: int) -> None:
+        sizes, expiries = total_keys()
+        expiry_ms = int((self._wall_clock() + self._ttl_s) * 1000)
+
+        def publish(client: Client) -> Any:
+            pipeline = client.pipeline(transaction=False)
+            if size_bytes:
+                pipeline.hset(sizes, _member(owner), size_bytes)
+                pipeline.zadd(expiries, {_member(owner): expiry_ms})
+                pipeline.pexpireat(sizes, expiry_ms)
+                pipeline.pexpireat(expiries, expiry_ms)
+            else:
+                pipeline.hdel(sizes, _member(owner))
+                pipeline.zrem(expiries, _member(owner))
+            pipeline.hvals(sizes)
+            return pipeline.execute()[-1]
+
+        self._total_bytes = sum(map(int, self._link.call(publish)))
+
+
+def _member(owner: str) -> str:
+    return f"owner:{owner}"

@@ -1,0 +1,49 @@
+"""The history benchmarks run as the README says and write what they printed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.xdist_group("stack")
+
+
+def run(script: str, *options: str) -> str:
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{script}", *options],
+        cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_second_turn_is_measured_from_each_source(tmp_path: Path, redis_server: Any) -> None:
+    output = tmp_path / "history.json"
+    options = ("--tokens", "600", "--repeats", "1", "--redis", redis_server.url, "--output", str(output))
+    printed = run("history.py", *options)
+    figures = json.loads(output.read_text())
+    assert figures["reused_tokens"]["memory"] == figures["reused_tokens"]["redis"]
+    assert figures["reused_tokens"]["memory"][0] > 550
+    assert figures["reused_tokens"]["recomputed"] == [0]
+    seconds = figures["time_to_first_token_s"]
+    for source, ratio in figures["ratio_of_medians"].items():
+        assert ratio == pytest.approx(seconds["recomputed"][0] / seconds[source][0])
+        assert f"{source}: {seconds[source][0] * 1000:.0f} ms" in printed
+
+
+def test_precision_is_measured_in_bytes_and_answers(tmp_path: Path) -> None:
+    output = tmp_path / "precision.json"
+    run("history_precision.py", "--tokens", "300", "--examples", "2", "--output", str(output))
+    results = json.loads(output.read_text())["results"]
+    assert list(results) == ["model", "16", "8", "4"]
+    sizes = [row["bytes_per_token"] for row in results.values()]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[1] == sizes[0] / 2
+    assert results["model"]["agreement"] == 1

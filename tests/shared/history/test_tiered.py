@@ -1,0 +1,247 @@
+"""Host memory over a real Redis: what workers share, what they take, who may commit, what is deleted."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.errors import SessionBusy
+from kvferry.shared.history.redis_format import CHUNK_HEADER_BYTES, record_key
+
+if TYPE_CHECKING:
+    from conftest import Worker
+
+A = SessionKey(owner="key-a", session_id="s")
+TOKEN_BYTES = 2 * 3 * 2 * 4 * 4
+LAYERS = 3
+
+
+def tokens(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
+    generator = random.Random(seed)
+    return tuple(generator.randrange(1, 900) for _ in range(num_tokens))
+
+
+def test_another_worker_continues_where_the_first_left(
+    make_worker: Callable[..., Worker], redis_server: Any
+) -> None:
+    first, second = make_worker(), make_worker()
+    prompt, answer = tokens(70), tokens(5, seed=1)
+    assert first.turn(A, prompt, answer) == 0
+    longer = prompt + answer + tokens(9, seed=2)
+    turn = second.begin(A, longer)
+    assert turn.reused_by_tier == {"memory": 0, "redis": 74}
+    assert second.run(turn, longer, lambda layer: None) == 74
+    assert turn.commit(longer).num_tokens == 84
+    # the first one has 74 tokens itself and gets the other 10
+    turn = first.begin(A, (*longer, 7, 7))
+    assert turn.reused_by_tier == {"memory": 74, "redis": 10}
+    assert first.run(turn, (*longer, 7, 7), lambda layer: None) == 84
+    turn.commit((*longer, 7, 7))
+    assert first.store.info(A).num_tokens == 86
+    assert first.store.info(A).tier == "memory"
+    info = make_worker().store.info(A)
+    assert (info.num_tokens, info.tier) == (86, "redis")
+    record = first.remote.record(A)
+    assert record is not None
+    assert (record.body.turn, record.body.method, record.body.fingerprint) == (3, "rocketkv", "model-a")
+    assert not first.misses
+    assert not second.misses
+
+
+def test_the_bytes_in_redis_are_the_formulas_and_deleting_returns_every_one(
+    make_worker: Callable[..., Worker], redis_server: Any
+) -> None:
+    worker = make_worker(value_bytes=10 * 2 * 2 * 4 * 4)  # ten tokens a value
+    assert worker.turn(A, tokens(34), (1, 2)) == 0
+    with redis_server.client() as admin:
+        record_bytes = admin.strlen(record_key(A))
+        held = sum(admin.strlen(key) for key in admin.keys("*") if admin.type(key) == b"string")
+        num_values = LAYERS * (4 + 1)  # 34 tokens of the prompt, one generated
+        expected = 35 * TOKEN_BYTES + num_values * CHUNK_HEADER_BYTES + record_bytes
+        assert held == expected
+        assert worker.remote.size_bytes == expected
+        assert all(admin.pttl(key) > 0 for key in admin.keys("*"))
+        assert worker.store.tier_bytes["redis"]() == expected
+        assert worker.store.tier_bytes["memory"]() == 35 * TOKEN_BYTES
+        assert worker.store.drop(A).num_tokens == 35
+        assert admin.dbsize() == 0
+    assert worker.remote.size_bytes == 0
+    assert worker.store.size_bytes == 0
+
+
+@pytest.mark.parametrize("write_mode", ["through", "behind"])
+def test_fifty_turns_over_two_workers_with_branches_keep_every_row(
+    make_worker: Callable[..., Worker], redis_server: Any, write_mode: str
+) -> None:
+    workers = [make_worker(write_mode=write_mode, max_bytes=400 * TOKEN_BYTES) for _ in range(2)]
+    generator = random.Random(3)
+    said: tuple[int, ...] = ()
+    for number in range(50):
+        # one turn in five goes back to an earlier point and on from there
+        kept = said if generator.random() > 0.2 else said[: generator.randrange(len(said) + 1)]
+        prompt = kept + tokens(generator.randrange(1, 6), seed=number)
+        answer = tokens(3, seed=1000 + number)
+        worker = workers[0] if write_mode == "behind" else generator.choice(workers)
+        reused = worker.turn(A, prompt, answer)
+        # all that was said before has KV but the last token; the prompt's last token is run in any case
+        assert reused == min(max(0, len(said) - 1), len(kept), len(prompt) - 1)
+        said = prompt + answer
+    for worker in workers:
+        assert not worker.misses
+        assert not worker.failures
+        worker.store.close()
+    fresh = make_worker()
+    assert fresh.turn(A, (*said, 1)) == len(said) - 1
+    fresh.store.drop(A)
+    with redis_server.client() as admin:
+        assert admin.dbsize() == 0
+
+
+def test_two_workers_cannot_both_commit_a_turn(make_worker: Callable[..., Worker]) -> None:
+    first, second = make_worker(), make_worker()
+    base, one, other = tokens(20), (*tokens(20), 1, 2, 3), (*tokens(20), 4, 5)
+    first.turn(A, base)
+    turns = [(worker, worker.begin(A, prompt), prompt) for worker, prompt in ((first, one), (second, other))]
+    for worker, turn, prompt in turns:
+        worker.run(turn, prompt, lambda layer: None)
+    turns[0][1].commit(one)
+    with pytest.raises(SessionBusy):
+        turns[1][1].commit(other)
+    assert second.failures == {"fenced": 1}
+    assert second.store.size_bytes == 0
+    record = second.remote.record(A)
+    assert record is not None
+    assert record.token_ids == one
+    # it goes on from the other's turn
+    assert second.turn(A, (*one, 9)) == len(one)
+
+
+def test_two_first_turns_are_fenced_too(make_worker: Callable[..., Worker]) -> None:
+    first, second = make_worker(), make_worker()
+    turns = [(worker, worker.begin(A, tokens(9))) for worker in (first, second)]
+    for worker, turn in turns:
+        worker.run(turn, tokens(9), lambda layer: None)
+    turns[1][1].commit(tokens(9))
+    with pytest.raises(SessionBusy):
+        turns[0][1].commit(tokens(9))
+
+
+def test_a_key_over_its_quota_loses_its_own_longest_unused_sessions(
+    make_worker: Callable[..., Worker], redis_server: Any
+) -> None:
+    # a session of 20 tokens takes 3840 bytes of rows, 168 of headers and its record
+    worker = make_worker(owner_max_bytes=9000)
+    sessions = [SessionKey(owner="key-a", session_id=name) for name in "xyz"]
+    other = SessionKey(owner="key-b", session_id="x")
+    worker.turn(other, tokens(20))
+    worker.turn(sessions[0], tokens(20, seed=1))
+    time.sleep(0.002)
+    worker.turn(sessions[1], tokens(20, seed=2))
+    time.sleep(0.002)
+    worker.turn(sessions[0], (*tokens(20, seed=1), 5))
+    time.sleep(0.002)
+    worker.turn(sessions[2], tokens(20, seed=3))
+    held = [worker.remote.record(session) is not None for session in (*sessions, other)]
+    assert held == [True, False, True, True]
+    assert not worker.failures
+    worker.turn(SessionKey(owner="key-a", session_id="large"), tokens(60))
+    assert worker.failures == {"quota": 1}
+    held = [worker.remote.record(session) is not None for session in (*sessions, other)]
+    assert held == [True, False, True, True]
+    for session in (*sessions, other, SessionKey(owner="key-a", session_id="large")):
+        worker.store.drop(session)
+    with redis_server.client() as admin:
+        assert admin.dbsize() == 0
+
+
+def test_the_total_quota_takes_nothing_from_another_key(make_worker: Callable[..., Worker]) -> None:
+    worker = make_worker(redis_max_bytes=9000)
+    mine = [SessionKey(owner="key-a", session_id=name) for name in "xy"]
+    theirs = SessionKey(owner="key-b", session_id="x")
+    worker.turn(mine[0], tokens(20))
+    worker.turn(theirs, tokens(20))
+    worker.turn(mine[1], tokens(20))
+    held = [worker.remote.record(session) is not None for session in (*mine, theirs)]
+    assert held == [False, True, True]
+    worker.turn(SessionKey(owner="key-c", session_id="x"), tokens(20))
+    assert worker.failures == {"quota": 1}
+
+
+def test_another_models_history_is_replaced_and_never_read(
+    make_worker: Callable[..., Worker], redis_server: Any
+) -> None:
+    make_worker().turn(A, tokens(20))
+    other = make_worker(fingerprint="model-b")
+    assert other.turn(A, (*tokens(20), 1)) == 0
+    record = other.remote.record(A)
+    assert record is not None
+    assert record.body.fingerprint == "model-b"
+    other.store.drop(A)
+    with redis_server.client() as admin:
+        assert admin.dbsize() == 0
+
+
+def test_a_session_dropped_while_redis_is_down_is_deleted_when_it_returns(
+    make_worker: Callable[..., Worker], redis_server: Any
+) -> None:
+    worker = make_worker(timeout_s=1.0)
+    worker.turn(A, tokens(20))
+    redis_server.pause()
+    try:
+        assert worker.store.drop(A).num_tokens == 20
+    finally:
+        redis_server.resume()
+    # until it is, the session is as if it were not there
+    deadline = time.monotonic() + 60
+    with redis_server.client() as admin:
+        while admin.dbsize():
+            assert worker.store.begin(A, "peek", tokens(20)).reused_tokens == 0
+            assert time.monotonic() < deadline
+            worker.store.sweep()
+            time.sleep(0.05)
+    assert worker.turn(A, tokens(20)) == 0
+    assert worker.remote.record(A) is not None
+
+
+def test_commits_behind_the_turn_are_there_after_closing(
+    make_worker: Callable[..., Worker], redis_servers: ModuleType, redis_server: Any
+) -> None:
+    gate = redis_servers.Gate(redis_server.port)
+    worker = make_worker(gate.url, write_mode="behind")
+    worker.turn(A, tokens(10))
+    said = tokens(10)
+    for number in range(5):
+        said = (*said, number + 1)
+        worker.turn(A, said)
+    worker.store.close()
+    gate.close()
+    assert make_worker().turn(A, (*said, 99)) == len(said)
+
+
+def test_a_cluster_keeps_a_session_on_one_node(
+    make_worker: Callable[..., Worker], redis_servers: ModuleType
+) -> None:
+    with (
+        redis_servers.RedisServer.running("--cluster-enabled", "yes") as server,
+        server.client() as admin,
+    ):
+        admin.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        deadline = time.monotonic() + 60
+        while b"cluster_state:ok" not in admin.execute_command("CLUSTER", "INFO"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        url = f"redis+cluster://127.0.0.1:{server.port}"
+        options = {"value_bytes": 640, "owner_max_bytes": 1 << 20, "redis_max_bytes": 1 << 20}
+        make_worker(url, **options).turn(A, tokens(40), (1, 2))
+        slots = {admin.execute_command("CLUSTER", "KEYSLOT", key) for key in admin.keys("*/s}*")}
+        assert len(slots) == 1
+        reader = make_worker(url, **options)
+        assert reader.turn(A, (*tokens(40), 1, 2, 3)) == 41
+        reader.store.drop(A)
+        assert admin.dbsize() == 0
