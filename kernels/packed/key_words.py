@@ -77,6 +77,47 @@ def key_tiles(
             start += codes.shape[1]
 
 
+def gather_key_codes(words: Tensor, num_channels: Sequence[int], num_tokens: int, tokens: Tensor) -> Tensor:
+    """Some tokens' codes, each word that holds one read once for each of them and no other.
+
+    Args: words uint8 `[key_code_bytes]`; tokens int64 `[k]`, ascending.
+    Returns: float32 `[c, k]`, channels in their packed order; 16-bit channels come as their values.
+    """
+    block_bits = sum(w * c for w, c in zip(WIDTHS, num_channels, strict=True))
+    gathered, start, byte = [], 0, 0
+    for num_blocks, lanes in block_groups(num_tokens):
+        blocks = words[byte : byte + num_blocks * lanes * block_bits].view(num_blocks, lanes * block_bits)
+        byte += num_blocks * lanes * block_bits
+        stop = start + num_blocks * 8 * lanes
+        inside = tokens[(tokens >= start) & (tokens < stop)] - start
+        gathered.append(_gather_from_blocks(blocks, num_channels, lanes, inside))
+        start = stop
+    return torch.cat(gathered, dim=1)
+
+
+def _gather_from_blocks(blocks: Tensor, num_channels: Sequence[int], lanes: int, tokens: Tensor) -> Tensor:
+    """Args: blocks uint8 `[num_blocks, block bytes]`; tokens counted from the first block's first."""
+    block, within = tokens // (8 * lanes), tokens % (8 * lanes)
+    codes = torch.empty(sum(num_channels), len(tokens), dtype=torch.float32, device=blocks.device)
+    byte, channel = 0, 0
+    for width, count in zip(WIDTHS, num_channels, strict=True):
+        fields = 16 // width
+        word = within // (fields * lanes) * lanes + within % lanes
+        shift = within // lanes % fields * width
+        segment = blocks[:, byte : byte + count * width * lanes]
+        byte += count * width * lanes
+        if count == 0:
+            continue
+        if width == 16:
+            found = segment.view(torch.float16).view(len(blocks), count, -1)[block, :, word].float()
+        else:
+            octets = segment.view(torch.int16).view(len(blocks), count, -1)[block, :, word].int()
+            found = ((octets >> shift[:, None]) & ((1 << width) - 1)).float()
+        codes[channel : channel + count] = found.T
+        channel += count
+    return codes
+
+
 def half_tiles(
     words: Tensor, num_channels: Sequence[int], num_tokens: int, *, max_blocks: int
 ) -> Iterator[Tensor]:

@@ -7,6 +7,8 @@ arguments and dispatches to an implementation; `reference.py` dequantises everyt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from kvferry.kernels.packed import PackedLayer
@@ -34,11 +36,30 @@ def trizone_decode(
     Raises:
         ValueError: shapes, dtypes or devices do not fit together, or a head has nothing to attend to.
     """
-    _check(queries, packed, new_keys, new_values)
+    _check(queries, (packed,), new_keys, new_values)
     return torch_path.trizone_decode(queries, packed, new_keys, new_values, scaling=scaling)
 
 
-def _check(queries: Tensor, packed: PackedLayer, new_keys: Tensor, new_values: Tensor) -> None:
+def trizone_decode_segments(
+    queries: Tensor,
+    segments: Sequence[PackedLayer],
+    new_keys: Tensor,
+    new_values: Tensor,
+    *,
+    scaling: float,
+) -> Tensor:
+    """`trizone_decode` over several packed runs of tokens, such as a prompt and what was generated since,
+    each packed by itself. Their order does not matter but to the last bit.
+
+    Args, returns, raises: as `trizone_decode`; segments: at least one.
+    """
+    if len(segments) == 1:
+        return trizone_decode(queries, segments[0], new_keys, new_values, scaling=scaling)
+    _check(queries, segments, new_keys, new_values)
+    return torch_path.trizone_decode_segments(queries, segments, new_keys, new_values, scaling=scaling)
+
+
+def _check(queries: Tensor, segments: Sequence[PackedLayer], new_keys: Tensor, new_values: Tensor) -> None:
     if queries.ndim != 3 or new_keys.ndim != 3 or new_keys.shape != new_values.shape:
         raise ValueError(
             f"queries {tuple(queries.shape)}, new_keys {tuple(new_keys.shape)} and new_values "
@@ -47,19 +68,22 @@ def _check(queries: Tensor, packed: PackedLayer, new_keys: Tensor, new_values: T
     num_kv_heads, _, head_dim = queries.shape
     if new_keys.shape[0] != num_kv_heads or new_keys.shape[2] != head_dim:
         raise ValueError(f"new_keys {tuple(new_keys.shape)} do not fit queries {tuple(queries.shape)}")
-    if len(packed.heads) != num_kv_heads or packed.layout.head_dim != head_dim:
-        raise ValueError(
-            f"the packed layer has {len(packed.heads)} heads of {packed.layout.head_dim} channels; the "
-            f"queries have {num_kv_heads} of {head_dim}"
-        )
+    if not segments:
+        raise ValueError("there are no segments; there must be at least one")
+    for packed in segments:
+        if len(packed.heads) != num_kv_heads or packed.layout.head_dim != head_dim:
+            raise ValueError(
+                f"the packed layer has {len(packed.heads)} heads of {packed.layout.head_dim} channels; the "
+                f"queries have {num_kv_heads} of {head_dim}"
+            )
+        if packed.buffer.device != queries.device:
+            raise ValueError(f"devices differ: {queries.device}, {packed.buffer.device}")
     if not queries.dtype == new_keys.dtype == new_values.dtype or not queries.is_floating_point():
         raise ValueError(
             f"dtypes must be floating and agree: {queries.dtype}, {new_keys.dtype}, {new_values.dtype}"
         )
-    if not queries.device == new_keys.device == new_values.device == packed.buffer.device:
-        raise ValueError(
-            f"devices differ: {queries.device}, {new_keys.device}, {new_values.device}, "
-            f"{packed.buffer.device}"
-        )
-    if new_keys.shape[1] == 0 and any(head.counts.num_tokens == 0 for head in packed.heads):
+    if not queries.device == new_keys.device == new_values.device:
+        raise ValueError(f"devices differ: {queries.device}, {new_keys.device}, {new_values.device}")
+    kept = [sum(packed.heads[h].counts.num_tokens for packed in segments) for h in range(num_kv_heads)]
+    if new_keys.shape[1] == 0 and not all(kept):
         raise ValueError("a head keeps no token and there is no new one; there must be one to attend to")

@@ -4,6 +4,8 @@ codes is ever unpacked at a time. Arguments are checked by the dispatch in `__in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,16 +21,32 @@ def trizone_decode(
     queries: Tensor, packed: PackedLayer, new_keys: Tensor, new_values: Tensor, *, scaling: float
 ) -> Tensor:
     """As `kernels.trizone.trizone_decode`."""
+    return trizone_decode_segments(queries, (packed,), new_keys, new_values, scaling=scaling)
+
+
+def trizone_decode_segments(
+    queries: Tensor,
+    segments: Sequence[PackedLayer],
+    new_keys: Tensor,
+    new_values: Tensor,
+    *,
+    scaling: float,
+) -> Tensor:
+    """As `kernels.trizone.trizone_decode_segments`."""
     output = torch.empty_like(queries)
-    for h, head in enumerate(packed.heads):
+    for h in range(queries.shape[0]):
+        heads = [packed.heads[h] for packed in segments]
+        sizes = [head.counts.num_tokens for head in heads]
         head_queries = queries[h].float() * scaling
-        num_kept, num_new = head.counts.num_tokens, new_keys.shape[1]
-        logits = head_queries.new_empty(queries.shape[1], num_kept + num_new)
-        _packed_logits(head, head_queries, logits[:, :num_kept])
-        torch.mm(head_queries, new_keys[h].float().T, out=logits[:, num_kept:])
-        probabilities = logits.softmax(dim=-1)
-        attended = probabilities[:, num_kept:] @ new_values[h].float()
-        _add_packed_values(head, probabilities[:, :num_kept], attended)
+        logits = head_queries.new_empty(queries.shape[1], sum(sizes) + new_keys.shape[1])
+        *kept, new = torch.split(logits, [*sizes, new_keys.shape[1]], dim=1)
+        for head, part in zip(heads, kept, strict=True):
+            _packed_logits(head, head_queries, part)
+        torch.mm(head_queries, new_keys[h].float().T, out=new)
+        *kept, new = torch.split(logits.softmax(dim=-1), [*sizes, new_keys.shape[1]], dim=1)
+        attended = new @ new_values[h].float()
+        for head, part in zip(heads, kept, strict=True):
+            _add_packed_values(head, part, attended)
         output[h] = attended
     return output
 

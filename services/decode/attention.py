@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvferry.kernels.trizone import trizone_decode
 from kvferry.shared.cache.layout import LayerCache
+from kvferry.shared.compression.attention import packed_attention
 
 
 class BatchAttention:
@@ -53,7 +53,7 @@ class BatchAttention:
 def append_and_attend(
     cache: LayerCache, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: float
 ) -> Tensor:
-    """Append one token's row to a layer and attend as its plan says: to the packed prompt as it is, if it is.
+    """Append one token's row to a layer and attend as its plan says: to what is packed as it is.
 
     Where a row is evicted for it, its own K and V are also kept apart, if the layer has room for that.
 
@@ -65,14 +65,23 @@ def append_and_attend(
     Returns: `[H_kv, G, D]`.
     """
     position = cache.layout.rows + num_appended
+    packed = [] if cache.packed is None else [cache.packed]
+    if cache.segments is not None:
+        position = cache.segments.make_room(
+            cache.keys, cache.values, queries, num_appended=num_appended, scaling=scaling
+        )
+        packed += cache.segments.layers
     attention = cache.layout.attention
     if cache.generated is not None:
         for own_rows, row in zip(cache.generated, (key, value), strict=True):
             own_rows[:, num_appended] = row
+    if packed:
+        kind = packed_attention(attention)
+        kind.append_packed(packed, cache.keys, cache.values, cache.auxiliary, key, value, position=position)
+        return kind.attend_packed(
+            queries, packed, cache.keys, cache.values, cache.auxiliary, length=position + 1, scaling=scaling
+        )
     attention.append(cache.keys, cache.values, cache.auxiliary, key, value, position=position)
-    if cache.packed is not None:
-        new_keys, new_values = cache.keys[:, : position + 1], cache.values[:, : position + 1]
-        return trizone_decode(queries, cache.packed, new_keys, new_values, scaling=scaling)
     return attention.attend(
         queries, cache.keys, cache.values, cache.auxiliary, length=position + 1, scaling=scaling
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvferry.services.decode.arena_copier import ArenaCopier
 from kvferry.services.decode.packed_writer import PackedLayerWriter
 from kvferry.shared.cache.layout import LayerCache, SequenceLayout, view_layers
+from kvferry.shared.compression.attention import packed_attention
 from kvferry.shared.errors import TransferFailed
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.wire.messages import BlockHeader, Section
@@ -114,7 +115,9 @@ class CacheWriter:
             for i, cache in enumerate(view_layers(self._layout, self._buffer))
         )
         for i, cache in enumerate(caches):
-            if cache.layout.attention.evicts:
+            if cache.packed is not None:
+                packed_attention(cache.layout.attention).build_packed(cache.packed, cache.auxiliary)
+            elif cache.layout.attention.evicts:
                 self._load(i, cache)
             else:
                 cache.layout.attention.build(

@@ -1,8 +1,8 @@
 """Returns a finished completion's KV rows to the prefill worker, for the session's history.
 
 Last stage of a request that stores history. Rows are copied to the host first and the arena bytes given back
-at once, so a slow peer holds no decode memory. A failed return costs the next turn a little prefill, and the
-client nothing.
+at once, so a slow peer holds no decode memory; those of tokens that were packed meanwhile are there already.
+A failed return costs the next turn a little prefill, and the client nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import structlog
+import torch
 from torch import Tensor
 
 from kvferry.services.decode.sequence import Sequence, SequenceState
@@ -124,12 +125,17 @@ class HistoryReturner:
 def _copy_rows(sequence: Sequence) -> _Rows:
     """Host copies of each layer's appended K and V `[H_kv, num_appended, D]`."""
 
-    def copy(rows: Tensor, start: int) -> Tensor:
-        return rows[:, start : start + sequence.num_appended].clone().cpu()
+    def copy(rows: Tensor, start: int, packed: list[Tensor]) -> Tensor:
+        last = rows[:, start : start + sequence.num_appended - sum(piece.shape[1] for piece in packed)]
+        return torch.cat([*packed, last.cpu()], 1)
 
     def own_rows(cache: LayerCache) -> tuple[Tensor, Tensor]:
         if cache.generated is not None:
-            return copy(cache.generated[0], 0), copy(cache.generated[1], 0)
-        return copy(cache.keys, cache.layout.rows), copy(cache.values, cache.layout.rows)
+            return copy(cache.generated[0], 0, []), copy(cache.generated[1], 0, [])
+        packed = cache.segments.rows if cache.segments is not None else []
+        start = cache.layout.rows
+        return copy(cache.keys, start, [k for k, _ in packed]), copy(
+            cache.values, start, [v for _, v in packed]
+        )
 
     return [own_rows(cache) for cache in sequence.caches]

@@ -48,6 +48,7 @@ class PlanChoice:
                 "give token_budget or retention",
                 param="kv_compression.quality",
             )
-        if wanted.token_budget is None and wanted.retention is None and method == self._default_method:
-            return self._default_plan
-        return plan_for(method, budget=Budget(tokens=wanted.token_budget, retention=wanted.retention))
+        budget = Budget(tokens=wanted.token_budget, retention=wanted.retention)
+        if budget == Budget() and method == self._default_method:
+            budget = self._default_plan.budget
+        return plan_for(method, budget=budget, overrides=wanted.parameters)

@@ -51,6 +51,15 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
+Parameters = Annotated[
+    dict[
+        Annotated[str, StringConstraints(max_length=64)],
+        bool | int | float | Annotated[str, StringConstraints(max_length=256)],
+    ],
+    Field(max_length=32),
+]
+
+
 def is_session_id(value: str) -> bool:
     """Whether an id is well-formed; it must match in full."""
     return SESSION_ID.fullmatch(value) is not None and value not in (".", "..")
@@ -89,12 +98,14 @@ class StreamOptions(_Strict):
 
 
 class KvCompression(_Strict):
-    """A request's own compression: a method, and at most one way to say how much to keep."""
+    """A request's own compression: a method, at most one way to say how much to keep, and values for
+    parameters of the method's parts."""
 
     method: str | None = None
     token_budget: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     retention: Annotated[float, Field(gt=0, le=1)] | None = None
     quality: Annotated[float, Field(gt=0, le=1)] | None = None
+    parameters: Parameters | None = None
 
     @model_validator(mode="after")
     def _one_budget(self) -> Self:

@@ -104,6 +104,26 @@ PRESETS: Mapping[str, CompressionPlan] = {
                 "window": 32,
                 "kernel_size": 5,
                 "channel_weights": "norms",
+                "widths": "0,2,4,8,16",
+                # each segment has its own scale and minimum for every K channel: 8 bytes, 8 % of what 256
+                # tokens come to at a tenth of their bits; shorter completions stay as they are
+                "rebudget_tokens": 256,
+            },
+        ),
+        budget=Budget(tokens=512),
+    ),
+    "rdkv-hsa": CompressionPlan(
+        method="rdkv-hsa",
+        attention=Part(name="hsa"),
+        representation=Part(
+            name="rdkv",
+            params={
+                "epsilon_table": "LLaMA-3.1-8B",
+                "window": 32,
+                "kernel_size": 5,
+                "channel_weights": "norms",
+                "widths": "0,2,4,8,16",
+                "rebudget_tokens": 0,
             },
         ),
         budget=Budget(tokens=512),
@@ -169,9 +189,9 @@ def _overridden(plan: CompressionPlan, overrides: Mapping[str, ParamValue]) -> C
     unknown = sorted(set(overrides) - set(names))
     if unknown:
         raise InvalidRequest(
-            f"method {plan.method!r} has no parameter {', '.join(unknown)}; it has: "
+            f"kv_compression.parameters has {', '.join(unknown)}; method {plan.method!r} takes "
             f"{', '.join(names) or 'none'}",
-            param="kv_compression",
+            param="kv_compression.parameters",
         )
 
     def changed(part: Part) -> Part:

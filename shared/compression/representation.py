@@ -7,20 +7,30 @@ wire.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import get_args
 
 from kvferry.kernels.packed import max_packed_bytes
+from kvferry.shared.compression.attention import PACKED_ATTENTIONS
 from kvferry.shared.compression.parameters import check_params
-from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, Part, ResolvedPlan
+from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, ParamValue, Part, ResolvedPlan
 from kvferry.shared.compression.rdkv.compress import RdkvSettings
-from kvferry.shared.compression.rdkv.epsilon import find_table, table_names
+from kvferry.shared.compression.rdkv.epsilon import WIDTHS, find_table, table_names
 from kvferry.shared.compression.rdkv.weights import ChannelWeights
 from kvferry.shared.errors import InvalidRequest
 
 REPRESENTATIONS = ("rows", "rdkv")
-_RDKV_PARAMS = {"epsilon_table": str, "window": int, "kernel_size": int, "channel_weights": str}
+_RDKV_PARAMS = {
+    "epsilon_table": str,
+    "window": int,
+    "kernel_size": int,
+    "channel_weights": str,
+    "widths": str,
+    "rebudget_tokens": int,
+}
 _MAX_WINDOW = 1024
 _MAX_KERNEL_SIZE = 255
+_MAX_REBUDGET_TOKENS = 1 << 20
 _TOKENS_PER_BUDGET_TOKEN = 8
 """Tokens that the V bits of one token in full precision keep at most: 16 bits, 2 each."""
 
@@ -29,7 +39,9 @@ def check_representation(plan: CompressionPlan) -> None:
     """Whether a plan's representation exists and goes with its other parts.
 
     "rdkv" takes `epsilon_table` (str, a name that `rdkv.epsilon.find_table` knows), `window` (int),
-    `kernel_size` (odd int) and `channel_weights` ("norms" or "mean_squares").
+    `kernel_size` (odd int), `channel_weights` ("norms" or "mean_squares"), `widths` (those that tokens and
+    channels may have, "0,2,4,8,16" or some of them) and `rebudget_tokens` (how many generated tokens are
+    packed together; 0 leaves them as rows).
 
     Raises: InvalidRequest.
     """
@@ -43,16 +55,21 @@ def check_representation(plan: CompressionPlan) -> None:
             param="kv_compression",
         )
     rdkv_settings(part, budget_tokens=1)
+    if plan.attention.name not in PACKED_ATTENTIONS:
+        raise _unfit("attention", plan.attention.name, " or ".join(map(repr, PACKED_ATTENTIONS)))
+    if plan.attention.name != "dense" and part.params["rebudget_tokens"]:
+        raise InvalidRequest(
+            f"representation 'rdkv' packs generated tokens (rebudget_tokens "
+            f"{part.params['rebudget_tokens']}), which attention {plan.attention.name!r} does not go with; "
+            "rebudget_tokens must be 0",
+            param="kv_compression",
+        )
     for what, given, allowed in (
         ("scorer", plan.scorer.name if plan.scorer is not None else "none", "none"),
-        ("attention", plan.attention.name, "dense"),
         ("layer_allocation", plan.layer_allocation.name, "uniform"),
     ):
         if given != allowed:
-            raise InvalidRequest(
-                f"representation 'rdkv' does not go with {what} {given!r}; it takes {allowed!r} only",
-                param="kv_compression",
-            )
+            raise _unfit(what, given, f"{allowed!r} only")
 
 
 def rdkv_settings(part: Part, *, budget_tokens: int) -> RdkvSettings:
@@ -61,15 +78,18 @@ def rdkv_settings(part: Part, *, budget_tokens: int) -> RdkvSettings:
     Raises: InvalidRequest: unknown, missing or out of range.
     """
     check_params("representation 'rdkv'", part.params, _RDKV_PARAMS)
-    table, window, kernel_size, variant = (part.params[name] for name in _RDKV_PARAMS)
+    table, window, kernel_size, variant, widths, rebudget = (part.params[name] for name in _RDKV_PARAMS)
     assert isinstance(window, int)
     assert isinstance(kernel_size, int)
+    assert isinstance(rebudget, int)
     if table not in table_names():
         raise _out_of_range("epsilon_table", table, ", ".join(table_names()))
     if not 1 <= window <= _MAX_WINDOW:
         raise _out_of_range("window", window, f"1 to {_MAX_WINDOW}")
     if not 1 <= kernel_size <= _MAX_KERNEL_SIZE or kernel_size % 2 == 0:
         raise _out_of_range("kernel_size", kernel_size, f"odd, 1 to {_MAX_KERNEL_SIZE}")
+    if not 0 <= rebudget <= _MAX_REBUDGET_TOKENS:
+        raise _out_of_range("rebudget_tokens", rebudget, f"0 to {_MAX_REBUDGET_TOKENS}")
     weights: dict[object, ChannelWeights] = {name: name for name in get_args(ChannelWeights)}
     if variant not in weights:
         raise _out_of_range("channel_weights", variant, ", ".join(get_args(ChannelWeights)))
@@ -79,15 +99,92 @@ def rdkv_settings(part: Part, *, budget_tokens: int) -> RdkvSettings:
         window=window,
         kernel_size=kernel_size,
         channel_weights=weights[variant],
+        widths=_widths(str(widths)),
     )
 
 
-def packed_layer_plan(*, budget_tokens: int, num_prompt_tokens: int) -> LayerPlan:
-    """A layer packed by RDKV: B_tok, and the most tokens that a head can keep with it."""
+def packed_layer_plan(
+    part: Part, *, budget_tokens: int, num_prompt_tokens: int, max_new_tokens: int, head_dim: int
+) -> LayerPlan:
+    """A layer packed by RDKV: B_tok, and the most tokens that a head can keep with it; and, where generated
+    tokens are to be packed too, how many at a time, with what budget.
+
+    Args: part: a plan's representation, as `check_representation` accepts.
+
+    Raises: InvalidRequest: the budget is below the least width of every token.
+    """
+    least = rdkv_settings(part, budget_tokens=budget_tokens).widths[0]
+    if least * num_prompt_tokens > WIDTHS[-1] * budget_tokens:
+        raise InvalidRequest(
+            f"widths {part.params['widths']!r} of representation 'rdkv' give each of {num_prompt_tokens} "
+            f"tokens {least} bits at least; that takes a budget of "
+            f"{-(-least * num_prompt_tokens // WIDTHS[-1])} tokens or more, not {budget_tokens}",
+            param="kv_compression",
+        )
+    sizes: dict[str, ParamValue] = {"budget_tokens": budget_tokens}
+    segment = int(part.params["rebudget_tokens"])
+    # at the prompt's bits a token, rounded up so that no segment is packed to less than that
+    share = -(-segment * budget_tokens // num_prompt_tokens)
+    if segment and _num_segments(segment, max_new_tokens) and _saves(segment, share, head_dim):
+        sizes |= {"segment_tokens": segment, "segment_budget_tokens": share}
     return LayerPlan(
         rows=min(num_prompt_tokens, _TOKENS_PER_BUDGET_TOKEN * budget_tokens),
-        representation=Part(name="rdkv", params={"budget_tokens": budget_tokens}),
+        representation=Part(name="rdkv", params=sizes),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rebudgeting:
+    """How a packed layer's generated tokens are packed.
+
+    Attributes:
+        segment_tokens: R, tokens of a segment; so many rows at most stay unpacked.
+        max_segments: as many as a completion of the plan's length fills.
+        limit_bytes: the most bytes that a segment packs to.
+        settings: of a segment's packing.
+    """
+
+    segment_tokens: int
+    max_segments: int
+    limit_bytes: int
+    settings: RdkvSettings
+
+    @property
+    def window(self) -> int:
+        """Queries of a segment's last tokens that its packing looks at."""
+        return min(self.settings.window, self.segment_tokens)
+
+
+def rebudgeting(
+    resolved: ResolvedPlan, layer: LayerPlan, *, num_kv_heads: int, head_dim: int
+) -> Rebudgeting | None:
+    """How a resolved layer packs generated tokens; None where it leaves them as rows."""
+    sizes = layer.representation.params
+    if "segment_tokens" not in sizes:
+        return None
+    segment, share = int(sizes["segment_tokens"]), int(sizes["segment_budget_tokens"])
+    return Rebudgeting(
+        segment_tokens=segment,
+        max_segments=_num_segments(segment, resolved.max_new_tokens),
+        limit_bytes=max_packed_bytes(
+            num_tokens=segment, budget_tokens=share, num_kv_heads=num_kv_heads, head_dim=head_dim
+        ),
+        settings=rdkv_settings(resolved.plan.representation, budget_tokens=share),
+    )
+
+
+def _num_segments(segment_tokens: int, max_new_tokens: int) -> int:
+    """Segments that a completion fills before its last row: a segment is packed when one more row comes, and
+    the last token of a completion never gets one."""
+    return max(max_new_tokens - 2, 0) // segment_tokens
+
+
+def _saves(segment_tokens: int, budget_tokens: int, head_dim: int) -> bool:
+    """Whether a packed segment is smaller than its rows at 16 bits, scales and indexes at their most."""
+    limit_bytes = max_packed_bytes(
+        num_tokens=segment_tokens, budget_tokens=budget_tokens, num_kv_heads=1, head_dim=head_dim
+    )
+    return limit_bytes < 4 * segment_tokens * head_dim
 
 
 def budget_tokens(layer: LayerPlan) -> int:
@@ -118,6 +215,22 @@ def packed_limits(resolved: ResolvedPlan, *, num_kv_heads: int, head_dim: int) -
         for layer in resolved.layers
     )
     return limits if any(limits) else ()
+
+
+def _widths(text: str) -> tuple[int, ...]:
+    chosen = [entry.strip() for entry in text.split(",")]
+    widths = tuple(width for width in WIDTHS if str(width) in chosen)
+    if len(widths) != len(chosen) or widths == (0,):
+        raise _out_of_range(
+            "widths", text, f"some of {','.join(map(str, WIDTHS))}, each once, one above 0 among them"
+        )
+    return widths
+
+
+def _unfit(what: str, given: str, takes: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"representation 'rdkv' does not go with {what} {given!r}; it takes {takes}", param="kv_compression"
+    )
 
 
 def _out_of_range(name: str, value: object, allowed: str) -> InvalidRequest:

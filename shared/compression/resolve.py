@@ -7,11 +7,17 @@ is a pure function in integer or decimal arithmetic: no platform's floating poin
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from decimal import Context, Decimal
 from fractions import Fraction
 
 from kvferry.shared.compression.allocation import allocate_layers
-from kvferry.shared.compression.attention import check_attention, chooses_rows, size_attention
+from kvferry.shared.compression.attention import (
+    check_attention,
+    chooses_rows,
+    size_attention,
+    spread_pages,
+)
 from kvferry.shared.compression.measured import check_measured
 from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import preset
@@ -53,13 +59,26 @@ def resolve_plan(
         # A budget that covers the prompt asks for no compression, whatever the completion's length.
         total = num_prompt_tokens + max_new_tokens
         rows, cap = _rows_and_cap(plan, budget, total, max_new_tokens)
+        # what is packed and attended densely is the budget itself; its bits spread over more tokens than rows
+        stored = budget if plan.attention.name == "dense" else rows
         sharing = [layer for layer in range(num_layers) if layer not in plan.skip_layers]
         shares = allocate_layers(
             plan.layer_allocation, rows=rows, num_layers=len(sharing), num_tokens=num_prompt_tokens
         )
         for layer, share in zip(sharing, shares, strict=True):
-            if plan.representation.name != "rows":
-                layers[layer] = packed_layer_plan(budget_tokens=budget, num_prompt_tokens=num_prompt_tokens)
+            if plan.representation.name != "rows" and stored < num_prompt_tokens:
+                packed = packed_layer_plan(
+                    plan.representation,
+                    budget_tokens=stored,
+                    num_prompt_tokens=num_prompt_tokens,
+                    max_new_tokens=max_new_tokens,
+                    head_dim=head_dim,
+                )
+                attention = size_attention(
+                    plan.attention, layer=layer, cap=cap, budget=budget, head_dim=head_dim
+                )
+                tokens = packed.rows + max_new_tokens
+                layers[layer] = replace(packed, attention=spread_pages(attention, rows=cap, tokens=tokens))
                 continue
             layers[layer] = LayerPlan(
                 rows=share,
@@ -103,17 +122,18 @@ def _rows_and_cap(plan: CompressionPlan, budget: int, total: int, max_new_tokens
 
     A scorer with attention to every row keeps the budget, t, or what it always keeps where that is more. A
     sparse attention without a scorer chooses t rows' worth of traffic from all of S = prompt + N. With both,
-    RocketKV's split shares S/t between the two stages, whichever scorer and attention they are.
+    RocketKV's split shares S/t between the two stages, whichever scorer and attention they are; and likewise
+    where a packed representation takes the scorer's place, whose rows are then rows' worth of bits.
     """
     num_prompt_tokens = total - max_new_tokens
-    if plan.scorer is None:
+    if plan.scorer is None and plan.representation.name == "rows":
         return num_prompt_tokens, total
-    always = _always_kept(plan.scorer)
+    always = _always_kept(plan.scorer) if plan.scorer is not None else 1
     if not chooses_rows(plan.attention):
         rows = min(max(budget, always), num_prompt_tokens)
         return rows, rows + max_new_tokens
     cap = _first_stage_cap(total, budget, max_new_tokens)
-    window = plan.scorer.params.get("window")
+    window = plan.scorer.params.get("window") if plan.scorer is not None else None
     least = max(window if isinstance(window, int) else 1, always)
     return min(max(cap - max_new_tokens, least), num_prompt_tokens), cap
 

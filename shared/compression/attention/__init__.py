@@ -7,13 +7,13 @@ integer sizes), so wire and control know no kind by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 from kvferry.shared.compression.attention.dense import Dense
 from kvferry.shared.compression.attention.evicting import Evict, Merge
 from kvferry.shared.compression.attention.exact_topk import ExactTopK
 from kvferry.shared.compression.attention.hsa import Hsa
-from kvferry.shared.compression.attention.interface import AttentionKind, SizedAttentionKind
+from kvferry.shared.compression.attention.interface import AttentionKind, PackedAttention, SizedAttentionKind
 from kvferry.shared.compression.attention.quest import Quest
 from kvferry.shared.compression.attention.sparq import SparQ
 from kvferry.shared.compression.plan import Part, ResolvedPlan
@@ -33,6 +33,14 @@ ATTENTIONS: Mapping[str, type[SizedAttentionKind]] = {
 _FLOAT_BYTES = 4
 _SCORERS_OF_EVICTION: Mapping[str, str] = {"evict": "heavy_hitters", "merge": "accumulated_attention"}
 """A kind that evicts divides the rows at each step as the scorer did that left them."""
+PACKED_ATTENTIONS = ("dense", "hsa")
+"""Those that go with a packed representation."""
+
+
+def packed_attention(kind: AttentionKind) -> PackedAttention:
+    """A packed layer's attention as what it is there."""
+    assert isinstance(kind, Dense | Hsa), kind
+    return kind
 
 
 def chooses_rows(part: Part) -> bool:
@@ -79,6 +87,15 @@ def size_attention(part: Part, *, layer: int, cap: int, budget: int, head_dim: i
         return Part(name="dense")
     kind = ATTENTIONS[part.name].sized(cap=cap, budget=budget, head_dim=head_dim)
     return Part(name=part.name, params=dict(asdict(kind)))
+
+
+def spread_pages(sized: Part, *, rows: int, tokens: int) -> Part:
+    """An attention sized for so many rows, over more tokens in the memory of those rows: no more pages, and
+    so no more bytes of extremes to keep and to read, each of more tokens."""
+    page_size = sized.params.get("page_size")
+    if page_size is None:
+        return sized
+    return replace(sized, params={**sized.params, "page_size": -(-int(page_size) * tokens // rows)})
 
 
 def make_attention(sized: Part) -> AttentionKind:

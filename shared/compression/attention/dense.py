@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvferry.kernels.dense_decode import dense_decode
+from kvferry.kernels.packed import PackedLayer
+from kvferry.kernels.trizone import trizone_decode_segments
+from kvferry.shared.compression.attention.interface import TensorSpec
 from kvferry.shared.compression.attention.rows import RowsAlone
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(RowsAlone):
-    """Implements `AttentionKind`: softmax(q K^T * scaling) V over all rows."""
+    """Implements `AttentionKind` and `PackedAttention`: softmax(q K^T * scaling) V over all tokens."""
 
     @classmethod
     def sized(cls, *, cap: int, budget: int, head_dim: int) -> Dense:
@@ -29,6 +34,43 @@ class Dense(RowsAlone):
         scaling: float,
     ) -> Tensor:
         return dense_decode(queries, keys[:, :length], values[:, :length], scaling=scaling)
+
+    def packed_specs(
+        self, *, num_kv_heads: int, num_tokens: int, head_dim: int, dtype: torch.dtype
+    ) -> tuple[TensorSpec, ...]:
+        """See `PackedAttention.packed_specs`: nothing."""
+        return ()
+
+    def build_packed(self, packed: PackedLayer, auxiliary: tuple[Tensor, ...]) -> None:
+        """See `PackedAttention.build_packed`: nothing to build."""
+
+    def append_packed(
+        self,
+        packed: Sequence[PackedLayer],
+        keys: Tensor,
+        values: Tensor,
+        auxiliary: tuple[Tensor, ...],
+        key: Tensor,
+        value: Tensor,
+        *,
+        position: int,
+    ) -> None:
+        """See `PackedAttention.append_packed`."""
+        self.append(keys, values, auxiliary, key, value, position=position)
+
+    def attend_packed(
+        self,
+        queries: Tensor,
+        packed: Sequence[PackedLayer],
+        keys: Tensor,
+        values: Tensor,
+        auxiliary: tuple[Tensor, ...],
+        *,
+        length: int,
+        scaling: float,
+    ) -> Tensor:
+        """See `PackedAttention.attend_packed`."""
+        return trizone_decode_segments(queries, packed, keys[:, :length], values[:, :length], scaling=scaling)
 
     def read_bytes(self, *, num_rows: int, head_dim: int, element_bytes: int) -> int:
         return 2 * num_rows * head_dim * element_bytes

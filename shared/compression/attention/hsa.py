@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from kvferry.kernels import hsa
+from kvferry.kernels import hsa, packed_hsa
 from kvferry.kernels.hsa import num_pages
+from kvferry.kernels.packed import PackedLayer
+from kvferry.shared.compression.attention.interface import TensorSpec
 from kvferry.shared.compression.attention.pages import PagedAttention
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hsa(PagedAttention):
-    """Implements `AttentionKind` by `kernels.hsa` (RocketKV section 3.4).
+    """Implements `AttentionKind` by `kernels.hsa` (RocketKV section 3.4), and `PackedAttention` likewise.
 
     Attributes:
         num_channels: k1, channels read for the estimate.
@@ -49,8 +53,62 @@ class Hsa(PagedAttention):
             queries,
             keys,
             values,
-            *auxiliary,
+            *self.extremes(keys, auxiliary),
             length=length,
+            page_size=self.page_size,
+            num_channels=self.num_channels,
+            num_tokens=self.num_tokens,
+            scaling=scaling,
+        )
+
+    def packed_specs(
+        self, *, num_kv_heads: int, num_tokens: int, head_dim: int, dtype: torch.dtype
+    ) -> tuple[TensorSpec, ...]:
+        """See `PackedAttention.packed_specs`: page extremes, with P = 1 too, for packed keys are no rows."""
+        return self.page_specs(num_kv_heads=num_kv_heads, num_rows=num_tokens, head_dim=head_dim, dtype=dtype)
+
+    def build_packed(self, packed: PackedLayer, auxiliary: tuple[Tensor, ...]) -> None:
+        """See `PackedAttention.build_packed`."""
+        page_max, page_min = auxiliary
+        packed_hsa.page_extremes(packed, page_max, page_min, page_size=self.page_size)
+
+    def append_packed(
+        self,
+        packed: Sequence[PackedLayer],
+        keys: Tensor,
+        values: Tensor,
+        auxiliary: tuple[Tensor, ...],
+        key: Tensor,
+        value: Tensor,
+        *,
+        position: int,
+    ) -> None:
+        """See `PackedAttention.append_packed`; one packed layer."""
+        (prompt,) = packed
+        keys[:, position] = key
+        values[:, position] = value
+        page_max, page_min = auxiliary
+        packed_hsa.append_key(prompt, page_max, page_min, key, num_new=position, page_size=self.page_size)
+
+    def attend_packed(
+        self,
+        queries: Tensor,
+        packed: Sequence[PackedLayer],
+        keys: Tensor,
+        values: Tensor,
+        auxiliary: tuple[Tensor, ...],
+        *,
+        length: int,
+        scaling: float,
+    ) -> Tensor:
+        """See `PackedAttention.attend_packed`; one packed layer."""
+        (prompt,) = packed
+        return packed_hsa.attend(
+            queries,
+            prompt,
+            keys[:, :length],
+            values[:, :length],
+            *auxiliary,
             page_size=self.page_size,
             num_channels=self.num_channels,
             num_tokens=self.num_tokens,

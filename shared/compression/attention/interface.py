@@ -7,11 +7,14 @@ One object serves the arena's layout (`cache/layout.py`), the receiver (`build`)
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import Field, dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+
+from kvferry.kernels.packed import PackedLayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +124,56 @@ class AttentionKind(Protocol):
 
         What the method's own layout and a fused kernel would read; a torch path may read more.
         """
+        ...
+
+
+class PackedAttention(Protocol):
+    """Decode attention of a layer whose prompt is packed, and maybe some of its new tokens: what an
+    `AttentionKind` has to offer besides, to go with a packed representation.
+
+    Legend: as there; keys and values `[H_kv, cap, D]` are of new tokens only; `auxiliary` are the tensors
+    that `packed_specs` asked for.
+    """
+
+    def packed_specs(
+        self, *, num_kv_heads: int, num_tokens: int, head_dim: int, dtype: torch.dtype
+    ) -> tuple[TensorSpec, ...]:
+        """The tensors kept beside `num_tokens` tokens per KV head, packed and new ones together."""
+        ...
+
+    def build_packed(self, packed: PackedLayer, auxiliary: tuple[Tensor, ...]) -> None:
+        """Fill the auxiliary tensors from the packed prompt."""
+        ...
+
+    def append_packed(
+        self,
+        packed: Sequence[PackedLayer],
+        keys: Tensor,
+        values: Tensor,
+        auxiliary: tuple[Tensor, ...],
+        key: Tensor,
+        value: Tensor,
+        *,
+        position: int,
+    ) -> None:
+        """Write key and value `[H_kv, D]` as row `position`, and follow in `auxiliary`.
+
+        Raises: IndexError, ValueError: there is no such row.
+        """
+        ...
+
+    def attend_packed(
+        self,
+        queries: Tensor,
+        packed: Sequence[PackedLayer],
+        keys: Tensor,
+        values: Tensor,
+        auxiliary: tuple[Tensor, ...],
+        *,
+        length: int,
+        scaling: float,
+    ) -> Tensor:
+        """Attention of one token to what is packed and the first `length` rows, its own the last."""
         ...
 
 

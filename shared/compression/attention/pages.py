@@ -14,7 +14,8 @@ from kvferry.shared.compression.attention.rows import GrowingRows
 
 @dataclass(frozen=True, kw_only=True)
 class PagedAttention(GrowingRows):
-    """The part of `AttentionKind` that keeps `(page_max, page_min)`, `[H_kv, ceil(rows / P), D]` each.
+    """The part of `AttentionKind` that keeps `(page_max, page_min)`, `[H_kv, ceil(rows / P), D]` each; with
+    P = 1 nothing: a key is its own page's extremes.
 
     Attributes:
         page_size: P, tokens that share one Kmax/Kmin pair.
@@ -25,10 +26,28 @@ class PagedAttention(GrowingRows):
     def auxiliary_specs(
         self, *, num_kv_heads: int, num_rows: int, head_dim: int, dtype: torch.dtype
     ) -> tuple[TensorSpec, ...]:
+        if self.page_size == 1:
+            return ()
+        return self.page_specs(num_kv_heads=num_kv_heads, num_rows=num_rows, head_dim=head_dim, dtype=dtype)
+
+    def page_specs(
+        self, *, num_kv_heads: int, num_rows: int, head_dim: int, dtype: torch.dtype
+    ) -> tuple[TensorSpec, TensorSpec]:
+        """Tensors for the extremes of as many tokens per KV head, whatever P."""
         pages = (num_kv_heads, hsa.num_pages(num_rows, self.page_size), head_dim)
-        return (TensorSpec(shape=pages, dtype=dtype),) * 2
+        spec = TensorSpec(shape=pages, dtype=dtype)
+        return spec, spec
+
+    def extremes(self, keys: Tensor, auxiliary: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Kmax and Kmin `[H_kv, ceil(cap / P), D]` of keys `[H_kv, cap, D]`."""
+        if self.page_size == 1:
+            return keys, keys
+        page_max, page_min = auxiliary
+        return page_max, page_min
 
     def build(self, keys: Tensor, values: Tensor, auxiliary: tuple[Tensor, ...], *, length: int) -> None:
+        if self.page_size == 1:
+            return
         page_max, page_min = auxiliary
         hsa.page_extremes(keys, page_max, page_min, length=length, page_size=self.page_size)
 
@@ -42,7 +61,7 @@ class PagedAttention(GrowingRows):
         *,
         position: int,
     ) -> None:
-        page_max, page_min = auxiliary
+        page_max, page_min = self.extremes(keys, auxiliary)
         hsa.append_row(
             keys, values, page_max, page_min, key, value, position=position, page_size=self.page_size
         )

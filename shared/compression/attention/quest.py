@@ -44,7 +44,7 @@ class Quest(PagedAttention):
             queries,
             keys,
             values,
-            *auxiliary,
+            *self.extremes(keys, auxiliary),
             length=length,
             page_size=self.page_size,
             num_tokens=self.num_tokens,

@@ -8,6 +8,7 @@ Legend: H_kv KV heads, T prompt tokens, D head_dim, B_tok budget in tokens a hea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +57,12 @@ class BitCount:
 
 
 def allocate(
-    token_weights: Tensor, channel_weights: Tensor, *, budget_tokens: int, table: EpsilonTable
+    token_weights: Tensor,
+    channel_weights: Tensor,
+    *,
+    budget_tokens: int,
+    table: EpsilonTable,
+    widths: Sequence[int] = WIDTHS,
 ) -> LayerAllocation:
     """V tokens get `16 B_tok` bits summed over a head's tokens, per channel; K channels get
     `floor(16 B_tok D / n)` bits summed over channels, per kept token, and at most `16 D`.
@@ -67,6 +73,8 @@ def allocate(
         token_weights: `[H_kv, T]`.
         channel_weights: `[H_kv, D]`.
         budget_tokens: B_tok, at least 1: as many bits as this many tokens' K and V in full precision.
+        widths: those that a token or channel may have (Table 4's ablations), ascending, of `WIDTHS`; the
+            least of them for every token must be within the budget.
 
     Raises:
         KvferryError: a weight is negative or not finite.
@@ -76,10 +84,12 @@ def allocate(
     head_dim = channel_weights.shape[1]
     share = WIDTHS[-1] * min(budget_tokens, num_tokens)
     value_budget = torch.full((num_kv_heads,), share, dtype=torch.int64, device=token_weights.device)
-    values = solve_knapsack(token_weights, table.value_curve, value_budget)
+    values = solve_knapsack(token_weights, table.value_curve, value_budget, widths=widths)
     kept = (values.bits > 0).sum(dim=1)
     key_budget = (share * head_dim // kept.clamp(min=1)).clamp(max=WIDTHS[-1] * head_dim)
-    keys = solve_knapsack(channel_weights, table.key_curve, torch.where(kept > 0, key_budget, 0))
+    keys = solve_knapsack(
+        channel_weights, table.key_curve, torch.where(kept > 0, key_budget, 0), widths=widths
+    )
     return LayerAllocation(values=values, keys=keys)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvferry.kernels.packed import PackedLayer, pack_layer
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.rdkv.allocation import LayerAllocation, allocate
-from kvferry.shared.compression.rdkv.epsilon import EpsilonTable
+from kvferry.shared.compression.rdkv.epsilon import WIDTHS, EpsilonTable
 from kvferry.shared.compression.rdkv.weights import ChannelWeights, channel_weights, token_weights
 
 
@@ -23,6 +23,7 @@ class RdkvSettings:
         budget_tokens: B_tok, tokens' worth of K and V in full precision per KV head.
         window: queries of the prompt's end that the weights come from.
         kernel_size: of the average pooling of token weights.
+        widths: those that tokens and channels may have.
     """
 
     budget_tokens: int
@@ -30,6 +31,7 @@ class RdkvSettings:
     window: int = 32
     kernel_size: int = 5
     channel_weights: ChannelWeights = "norms"
+    widths: tuple[int, ...] = WIDTHS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,7 @@ def compress_layer_rdkv(settings: RdkvSettings, inputs: LayerInputs) -> RdkvLaye
         channel_weights(queries, inputs.keys, variant=settings.channel_weights),
         budget_tokens=settings.budget_tokens,
         table=settings.table,
+        widths=settings.widths,
     )
     packed = pack_layer(inputs.keys, inputs.values, allocation.keys.bits, allocation.values.bits)
     return RdkvLayer(packed=packed, allocation=allocation)

@@ -38,7 +38,9 @@ class KnapsackSolution:
     lower_bound: Tensor
 
 
-def solve_knapsack(weights: Tensor, curve: Sequence[float], budget_bits: Tensor) -> KnapsackSolution:
+def solve_knapsack(
+    weights: Tensor, curve: Sequence[float], budget_bits: Tensor, *, widths: Sequence[int] = WIDTHS
+) -> KnapsackSolution:
     """Minimise `sum_u w_u epsilon(b_u)` subject to `sum_u b_u <= B`.
 
     Bisection on lambda as Algorithm 2, then the increments between the last two lambdas in order of gain per
@@ -51,7 +53,8 @@ def solve_knapsack(weights: Tensor, curve: Sequence[float], budget_bits: Tensor)
     Args:
         weights: `[H, U]`, finite, at least 0.
         curve: epsilon at each of `WIDTHS`: 1 at 0 bits, then at least 0.
-        budget_bits: int64 `[H]`, at least 0: bits summed over a head's units.
+        budget_bits: int64 `[H]`: bits summed over a head's units, at least U times the least width.
+        widths: those that a unit may have, ascending, of `WIDTHS`.
 
     Raises:
         KvferryError: a weight is negative or not finite.
@@ -60,21 +63,34 @@ def solve_knapsack(weights: Tensor, curve: Sequence[float], budget_bits: Tensor)
     assert curve[0] == 1.0, curve
     assert min(curve) >= 0.0, curve
     assert budget_bits.shape == weights.shape[:1], (weights.shape, budget_bits.shape)
+    assert [width for width in WIDTHS if width in widths] == list(widths), widths
     if not bool((weights.isfinite() & (weights >= 0)).all()):
         raise KvferryError("distortion weights must be finite and at least 0; some are not")
     costs = weights.double()
+    offered = _Offered(widths=tuple(widths), curve=tuple(curve[WIDTHS.index(w)] for w in widths))
+    # Every unit has the least width from the start; the hull's increments come on top.
+    least = widths[0] * weights.shape[1]
     budgets = budget_bits.to(costs.device, torch.int64)
-    hull = _hull(curve)
-    low, high = _bisect(costs, hull, budgets)
-    taken, level = _fill(costs, hull, budgets, low, high)
-    bits = _settle_core(costs, curve, hull, taken, budgets, level)
+    assert bool((budgets >= least).all()), (budgets, least)
+    hull = _hull(offered)
+    low, high = _bisect(costs, hull, budgets - least)
+    increments, level = _fill(costs, hull, budgets - least, low, high)
+    bits = _settle_core(costs, offered, hull, increments + widths[0], budgets, level)
     table = costs.new_zeros(WIDTHS[-1] + 1)
     table[list(WIDTHS)] = costs.new_tensor(curve)
     return KnapsackSolution(
         bits=bits.to(torch.uint8),
         distortion=(costs * table[bits]).sum(dim=1),
-        lower_bound=_dual(costs, curve, level, budgets).clamp(min=0.0),
+        lower_bound=_dual(costs, offered, level, budgets).clamp(min=0.0),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Offered:
+    """The widths that units may have, ascending, and epsilon at each."""
+
+    widths: tuple[int, ...]
+    curve: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,20 +102,21 @@ class _Hull:
     gains: tuple[float, ...]
 
 
-def _hull(curve: Sequence[float]) -> _Hull:
+def _hull(offered: _Offered) -> _Hull:
+    widths, curve = offered.widths, offered.curve
     steps: list[int] = []
     gains: list[float] = []
     at = 0
     while True:
         slopes = {
-            i: (curve[at] - curve[i]) / (WIDTHS[i] - WIDTHS[at])
-            for i in range(at + 1, len(WIDTHS))
+            i: (curve[at] - curve[i]) / (widths[i] - widths[at])
+            for i in range(at + 1, len(widths))
             if curve[i] < curve[at]
         }
         if not slopes:
             return _Hull(bits=tuple(steps), gains=tuple(gains))
         best = max(slopes, key=slopes.__getitem__)
-        steps.append(WIDTHS[best] - WIDTHS[at])
+        steps.append(widths[best] - widths[at])
         # Rounding must not let a later increment overtake an earlier one of its unit.
         gains.append(min(slopes[best], gains[-1]) if gains else slopes[best])
         at = best
@@ -164,7 +181,7 @@ def _fill(costs: Tensor, hull: _Hull, budgets: Tensor, low: Tensor, high: Tensor
 
 
 def _settle_core(
-    costs: Tensor, curve: Sequence[float], hull: _Hull, bits: Tensor, budgets: Tensor, level: Tensor
+    costs: Tensor, offered: _Offered, hull: _Hull, bits: Tensor, budgets: Tensor, level: Tensor
 ) -> Tensor:
     """Choose the widths of the units nearest to the water level anew, exactly, with the bits they hold and
     those left over.
@@ -180,16 +197,16 @@ def _settle_core(
     held = bits.gather(1, core)
     rooms = (held.sum(dim=1) + budgets - bits.sum(dim=1)).clamp(max=size * WIDTHS[-1]) // 2
     num_states = int(rooms.max()) + 1
-    prices = costs.gather(1, core)[:, :, None] * costs.new_tensor(curve)
+    prices = costs.gather(1, core)[:, :, None] * costs.new_tensor(offered.curve)
     best = costs.new_zeros(num_heads, num_states)
     choices = []
     for m in range(size):
         padded = torch.nn.functional.pad(best, (WIDTHS[-1] // 2, 0), value=torch.inf)
-        reached = [padded[:, (WIDTHS[-1] - w) // 2 :][:, :num_states] for w in WIDTHS]
+        reached = [padded[:, (WIDTHS[-1] - w) // 2 :][:, :num_states] for w in offered.widths]
         best, choice = (torch.stack(reached, dim=2) + prices[:, m, None, :]).min(dim=2)
         choices.append(choice)
     state = rooms
-    widths = torch.tensor(WIDTHS, device=costs.device)
+    widths = torch.tensor(offered.widths, device=costs.device)
     chosen = []
     for choice in reversed(choices):
         width = widths[choice.gather(1, state[:, None])[:, 0]]
@@ -207,9 +224,9 @@ def _nearest_units(costs: Tensor, hull: _Hull, lam: Tensor, size: int) -> Tensor
     return distance.sort(dim=1, stable=True).indices[:, :size]
 
 
-def _dual(costs: Tensor, curve: Sequence[float], lam: Tensor, budgets: Tensor) -> Tensor:
+def _dual(costs: Tensor, offered: _Offered, lam: Tensor, budgets: Tensor) -> Tensor:
     """Prop. A.3: `g(lambda) = sum_u min_b [w_u epsilon(b) + lambda b] - lambda B`, float64 `[H]`."""
     least = torch.full_like(costs, torch.inf)
-    for width, epsilon in zip(WIDTHS, curve, strict=True):
+    for width, epsilon in zip(offered.widths, offered.curve, strict=True):
         least = torch.minimum(least, costs * epsilon + (lam * width)[:, None])
     return least.sum(dim=1) - lam * budgets

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels.dense_decode import dense_decode
-from kvferry.kernels.packed import pack_layer, packed_layout, view_packed_layer
+from kvferry.kernels.packed import pack_layer, packed_layout, unpack_layer, view_packed_layer
 from kvferry.kernels.packed.key_words import block_groups
-from kvferry.kernels.trizone import reference, torch_path, trizone_decode
+from kvferry.kernels.trizone import reference, torch_path, trizone_decode, trizone_decode_segments
 
 WIDTHS = torch.tensor([0, 2, 4, 8, 16], dtype=torch.uint8)
 
@@ -69,6 +69,29 @@ def test_full_precision_equals_dense_attention_over_the_whole_cache():
     output = trizone_decode(queries, packed, cache[0, :, 200:], cache[1, :, 200:], scaling=0.25)
     expected = dense_decode(queries, cache[0], cache[1], scaling=0.25)
     torch.testing.assert_close(output, expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("num_new", [0, 1, 7])
+def test_segments_are_attended_as_one_run_of_dequantised_tokens(num_new):
+    queries, first, new_keys, new_values = make(3, 2, 97, 20, num_new, seed=1)
+    others = [make(3, 2, n, 20, 0, seed=n)[1] for n in (1, 40)]
+    output = trizone_decode_segments(queries, [first, *others], new_keys, new_values, scaling=0.3)
+    for h in range(3):
+        kept = [unpack_layer(packed)[h] for packed in (first, *others)]
+        keys = torch.cat([*(k for k, _, _ in kept), new_keys[h]])
+        values = torch.cat([*(v for _, v, _ in kept), new_values[h]])
+        expected = (0.3 * queries[h] @ keys.T).softmax(dim=-1) @ values
+        torch.testing.assert_close(output[h], expected, atol=1e-3, rtol=1e-3)
+
+
+def test_one_segment_is_the_packed_layer_itself():
+    queries, packed, new_keys, new_values = make(2, 2, 30, 8, 3)
+    alone = trizone_decode(queries, packed, new_keys, new_values, scaling=0.3)
+    assert torch.equal(trizone_decode_segments(queries, [packed], new_keys, new_values, scaling=0.3), alone)
+    with pytest.raises(ValueError, match="at least one"):
+        trizone_decode_segments(queries, [], new_keys, new_values, scaling=0.3)
+    with pytest.raises(ValueError, match="has 2 heads of 9 channels"):
+        trizone_decode_segments(queries, [packed, make(2, 2, 5, 9, 0)[1]], new_keys, new_values, scaling=0.3)
 
 
 def test_tiles_change_nothing(monkeypatch):

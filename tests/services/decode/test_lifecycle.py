@@ -483,6 +483,29 @@ async def test_returned_rows_of_an_evicting_cache_are_counted_beside_it(harness,
         sizes[store_history] = next(e.cache_bytes for e in events if isinstance(e, GenerationFinished))
     # layers, K and V, heads, rows, head_dim, bytes
     assert sizes[True] - sizes[False] == 2 * 2 * 2 * 5 * 8 * 4
+
+
+REBUDGETED = {"method": "rdkv", "tokens": 5, "overrides": {"rebudget_tokens": 32, "window": 5}}
+
+
+async def test_generated_tokens_that_are_packed_take_less_memory(harness, request_of, ticket_of):
+    made = await harness()
+    prompt = [i * 7 % 50 for i in range(150)]
+    request = request_of(prompt, **REBUDGETED, max_tokens=70)
+    rows_alone = request_of(prompt, **REBUDGETED | {"overrides": {"rebudget_tokens": 0}}, max_tokens=70)
+    reserved = []
+    for wanted in (request, rows_alone):
+        stream, ticket = await ticket_of(made.service, wanted)
+        reserved.append(ticket.reserved_bytes)
+        await stream.aclose()
+    _, events = await made.run(request, timeout_s=120)
+    _, unpacked = await made.run(rows_alone, timeout_s=120)
+    assert events[-1].num_tokens == unpacked[-1].num_tokens == 70
+    # 64 of 69 rows are packed, with 5 / 150 of their bits, and scales
+    row = 2 * 2 * 2 * 8 * 4  # layers, K and V, heads, head_dim, bytes
+    assert unpacked[-1].cache_bytes - events[-1].cache_bytes > 64 * row // 2
+    assert reserved[1] > reserved[0]
+    assert events[-1].cache_bytes <= reserved[0]
     assert await made.arena_is_free()
 
 
@@ -515,6 +538,29 @@ async def test_generated_rows_return_to_prefill_as_the_model_made_them(
             sent = torch.frombuffer(sink.sections[layer, section], dtype=torch.float32).view(2, 5, 8)
             assert torch.equal(sent, full[:, 100:])
     assert made.value("history_returned_bytes_total", model="small") == 5 * 256
+    assert await made.arena_is_free()
+
+
+@pytest.mark.parametrize("max_tokens", [33, 34, 66])
+async def test_rows_of_packed_tokens_return_to_prefill_as_the_model_made_them(
+    harness, request_of, small_model, max_tokens
+):
+    made = await harness()
+    prompt = [i * 7 % 50 for i in range(150)]
+    request = request_of(prompt, **REBUDGETED, max_tokens=max_tokens, store_history=True)
+    session = OracleSession()
+    OneProcessGenerator(small_model()).generate(
+        prompt, plan=request.plan, sampling=request.sampling, session=session
+    )
+    with history_server(made) as (sink, endpoint):
+        await made.run(request, timeout_s=120, history_endpoint=endpoint, history_credit_bytes=1 << 20)
+        assert sink.committed.is_set()
+    num_tokens = max_tokens - 1
+    assert sink.manifest.num_tokens == num_tokens
+    for layer, (keys, values) in enumerate(session.layers):
+        for section, full in ((Section.KEYS, keys), (Section.VALUES, values)):
+            sent = torch.frombuffer(sink.sections[layer, section], dtype=torch.float32).view(2, -1, 8)
+            assert torch.equal(sent, full[:, 150:])
     assert await made.arena_is_free()
 
 

@@ -66,6 +66,21 @@ MIXED = [
     {"prompt": [i * 37 % 50 for i in range(160)], "method": "h2o", "tokens": 12, "attention": "quest"},
     {"prompt": [i * 39 % 50 for i in range(151)], "method": "rdkv", "tokens": 20, "max_tokens": 14},
     {"prompt": [i * 41 % 50 for i in range(133)], "method": "rdkv", "tokens": 70, "skip_layers": (0,)},
+    {
+        "prompt": [i * 43 % 50 for i in range(151)],
+        "method": "rdkv",
+        "tokens": 5,
+        "max_tokens": 36,
+        "overrides": {"rebudget_tokens": 32, "window": 5},
+    },
+    {
+        "prompt": [i * 47 % 50 for i in range(120)],
+        "method": "rdkv",
+        "tokens": 30,
+        "overrides": {"widths": "0,4,16"},
+    },
+    {"prompt": [(i * 49 + i % 7) % 50 for i in range(163)], "method": "rdkv-hsa", "tokens": 16},
+    {"prompt": [i * 11 % 47 for i in range(140)], "method": "rdkv-hsa", "tokens": 9, "skip_layers": (1,)},
     {"prompt": [3, 5], "method": "rdkv", "tokens": 1, "overrides": {"window": 1, "kernel_size": 1}},
 ]
 

@@ -17,7 +17,7 @@ from kvferry.services.evaluation.budgets import (
     plan_for_target,
     read_bytes,
 )
-from kvferry.shared.compression.attention import make_attention
+from kvferry.shared.compression.attention import make_attention, packed_attention
 from kvferry.shared.compression.plan import Budget, CompressionPlan, ResolvedPlan
 from kvferry.shared.compression.presets import PRESETS, plan_for
 from kvferry.shared.compression.resolve import resolve_plan
@@ -118,6 +118,15 @@ def test_kept_bytes_are_those_of_the_tensors_held(model: TransformersModel, meth
         held += compressed.keys.nbytes + compressed.values.nbytes
         if compressed.packed is not None:
             held += compressed.packed.buffer.nbytes
+            held += sum(
+                tensor.size_bytes
+                for tensor in packed_attention(make_attention(layer.attention)).packed_specs(
+                    num_kv_heads=model.spec.num_kv_heads,
+                    num_tokens=layer.rows,
+                    head_dim=model.spec.head_dim,
+                    dtype=torch.float32,
+                )
+            )
             continue
         if compressed.positions is not None:
             assert compressed.positions.dtype is torch.int32

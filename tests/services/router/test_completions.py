@@ -8,6 +8,9 @@ import openai
 import pytest
 from scripted_workers import TRANSFER_BYTES
 
+from kvferry.shared.compression.plan import Budget
+from kvferry.shared.compression.presets import plan_for
+
 WORDS = [{"role": "user", "content": "the red castle ."}]
 SHIPPED_BYTES = sum(TRANSFER_BYTES.values())
 KV_FIELDS = {
@@ -263,6 +266,16 @@ async def test_compression_override_reaches_the_workers(
     assert plan == stack.decode[0].requests[-1].plan
     assert (plan.method, plan.budget.tokens, plan.budget.retention) == (method, tokens, retention)
     assert answer.kv["method"] == method
+
+
+async def test_parameters_of_a_request_reach_the_workers(stack: Any) -> None:
+    wanted = {"method": "rdkv", "retention": 0.5, "parameters": {"epsilon_table": "Qwen3-4B", "window": 8}}
+    await chat(stack, max_tokens=1, extra_body={"kv_compression": wanted})
+    plan = stack.prefill[0].requests[-1].plan
+    assert plan == stack.decode[0].requests[-1].plan
+    assert plan == plan_for(
+        "rdkv", budget=Budget(retention=0.5), overrides={"epsilon_table": "Qwen3-4B", "window": 8}
+    )
 
 
 async def test_methods_can_be_restricted(start_stack: Any) -> None:

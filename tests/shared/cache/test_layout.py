@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from kvferry.kernels.packed import max_packed_bytes
 from kvferry.shared.cache.layout import ALIGNMENT_BYTES, sequence_layout, used_bytes, view_layers
-from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, Part, ResolvedPlan
+from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part, ResolvedPlan
+from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.representation import packed_layer_plan
+from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.spec import ModelSpec
 
 
@@ -60,7 +62,7 @@ layer_plans = st.builds(
 
 def auxiliary_shapes(attention, capacity, num_kv_heads, head_dim):
     match attention.name:
-        case "hsa" | "quest":
+        case "hsa" | "quest" if attention.params["page_size"] > 1:
             return [(num_kv_heads, math.ceil(capacity / attention.params["page_size"]), head_dim)] * 2
         case "sparq":
             return [(num_kv_heads, head_dim)]
@@ -138,7 +140,13 @@ def test_a_packed_layer_has_room_for_its_bound_and_for_new_rows_only(
     budget_tokens, max_new_tokens, num_kv_heads, head_dim
 ):
     spec = make_spec(num_kv_heads=num_kv_heads, head_dim=head_dim)
-    packed = packed_layer_plan(budget_tokens=budget_tokens, num_prompt_tokens=60)
+    packed = packed_layer_plan(
+        plan_for("rdkv").representation,
+        budget_tokens=budget_tokens,
+        num_prompt_tokens=60,
+        max_new_tokens=max_new_tokens,
+        head_dim=head_dim,
+    )
     resolved = make_resolved([packed, LayerPlan(rows=60)], max_new_tokens=max_new_tokens)
     layout = sequence_layout(spec, resolved)
     first, second = layout.layers
@@ -154,6 +162,45 @@ def test_a_packed_layer_has_room_for_its_bound_and_for_new_rows_only(
     row = num_kv_heads * head_dim * 4
     assert used_bytes(layout, spec, 0, packed_bytes=77) == 77 + 2 * 60 * row
     assert used_bytes(layout, spec, max_new_tokens - 1, packed_bytes=limit) <= layout.size_bytes
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    segment=st.integers(16, 70),
+    max_new_tokens=st.integers(1, 300),
+    budget_tokens=st.integers(1, 20),
+    returns=st.booleans(),
+)
+def test_generated_tokens_that_are_packed_have_room_for_one_segment_of_rows_and_for_all_segments(
+    segment, max_new_tokens, budget_tokens, returns
+):
+    spec = make_spec(head_dim=16)
+    plan = plan_for(
+        "rdkv", overrides={"rebudget_tokens": segment, "window": 9}, budget=Budget(tokens=budget_tokens)
+    )
+    resolved = resolve_plan(
+        plan, num_prompt_tokens=200, max_new_tokens=max_new_tokens, num_layers=1, head_dim=16
+    )
+    layout = sequence_layout(spec, resolved, returns_generated=returns)
+    (layer,) = layout.layers
+    num_segments = max(max_new_tokens - 2, 0) // segment
+    if layer.segments is None:
+        bound = max_packed_bytes(
+            num_tokens=segment, budget_tokens=-(-segment * budget_tokens // 200), num_kv_heads=1, head_dim=16
+        )
+        assert num_segments == 0 or bound >= 2 * segment * 16 * 2
+        assert layer.capacity == max_new_tokens - 1
+        return
+    assert layer.capacity == segment
+    assert layer.segments.rebudgeting.max_segments == num_segments >= 1
+    assert layer.segments.returns_rows == returns
+    assert layer.segments.packed.size_bytes == num_segments * layer.segments.rebudgeting.limit_bytes
+    assert layer.segments.rebudgeting.limit_bytes < 2 * 2 * segment * 16 * 2
+    last = layer.segments.queries
+    assert last.shape == (2, 2, 9, 16)
+    assert last.offset + last.size_bytes <= layout.size_bytes
+    appended = range(max_new_tokens)
+    assert [layer.rows_in_use(n) for n in appended] == [(n - 1) % segment + 1 if n else 0 for n in appended]
 
 
 def test_a_running_sum_is_used_once_whatever_the_length():

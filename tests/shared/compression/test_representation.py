@@ -75,8 +75,8 @@ def test_skipped_layers_stay_rows() -> None:
 @pytest.mark.parametrize(
     ("part", "named"),
     [
-        ({"attention": Part(name="hsa")}, "attention 'hsa'"),
-        ({"attention": Part(name="quest")}, "attention 'quest'"),
+        ({"attention": Part(name="hsa")}, "rebudget_tokens 256.*attention 'hsa'"),
+        ({"attention": Part(name="quest")}, "attention 'quest'.*'dense' or 'hsa'"),
         ({"scorer": Part(name="random", params={"seed": 0})}, "scorer 'random'"),
         (
             {"layer_allocation": Part(name="pyramid", params={"window": 32, "beta": 20})},
@@ -103,11 +103,46 @@ def test_what_does_not_go_together_is_refused_by_name(part: dict[str, Part], nam
         ("kernel_size", 257),
         ("channel_weights", "nosuch"),
         ("window", "32"),
+        ("widths", "0"),
+        ("widths", ""),
+        ("widths", "0,3"),
+        ("widths", "0,4,4"),
+        ("rebudget_tokens", -1),
+        ("rebudget_tokens", 2**20 + 1),
     ],
 )
 def test_parameters_out_of_range_are_refused_by_name(name: str, value: int | str) -> None:
     with pytest.raises(InvalidRequest, match=name):
         resolve(Budget(tokens=4), 9, overrides={name: value})
+
+
+@pytest.mark.parametrize(
+    ("widths", "tokens", "least"), [("2,4,8,16", 12, 13), ("4,16", 24, 25), ("16", 99, 100), ("8", 49, 50)]
+)
+def test_a_budget_below_the_least_width_of_every_token_is_refused(
+    widths: str, tokens: int, least: int
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"a budget of {least} tokens"):
+        resolve(Budget(tokens=tokens), 100, overrides={"widths": widths})
+    if least < 100:
+        assert resolve(Budget(tokens=least), 100, overrides={"widths": widths}).method == "rdkv"
+
+
+@pytest.mark.parametrize("widths", ["2,4,8,16", "0,16", "0,4,16", "0,2,4,8,16", "16, 0"])
+def test_a_layer_has_the_widths_that_it_may_have_and_keeps_its_budget(widths: str) -> None:
+    inputs = make_inputs(90, 90, 8, seed=3)
+    part = plan_for("rdkv", overrides={"widths": widths}).representation
+    layer = compress_layer_rdkv(rdkv_settings(part, budget_tokens=20), inputs)
+    allowed = {int(width) for width in widths.split(",")}
+    values, keys = layer.allocation.values.bits.long(), layer.allocation.keys.bits.long()
+    assert set(values.flatten().tolist()) <= allowed
+    assert set(keys.flatten().tolist()) <= allowed
+    assert (values.sum(dim=1) <= 16 * 20).all()
+    assert (keys.sum(dim=1) * layer.allocation.num_kept <= 16 * 20 * 8).all()
+    assert (layer.allocation.num_kept == (90 if widths.startswith("2") else layer.allocation.num_kept)).all()
+    solution = resolve(Budget(tokens=20), 90, overrides={"widths": widths})
+    limits = packed_limits(solution, num_kv_heads=2, head_dim=8)
+    assert layer.packed.layout.size_bytes <= limits[0]
 
 
 def test_parameters_can_be_chosen() -> None:
@@ -156,3 +191,26 @@ def test_values_that_cannot_be_packed_fail_by_name() -> None:
     with pytest.raises(KvferryError, match="finite") as caught:
         compress_layer(resolve(Budget(tokens=9), 40), inputs)
     assert caught.value.reason == "packing"
+
+
+def test_selecting_from_packed_tokens_splits_the_budget_as_rocketkv_and_reads_as_much() -> None:
+    sizes: dict[str, Any] = {
+        "num_prompt_tokens": 16384, "max_new_tokens": 64, "num_layers": 1, "head_dim": 128,
+    }  # fmt: skip
+    (packed,) = resolve_plan(plan_for("rdkv-hsa", budget=Budget(tokens=256)), **sizes).layers
+    (rows,) = resolve_plan(plan_for("rocketkv", budget=Budget(tokens=256)), **sizes).layers
+    # as many bits as RocketKV keeps rows, over up to eight times as many tokens
+    assert packed.representation.params == {"budget_tokens": rows.rows}
+    assert packed.rows == 8 * rows.rows
+    assert packed.attention.params["num_tokens"] == rows.attention.params["num_tokens"] == 128
+    page_size, num_channels = (int(packed.attention.params[n]) for n in ("page_size", "num_channels"))
+    assert (page_size, num_channels) == (24, 61)  # RocketKV's 3 and 61, over 12,320 tokens instead of 1,596
+    assert -(-(packed.rows + 64) // page_size) * num_channels <= 128 * 256  # t/2 rows of K and V, in scalars
+
+
+def test_selecting_from_packed_tokens_keeps_a_prompt_as_rows_that_its_share_covers() -> None:
+    plan = plan_for("rdkv-hsa", budget=Budget(tokens=90))
+    resolved = resolve_plan(plan, num_prompt_tokens=100, max_new_tokens=100, num_layers=1, head_dim=8)
+    assert resolved.method == "rdkv-hsa"
+    assert resolved.layers[0].representation.name == "rows"
+    assert resolved.layers[0].attention.name == "hsa"

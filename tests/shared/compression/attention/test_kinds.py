@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.kernels import hsa, quest
 from kvferry.shared.compression.attention import ATTENTIONS, check_attention, make_attention, size_attention
 from kvferry.shared.compression.attention.exact_topk import ExactTopK
 from kvferry.shared.compression.attention.hsa import Hsa
@@ -82,6 +83,29 @@ def test_appending_row_by_row_attends_as_building_at_once_does(name: str, group:
         kind.append(grown[0], grown[1], auxiliary, rows[0, :, 0], rows[1, :, 0], position=41)
 
 
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(
+    "kind", [Hsa(page_size=1, num_channels=5, num_tokens=7), Quest(page_size=1, num_tokens=7)]
+)
+def test_pages_of_one_token_are_the_keys_themselves_and_take_no_memory(kind: Hsa | Quest, group: int) -> None:
+    generator = torch.Generator().manual_seed(6)
+    keys, values = torch.randn(2, HEADS, 30, D, generator=generator)
+    queries = torch.randn(HEADS, group, D, generator=generator)
+    assert kind.auxiliary_specs(num_kv_heads=HEADS, num_rows=30, head_dim=D, dtype=keys.dtype) == ()
+    kind.build(keys, values, (), length=29)
+    key, value = keys[:, 29].clone(), values[:, 29].clone()
+    keys[:, 29] = values[:, 29] = torch.nan
+    kind.append(keys, values, (), key, value, position=29)
+    output = kind.attend(queries, keys, values, (), length=30, scaling=0.3)
+    own = {"num_channels": 5} if isinstance(kind, Hsa) else {}
+    kernel = hsa if isinstance(kind, Hsa) else quest
+    pages = (keys.clone(), keys.clone())
+    expected = kernel.attend(
+        queries, keys, values, *pages, length=30, page_size=1, num_tokens=7, scaling=0.3, **own
+    )
+    assert torch.equal(output, expected)
+
+
 @pytest.mark.parametrize("name", SPARSE)
 def test_the_first_layers_may_attend_densely(name: str) -> None:
     part = Part(name=name, params={"dense_layers": 2})
@@ -123,3 +147,21 @@ def test_an_attention_that_no_worker_can_size_is_refused_by_name(part: Part) -> 
 def test_sizes_that_a_kind_does_not_have_are_refused(sized: Part) -> None:
     with pytest.raises(InvalidRequest, match=sized.name):
         make_attention(sized)
+
+
+def test_rocketkv_stores_and_reads_what_table_1_says_in_bytes() -> None:
+    """Table 1: Kmax and Kmin are 1/P of the kept rows together; a step reads t/2 tokens' worth of estimates
+    and t/2 tokens of K and V."""
+    num_rows, head_dim, budget = 1595, 128, 256
+    kind = Hsa.sized(cap=num_rows, budget=budget, head_dim=head_dim)
+    specs = kind.auxiliary_specs(num_kv_heads=1, num_rows=num_rows, head_dim=head_dim, dtype=torch.bfloat16)
+    rows_bytes = num_rows * head_dim * 2 * 2
+    pages_bytes = sum(spec.size_bytes for spec in specs)
+    assert pages_bytes == 2 * 532 * 128 * 2  # ceil(1595 / 3) pages
+    assert pages_bytes / rows_bytes == pytest.approx(1 / kind.page_size, rel=1e-3)
+    read = kind.read_bytes(num_rows=num_rows, head_dim=head_dim, element_bytes=2)
+    estimates = 532 * kind.num_channels * 2
+    assert read == estimates + 128 * head_dim * 4
+    token_bytes = head_dim * 4
+    assert estimates == pytest.approx(budget / 2 * token_bytes, rel=0.02)
+    assert read <= budget * token_bytes

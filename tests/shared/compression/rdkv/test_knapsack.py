@@ -66,6 +66,30 @@ def test_small_instances_are_within_one_percent_of_brute_force(weights, curve, b
     assert float(solution.lower_bound[0]) <= optimum * (1 + 1e-9) + 1e-12
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    weights=st.lists(WEIGHT, min_size=1, max_size=5),
+    curve=st.sampled_from([*CURVES, *ODD_CURVES]),
+    widths=st.sampled_from([(2, 4, 8, 16), (0, 16), (0, 4, 16), (0, 2, 8), (4, 16), (8,)]),
+    spare=st.integers(0, 60),
+)
+def test_instances_of_fewer_widths_are_within_one_percent_of_brute_force(weights, curve, widths, spare):
+    budget = widths[0] * len(weights) + spare
+    solution = solve_knapsack(
+        torch.tensor([weights], dtype=torch.float64), curve, torch.tensor([budget]), widths=widths
+    )
+    bits = solution.bits[0].tolist()
+    assert set(bits) <= set(widths)
+    assert sum(bits) <= budget
+    optimum = min(
+        math.fsum(w * curve[WIDTHS.index(b)] for w, b in zip(weights, chosen, strict=True))
+        for chosen in itertools.product(widths, repeat=len(weights))
+        if sum(chosen) <= budget
+    )
+    assert float(solution.distortion[0]) <= optimum * 1.01 + 1e-12
+    assert float(solution.lower_bound[0]) <= optimum * (1 + 1e-9) + 1e-12
+
+
 @settings(max_examples=15, deadline=None)
 @given(num_units=st.integers(CORE_UNITS + 1, 70), average=st.floats(0.3, 6), seed=st.integers(0, 999))
 def test_instances_beyond_the_core_are_within_one_percent_of_the_optimum(num_units, average, seed):

@@ -1,0 +1,128 @@
+"""Hybrid sparse attention over packed K and V in torch, head by head, because heads are ragged. Arguments are
+checked by the dispatch in `__init__.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvferry.kernels.hsa import num_pages
+from kvferry.kernels.hsa.torch_path import select_tokens, update_page_extremes
+from kvferry.kernels.packed import PackedHead, PackedLayer
+from kvferry.kernels.packed.key_words import gather_key_codes, key_tiles
+from kvferry.kernels.packed.value_rows import unpack_value_rows
+
+TILE_BLOCKS = 8
+
+
+def write_page_extremes(packed: PackedLayer, page_max: Tensor, page_min: Tensor, *, page_size: int) -> None:
+    """As `kernels.packed_hsa.page_extremes`; a tile of codes is dequantised at a time."""
+    for h, head in enumerate(packed.heads):
+        pages = num_pages(head.counts.num_tokens, page_size)
+        # channels that were dropped are zero in every key
+        page_max[h, :pages] = 0
+        page_min[h, :pages] = 0
+        channels = head.channels.long()
+        highest = torch.full((len(channels), pages), -torch.inf, device=page_max.device)
+        lowest = torch.full_like(highest, torch.inf)
+        tiles = key_tiles(
+            head.key_words, head.counts.channels, head.counts.num_tokens, max_blocks=TILE_BLOCKS
+        )
+        for start, codes in tiles:
+            keys = _dequantised(head, codes)
+            page = (torch.arange(codes.shape[1], device=codes.device) + start) // page_size
+            index = page.expand(len(channels), -1)
+            highest.scatter_reduce_(1, index, keys, "amax")
+            lowest.scatter_reduce_(1, index, keys, "amin")
+        page_max[h, :pages, channels] = highest.T.to(page_max.dtype)
+        page_min[h, :pages, channels] = lowest.T.to(page_min.dtype)
+
+
+def append_key(
+    packed: PackedLayer, page_max: Tensor, page_min: Tensor, key: Tensor, *, num_new: int, page_size: int
+) -> None:
+    """As `kernels.packed_hsa.append_key`."""
+    for h, head in enumerate(packed.heads):
+        update_page_extremes(
+            page_max[h : h + 1],
+            page_min[h : h + 1],
+            key[h : h + 1],
+            position=head.counts.num_tokens + num_new,
+            page_size=page_size,
+        )
+
+
+def attend(
+    queries: Tensor,
+    packed: PackedLayer,
+    new_keys: Tensor,
+    new_values: Tensor,
+    page_max: Tensor,
+    page_min: Tensor,
+    *,
+    page_size: int,
+    num_channels: int,
+    num_tokens: int,
+    scaling: float,
+) -> Tensor:
+    """As `kernels.packed_hsa.attend`."""
+    output = torch.empty_like(queries)
+    for h, head in enumerate(packed.heads):
+        length = head.counts.num_tokens + new_keys.shape[1]
+        if length <= num_tokens:
+            chosen = torch.arange(length, device=queries.device)
+        else:
+            pages = num_pages(length, page_size)
+            chosen = select_tokens(
+                queries[h : h + 1],
+                page_max[h : h + 1, :pages],
+                page_min[h : h + 1, :pages],
+                length=length,
+                page_size=page_size,
+                num_channels=num_channels,
+                num_tokens=num_tokens,
+            )[0]
+            chosen = chosen.sort().values
+        output[h] = _attend_to(queries[h].float() * scaling, head, chosen, new_keys[h], new_values[h])
+    return output
+
+
+def _attend_to(
+    queries: Tensor, head: PackedHead, chosen: Tensor, new_keys: Tensor, new_values: Tensor
+) -> Tensor:
+    """Attention of one head's queries float32 `[G, D]`, already scaled, to chosen tokens, int64 ascending:
+    float32 `[G, D]`."""
+    num_kept = head.counts.num_tokens
+    kept, new = chosen[chosen < num_kept], chosen[chosen >= num_kept] - num_kept
+    coded = sum(head.counts.channels[:3])
+    permuted = queries[:, head.channels.long()]
+    bias = permuted[:, :coded] @ head.key_minima
+    permuted[:, :coded] *= head.key_scales
+    codes = gather_key_codes(head.key_words, head.counts.channels, num_kept, kept)
+    logits = torch.cat([permuted @ codes + bias[:, None], queries @ new_keys[new].float().T], dim=1)
+    probabilities = logits.softmax(dim=-1)
+    attended = probabilities[:, len(kept) :] @ new_values[new].float()
+    return _add_values(head, kept, probabilities[:, : len(kept)], attended)
+
+
+def _add_values(head: PackedHead, kept: Tensor, probabilities: Tensor, output: Tensor) -> Tensor:
+    """Add kept tokens' values. Args: kept int64 `[k]`, ascending; probabilities `[G, k]`; output `[G, D]`."""
+    head_dim = output.shape[1]
+    coded = kept[kept < sum(head.counts.tokens[:3])]
+    output += (probabilities[:, : len(coded)] @ head.value_minima[coded])[:, None]
+    scaled = probabilities[:, : len(coded)] * head.value_scales[coded]
+    start, first = 0, 0
+    for width, rows in zip((2, 4, 8), (head.values_2, head.values_4, head.values_8), strict=True):
+        inside = coded[(coded >= first) & (coded < first + len(rows))] - first
+        stop = start + len(inside)
+        output.addmm_(scaled[:, start:stop], unpack_value_rows(rows[inside], width, head_dim))
+        start, first = stop, first + len(rows)
+    return output.addmm_(probabilities[:, start:], head.values_16[kept[start:] - first].float())
+
+
+def _dequantised(head: PackedHead, codes: Tensor) -> Tensor:
+    """Keys of some tokens, float32 `[c, tokens]`, from their codes, which are changed."""
+    coded = sum(head.counts.channels[:3])
+    codes[:coded] = codes[:coded] * head.key_scales[:, None] + head.key_minima[:, None]
+    return codes

@@ -1,0 +1,141 @@
+"""HSA on packed bytes equals HSA over dequantised tensors, and reads the chosen tokens' codes alone."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.kernels.hsa import num_pages
+from kvferry.kernels.hsa import reference as hsa_reference
+from kvferry.kernels.packed import pack_layer, unpack_layer
+from kvferry.kernels.packed.key_words import gather_key_codes, key_tiles
+from kvferry.kernels.packed_hsa import append_key, attend, page_extremes, reference, torch_path
+
+WIDTHS = torch.tensor([0, 2, 4, 8, 16], dtype=torch.uint8)
+
+
+def make(num_kv_heads, group_size, num_tokens, head_dim, num_new, *, seed=0, dtype=torch.float32):
+    """Queries, a packed layer of mixed widths and ragged heads, and new rows."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, num_kv_heads, num_tokens, head_dim, generator=generator)
+    key_bits = WIDTHS[torch.randint(0, 5, (num_kv_heads, head_dim), generator=generator)]
+    key_bits[:, 0] = 16
+    value_bits = WIDTHS[torch.randint(0, 5, (num_kv_heads, num_tokens), generator=generator)]
+    value_bits[0, num_tokens // 2 :] = 0
+    value_bits[:, 0] = 4
+    packed = pack_layer(keys.to(dtype), values.to(dtype), key_bits, value_bits)
+    queries = 3 * torch.randn(num_kv_heads, group_size, head_dim, generator=generator).to(dtype)
+    rows = torch.randn(2, num_kv_heads, num_new, head_dim, generator=generator).to(dtype)
+    return queries, packed, rows[0], rows[1]
+
+
+def build(packed, new_keys, page_size, *, spare=2):
+    """Page extremes of the packed keys, then each new key folded in; NaN where nothing has been written."""
+    most = max(head.counts.num_tokens for head in packed.heads) + new_keys.shape[1]
+    shape = (len(packed.heads), num_pages(most, page_size) + spare, packed.layout.head_dim)
+    pages = tuple(torch.full(shape, torch.nan, dtype=new_keys.dtype) for _ in range(2))
+    page_extremes(packed, *pages, page_size=page_size)
+    for m in range(new_keys.shape[1]):
+        append_key(packed, *pages, new_keys[:, m], num_new=m, page_size=page_size)
+    return pages
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_tokens=st.integers(1, 150),
+    head_dim=st.sampled_from([1, 3, 8, 20]),
+    num_new=st.integers(1, 20),
+    page_size=st.integers(1, 9),
+    num_selected=st.integers(1, 60),
+    group_size=st.sampled_from([1, 4]),
+    seed=st.integers(0, 999),
+    data=st.data(),
+)
+def test_output_equals_hsa_over_dequantised_tensors(
+    num_tokens, head_dim, num_new, page_size, num_selected, group_size, seed, data
+):
+    queries, packed, new_keys, new_values = make(2, group_size, num_tokens, head_dim, num_new, seed=seed)
+    sizes = {
+        "page_size": page_size,
+        "num_channels": data.draw(st.integers(1, head_dim)),
+        "num_tokens": num_selected,
+        "scaling": 0.3,
+    }
+    output = attend(queries, packed, new_keys, new_values, *build(packed, new_keys, page_size), **sizes)
+    expected = reference.attend(queries, packed, new_keys, new_values, **sizes)
+    torch.testing.assert_close(output, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 7])
+def test_page_extremes_are_those_of_each_heads_own_dequantised_tokens(page_size):
+    _, packed, new_keys, _ = make(3, 1, 211, 8, 5, seed=3)
+    page_max, page_min = build(packed, new_keys, page_size)
+    for h, (keys, _, _) in enumerate(unpack_layer(packed)):
+        all_keys = torch.cat([keys, new_keys[h]])[None]
+        expected = hsa_reference.page_extremes(all_keys, page_size=page_size)
+        pages = expected[0].shape[1]
+        torch.testing.assert_close(page_max[h, :pages], expected[0][0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(page_min[h, :pages], expected[1][0], atol=1e-5, rtol=1e-5)
+        assert page_max[h, pages:].isnan().all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(num_tokens=st.integers(1, 300), seed=st.integers(0, 999), data=st.data())
+def test_gathered_codes_are_those_of_the_unpacked_tokens(num_tokens, seed, data):
+    head = make(1, 1, num_tokens, 20, 1, seed=seed)[1].heads[0]
+    counts = head.counts
+    tokens = data.draw(st.sets(st.integers(0, counts.num_tokens - 1), max_size=20))
+    chosen = torch.tensor(sorted(tokens), dtype=torch.int64)
+    tiles = key_tiles(head.key_words, counts.channels, counts.num_tokens, max_blocks=64)
+    every = torch.cat([codes for _, codes in tiles], dim=1)
+    gathered = gather_key_codes(head.key_words, counts.channels, counts.num_tokens, chosen)
+    assert torch.equal(gathered, every[:, chosen])
+
+
+def test_only_chosen_tokens_are_read(monkeypatch):
+    queries, packed, new_keys, new_values = make(2, 2, 400, 8, 3, seed=5)
+    pages = build(packed, new_keys, 4)
+    read = []
+
+    def remember(words, num_channels, num_tokens, tokens):
+        read.append(len(tokens))
+        return gather_key_codes(words, num_channels, num_tokens, tokens)
+
+    monkeypatch.setattr(torch_path, "gather_key_codes", remember)
+    attend(
+        queries, packed, new_keys, new_values, *pages, page_size=4, num_channels=4, num_tokens=10, scaling=0.3
+    )
+    assert len(read) == 2
+    assert max(read) <= 9  # the newest token is no packed one
+
+
+def test_rows_and_pages_beyond_those_in_use_may_hold_anything():
+    queries, packed, new_keys, new_values = make(2, 2, 90, 8, 4, seed=6, dtype=torch.bfloat16)
+    sizes = {"page_size": 3, "num_channels": 5, "num_tokens": 12, "scaling": 0.3}
+    output = attend(queries, packed, new_keys, new_values, *build(packed, new_keys, 3), **sizes)
+    assert output.dtype == torch.bfloat16
+    assert output.isfinite().all()
+    alone = attend(queries, packed, new_keys, new_values, *build(packed, new_keys, 3, spare=0), **sizes)
+    assert torch.equal(output, alone)
+
+
+def test_misfits_are_named():
+    queries, packed, new_keys, new_values = make(2, 2, 30, 8, 2)
+    pages = build(packed, new_keys, 4)
+    sizes = {"page_size": 4, "num_channels": 4, "num_tokens": 5, "scaling": 0.3}
+    for changes, named in (
+        ({"page_size": 0}, "page_size is 0"),
+        ({"page_size": 1}, "need .* pages"),
+        ({"num_channels": 9}, "num_channels is 9"),
+        ({"num_tokens": 0}, "num_tokens is 0"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            attend(queries, packed, new_keys, new_values, *pages, **sizes | changes)
+    with pytest.raises(ValueError, match="at least one row"):
+        attend(queries, packed, new_keys[:, :0], new_values[:, :0], *pages, **sizes)
+    with pytest.raises(ValueError, match="queries"):
+        attend(queries[:1], packed, new_keys, new_values, *pages, **sizes)
+    with pytest.raises(ValueError, match="page extremes"):
+        page_extremes(packed, pages[0], pages[1][:1], page_size=4)
+    with pytest.raises(ValueError, match="dtypes differ"):
+        attend(queries.double(), packed, new_keys, new_values, *pages, **sizes)
