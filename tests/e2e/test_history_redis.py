@@ -1,0 +1,172 @@
+"""Conversations whose history lies in Redis: workers restart between turns, Redis itself fails, and the
+answers stay those of an undisturbed conversation."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.history.redis_format import read_record
+
+pytestmark = pytest.mark.xdist_group("stack")
+
+MAX_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def server(redis_servers: ModuleType) -> Iterator[Any]:
+    with redis_servers.RedisServer.running() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def redis_stack(start_stack: Callable[..., Any], server: Any) -> Iterator[Any]:
+    options = ("--history-redis", server.url, "--history-redis-timeout-s", "1")
+    with start_stack(*options, "--history-redis-retry-s", "0.2") as running:
+        yield running
+
+
+def ask(stack: Any, text: str, session_id: str, method: dict[str, Any]) -> dict[str, Any]:
+    """One turn; waits as Retry-After says while a worker restarts."""
+    deadline = time.monotonic() + 120
+    while True:
+        response = httpx.post(
+            f"{stack.base_url}/v1/chat/completions",
+            json={
+                "model": "demo",
+                "messages": [{"role": "user", "content": text}],
+                "session_id": session_id,
+                "session_mode": "append",
+                "temperature": 0,
+                "max_tokens": MAX_TOKENS,
+                "kv_compression": method,
+            },
+            timeout=120,
+        )
+        if response.status_code == 200:
+            return response.json()  # type: ignore[no-any-return]
+        assert response.status_code == 503, response.text
+        assert time.monotonic() < deadline, response.text
+        time.sleep(0.2)
+
+
+def said(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def kill_prefill(stack: Any) -> None:
+    """SIGKILL, then wait until another process has taken its place."""
+    ready = stack.log_path.with_name("ready.json")
+    pid = json.loads(ready.read_text())["prefill_pid"]
+    os.kill(int(pid), signal.SIGKILL)
+    deadline = time.monotonic() + 120
+    while json.loads(ready.read_text())["prefill_pid"] == pid:
+        assert time.monotonic() < deadline, stack.log_path.read_text()[-2000:]
+        time.sleep(0.1)
+
+
+def wait_stored(server: Any, session_id: str, num_tokens: int) -> None:
+    """A turn is committed just after its answer: wait until Redis has that many of the session's tokens."""
+    deadline = time.monotonic() + 120
+    with server.client() as admin:
+        while True:
+            for key in admin.keys(f"kvferry:history:*/{session_id}}}:record"):
+                owner = key.decode().split("{")[1].split("/")[0]
+                session = SessionKey(owner=owner, session_id=session_id)
+                if len(read_record(admin.get(key), session).token_ids) == num_tokens:
+                    return
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def wait_metric(stack: Any, name: str) -> None:
+    deadline = time.monotonic() + 120
+    while stack.prefill_metric(name) < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def known_tokens(answer: dict[str, Any]) -> int:
+    """Tokens whose KV is there after a turn: all but the last generated one's."""
+    usage = answer["usage"]
+    return int(usage["prompt_tokens"] + usage["completion_tokens"] - 1)
+
+
+def test_a_restarted_prefill_worker_does_not_compute_again(
+    redis_stack: Any, server: Any, make_document: Callable[..., Any]
+) -> None:
+    method = {"method": "rocketkv", "token_budget": 128}
+    document = make_document(17, num_words=400, num_facts=6)
+    questions = [document.questions[index][0] for index in range(3)]
+    questions[0] = f"{document.text} {questions[0]}"
+    undisturbed = [ask(redis_stack, text, "whole", method) for text in questions]
+    first = ask(redis_stack, questions[0], "restarted", method)
+    wait_stored(server, "restarted", known_tokens(first))
+    kill_prefill(redis_stack)
+    second = ask(redis_stack, questions[1], "restarted", method)
+    assert second["kv"]["reused_tokens"] == known_tokens(first)
+    assert redis_stack.prefill_metric("kvferry_history_reused_tokens_total", tier="redis") == known_tokens(
+        first
+    )
+    assert redis_stack.prefill_metric("kvferry_history_bytes", tier="redis") > 0
+    third = ask(redis_stack, questions[2], "restarted", method)
+    assert third["kv"]["reused_tokens"] == known_tokens(second)
+    assert redis_stack.prefill_metric("kvferry_history_reused_tokens_total", tier="memory") == known_tokens(
+        second
+    )
+    assert redis_stack.prefill_metric("kvferry_history_miss_total") == 0
+    assert [said(answer) for answer in (first, second, third)] == [said(answer) for answer in undisturbed]
+
+
+@pytest.mark.parametrize("fault", ["paused", "killed"])
+def test_a_conversation_goes_on_without_redis_and_is_kept_again_after_it(
+    redis_stack: Any, server: Any, make_document: Callable[..., Any], fault: str
+) -> None:
+    method = {"method": "full"}
+    document = make_document(23, num_words=150, num_facts=6)
+    questions = [document.questions[index][0] for index in range(4)]
+    questions[0] = f"{document.text} {questions[0]}"
+    undisturbed = [ask(redis_stack, text, f"whole-{fault}", method) for text in questions]
+    session = f"faulty-{fault}"
+    answers = [ask(redis_stack, questions[0], session, method)]
+    wait_stored(server, session, known_tokens(answers[0]))
+    strike, heal = (server.pause, server.resume) if fault == "paused" else (server.kill, server.start)
+    strike()
+    try:
+        kill_prefill(redis_stack)
+        answers.append(ask(redis_stack, questions[1], session, method))
+        # neither tier could be asked
+        assert answers[1]["kv"]["reused_tokens"] == 0
+        assert redis_stack.prefill_metric("kvferry_history_miss_total", reason="redis_unavailable") >= 1
+        wait_metric(redis_stack, "kvferry_history_store_failed_total")
+    finally:
+        heal()
+    with server.client() as admin:
+        # the worker leaves Redis alone for a moment: another session shows when it no longer does
+        deadline = time.monotonic() + 60
+        while not admin.keys(f"kvferry:history:*/nudge-{fault}}}:record"):
+            assert time.monotonic() < deadline
+            ask(redis_stack, "hello", f"nudge-{fault}", method)
+        answers.append(ask(redis_stack, questions[2], session, method))
+        assert answers[2]["kv"]["reused_tokens"] == known_tokens(answers[1])
+        wait_stored(server, session, known_tokens(answers[2]))
+    kill_prefill(redis_stack)
+    answers.append(ask(redis_stack, questions[3], session, method))
+    assert answers[3]["kv"]["reused_tokens"] == known_tokens(answers[2])
+    assert [said(answer) for answer in answers] == [said(answer) for answer in undisturbed]
+    response = httpx.delete(f"{redis_stack.base_url}/v1/sessions/{session}", timeout=60)
+    assert response.status_code == 200
+    deadline = time.monotonic() + 60
+    with server.client() as admin:
+        while admin.keys(f"kvferry:history:*/{session}}}*"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
