@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from kvferry.services.launcher.display import EXAMPLE_ANSWER, EXAMPLE_MESSAGE
+from kvferry.shared.compression.rdkv.epsilon import EpsilonTable, save_table
 
 pytestmark = pytest.mark.xdist_group("launcher")
 
@@ -38,8 +39,9 @@ def get(url: str) -> httpx.Response:
     return httpx.get(url, timeout=30, trust_env=False)
 
 
-def test_a_stack_of_processes_serves_recovers_and_leaves_nothing(serve: Any) -> None:
-    with serve("--stop-timeout-s", "50") as served:
+def test_a_stack_of_processes_serves_recovers_and_leaves_nothing(serve: Any, tmp_path: Path) -> None:
+    save_table(tmp_path / "mine.json", EpsilonTable(keys=(0.2, 0.01, 0.0), values=(0.3, 0.02, 0.0)))
+    with serve("--stop-timeout-s", "50", "--epsilon-tables", str(tmp_path)) as served:
         ready = served.ready
         pids = {role: int(ready[f"{role}_pid"]) for role in ROLES}
         assert all(is_running(pid) for pid in pids.values())
@@ -55,6 +57,17 @@ def test_a_stack_of_processes_serves_recovers_and_leaves_nothing(serve: Any) -> 
             trust_env=False,
         )
         assert reply.json()["choices"][0]["message"]["content"].split() == EXAMPLE_ANSWER.split()
+
+        # Every service knows the folder's distortion tables, by name alone.
+        for name, status in (("mine", 200), ("other", 400), (str(tmp_path / "mine.json"), 400)):
+            wanted = {"method": "rdkv", "token_budget": 16, "parameters": {"epsilon_table": name}}
+            answer = ask(served.url, kv_compression=wanted, max_tokens=4)
+            assert answer.status_code == status
+            if status == 200:
+                assert answer.json()["kv"]["method"] == "rdkv"
+            else:
+                assert "it must be" in answer.json()["error"]["message"]
+                assert "Qwen3-4B, mine" in answer.json()["error"]["message"]
 
         # Each metrics address that was printed serves its role's families; the router joins them all.
         assert "kvferry_kv_transfer_bytes_total" in get(f"http://{ready['prefill_metrics']}/metrics").text
