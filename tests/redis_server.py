@@ -152,7 +152,7 @@ class RedisServer:
                 [
                     self._binary, "--bind", "127.0.0.1", "--port", str(self.port), "--unixsocket",
                     f"{self.folder}/redis.sock", "--dir", str(self.folder), "--save", "",
-                    "--appendonly", "no", *self._options,
+                    "--appendonly", "no", *self._cluster_port(), *self._options,
                 ],
                 stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             )  # fmt: skip
@@ -161,6 +161,10 @@ class RedisServer:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"Redis did not start:\n{(self.folder / 'redis.log').read_text()}")
             time.sleep(0.02)
+
+    def _cluster_port(self) -> tuple[str, ...]:
+        """Ours, because the default is the port plus 10000, which may be beyond 65535."""
+        return ("--cluster-port", str(free_port())) if "--cluster-enabled" in self._options else ()
 
     def _answers(self) -> bool:
         with self.client() as client:

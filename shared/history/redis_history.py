@@ -167,7 +167,7 @@ class RedisHistory:
         except KvferryError:
             self._undo(session, entry, base)
             raise
-        self._collect(session, {segment.segment_id for segment in body.segments})
+        self._collect(session, {segment.segment_id for segment in body.segments}, base)
         return RemoteRecord(fence=fence, body=body, token_ids=tuple(token_ids), size_bytes=size_bytes)
 
     def touch(self, session: SessionKey, record: RemoteRecord) -> None:
@@ -279,11 +279,13 @@ class RedisHistory:
         except KvferryError:
             return
 
-    def _collect(self, session: SessionKey, named: set[bytes]) -> None:
+    def _collect(self, session: SessionKey, named: set[bytes], base: RemoteRecord | None) -> None:
         """Remove segments that the new record does not name; what cannot be removed expires."""
         try:
-            indexed = self._indexed(session)
-            self._remove_values(session, {key: n for key, n in indexed.items() if key not in named})
+            held = self._indexed(session)
+            if base is not None:  # the index may have been evicted
+                held |= {entry.segment_id: len(entry.value_tokens) for entry in base.segments}
+            self._remove_values(session, {key: n for key, n in held.items() if key not in named})
         except KvferryError:
             return
 
