@@ -212,11 +212,15 @@ class _Decode:
         packed = self.packed[layer]
         if packed:
             return trizone_decode_segments(queries[0], packed, all_keys, all_values, scaling=scaling)[None]
+        stored = self._kept[layer].stored
+        if stored is not None:
+            return stored.attend(queries[0], all_keys, all_values, scaling=scaling)[None]
         return dense_decode(queries[0], all_keys, all_values, scaling=scaling)[None]
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         kind, packed = self._kinds[layer], self._kept[layer].packed
-        if (packed is not None and isinstance(kind, Dense)) or layer in self._evicting:
+        not_rows = packed is not None or self._kept[layer].stored is not None
+        if (not_rows and isinstance(kind, Dense)) or layer in self._evicting:
             return self.densely(layer, queries, keys, values, scaling)
         all_keys, all_values = self._append(layer, keys, values)
         num_kv_heads, length, head_dim = all_keys.shape

@@ -94,8 +94,8 @@ def _tiles(codes: Tensor, scales: Tensor, bits: int) -> Iterator[tuple[int, tupl
         count = tile.shape[1]
         keys = tile[:, :, : head_dim * key_bytes].reshape(-1, key_bytes)
         values = tile[:, :, head_dim * key_bytes :].reshape(-1, value_bytes)
-        key_scales, key_minima, value_scales, value_minima = scales[:, first : first + count].split(
-            [head_dim, head_dim, GROUP_TOKENS, GROUP_TOKENS], dim=2
+        key_scales, key_minima, value_scales, value_minima = torch.split(
+            scales[:, first : first + count], [head_dim, head_dim, GROUP_TOKENS, GROUP_TOKENS], dim=2
         )
         yield (
             first * GROUP_TOKENS,

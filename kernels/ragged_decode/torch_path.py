@@ -27,7 +27,7 @@ def ragged_decode(
     """
     output = torch.empty_like(queries)
     new_logits = queries @ new_keys.mT
-    pieces = zip(keys.split(list(head_rows)), values.split(list(head_rows)), strict=True)
+    pieces = zip(*(torch.split(rows, list(head_rows)) for rows in (keys, values)), strict=True)
     for head, (its_keys, its_values) in enumerate(pieces):
         logits = torch.cat([queries[head] @ its_keys.T, new_logits[head]], dim=1).float()
         probabilities = (logits * scaling).softmax(dim=-1).to(queries.dtype)

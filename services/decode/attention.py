@@ -82,6 +82,9 @@ def append_and_attend(
             queries, packed, cache.keys, cache.values, cache.auxiliary, length=position + 1, scaling=scaling
         )
     attention.append(cache.keys, cache.values, cache.auxiliary, key, value, position=position)
+    if cache.stored is not None:
+        new_keys, new_values = cache.keys[:, : position + 1], cache.values[:, : position + 1]
+        return cache.stored.attend(queries, new_keys, new_values, scaling=scaling)
     return attention.attend(
         queries, cache.keys, cache.values, cache.auxiliary, length=position + 1, scaling=scaling
     )

@@ -1,8 +1,9 @@
 """Puts one transfer's blocks into a sequence's arena bytes, and completes them when the transfer ends.
 
 Called by `receiver.py` under the sequence's lock. A section of rows is `[H_kv, n, D]` without gaps; its place
-in the arena is the first n rows of each head of `[H_kv, cap, D]`. Packed layers are `packed_writer.py`'s.
-Blocks cut sections at any byte. Positions and state are small: they are gathered on the host.
+in the arena is the first n rows of each head of `[H_kv, cap, D]`. Packed layers are `packed_writer.py`'s,
+layers of announced sections `stored_writer.py`'s; rows that only the wire quantises are restored here. Blocks
+cut sections at any byte. Positions and state are small: they are gathered on the host.
 """
 
 from __future__ import annotations
@@ -15,11 +16,17 @@ from torch import Tensor
 
 from kvferry.services.decode.arena_copier import ArenaCopier
 from kvferry.services.decode.packed_writer import PackedLayerWriter
+from kvferry.services.decode.stored_writer import StoredLayerWriter
 from kvferry.shared.cache.layout import LayerCache, SequenceLayout, view_layers
 from kvferry.shared.compression.attention import packed_attention
+from kvferry.shared.compression.plan import ResolvedPlan
+from kvferry.shared.compression.representations import stored_representation, wire_representation
+from kvferry.shared.compression.representations.interface import zone_bytes
+from kvferry.shared.compression.representations.kivi import KiviPrompt
 from kvferry.shared.errors import TransferFailed
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.wire.messages import BlockHeader, Section
+from kvferry.shared.wire.stored_sections import layer_specs
 
 
 class CacheWriter:
@@ -28,7 +35,7 @@ class CacheWriter:
     Args:
         buffer: the sequence's arena bytes, uint8 `[layout.size_bytes or more]`.
         copier: how bytes get there; shared with the other transfers of the receiver's thread.
-        num_prompt_tokens: T; kept positions lie in [0, T).
+        resolved: of T prompt tokens; kept positions lie in [0, T).
     """
 
     def __init__(
@@ -38,24 +45,25 @@ class CacheWriter:
         buffer: Tensor,
         copier: ArenaCopier,
         *,
-        num_prompt_tokens: int,
+        resolved: ResolvedPlan,
     ) -> None:
         self._spec = spec
         self._layout = layout
         self._buffer = buffer
         self._copier = copier
-        self._num_prompt_tokens = num_prompt_tokens
+        self._num_prompt_tokens = resolved.num_prompt_tokens
+        self._plans = resolved.layers
+        self._specs = layer_specs(spec, resolved)
         self._index: dict[int, bytearray] = {}
         self._state: dict[int, bytearray] = {}
         self._index_checked: set[int] = set()
         num_rows = sum(layer.rows for layer in layout.layers)
         self._packed = {
-            i: PackedLayerWriter(
-                spec, i, layer.packed.view(buffer), copier, num_prompt_tokens=num_prompt_tokens
-            )
+            i: self._layer_writer(i, layer.packed.view(buffer))
             for i, layer in enumerate(layout.layers)
             if layer.packed is not None
         }
+        self._quantised: dict[int, StoredLayerWriter] = {}
         self._missing_bytes = 2 * num_rows * spec.num_kv_heads * spec.row_bytes
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
@@ -67,6 +75,9 @@ class CacheWriter:
         """
         if header.layer in self._packed:
             self._packed[header.layer].write(header, payload)
+            return
+        if self._specs[header.layer]:
+            self._write_quantised(header, payload)
             return
         if header.section is Section.STATE:
             self._state.setdefault(header.layer, bytearray()).extend(payload)
@@ -111,7 +122,7 @@ class CacheWriter:
                     reason="incomplete",
                 )
         caches = tuple(
-            replace(cache, packed=self._packed[i].finish()) if i in self._packed else cache
+            self._with_prompt(i, cache) if i in self._packed else cache
             for i, cache in enumerate(view_layers(self._layout, self._buffer))
         )
         for i, cache in enumerate(caches):
@@ -124,6 +135,12 @@ class CacheWriter:
                     cache.keys, cache.values, cache.auxiliary, length=cache.layout.rows
                 )
         return caches
+
+    def _with_prompt(self, i: int, cache: LayerCache) -> LayerCache:
+        writer = self._packed[i]
+        if isinstance(writer, StoredLayerWriter):
+            return replace(cache, stored=writer.finish())
+        return replace(cache, packed=writer.finish())
 
     def _load(self, i: int, cache: LayerCache) -> None:
         """Give a layer that evicts its positions and what prefill has accumulated."""
@@ -139,6 +156,37 @@ class CacheWriter:
             cache.layout.attention.load(cache.auxiliary, positions=positions, state=state, length=rows)
         except ValueError as error:
             raise TransferFailed(f"layer {i} STATE: {error}", reason="state") from error
+
+    def _layer_writer(self, layer: int, zone: Tensor) -> PackedLayerWriter | StoredLayerWriter:
+        """The writer of a layer that is attended as it came."""
+        representation = stored_representation(self._plans[layer].representation)
+        num_tokens = self._num_prompt_tokens
+        if representation is None:
+            return PackedLayerWriter(self._spec, layer, zone, self._copier, num_prompt_tokens=num_tokens)
+        specs = self._specs[layer]
+        return StoredLayerWriter(
+            layer, representation, specs, zone, self._copier, num_prompt_tokens=num_tokens
+        )
+
+    def _write_quantised(self, header: BlockHeader, payload: memoryview) -> None:
+        """Gather a layer's codes beside the arena; with the last one, restore its rows and let go of them."""
+        layer, specs = header.layer, self._specs[header.layer]
+        quantiser = wire_representation(self._plans[layer])
+        assert quantiser is not None
+        if layer not in self._quantised:
+            zone = torch.empty(zone_bytes(specs), dtype=torch.uint8, device=self._buffer.device)
+            self._quantised[layer] = StoredLayerWriter(
+                layer, quantiser, specs, zone, self._copier, num_prompt_tokens=self._num_prompt_tokens
+            )
+        self._quantised[layer].write(header, payload)
+        prompt = self._quantised[layer].prompt
+        if isinstance(prompt, KiviPrompt):
+            placed = self._layout.layers[layer]
+            for region, rows in zip((placed.keys, placed.values), prompt.dequantised(), strict=True):
+                region.view(self._buffer)[:, : placed.rows] = rows
+                self._missing_bytes -= rows.numel() * rows.itemsize
+            self._index_checked.add(layer)
+            del self._quantised[layer]
 
     def _write_index(self, header: BlockHeader, payload: memoryview, section_bytes: int) -> None:
         index = self._index.setdefault(header.layer, bytearray())

@@ -13,7 +13,7 @@ from kvferry.services.decode.cache_writer import CacheWriter
 from kvferry.services.decode.reservations import Reservations
 from kvferry.services.decode.sequence import Sequence, SequenceState
 from kvferry.shared.cache.arena import ByteArena
-from kvferry.shared.cache.layout import sequence_layout
+from kvferry.shared.cache.layout import TORCH_DTYPES, sequence_layout
 from kvferry.shared.compression.attention import state_sizes
 from kvferry.shared.compression.measured import is_measured, with_layer_rows
 from kvferry.shared.compression.plan import ResolvedPlan
@@ -24,6 +24,7 @@ from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES, BlockHeader, EndRecord, Manifest, TransferKey
+from kvferry.shared.wire.stored_sections import announced_sections
 
 
 class _Incoming:
@@ -142,7 +143,7 @@ class CacheReceiver:
                 sequence.layout,
                 self._arena.buffer(sequence.allocation),
                 self._copier,
-                num_prompt_tokens=sequence.resolved.num_prompt_tokens,
+                resolved=settled,
             )
         return sequence, writer
 
@@ -191,12 +192,18 @@ class CacheReceiver:
             "layer_rows": (manifest.layer_rows, tuple(layer.rows for layer in settled.layers)),
             "layer_packed_bytes": (
                 manifest.layer_packed_bytes,
-                packed_limits(resolved, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim),
+                packed_limits(
+                    resolved,
+                    num_kv_heads=spec.num_kv_heads,
+                    head_dim=spec.head_dim,
+                    dtype=TORCH_DTYPES[spec.dtype],
+                ),
             ),
             "layer_state_bytes": (
                 manifest.layer_state_bytes,
                 state_sizes(settled, num_kv_heads=spec.num_kv_heads),
             ),
+            "layer_sections": (manifest.layer_sections, announced_sections(spec, settled)),
             "resolved": (manifest.resolved, resolved),
         }
         for name, (sent, own) in expected.items():

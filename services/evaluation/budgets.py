@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
 
-from kvferry.shared.cache.layout import sequence_layout, used_bytes
+from kvferry.shared.cache.layout import TORCH_DTYPES, sequence_layout, used_bytes
 from kvferry.shared.compression.attention import make_attention
 from kvferry.shared.compression.plan import Budget, CompressionPlan, ResolvedPlan
 from kvferry.shared.compression.representation import packed_limits
@@ -109,7 +109,12 @@ def read_bytes(spec: ModelSpec, resolved: ResolvedPlan) -> int:
 
 def _packed_limits(spec: ModelSpec, resolved: ResolvedPlan) -> tuple[int, ...]:
     """The most bytes of each layer that is packed; 0 where it is rows."""
-    limits = packed_limits(resolved, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim)
+    limits = packed_limits(
+        resolved,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=TORCH_DTYPES[spec.dtype],
+    )
     return limits or (0,) * len(resolved.layers)
 
 

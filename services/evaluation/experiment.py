@@ -125,7 +125,7 @@ def _contenders(methods: str, targets: Sequence[Target]) -> Iterator[Contender]:
     written = list(method_names()) if methods == "all" else _items("--methods", methods)
     for method in written:
         plan = _plan(method)
-        for target in targets if plan.compresses else (None,):
+        for target in targets if plan.takes_budget else (None,):
             yield Contender(method=method, plan=plan, target=target)
 
 
@@ -134,7 +134,7 @@ def _plan(text: str) -> CompressionPlan:
     name, *changes = text.split(":")
     _known("--methods", name, method_names())
     plan = plan_for(name)
-    parts = (plan.scorer, plan.attention, plan.layer_allocation)
+    parts = (plan.scorer, plan.attention, plan.layer_allocation, plan.representation)
     params = {key: value for part in parts if part is not None for key, value in part.params.items()}
     overrides: dict[str, ParamValue] = {}
     for change in changes:

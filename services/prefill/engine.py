@@ -19,6 +19,7 @@ from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
 from kvferry.services.prefill.queue import FairQueue
 from kvferry.services.prefill.receiver import HistoryReceiver
+from kvferry.shared.cache.layout import TORCH_DTYPES
 from kvferry.shared.compression.attention import state_sizes
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.compression.representation import packed_limits
@@ -29,6 +30,7 @@ from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.wire.interfaces import BlockSender, OutgoingTransfer
 from kvferry.shared.wire.messages import EndRecord, Manifest
+from kvferry.shared.wire.stored_sections import announced_sections
 
 log = structlog.get_logger(__name__)
 
@@ -283,9 +285,13 @@ class PrefillEngine:
             num_tokens=resolved.num_prompt_tokens,
             layer_rows=tuple(layer.rows for layer in settled.layers),
             layer_packed_bytes=packed_limits(
-                resolved, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim
+                resolved,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                dtype=TORCH_DTYPES[spec.dtype],
             ),
             layer_state_bytes=state_sizes(settled, num_kv_heads=spec.num_kv_heads),
+            layer_sections=announced_sections(spec, settled),
             resolved=resolved,
             history_endpoint=self._history_endpoint if with_history else "",
             history_credit_bytes=self._config.history_credit_bytes if with_history else 0,

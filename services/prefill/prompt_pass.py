@@ -20,8 +20,7 @@ from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.history.interface import HistoryTurn
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.wire.interfaces import OutgoingTransfer
-from kvferry.shared.wire.messages import Section
-from kvferry.shared.wire.packed_sections import packed_sections
+from kvferry.shared.wire.stored_sections import layer_sections
 
 
 @dataclass(kw_only=True)
@@ -149,16 +148,8 @@ class PromptPass:
         self._synchronize()
         compressed_s = self._clock()
         layer = inputs.layer
-        if kept.packed is not None:
-            for section, tensor in packed_sections(kept.packed):
-                self._transfer.send(layer=layer, section=section, tensor=tensor)
-        else:
-            if kept.positions is not None:
-                self._transfer.send(layer=layer, section=Section.INDEX, tensor=kept.positions)
-            self._transfer.send(layer=layer, section=Section.KEYS, tensor=kept.keys)
-            self._transfer.send(layer=layer, section=Section.VALUES, tensor=kept.values)
-            if kept.state is not None:
-                self._transfer.send(layer=layer, section=Section.STATE, tensor=kept.state)
+        for section, tensor in layer_sections(kept):
+            self._transfer.send(layer=layer, section=section, tensor=tensor)
         self.times.compress_s += compressed_s - begin_s
         self.times.pack_s += self._clock() - compressed_s
 

@@ -148,6 +148,7 @@ class HistoryReceiver:
             "layer_rows": (manifest.layer_rows, (manifest.num_tokens,) * spec.num_layers),
             "layer_packed_bytes": (manifest.layer_packed_bytes, ()),
             "layer_state_bytes": (manifest.layer_state_bytes, ()),
+            "layer_sections": (manifest.layer_sections, ()),
         }
         for what, (given, wanted) in agreed.items():
             if given != wanted:

@@ -2,7 +2,8 @@
 
     sequence: | layer 0: K | V | auxiliary ... | layer 1: packed | K | V | ...
     K and V `[H_kv, cap, D]`; auxiliary as the layer's decode attention asks: page extremes, a sum of values.
-    A packed layer's prompt lies in `packed`, with room for its largest; its K and V are of new tokens only.
+    A packed layer's prompt lies in `packed`, with room for its largest, one that is stored otherwise
+    likewise; its K and V are of new tokens only.
     Where those are packed too (`segments.py`), K and V have room for one segment, and segments and the last
     queries lie behind them.
     A layer that evicts has one row beside the prompt's; where new tokens go back to the history, their own K
@@ -24,9 +25,11 @@ from kvferry.kernels.packed import PackedLayer
 from kvferry.shared.cache.segments import PackedSegments
 from kvferry.shared.compression.attention import make_attention, packed_attention
 from kvferry.shared.compression.attention.interface import AttentionKind, TensorSpec
+from kvferry.shared.compression.interface import StoredPrompt
 from kvferry.shared.compression.measured import is_measured
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.compression.representation import Rebudgeting, packed_limit_bytes, rebudgeting
+from kvferry.shared.compression.representations import stored_bytes
 from kvferry.shared.model.spec import ModelSpec
 
 ALIGNMENT_BYTES = 64
@@ -137,13 +140,15 @@ class LayerCache:
     values: Tensor
     auxiliary: tuple[Tensor, ...]
     packed: PackedLayer | None = None
+    stored: StoredPrompt | None = None
     generated: tuple[Tensor, Tensor] | None = None
     segments: PackedSegments | None = None
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of what is packed, the prompt and new tokens: codes, scales, rows and index."""
+        """Bytes of what is packed or stored, the prompt and new tokens: codes, scales, rows and index."""
         prompt_bytes = self.packed.layout.size_bytes if self.packed is not None else 0
+        prompt_bytes += stored_bytes(self.stored) if self.stored is not None else 0
         return prompt_bytes + (self.segments.packed_bytes if self.segments is not None else 0)
 
 
@@ -172,6 +177,7 @@ def sequence_layout(
             num_prompt_tokens=resolved.num_prompt_tokens,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            dtype=TORCH_DTYPES[spec.dtype],
         )
         packed = region(TensorSpec(shape=(limit_bytes,), dtype=torch.uint8)) if limit_bytes else None
         rows = 0 if packed is not None else plan.rows

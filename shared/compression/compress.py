@@ -16,6 +16,8 @@ from kvferry.shared.compression.measured import HeldLayer, hold_layer, is_measur
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.compression.rdkv.compress import compress_layer_rdkv
 from kvferry.shared.compression.representation import budget_tokens, rdkv_settings
+from kvferry.shared.compression.representations import stored_representation, wire_representation
+from kvferry.shared.compression.representations.interface import gather_rows
 from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.compression.select import select_rows
 from kvferry.shared.errors import KvferryError
@@ -50,56 +52,72 @@ def compress_layer(
         inputs: K and V of the whole prompt (`T == resolved.num_prompt_tokens`), queries of its new tokens.
         scores: of the plan's scorer, float32 `[H_kv, T]`, where they are known already.
 
-    Returns: `rows` rows per KV head; positions are None where every token is kept. Of a packed layer, no
-        rows and the bytes.
+    Returns: `rows` rows per KV head; positions are None where every token is kept. Of a layer that is not
+        plain rows, no rows and what it is stored as.
 
     Raises:
-        KvferryError: K or V of a layer to pack are not finite, or beyond what a packed layer holds.
+        KvferryError: K or V of a layer to pack or quantise are not finite, or beyond what it holds.
     """
     num_tokens = inputs.keys.shape[1]
     assert num_tokens == resolved.num_prompt_tokens, (num_tokens, resolved.num_prompt_tokens)
     plan = resolved.layers[inputs.layer]
-    if plan.representation.name == "rdkv":
-        return _pack(resolved, inputs)
-    kind = make_attention(plan.attention)
-    if kind.evicts:
-        inputs = inputs.with_sums()
-    positions = _kept_positions(resolved, inputs, scores) if plan.rows < num_tokens else None
-    if kind.evicts:
-        assert inputs.sums is not None
-        every = torch.arange(num_tokens, device=inputs.keys.device).expand(inputs.keys.shape[0], -1)
-        kept = positions if positions is not None else every
-        keys, values, state = kind.keep(inputs.keys, inputs.values, inputs.sums.sums, kept)
-        return CompressedLayer(keys=keys, values=values, positions=positions, state=state)
-    if positions is None:
-        return CompressedLayer(keys=inputs.keys.contiguous(), values=inputs.values.contiguous())
-    return CompressedLayer(
-        keys=_gather(inputs.keys, positions), values=_gather(inputs.values, positions), positions=positions
+    if make_attention(plan.attention).evicts:
+        return _keep_evicting(resolved, inputs, scores)
+    try:
+        if plan.representation.name == "rdkv":
+            return _pack(resolved, inputs)
+        return _keep_rows(resolved, inputs, scores)
+    except ValueError as error:
+        raise KvferryError(f"layer {inputs.layer} cannot be packed: {error}", reason="packing") from error
+
+
+def _keep_rows(resolved: ResolvedPlan, inputs: LayerInputs, scores: Tensor | None) -> CompressedLayer:
+    """Rows by score, plain or in the plan's representation."""
+    plan = resolved.layers[inputs.layer]
+    scores = _scores(resolved, inputs, scores) if plan.rows < inputs.keys.shape[1] else None
+    representation = stored_representation(plan.representation)
+    if representation is not None:
+        none = inputs.keys[:, :0].contiguous()
+        stored = representation.store(inputs, rows=plan.rows, scores=scores)
+        return CompressedLayer(keys=none, values=none, stored=stored)
+    keys, values, positions = inputs.keys, inputs.values, None
+    if scores is not None:
+        positions = select_rows(scores, plan.rows)
+        keys, values = gather_rows(keys, positions), gather_rows(values, positions)
+    quantiser = wire_representation(plan)
+    if quantiser is None:
+        return CompressedLayer(keys=keys.contiguous(), values=values.contiguous(), positions=positions)
+    wire = quantiser.quantise(keys, values, positions)
+    keys, values = wire.dequantised()
+    return CompressedLayer(keys=keys, values=values, positions=positions, wire=wire)
+
+
+def _keep_evicting(resolved: ResolvedPlan, inputs: LayerInputs, scores: Tensor | None) -> CompressedLayer:
+    """Rows by score and what eviction goes on from, dropped rows merged where the attention merges."""
+    plan, num_tokens = resolved.layers[inputs.layer], inputs.keys.shape[1]
+    inputs = inputs.with_sums()
+    assert inputs.sums is not None
+    kept = torch.arange(num_tokens, device=inputs.keys.device).expand(inputs.keys.shape[0], -1)
+    positions = None
+    if plan.rows < num_tokens:
+        kept = positions = select_rows(_scores(resolved, inputs, scores), plan.rows)
+    keys, values, state = make_attention(plan.attention).keep(
+        inputs.keys, inputs.values, inputs.sums.sums, kept
     )
+    return CompressedLayer(keys=keys, values=values, positions=positions, state=state)
 
 
-def _kept_positions(resolved: ResolvedPlan, inputs: LayerInputs, scores: Tensor | None) -> Tensor:
-    """int32 `[H_kv, rows]` of the resolved layer, ascending."""
+def _scores(resolved: ResolvedPlan, inputs: LayerInputs, scores: Tensor | None) -> Tensor:
+    """float32 `[H_kv, T]` by the plan's scorer, where they are not known already."""
     assert resolved.plan.scorer is not None, f"method {resolved.method} drops rows without a scorer"
-    rows = resolved.layers[inputs.layer].rows
-    if scores is None:
-        scores = make_scorer(resolved.plan.scorer, rows=rows)(inputs)
-    return select_rows(scores, rows)
+    if scores is not None:
+        return scores
+    return make_scorer(resolved.plan.scorer, rows=resolved.layers[inputs.layer].rows)(inputs)
 
 
 def _pack(resolved: ResolvedPlan, inputs: LayerInputs) -> CompressedLayer:
     settings = rdkv_settings(
         resolved.plan.representation, budget_tokens=budget_tokens(resolved.layers[inputs.layer])
     )
-    try:
-        packed = compress_layer_rdkv(settings, inputs).packed
-    except ValueError as error:
-        raise KvferryError(f"layer {inputs.layer} cannot be packed: {error}", reason="packing") from error
     none = inputs.keys[:, :0].contiguous()
-    return CompressedLayer(keys=none, values=none, packed=packed)
-
-
-def _gather(rows: Tensor, positions: Tensor) -> Tensor:
-    """`[H_kv, T, D]` at `[H_kv, n]` -> `[H_kv, n, D]`, contiguous."""
-    index = positions.to(torch.int64)[:, :, None].expand(-1, -1, rows.shape[2])
-    return rows.gather(1, index)
+    return CompressedLayer(keys=none, values=none, packed=compress_layer_rdkv(settings, inputs).packed)

@@ -49,14 +49,34 @@ class LayerInputs:
         return self.unrotate(self.keys)
 
 
+class StoredPrompt(Protocol):
+    """One layer's prompt in a representation of `representations/`: neither plain rows nor packed by RDKV."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Contiguous; names, shapes and dtypes are those of `Representation.specs`."""
+        ...
+
+    def check(self, num_tokens: int) -> None:
+        """Refuse what `store` never makes. Args: num_tokens: T. Raises: ValueError."""
+        ...
+
+    def attend(self, queries: Tensor, new_keys: Tensor, new_values: Tensor, *, scaling: float) -> Tensor:
+        """Attention of one token, `[H_kv, G, D]` to the same, over the prompt and new rows `[H_kv, m, D]`."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompressedLayer:
-    """What is kept of a layer: rows in position order, or packed bytes and no rows.
+    """What is kept of a layer: rows in position order, or a prompt stored otherwise and no rows.
 
     Attributes:
         keys, values: `[H_kv, n, D]`, contiguous, compute dtype.
         positions: int32 `[H_kv, n]`, ascending and unique per head; None where every token is kept.
-        packed: the layer packed, n = 0 then; None where it is rows.
+        packed: the layer packed, n = 0 then; None where it is not.
+        stored: the layer stored as neither rows nor packed, n = 0 then; None where it is either.
+        wire: the rows as they travel, where that is not as they are; `keys` and `values` are then what the
+            receiver makes of it.
         state: float32, flat: what the layer's decode attention is to be loaded with (`AttentionKind.load`);
             None where it needs nothing.
     """
@@ -65,6 +85,8 @@ class CompressedLayer:
     values: Tensor
     positions: Tensor | None = None
     packed: PackedLayer | None = None
+    stored: StoredPrompt | None = None
+    wire: StoredPrompt | None = None
     state: Tensor | None = None
 
 

@@ -70,12 +70,12 @@ class CompressionPlan:
     budget: Budget = field(default_factory=Budget)
     skip_layers: tuple[int, ...] = ()
     layer_allocation: Part = field(default_factory=lambda: Part(name="uniform"))
-    representation: Part = field(default_factory=lambda: Part(name="rows"))
+    representation: Part = field(default_factory=lambda: Part(name="rows", params={"wire_bits": 16}))
 
     @property
-    def compresses(self) -> bool:
-        """Whether anything is dropped, coarsened, or left unread by decode, where the budget is short."""
-        return self.scorer is not None or self.attention.name != "dense" or self.representation.name != "rows"
+    def takes_budget(self) -> bool:
+        """Whether a budget decides what is dropped, coarsened, or left unread by decode."""
+        return self.scorer is not None or self.attention.name != "dense" or self.representation.name == "rdkv"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,8 @@ class LayerPlan:
     Attributes:
         rows: prompt rows kept per KV head; of a packed layer, at most.
         attention: the kind of decode attention and its sizes; `attention.make_attention` makes it.
-        representation: "rows", or a packed one's name and its sizes.
+        representation: "rows", with `wire_bits` where the wire quantises them; or another's name and its
+            parameters or sizes.
     """
 
     rows: int

@@ -128,6 +128,29 @@ PRESETS: Mapping[str, CompressionPlan] = {
         ),
         budget=Budget(tokens=512),
     ),
+    "adakv": CompressionPlan(
+        method="adakv",
+        scorer=Part(name="window_attention", params={"window": 32, "pooling": "avg", "kernel_size": 7}),
+        representation=Part(name="ragged", params={"floor": 0.2}),
+        budget=Budget(tokens=2048),
+    ),
+    "think": CompressionPlan(
+        method="think",
+        representation=Part(name="think", params={"channel_retention": 0.5, "window": 32}),
+    ),
+    "snapkv-think": CompressionPlan(
+        method="snapkv-think",
+        scorer=Part(name="window_attention", params={"window": 32, "pooling": "avg", "kernel_size": 7}),
+        representation=Part(name="think", params={"channel_retention": 0.5, "window": 32}),
+        budget=Budget(tokens=2048),
+    ),
+    "kivi": CompressionPlan(method="kivi", representation=Part(name="kivi", params={"bits": 4})),
+    "snapkv-kivi": CompressionPlan(
+        method="snapkv-kivi",
+        scorer=Part(name="window_attention", params={"window": 32, "pooling": "avg", "kernel_size": 7}),
+        representation=Part(name="kivi", params={"bits": 4}),
+        budget=Budget(tokens=2048),
+    ),
     "random": CompressionPlan(
         method="random", scorer=Part(name="random", params={"seed": 0}), budget=Budget(tokens=2048)
     ),
@@ -172,7 +195,7 @@ def plan_for(
     if skip_layers:
         plan = replace(plan, skip_layers=tuple(sorted({*plan.skip_layers, *skip_layers})))
     if budget is not None and budget != Budget():
-        if not plan.compresses:
+        if not plan.takes_budget:
             field = "token_budget" if budget.tokens is not None else "retention"
             raise InvalidRequest(
                 f"{field} was given for method {method!r}, which keeps every token and takes no budget",
@@ -195,7 +218,11 @@ def _overridden(plan: CompressionPlan, overrides: Mapping[str, ParamValue]) -> C
         )
 
     def changed(part: Part) -> Part:
-        return replace(part, params={name: overrides.get(name, part.params[name]) for name in part.params})
+        params = {name: overrides.get(name, value) for name, value in part.params.items()}
+        for name, value in part.params.items():
+            if isinstance(value, float) and type(params[name]) is int:
+                params[name] = float(params[name])  # JSON writes 1 for 1.0
+        return replace(part, params=params)
 
     return replace(
         plan,

@@ -1,4 +1,5 @@
-"""How a layer's K and V are represented from prefill to decode: as rows, or packed by RDKV.
+"""How a layer's K and V are represented from prefill to decode: as rows, packed by RDKV, or stored as one of
+`representations/`.
 
 A plan's `representation` part is looked up here; a resolved layer's has its sizes. Sizes are bounds that
 router, prefill and decode compute alike before any bit is allocated. Packs nothing (`rdkv/`), and knows no
@@ -10,16 +11,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
+import torch
+
 from kvferry.kernels.packed import max_packed_bytes
-from kvferry.shared.compression.attention import PACKED_ATTENTIONS
+from kvferry.kernels.quantise import WIDTHS as CODE_WIDTHS
+from kvferry.shared.compression.attention import ATTENTIONS, PACKED_ATTENTIONS
+from kvferry.shared.compression.measured import MEASURED_ALLOCATIONS
 from kvferry.shared.compression.parameters import check_params
-from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, ParamValue, Part, ResolvedPlan
+from kvferry.shared.compression.plan import (
+    Budget,
+    CompressionPlan,
+    LayerPlan,
+    ParamValue,
+    Part,
+    ResolvedPlan,
+)
 from kvferry.shared.compression.rdkv.compress import RdkvSettings
 from kvferry.shared.compression.rdkv.epsilon import WIDTHS, find_table, table_names
 from kvferry.shared.compression.rdkv.weights import ChannelWeights
+from kvferry.shared.compression.representations import STORED, stored_representation, wire_representation
+from kvferry.shared.compression.representations.interface import PromptShape, Specs, zone_bytes
 from kvferry.shared.errors import InvalidRequest
 
-REPRESENTATIONS = ("rows", "rdkv")
+REPRESENTATIONS = ("rows", "rdkv", *STORED)
 _RDKV_PARAMS = {
     "epsilon_table": str,
     "window": int,
@@ -28,6 +42,8 @@ _RDKV_PARAMS = {
     "widths": str,
     "rebudget_tokens": int,
 }
+_WHOLE_BITS = 16
+"""`wire_bits` of rows that travel as they are."""
 _MAX_WINDOW = 1024
 _MAX_KERNEL_SIZE = 255
 _MAX_REBUDGET_TOKENS = 1 << 20
@@ -38,6 +54,7 @@ _TOKENS_PER_BUDGET_TOKEN = 8
 def check_representation(plan: CompressionPlan) -> None:
     """Whether a plan's representation exists and goes with its other parts.
 
+    "rows" takes `wire_bits` (int): 16, or 8, 4 or 2 to quantise rows for the wire alone.
     "rdkv" takes `epsilon_table` (str, a name that `rdkv.epsilon.find_table` knows), `window` (int),
     `kernel_size` (odd int), `channel_weights` ("norms" or "mean_squares"), `widths` (those that tokens and
     channels may have, "0,2,4,8,16" or some of them) and `rebudget_tokens` (how many generated tokens are
@@ -47,7 +64,10 @@ def check_representation(plan: CompressionPlan) -> None:
     """
     part = plan.representation
     if part.name == "rows":
-        check_params("representation 'rows'", part.params, {})
+        _check_wire(plan)
+        return
+    if part.name in STORED:
+        _check_stored(plan)
         return
     if part.name != "rdkv":
         raise InvalidRequest(
@@ -70,6 +90,80 @@ def check_representation(plan: CompressionPlan) -> None:
     ):
         if given != allowed:
             raise _unfit(what, given, f"{allowed!r} only")
+
+
+def _check_wire(plan: CompressionPlan) -> None:
+    part = plan.representation
+    check_params("representation 'rows'", part.params, {"wire_bits": int} if part.params else {})
+    bits, allowed = part.params.get("wire_bits", _WHOLE_BITS), (*CODE_WIDTHS, _WHOLE_BITS)
+    if bits not in allowed:
+        raise InvalidRequest(
+            f"wire_bits is {bits}; it must be one of {', '.join(map(str, allowed))}",
+            param="kv_compression.wire_bits",
+        )
+    if bits != _WHOLE_BITS and ATTENTIONS[plan.attention.name].evicts:
+        raise InvalidRequest(
+            f"wire_bits {bits} does not go with attention {plan.attention.name!r}, which changes its rows",
+            param="kv_compression.wire_bits",
+        )
+
+
+def _check_stored(plan: CompressionPlan) -> None:
+    """Stored prompts are attended densely; without a scorer they keep every row, and take no budget."""
+    name, attention, scorer = plan.representation.name, plan.attention.name, plan.scorer
+    stored_representation(plan.representation)
+    if attention != "dense":
+        raise InvalidRequest(
+            f"representation {name!r} does not go with attention {attention!r}; it takes 'dense' only",
+            param="kv_compression",
+        )
+    if plan.layer_allocation.name in MEASURED_ALLOCATIONS:
+        raise InvalidRequest(
+            f"representation {name!r} does not go with layer_allocation {plan.layer_allocation.name!r}; its "
+            "sizes must be known before the prompt is run",
+            param="kv_compression",
+        )
+    if scorer is None and name == "ragged":
+        raise InvalidRequest(
+            "representation 'ragged' does not go without a scorer: it shares rows between heads by their "
+            "scores",
+            param="kv_compression",
+        )
+    if scorer is None and plan.budget != Budget():
+        raise InvalidRequest(
+            f"method {plan.method!r} keeps every token and takes no budget; the size of representation "
+            f"{name!r} follows from its parameters",
+            param="kv_compression",
+        )
+
+
+def unsized_layer_plan(plan: CompressionPlan, *, num_tokens: int) -> LayerPlan:
+    """A layer where no budget is short: whole, but for what a plan does to rows without dropping any."""
+    keeps_all = plan.scorer is None and plan.representation.name in STORED
+    if keeps_all or _quantises_wire(plan):
+        return LayerPlan(rows=num_tokens, representation=plan.representation)
+    return LayerPlan(rows=num_tokens)
+
+
+def sized_layer_plan(plan: CompressionPlan, *, rows: int, num_tokens: int, head_dim: int) -> LayerPlan:
+    """A layer that may take as many bytes as `rows` plain rows of 16-bit values."""
+    representation = stored_representation(plan.representation)
+    if rows == num_tokens or representation is None:
+        part = plan.representation if _quantises_wire(plan) else Part(name="rows")
+        return LayerPlan(rows=rows, representation=part)
+    within = representation.rows_within(rows, num_tokens=num_tokens, head_dim=head_dim)
+    return LayerPlan(rows=max(within, 1), representation=plan.representation)
+
+
+def _quantises_wire(plan: CompressionPlan) -> bool:
+    part = plan.representation
+    return part.name == "rows" and part.params.get("wire_bits", _WHOLE_BITS) != _WHOLE_BITS
+
+
+def stored_specs(layer: LayerPlan, shape: PromptShape) -> Specs:
+    """The tensors that a resolved layer travels as; none where it is plain rows or RDKV's."""
+    representation = stored_representation(layer.representation) or wire_representation(layer)
+    return {} if representation is None else representation.specs(shape)
 
 
 def rdkv_settings(part: Part, *, budget_tokens: int) -> RdkvSettings:
@@ -194,10 +288,24 @@ def budget_tokens(layer: LayerPlan) -> int:
     return tokens
 
 
-def packed_limit_bytes(layer: LayerPlan, *, num_prompt_tokens: int, num_kv_heads: int, head_dim: int) -> int:
-    """The most bytes that a resolved layer packs to; 0 where it is rows."""
+def packed_limit_bytes(
+    layer: LayerPlan, *, num_prompt_tokens: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """The most bytes that a resolved layer's prompt is stored in; 0 where it is rows.
+
+    Args: dtype: of K and V.
+    """
     if layer.representation.name == "rows":
         return 0
+    if layer.representation.name in STORED:
+        shape = PromptShape(
+            rows=layer.rows,
+            num_tokens=num_prompt_tokens,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+        )
+        return zone_bytes(stored_specs(layer, shape))
     return max_packed_bytes(
         num_tokens=num_prompt_tokens,
         budget_tokens=budget_tokens(layer),
@@ -206,11 +314,17 @@ def packed_limit_bytes(layer: LayerPlan, *, num_prompt_tokens: int, num_kv_heads
     )
 
 
-def packed_limits(resolved: ResolvedPlan, *, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    """`packed_limit_bytes` of every layer; nothing at all where no layer is packed."""
+def packed_limits(
+    resolved: ResolvedPlan, *, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[int, ...]:
+    """`packed_limit_bytes` of every layer; nothing at all where all layers are rows."""
     limits = tuple(
         packed_limit_bytes(
-            layer, num_prompt_tokens=resolved.num_prompt_tokens, num_kv_heads=num_kv_heads, head_dim=head_dim
+            layer,
+            num_prompt_tokens=resolved.num_prompt_tokens,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
         )
         for layer in resolved.layers
     )

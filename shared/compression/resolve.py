@@ -21,7 +21,12 @@ from kvferry.shared.compression.attention import (
 from kvferry.shared.compression.measured import check_measured
 from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import preset
-from kvferry.shared.compression.representation import check_representation, packed_layer_plan
+from kvferry.shared.compression.representation import (
+    check_representation,
+    packed_layer_plan,
+    sized_layer_plan,
+    unsized_layer_plan,
+)
 from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.errors import InvalidRequest
 
@@ -53,8 +58,9 @@ def resolve_plan(
         )
     _check(plan, num_layers)
     whole = LayerPlan(rows=num_prompt_tokens)
-    layers = [whole] * num_layers
-    budget = _budget_tokens(plan, num_prompt_tokens) if plan.compresses else num_prompt_tokens
+    unsized = unsized_layer_plan(plan, num_tokens=num_prompt_tokens)
+    layers = [whole if layer in plan.skip_layers else unsized for layer in range(num_layers)]
+    budget = _budget_tokens(plan, num_prompt_tokens) if plan.takes_budget else num_prompt_tokens
     if budget < num_prompt_tokens:
         # A budget that covers the prompt asks for no compression, whatever the completion's length.
         total = num_prompt_tokens + max_new_tokens
@@ -66,7 +72,7 @@ def resolve_plan(
             plan.layer_allocation, rows=rows, num_layers=len(sharing), num_tokens=num_prompt_tokens
         )
         for layer, share in zip(sharing, shares, strict=True):
-            if plan.representation.name != "rows" and stored < num_prompt_tokens:
+            if plan.representation.name == "rdkv" and stored < num_prompt_tokens:
                 packed = packed_layer_plan(
                     plan.representation,
                     budget_tokens=stored,
@@ -80,12 +86,11 @@ def resolve_plan(
                 tokens = packed.rows + max_new_tokens
                 layers[layer] = replace(packed, attention=spread_pages(attention, rows=cap, tokens=tokens))
                 continue
-            layers[layer] = LayerPlan(
-                rows=share,
-                attention=size_attention(
-                    plan.attention, layer=layer, cap=cap + share - rows, budget=budget, head_dim=head_dim
-                ),
+            attention = size_attention(
+                plan.attention, layer=layer, cap=cap + share - rows, budget=budget, head_dim=head_dim
             )
+            sized = sized_layer_plan(plan, rows=share, num_tokens=num_prompt_tokens, head_dim=head_dim)
+            layers[layer] = replace(sized, attention=attention)
     return ResolvedPlan(
         plan=plan,
         method="full" if all(layer == whole for layer in layers) else plan.method,

@@ -3,7 +3,8 @@
 Place in the request's path: sender and receiver check every block against it. Sections come layer by layer.
 A layer of rows is INDEX (optional), KEYS, VALUES, each exactly as large as rows, heads, head_dim and dtype
 imply, then STATE where the manifest has bytes for it; a packed layer is LAYOUT, then the sections that it
-implies (`packed_sections.py`). All are cut in blocks without gaps. Looks at no other payload than LAYOUT's.
+implies (`packed_sections.py`); any other is the sections that the manifest announces for it. All are cut in
+blocks without gaps. Looks at no other payload than LAYOUT's.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class SectionCursor:
         """
         names = [name for name, _ in self._sections]
         step = names.index(section) if section in names else -1
-        index_left_out = section is Section.KEYS and step == 1 and self._step == 0
+        left_out = names[:2] == [Section.INDEX, Section.KEYS] and not self._manifest.announced(self._layer)
+        index_left_out = left_out and section is Section.KEYS and step == 1 and self._step == 0
         if layer != self._layer or offset != self._offset or not (step == self._step or index_left_out):
             raise TransferFailed(
                 f"layer {layer} {section.name} offset {offset} came; {self.describe()} is expected",
@@ -135,6 +137,9 @@ class SectionCursor:
         """The layer's sections and their sizes, as far as they are known before it begins."""
         if self.complete:
             return ()
+        announced = self._manifest.announced(self._layer)
+        if announced:
+            return tuple((its.section, its.size_bytes) for its in announced)
         packed = self._manifest.packed_limit_bytes(self._layer) > 0
         names = (Section.LAYOUT,) if packed else _ROW_SECTIONS
         return tuple((name, section_bytes(self._manifest, self._layer, name)) for name in names)

@@ -36,6 +36,10 @@ class Section(enum.IntEnum):
     PACKED_INDEX = 8
     STATE = 9
     """rows: float32, what the layer's decode attention begins with (`AttentionKind.load`)."""
+    HEAD_ROWS = 10
+    """layers of ragged heads: int32 `[H_kv]`, rows of each head."""
+    CHANNELS = 11
+    """layers of pruned K: int16 `[H_kv, C]`, the kept channels."""
 
     @property
     def kind(self) -> str:
@@ -53,6 +57,8 @@ _KINDS = {
     Section.HALF_ROWS: "rows",
     Section.PACKED_INDEX: "index",
     Section.STATE: "state",
+    Section.HEAD_ROWS: "index",
+    Section.CHANNELS: "index",
 }
 
 
@@ -65,6 +71,14 @@ class TransferKey:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SectionSize:
+    """A section that a manifest announces."""
+
+    section: Section
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """First message of a transfer: identity, shapes and the sizes to expect.
 
@@ -74,9 +88,11 @@ class Manifest:
         start: first token position covered ("history": the prompt's length).
         num_tokens: "cache": the prompt's length T; "history": tokens returned.
         layer_rows: rows per KV head to expect, one entry a layer; of a packed layer, the most tokens.
-        layer_packed_bytes: the most bytes that each layer is packed in, 0 where it is rows; empty where all
+        layer_packed_bytes: the most bytes that each layer is stored in, 0 where it is rows; empty where all
             layers are.
         layer_state_bytes: bytes of each layer's STATE; empty where no layer has any.
+        layer_sections: each layer's sections in their order, where its representation fixes their sizes; none
+            where it does not, and empty where it does for no layer.
         history_endpoint: where decode returns generated KV, or "" if it is not wanted.
         history_credit_bytes: the credit for that return.
     """
@@ -96,6 +112,7 @@ class Manifest:
     history_credit_bytes: int = 0
     layer_packed_bytes: tuple[int, ...] = ()
     layer_state_bytes: tuple[int, ...] = ()
+    layer_sections: tuple[tuple[SectionSize, ...], ...] = ()
 
     def packed_limit_bytes(self, layer: int) -> int:
         """The most bytes that a layer is packed in; 0 where it is rows."""
@@ -104,6 +121,10 @@ class Manifest:
     def state_bytes(self, layer: int) -> int:
         """Bytes of a layer's STATE; 0 where it has none."""
         return self.layer_state_bytes[layer] if self.layer_state_bytes else 0
+
+    def announced(self, layer: int) -> tuple[SectionSize, ...]:
+        """The layer's sections, where the manifest says which they are."""
+        return self.layer_sections[layer] if self.layer_sections else ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import msgspec
 from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, TransferFailed
 from kvferry.shared.model.spec import DTYPE_BYTES
 from kvferry.shared.sampling.params import SampledToken
-from kvferry.shared.wire.messages import MAX_MANIFEST_BYTES, EndRecord, Manifest, TransferKey
+from kvferry.shared.wire.messages import MAX_MANIFEST_BYTES, EndRecord, Manifest, Section, TransferKey
 
 MAX_LAYERS = 1024
 MAX_KV_HEADS = 4096
@@ -171,9 +171,11 @@ def _check_manifest(manifest: Manifest) -> None:
             _check_range(f"length of {name}", len(sizes), num_layers, num_layers)
         for layer, size_bytes in enumerate(sizes):
             _check_range(f"{name}[{layer}]", size_bytes, 0, MAX_TOTAL_BYTES)
+    _check_announced(manifest)
     row_bytes = 2 * manifest.head_dim * DTYPE_BYTES[manifest.dtype] + 4
     total_bytes = sum(
-        manifest.packed_limit_bytes(layer)
+        sum(its.size_bytes for its in manifest.announced(layer))
+        or manifest.packed_limit_bytes(layer)
         or rows * manifest.num_kv_heads * row_bytes + manifest.state_bytes(layer)
         for layer, rows in enumerate(manifest.layer_rows)
     )
@@ -181,6 +183,21 @@ def _check_manifest(manifest: Manifest) -> None:
     if manifest.resolved is not None:
         num_layers = len(manifest.layer_rows)
         _check_range("number of resolved layers", len(manifest.resolved.layers), num_layers, num_layers)
+
+
+def _check_announced(manifest: Manifest) -> None:
+    if not manifest.layer_sections:
+        return
+    num_layers = len(manifest.layer_rows)
+    _check_range("length of layer_sections", len(manifest.layer_sections), num_layers, num_layers)
+    for layer, sections in enumerate(manifest.layer_sections):
+        names = [its.section for its in sections]
+        _check(
+            len(set(names)) == len(names) and Section.LAYOUT not in names,
+            f"layer_sections[{layer}] is {[name.name for name in names]}; each but LAYOUT once is allowed",
+        )
+        for its in sections:
+            _check_range(f"layer_sections[{layer}] {its.section.name}", its.size_bytes, 0, MAX_TOTAL_BYTES)
 
 
 def _check_end(end: EndRecord) -> None:

@@ -39,6 +39,8 @@ _DTYPES = {
     Section.INDEX: "int32",
     Section.LAYOUT: "int32",
     Section.STATE: "float32",
+    Section.HEAD_ROWS: "int32",
+    Section.CHANNELS: "int16",
     **dict.fromkeys(KIND_SECTIONS, "uint8"),
 }
 
@@ -183,7 +185,7 @@ class SendingTransfer:
                 f"layer is {layer}; 0 to {len(self._manifest.layer_rows) - 1} is allowed", reason="order"
             )
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        if section in KIND_SECTIONS:  # the cursor knows its size, from the layout
+        if section in KIND_SECTIONS or self._manifest.announced(layer):  # the cursor knows its size
             return flat
         expected_bytes = section_bytes(self._manifest, layer, section)
         if flat.numel() != expected_bytes:

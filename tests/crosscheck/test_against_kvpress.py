@@ -29,11 +29,14 @@ from torch import Tensor
 from kvferry.kernels.chunk_scores import chunk_scores
 from kvferry.shared.compression import leverage
 from kvferry.shared.compression.allocation import allocate_layers
+from kvferry.shared.compression.compress import compress_layer
 from kvferry.shared.compression.head_budgets import head_budgets
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, Part
 from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.compression.rdkv.weights import channel_weights
+from kvferry.shared.compression.representations.ragged import RaggedPrompt
+from kvferry.shared.compression.representations.think import ThinkPrompt
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.compression.select import select_rows
@@ -42,6 +45,7 @@ FOLDER = Path(__file__).parent
 FIXTURES = FOLDER / "kvpress.npz"
 INTERPRETER = "KVFERRY_KVPRESS_PYTHON"
 
+HEAD_DIM = 8
 SINKS, RECENTS = 8, 4
 CLEAR_GAP = 1e-5
 """Nearer than this part of a head's largest score, a choice hangs on rounding: such a fixture is no good."""
@@ -211,6 +215,46 @@ def test_adakv_cases_move_rows_between_heads_and_one_is_held_by_its_floor() -> N
     assert all((rows[:, 0] != rows[:, 1]).all() for rows in budgets.values())
     floor = int(268 // 2 * case("adakv-floored").params["alpha_safeguard"])
     assert (budgets["adakv-floored"].amin(dim=1) == floor).all()
+
+
+@pytest.mark.parametrize("name", ["adakv-short", "adakv-heavy"])
+def test_the_adakv_method_keeps_the_same_tokens_whole(name: str) -> None:
+    """Compressed as a request is, at the floor that kvpress's leaves beyond the window."""
+    stored = case(name)
+    num_layers, num_heads, num_tokens = stored.kept.shape
+    window, rows = stored.params["window_size"], int(stored.kept[0].sum()) // num_heads
+    floor = (max(0, int(rows * stored.params["alpha_safeguard"]) - window) + 0.5) / (rows - window)
+    plan = plan_for(
+        "adakv",
+        budget=Budget(tokens=rows),
+        overrides={"floor": floor, "window": window, "kernel_size": stored.params["kernel_size"]},
+    )
+    resolved = resolve_plan(
+        plan, num_prompt_tokens=num_tokens, max_new_tokens=1, num_layers=num_layers, head_dim=HEAD_DIM
+    )
+    for inputs, kept in stored.layers():
+        prompt = compress_layer(resolved, inputs).stored
+        assert isinstance(prompt, RaggedPrompt)
+        heads = [part.tolist() for part in prompt.index.split(list(prompt.counts))]
+        assert heads == [row.nonzero().flatten().tolist() for row in kept]
+
+
+@pytest.mark.parametrize("name", names("think"))
+def test_the_think_method_keeps_the_same_key_channels(name: str) -> None:
+    stored = case(name)
+    retention = 1 - stored.ratio
+    plan = plan_for(
+        "think", overrides={"channel_retention": retention, "window": stored.params["window_size"]}
+    )
+    num_layers, _, _ = stored.kept.shape
+    num_tokens = layer_inputs(stored.prompt, 0).keys.shape[1]
+    resolved = resolve_plan(
+        plan, num_prompt_tokens=num_tokens, max_new_tokens=1, num_layers=num_layers, head_dim=HEAD_DIM
+    )
+    for inputs, kept in stored.layers():
+        prompt = compress_layer(resolved, inputs).stored
+        assert isinstance(prompt, ThinkPrompt)
+        assert prompt.channels.tolist() == [row.nonzero().flatten().tolist() for row in kept]
 
 
 @pytest.mark.parametrize("name", names("think"))

@@ -5,6 +5,7 @@ One of the methods comes from a package outside, found by its entry point in eve
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ import pytest
 
 from kvferry.shared.compression import installed
 from kvferry.shared.compression.plan import Budget, CompressionPlan
-from kvferry.shared.compression.presets import method_names, plan_for
+from kvferry.shared.compression.presets import method_names, plan_for, preset
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.model.tokenizer import ChatTokenizer
@@ -29,6 +30,8 @@ PROMPT_WORDS = (97, 331)
 BUDGET = 48
 MAX_TOKENS = 16
 OUTSIDE_METHOD = "every-other"
+WIRE = {"pyramidkv": {"wire_bits": 8}, "sparq": {"wire_bits": 4}}
+"""Methods whose rows are quantised on their way."""
 SOURCE = """
 import torch
 
@@ -70,7 +73,7 @@ def outside_package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     caches = (installed.installed_methods, installed.installed_scorers)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
-        patch.setenv("PYTHONPATH", str(folder))
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         for cached in caches:
             cached.cache_clear()
         yield folder
@@ -85,7 +88,11 @@ def method_stack(outside_package: Path, start_stack: Callable[..., Any]) -> Iter
 
 
 def body_of(method: str, ids: list[int]) -> dict[str, Any]:
-    compression = {"method": method} if method == "full" else {"method": method, "token_budget": BUDGET}
+    compression: dict[str, object] = {"method": method}
+    if method in WIRE:
+        compression["parameters"] = WIRE[method]
+    if method not in method_names() or preset(method).takes_budget:
+        compression["token_budget"] = BUDGET
     return {
         "model": "demo",
         "prompt": ids,
@@ -98,7 +105,8 @@ def body_of(method: str, ids: list[int]) -> dict[str, Any]:
 
 
 def plan_of(method: str) -> CompressionPlan:
-    return plan_for(method, budget=None if method == "full" else Budget(tokens=BUDGET))
+    budget = Budget(tokens=BUDGET) if preset(method).takes_budget else None
+    return plan_for(method, budget=budget, overrides=WIRE.get(method))
 
 
 def test_all_methods_in_one_batch_equal_their_one_process_selves(
@@ -148,3 +156,22 @@ def test_a_method_that_no_package_brings_is_refused_by_name(method_stack: Any) -
     error = response.json()["error"]
     assert error["param"] == "kv_compression.method"
     assert all(name in error["message"] for name in method_names())
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters", "param"),
+    [
+        ("kivi", {"bits": 3}, "kv_compression.bits"),
+        ("think", {"channel_retention": 2.0}, "kv_compression.channel_retention"),
+        ("adakv", {"floor": -0.5}, "kv_compression.floor"),
+        ("snapkv", {"wire_bits": 5}, "kv_compression.wire_bits"),
+        ("h2o", {"wire_bits": 8}, "kv_compression.wire_bits"),
+    ],
+)
+def test_parameters_out_of_range_are_refused_by_name(
+    method_stack: Any, method: str, parameters: dict[str, float], param: str
+) -> None:
+    body = body_of("full", [5, 6, 7]) | {"kv_compression": {"method": method, "parameters": parameters}}
+    response = httpx.post(f"{method_stack.base_url}/v1/completions", json=body, timeout=30)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param

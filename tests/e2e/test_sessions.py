@@ -84,7 +84,7 @@ def test_every_turn_equals_the_one_process_conversation(
 ) -> None:
     model = load_model(str(demo_model_dir), name="demo", device="cpu", dtype="float32", max_model_len=0)
     generator, oracle = OneProcessGenerator(model), OracleSession()
-    budget = None if method == "full" else Budget(tokens=BUDGET)
+    budget = Budget(tokens=BUDGET) if PRESETS[method].takes_budget else None
     document = make_document(5, num_words=600, num_facts=6)
     compression: dict[str, object] = {"method": method}
     if budget is not None:

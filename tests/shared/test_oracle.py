@@ -29,7 +29,7 @@ def prompt() -> list[int]:
 
 
 def greedy(generator: OneProcessGenerator, captured: CapturedPrompt, method: str) -> list[int]:
-    budget = Budget(tokens=40) if PRESETS[method].compresses else None
+    budget = Budget(tokens=40) if PRESETS[method].takes_budget else None
     continuation = generator.compress(captured, plan=plan_for(method, budget=budget), max_new_tokens=N)
     assert captured.logits is not None
     tokens = [int(captured.logits.argmax())]
@@ -42,7 +42,7 @@ def greedy(generator: OneProcessGenerator, captured: CapturedPrompt, method: str
 def test_captured_prompt_gives_the_tokens_of_generate(
     generator: OneProcessGenerator, prompt: list[int], method: str
 ) -> None:
-    budget = Budget(tokens=40) if PRESETS[method].compresses else None
+    budget = Budget(tokens=40) if PRESETS[method].takes_budget else None
     expected = generator.generate(prompt, plan=plan_for(method, budget=budget), sampling=SAMPLING)
     assert greedy(generator, generator.capture(prompt), method) == [t.token_id for t in expected]
 
@@ -51,7 +51,7 @@ def test_captured_prompt_gives_the_tokens_of_generate(
 def test_second_turn_captured_after_the_first_equals_a_session(
     generator: OneProcessGenerator, prompt: list[int], method: str
 ) -> None:
-    budget = Budget(tokens=40) if PRESETS[method].compresses else None
+    budget = Budget(tokens=40) if PRESETS[method].takes_budget else None
     session = OracleSession()
     generator.generate(
         prompt, plan=plan_for("full"), sampling=SamplingParams(max_tokens=1, temperature=0.0), session=session

@@ -26,8 +26,8 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.wire.in_process import InProcessHub
-from kvferry.shared.wire.messages import EndRecord, Manifest, Section, TransferKey
-from kvferry.shared.wire.packed_sections import packed_sections
+from kvferry.shared.wire.messages import EndRecord, Manifest, TransferKey
+from kvferry.shared.wire.stored_sections import announced_sections, layer_sections
 
 torch.set_num_threads(1)
 
@@ -152,8 +152,11 @@ def manifest_for(spec, request, ticket, *, settled=None, **changes):
         start=0,
         num_tokens=len(request.prompt_token_ids),
         layer_rows=tuple(layer.rows for layer in settled.layers),
-        layer_packed_bytes=packed_limits(resolved, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim),
+        layer_packed_bytes=packed_limits(
+            resolved, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=torch.float32
+        ),
         layer_state_bytes=state_sizes(settled, num_kv_heads=spec.num_kv_heads),
+        layer_sections=announced_sections(spec, settled),
         resolved=resolved,
     )
     return dataclasses.replace(manifest, **changes)
@@ -173,16 +176,8 @@ class Shipper:
 
     def send(self, transfer, cache, *, layers=None):
         for layer, kept in list(enumerate(cache.layers))[:layers]:
-            if kept.packed is not None:
-                for section, tensor in packed_sections(kept.packed):
-                    transfer.send(layer=layer, section=section, tensor=tensor)
-                continue
-            if kept.positions is not None:
-                transfer.send(layer=layer, section=Section.INDEX, tensor=kept.positions)
-            transfer.send(layer=layer, section=Section.KEYS, tensor=kept.keys)
-            transfer.send(layer=layer, section=Section.VALUES, tensor=kept.values)
-            if kept.state is not None:
-                transfer.send(layer=layer, section=Section.STATE, tensor=kept.state)
+            for section, tensor in layer_sections(kept):
+                transfer.send(layer=layer, section=section, tensor=tensor)
 
     def ship(self, request, ticket, **changes):
         """Blocking; returns the first token."""

@@ -50,7 +50,7 @@ class Transfer:
         layout = sequence_layout(SPEC, resolved)
         self.buffer = torch.full((layout.size_bytes,), 0xFF, dtype=torch.uint8)  # NaN in every dtype
         copier = ArenaCopier(1 << 12, self.buffer.device)
-        self.writer = CacheWriter(SPEC, layout, self.buffer, copier, num_prompt_tokens=PROMPT)
+        self.writer = CacheWriter(SPEC, layout, self.buffer, copier, resolved=resolved)
         generator = torch.Generator().manual_seed(3)
         self.sections = {}
         for layer, plan in enumerate(LAYERS):

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from kvferry.shared.compression.representations import stored_bytes
 from kvferry.shared.control.messages import (
     GenerationFinished,
     HistoryReturned,
@@ -392,15 +393,19 @@ async def test_closing_a_stream_with_packed_layers_in_transfer_frees_it(
     transfer.abort("test is over")
 
 
+@pytest.mark.parametrize("method", ["rdkv", "adakv", "snapkv-think", "snapkv-kivi"])
 async def test_a_packed_sequence_counts_its_packed_bytes_and_its_new_rows(
-    harness, request_of, ticket_of, prompt_cache
+    harness, request_of, ticket_of, prompt_cache, method
 ):
     made = await harness()
-    request = request_of([i % 50 for i in range(100)], method="rdkv", tokens=30, max_tokens=6)
+    request = request_of([i % 50 for i in range(100)], method=method, tokens=30, max_tokens=6)
     _, events = await made.run(request)
-    packed = [layer.packed.layout for layer in prompt_cache(made.shipper.model, request).layers]
+    layers = prompt_cache(made.shipper.model, request).layers
+    packed = [
+        layer.packed.layout.size_bytes if layer.packed else stored_bytes(layer.stored) for layer in layers
+    ]
     rows = 2 * 2 * 5 * 2 * 8 * 4  # layers, K and V, rows, heads, head_dim, bytes
-    assert events[-1].cache_bytes == sum(layout.size_bytes for layout in packed) + rows
+    assert events[-1].cache_bytes == sum(packed) + rows
     stream, ticket = await ticket_of(made.service, request)
     assert events[-1].cache_bytes <= ticket.reserved_bytes
     await stream.aclose()
@@ -512,7 +517,9 @@ async def test_generated_tokens_that_are_packed_take_less_memory(harness, reques
 # ---- history return --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["full", "rocketkv", "rdkv", "h2o", "d2o"])
+@pytest.mark.parametrize(
+    "method", ["full", "rocketkv", "rdkv", "h2o", "d2o", "adakv", "snapkv-think", "snapkv-kivi"]
+)
 async def test_generated_rows_return_to_prefill_as_the_model_made_them(
     harness, request_of, small_model, method
 ):

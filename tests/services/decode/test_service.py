@@ -81,6 +81,25 @@ MIXED = [
     },
     {"prompt": [(i * 49 + i % 7) % 50 for i in range(163)], "method": "rdkv-hsa", "tokens": 16},
     {"prompt": [i * 11 % 47 for i in range(140)], "method": "rdkv-hsa", "tokens": 9, "skip_layers": (1,)},
+    {
+        "prompt": [i * 43 % 50 for i in range(141)],
+        "method": "adakv",
+        "tokens": 20,
+        "overrides": {"window": 8},
+    },
+    {"prompt": [i * 47 % 50 for i in range(99)], "method": "think", "overrides": {"channel_retention": 0.4}},
+    {"prompt": [i * 43 % 50 for i in range(103)], "method": "snapkv-think", "tokens": 33, "max_tokens": 12},
+    {"prompt": [i * 9 % 50 for i in range(131)], "method": "kivi", "overrides": {"bits": 2}},
+    {"prompt": [i * 9 % 50 for i in range(117)], "method": "snapkv-kivi", "tokens": 35, "skip_layers": (1,)},
+    {"prompt": [7, 8], "method": "kivi", "max_tokens": 12},
+    {"prompt": [i * 12 % 50 for i in range(133)], "overrides": {"wire_bits": 8}},
+    {
+        "prompt": [i * 14 % 50 for i in range(171)],
+        "method": "rocketkv",
+        "tokens": 24,
+        "overrides": {"wire_bits": 2},
+        "skip_layers": (0,),
+    },
     {"prompt": [3, 5], "method": "rdkv", "tokens": 1, "overrides": {"window": 1, "kernel_size": 1}},
 ]
 

@@ -20,6 +20,7 @@ from kvferry.services.evaluation.budgets import (
 from kvferry.shared.compression.attention import make_attention, packed_attention
 from kvferry.shared.compression.plan import Budget, CompressionPlan, ResolvedPlan
 from kvferry.shared.compression.presets import PRESETS, plan_for
+from kvferry.shared.compression.representations import stored_bytes
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel
@@ -38,7 +39,7 @@ SPEC = ModelSpec(
     dtype="float16",
     eos_token_ids=(1,),
 )
-BUDGETED = [name for name, plan in PRESETS.items() if plan.compresses]
+BUDGETED = [name for name, plan in PRESETS.items() if plan.takes_budget]
 
 
 def resolve(plan: CompressionPlan, num_tokens: int, *, spec: ModelSpec = SPEC) -> ResolvedPlan:
@@ -110,12 +111,15 @@ def test_kept_bytes_are_those_of_the_tensors_held(model: TransformersModel, meth
     generator = OneProcessGenerator(model)
     captured = generator.capture(TASKS["single_needle"].example(num_tokens=300, seed=1).prompt_token_ids)
     plan = plan_for(method)
-    if plan.compresses:
+    if plan.takes_budget:
         plan = replace(plan, budget=Budget(tokens=60))
     continuation = generator.compress(captured, plan=plan, max_new_tokens=16)
     held = 0
     for layer, compressed in zip(continuation.resolved.layers, continuation.compressed, strict=True):
         held += compressed.keys.nbytes + compressed.values.nbytes
+        if compressed.stored is not None:
+            held += stored_bytes(compressed.stored)
+            continue
         if compressed.packed is not None:
             held += compressed.packed.buffer.nbytes
             held += sum(

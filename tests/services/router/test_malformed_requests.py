@@ -119,6 +119,7 @@ BAD_FIELDS: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (chat(kv_compression={"foo": 1}), "kv_compression.foo"),
     (chat(kv_compression={"parameters": 5}), "kv_compression.parameters"),
     (chat(kv_compression={"method": "snapkv", "parameters": {"foo": 1}}), "kv_compression.parameters"),
+    (chat(kv_compression={"method": "kivi", "token_budget": 5}), "kv_compression.token_budget"),
     (text(prompt=None), "prompt"),
     (text(prompt=[]), "prompt"),
     (text(prompt=["a", "b"]), "prompt"),

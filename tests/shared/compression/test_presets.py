@@ -44,6 +44,18 @@ def test_full_takes_no_budget(budget: Budget, param: str) -> None:
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("method", ["think", "kivi"])
+def test_methods_that_keep_every_token_take_no_budget(method: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{method!r}, which keeps every token and takes no budget"):
+        plan_for(method, budget=Budget(tokens=5))
+
+
+@pytest.mark.parametrize("method", ["rdkv", "adakv", "think", "kivi"])
+def test_the_wire_quantises_plain_rows_only(method: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"has wire_bits; method {method!r} takes"):
+        plan_for(method, overrides={"wire_bits": 8})
+
+
 def test_overrides_replace_parameters_in_every_part_that_has_them() -> None:
     plan = plan_for("pyramidkv", overrides={"window": 8, "beta": 5, "kernel_size": 5})
     assert plan.scorer is not None

@@ -13,11 +13,16 @@ from hypothesis import strategies as st
 from kvferry.shared.compression.compress import compress_layer
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, LayerPlan, Part, ResolvedPlan
-from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.compression.rdkv.compress import compress_layer_rdkv
 from kvferry.shared.compression.representation import packed_limits, rdkv_settings
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.errors import InvalidRequest, KvferryError
+
+KIVI = Part(name="kivi", params={"bits": 4})
+THINK = Part(name="think", params={"channel_retention": 0.5, "window": 32})
+RAGGED = Part(name="ragged", params={"floor": 0.2})
+RANDOM = Part(name="random", params={"seed": 0})
 
 
 def resolve(budget: Budget, prompt: int, *, head_dim: int = 8, **changes: Any) -> ResolvedPlan:
@@ -62,13 +67,13 @@ def test_a_layer_has_its_budget_in_tokens_and_the_most_tokens_that_it_can_keep(
 def test_a_budget_that_covers_the_prompt_is_full_and_has_no_packed_layer() -> None:
     resolved = resolve(Budget(tokens=100), 100)
     assert (resolved.method, resolved.layers) == ("full", (LayerPlan(rows=100),) * 2)
-    assert packed_limits(resolved, num_kv_heads=2, head_dim=8) == ()
+    assert packed_limits(resolved, num_kv_heads=2, head_dim=8, dtype=torch.float32) == ()
 
 
 def test_skipped_layers_stay_rows() -> None:
     resolved = resolve(Budget(tokens=10), 100, skip_layers=(1,))
     assert resolved.layers[1] == LayerPlan(rows=100)
-    first, second = packed_limits(resolved, num_kv_heads=2, head_dim=8)
+    first, second = packed_limits(resolved, num_kv_heads=2, head_dim=8, dtype=torch.float32)
     assert first > 0 == second
 
 
@@ -83,8 +88,33 @@ def test_skipped_layers_stay_rows() -> None:
             "layer_allocation 'pyramid'",
         ),
         ({"representation": Part(name="nosuch")}, "nosuch.*rows, rdkv"),
-        ({"representation": Part(name="rows", params={"window": 1})}, "no parameters"),
+        ({"representation": Part(name="rows", params={"window": 1})}, "wire_bits"),
         ({"representation": Part(name="rdkv")}, "epsilon_table"),
+        ({"representation": Part(name="rows", params={"wire_bits": 3})}, "wire_bits is 3.*2, 4, 8, 16"),
+        ({"representation": Part(name="kivi", params={"bits": 3})}, "bits is 3.*2, 4, 8"),
+        ({"representation": Part(name="kivi", params={"bits": 8.0})}, "bits \\(int\\)"),
+        ({"representation": KIVI}, "takes no budget"),
+        ({"representation": KIVI, "attention": Part(name="hsa")}, "'kivi' does not go with attention 'hsa'"),
+        ({"representation": THINK, "attention": Part(name="quest")}, "'think' does not go with .*'quest'"),
+        ({"representation": Part(name="think", params={"channel_retention": 0.0, "window": 3})}, "0, 1"),
+        (
+            {"representation": Part(name="think", params={"channel_retention": 0.5, "window": 0})},
+            "window is 0",
+        ),
+        ({"representation": RAGGED}, "'ragged' does not go without a scorer"),
+        (
+            {
+                "representation": RAGGED,
+                "scorer": RANDOM,
+                "layer_allocation": preset("d2o").layer_allocation,
+            },
+            "'ragged' does not go with layer_allocation 'attention_variance'",
+        ),
+        (
+            {"representation": RAGGED, "scorer": RANDOM, "attention": Part(name="sparq")},
+            "'ragged' does not go with attention 'sparq'",
+        ),
+        ({"representation": Part(name="ragged", params={"floor": 1.5}), "scorer": RANDOM}, "floor is 1.5"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(part: dict[str, Part], named: str) -> None:
@@ -141,7 +171,7 @@ def test_a_layer_has_the_widths_that_it_may_have_and_keeps_its_budget(widths: st
     assert (keys.sum(dim=1) * layer.allocation.num_kept <= 16 * 20 * 8).all()
     assert (layer.allocation.num_kept == (90 if widths.startswith("2") else layer.allocation.num_kept)).all()
     solution = resolve(Budget(tokens=20), 90, overrides={"widths": widths})
-    limits = packed_limits(solution, num_kv_heads=2, head_dim=8)
+    limits = packed_limits(solution, num_kv_heads=2, head_dim=8, dtype=torch.float32)
     assert layer.packed.layout.size_bytes <= limits[0]
 
 
@@ -171,7 +201,10 @@ def test_a_packed_layer_never_exceeds_what_was_admitted(
     inputs = make_inputs(num_tokens, max(1, int(new * num_tokens)), head_dim, seed)
     packed = compress_layer(resolved, inputs).packed
     assert packed is not None
-    assert packed.layout.size_bytes <= packed_limits(resolved, num_kv_heads=2, head_dim=head_dim)[0]
+    assert (
+        packed.layout.size_bytes
+        <= packed_limits(resolved, num_kv_heads=2, head_dim=head_dim, dtype=torch.float32)[0]
+    )
     assert max(head.num_tokens for head in packed.layout.heads) <= resolved.layers[0].rows
 
 
