@@ -893,6 +893,26 @@ Global___ModelSpec: _TypeAlias = ModelSpec  # noqa: Y015
 class WorkerStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class KernelPathsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ROLE_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
@@ -903,6 +923,7 @@ class WorkerStatus(_message.Message):
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     METHODS_FIELD_NUMBER: _builtins.int
+    KERNEL_PATHS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     instance_id: _builtins.str
     protocol_version: _builtins.int
@@ -915,6 +936,8 @@ class WorkerStatus(_message.Message):
     def model(self) -> Global___ModelSpec: ...
     @_builtins.property
     def methods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def kernel_paths(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
         self,
         *,
@@ -928,10 +951,11 @@ class WorkerStatus(_message.Message):
         total_bytes: _builtins.int = ...,
         model: Global___ModelSpec | None = ...,
         methods: _abc.Iterable[_builtins.str] | None = ...,
+        kernel_paths: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_bytes", b"free_bytes", "instance_id", b"instance_id", "methods", b"methods", "model", b"model", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "running", b"running", "total_bytes", b"total_bytes", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_bytes", b"free_bytes", "instance_id", b"instance_id", "kernel_paths", b"kernel_paths", "methods", b"methods", "model", b"model", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "running", b"running", "total_bytes", b"total_bytes", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,6 +54,9 @@ class WorkerSettings(PlanSettings):
     dtype: str = Field(
         "auto", description="auto (the model's own on CUDA, float32 on CPU), float32, float16, bfloat16"
     )
+    kernels: Literal["auto", "torch", "triton"] = Field(
+        "auto", description="auto (Triton on CUDA where it is installed), torch, triton (an error elsewhere)"
+    )
     max_model_len: int = Field(0, ge=0, description="context window in tokens; 0 takes the model's own")
     threads: int = Field(0, ge=0, description="CPU threads for torch; 0 leaves torch's choice")
     listen: str = Field(
@@ -65,7 +68,4 @@ class WorkerSettings(PlanSettings):
     block_advertise: str = Field("", description="block address as peers reach it; empty: as bound")
     metrics_listen: str = Field(
         "127.0.0.1:0", description="host:port of the metrics (HTTP) server; port 0 picks a free one"
-    )
-    shutdown_timeout_s: float = Field(
-        10.0, ge=0, description="requests under way at shutdown may take so long"
     )

@@ -1,8 +1,8 @@
 """Chunk scores: how much the tokens of a chunk are attended within it, without the causal mask.
 
 First step of Compactor's attention scores, called once a layer while the prompt is prefilled. Does not pool,
-does not weigh by values, does not select. One torch path serves every device: it holds at most `MAX_LOGITS`
-float32 logits at a time, however long the prompt is.
+does not weigh by values, does not select. The torch path holds at most `MAX_LOGITS` float32 logits at a time,
+however long the prompt is; the Triton kernel none.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvferry.kernels.chunk_scores.torch_path import chunk_scores_torch, shared_chunk_scores_torch
+from kvferry.kernels.descriptors import alignment_problem, shape_problem
+from kvferry.kernels.dispatch import path_for
 
 
 def chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: float) -> Tensor:
@@ -30,6 +32,13 @@ def chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: f
     _check(queries, keys, chunk_tokens)
     if queries.shape[2] != keys.shape[1]:
         raise ValueError(f"there are {queries.shape[2]} queries and {keys.shape[1]} keys; must be as many")
+    if path_for("chunk_scores", keys.device, _unsupported(queries, keys)) != "torch":
+        # Here, because a CPU install has no Triton.
+        from kvferry.kernels.chunk_scores import triton_kernel
+
+        return triton_kernel.chunk_scores(
+            queries, keys, chunk_tokens=chunk_tokens, scaling=scaling, shared=False
+        )
     return chunk_scores_torch(queries, keys, chunk_tokens, scaling)
 
 
@@ -46,6 +55,13 @@ def shared_chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, sca
     _check(queries, keys, chunk_tokens)
     if queries.shape[2] < 1:
         raise ValueError("there are 0 queries; there must be at least 1")
+    if path_for("chunk_scores", keys.device, _unsupported(queries, keys)) != "torch":
+        # Here, because a CPU install has no Triton.
+        from kvferry.kernels.chunk_scores import triton_kernel
+
+        return triton_kernel.chunk_scores(
+            queries, keys, chunk_tokens=chunk_tokens, scaling=scaling, shared=True
+        )
     return shared_chunk_scores_torch(queries, keys, chunk_tokens, scaling)
 
 
@@ -67,3 +83,8 @@ def _check(queries: Tensor, keys: Tensor, chunk_tokens: int) -> None:
             f"queries are {queries.dtype} on {queries.device}, keys {keys.dtype} on {keys.device}; "
             "they must agree"
         )
+
+
+def _unsupported(queries: Tensor, keys: Tensor) -> str | None:
+    problem = shape_problem(queries.dtype, 1, queries.shape[3])
+    return problem or alignment_problem(keys=keys)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kvferry.kernels.column_sums.torch_path import column_sums_torch
+from kvferry.kernels.descriptors import alignment_problem, shape_problem
+from kvferry.kernels.dispatch import path_for
 
 
 class ColumnSums(NamedTuple):
@@ -59,4 +61,14 @@ def column_sums(queries: Tensor, keys: Tensor, *, scaling: float) -> ColumnSums:
             f"queries are {queries.dtype} on {queries.device}, keys {keys.dtype} on {keys.device}; "
             "they must agree"
         )
+    if path_for("column_sums", keys.device, _unsupported(queries, keys)) != "torch":
+        # Here, because a CPU install has no Triton.
+        from kvferry.kernels.column_sums import triton_kernel
+
+        return ColumnSums(*triton_kernel.column_sums(queries, keys, scaling=scaling))
     return ColumnSums(*column_sums_torch(queries, keys, scaling))
+
+
+def _unsupported(queries: Tensor, keys: Tensor) -> str | None:
+    problem = shape_problem(queries.dtype, 1, queries.shape[3])
+    return problem or alignment_problem(keys=keys)

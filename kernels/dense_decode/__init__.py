@@ -9,6 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvferry.kernels.dense_decode import torch_path
+from kvferry.kernels.descriptors import alignment_problem, shape_problem
+from kvferry.kernels.dispatch import path_for
 
 
 def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float) -> Tensor:
@@ -27,7 +29,19 @@ def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: floa
         ValueError: shapes, dtypes, devices or strides do not fit together.
     """
     _check(queries, keys, values)
-    return torch_path.dense_decode(queries, keys, values, scaling=scaling)
+    if path_for("dense_decode", queries.device, _unsupported(queries, keys, values)) == "torch":
+        return torch_path.dense_decode(queries, keys, values, scaling=scaling)
+    # Here, because a CPU install has no Triton.
+    from kvferry.kernels.dense_decode import triton_kernel
+
+    return triton_kernel.dense_decode(queries, keys, values, scaling=scaling)
+
+
+def _unsupported(queries: Tensor, keys: Tensor, values: Tensor) -> str | None:
+    problem = shape_problem(queries.dtype, queries.shape[1], queries.shape[2])
+    if problem is None and keys.stride(1) != values.stride(1):
+        problem = f"rows of keys are {keys.stride(1)} elements apart and those of values {values.stride(1)}"
+    return problem or alignment_problem(keys=keys, values=values)
 
 
 def _check(queries: Tensor, keys: Tensor, values: Tensor) -> None:

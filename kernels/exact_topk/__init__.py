@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvferry.kernels.dispatch import path_for
 from kvferry.kernels.exact_topk import torch_path
 from kvferry.kernels.top_tokens import check_cache
 
@@ -36,6 +37,7 @@ def attend(
         ValueError: shapes or dtypes do not fit together, or a size is out of range.
     """
     check_cache(queries, keys, values, length=length, num_tokens=num_tokens)
+    path_for("exact_topk", queries.device)
     return torch_path.attend(
         queries, keys[:, :length], values[:, :length], num_tokens=num_tokens, scaling=scaling
     )

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvferry.kernels.descriptors import alignment_problem, shape_problem
+from kvferry.kernels.dispatch import path_for
 from kvferry.kernels.hsa import torch_path
+from kvferry.kernels.hsa.descriptors import MAX_PAGES
 
 
 def num_pages(length: int, page_size: int) -> int:
@@ -33,6 +36,7 @@ def page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: i
         ValueError: shapes or dtypes do not fit together, or length is out of range.
     """
     _check_pages(keys, page_max, page_min, length=length, page_size=page_size)
+    path_for("hsa_pages", keys.device)
     torch_path.write_page_extremes(keys[:, :length], page_max, page_min, page_size=page_size)
 
 
@@ -64,6 +68,7 @@ def append_row(
             f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [H_kv, D] of keys "
             f"{tuple(keys.shape)} and values {tuple(values.shape)}"
         )
+    path_for("hsa_pages", keys.device)
     keys[:, position] = key
     values[:, position] = value
     torch_path.update_page_extremes(page_max, page_min, key, position=position, page_size=page_size)
@@ -118,6 +123,23 @@ def attend(
         raise ValueError(f"num_channels is {num_channels}; it must be 1 to {head_dim}")
     if num_tokens < 1:
         raise ValueError(f"num_tokens is {num_tokens}; it must be at least 1")
+    unsupported = _unsupported(queries, keys, values, page_max, page_min)
+    if path_for("hsa", queries.device, unsupported) != "torch":
+        # Here, because a CPU install has no Triton.
+        from kvferry.kernels.hsa import triton_kernel
+
+        return triton_kernel.attend(
+            queries,
+            keys,
+            values,
+            page_max,
+            page_min,
+            length=length,
+            page_size=page_size,
+            num_channels=num_channels,
+            num_tokens=num_tokens,
+            scaling=scaling,
+        )
     pages = num_pages(length, page_size)
     return torch_path.attend(
         queries,
@@ -147,3 +169,19 @@ def _check_pages(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: in
         )
     if not keys.dtype == page_max.dtype == page_min.dtype:
         raise ValueError(f"dtypes differ: {keys.dtype}, {page_max.dtype}, {page_min.dtype}")
+
+
+def _unsupported(
+    queries: Tensor, keys: Tensor, values: Tensor, page_max: Tensor, page_min: Tensor
+) -> str | None:
+    problem = shape_problem(queries.dtype, queries.shape[1], queries.shape[2])
+    if problem is None and not keys.stride(1) == values.stride(1) == keys.shape[2]:
+        problem = f"rows of keys and values are not {keys.shape[2]} elements apart"
+    if problem is None and page_max.stride() != page_min.stride():
+        problem = f"page extremes have strides {page_max.stride()} and {page_min.stride()}"
+    if problem is None and page_max.shape[1] > MAX_PAGES:
+        problem = f"there are {page_max.shape[1]} pages; there must be at most {MAX_PAGES}"
+    if problem is None and page_max.stride(1) == 1:
+        # read along pages, in pieces of 16 bytes
+        problem = alignment_problem(page_max=page_max.mT, page_min=page_min.mT)
+    return problem or alignment_problem(keys=keys, values=values)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvferry.kernels.dispatch import path_for
 from kvferry.kernels.kivi import torch_path
 from kvferry.kernels.packed.value_rows import value_row_bytes
 from kvferry.kernels.quantise import WIDTHS
@@ -137,6 +138,7 @@ def kivi_decode(
         raise ValueError("there is neither a quantised row nor a new one; there must be one to attend to")
     left_keys = torch.cat([rows.keys, new_keys], dim=1)
     left_values = torch.cat([rows.values, new_values], dim=1)
+    path_for("kivi", queries.device)
     return torch_path.decode(
         queries, rows.codes, rows.scales, rows.bits, left_keys, left_values, scaling=scaling
     )

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvferry.kernels.descriptors import shape_problem
+from kvferry.kernels.dispatch import path_for
 from kvferry.kernels.packed.key_words import WIDTHS, half_tiles, key_tiles, pack_key_words
 from kvferry.kernels.packed.layout import ALIGNMENT_BYTES, HeadCounts, PackedLayout, packed_layout
 from kvferry.kernels.packed.value_rows import pack_value_rows, unpack_value_rows
@@ -95,6 +97,7 @@ def pack_layer(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tenso
     )
     layout = packed_layout(heads, keys.shape[2])
     packed = view_packed_layer(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8, device=keys.device))
+    by_torch = path_for("pack", keys.device, _unsupported(keys, values)) == "torch"
     channel_order = key_bits.sort(dim=1, stable=True).indices
     token_order = value_bits.sort(dim=1, stable=True).indices
     for h, head in enumerate(packed.heads):
@@ -104,9 +107,14 @@ def pack_layer(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tenso
         positions = token_order[h, keys.shape[1] - counts.num_tokens :]
         head.channels.copy_(channels)
         head.positions.copy_(positions)
-        if counts.num_tokens:
+        if counts.num_tokens and by_torch:
             _pack_keys(head, keys[h].index_select(0, positions).index_select(1, channels).T)
             _pack_values(head, values[h].index_select(0, positions))
+    if not by_torch:
+        # Here, because a CPU install has no Triton.
+        from kvferry.kernels.packed import triton_kernel
+
+        triton_kernel.fill(packed, keys, values)
     return packed
 
 
@@ -150,6 +158,12 @@ def check_packed_layer(packed: PackedLayer, num_prompt_tokens: int) -> None:
         halves = half_tiles(head.key_words, head.counts.channels, head.counts.num_tokens, max_blocks=64)
         if not head.values_16.isfinite().all() or not all(bool(tile.isfinite().all()) for tile in halves):
             raise ValueError(f"what head {h} keeps at 16 bits must be finite")
+
+
+def _unsupported(keys: Tensor, values: Tensor) -> str | None:
+    if keys.stride(2) != 1 or values.stride(2) != 1:
+        return "rows of keys and values must be contiguous (stride 1 over D)"
+    return shape_problem(keys.dtype, 1, keys.shape[2]) or shape_problem(values.dtype, 1, values.shape[2])
 
 
 def _counts(bits: Tensor) -> list[tuple[int, int, int, int]]:

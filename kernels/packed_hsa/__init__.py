@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvferry.kernels.dispatch import path_for
 from kvferry.kernels.hsa import num_pages
 from kvferry.kernels.packed import PackedLayer
 from kvferry.kernels.packed_hsa import torch_path
@@ -98,6 +99,7 @@ def attend(
         raise ValueError(f"num_channels is {num_channels}; it must be 1 to {head_dim}")
     if num_tokens < 1:
         raise ValueError(f"num_tokens is {num_tokens}; it must be at least 1")
+    path_for("packed_hsa", queries.device)
     return torch_path.attend(
         queries,
         packed,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvferry.kernels.dispatch import path_for
 from kvferry.kernels.pruned_decode import torch_path
 
 
@@ -36,6 +37,7 @@ def pruned_decode(
     Raises: ValueError: shapes or dtypes do not fit together, or there is nothing to attend to.
     """
     _check(queries, channels, keys, values, new_keys, new_values)
+    path_for("pruned_decode", queries.device)
     return torch_path.pruned_decode(queries, channels, keys, values, new_keys, new_values, scaling=scaling)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvferry.kernels.dispatch import path_for
 from kvferry.kernels.quantise import torch_path
 
 WIDTHS = (2, 4, 8)
@@ -37,6 +38,7 @@ def quantise_rows(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
         raise ValueError(
             f"rows are {tuple(rows.shape)} {rows.dtype}; they must be floating [..., R, C], C >= 1"
         )
+    path_for("quantise", rows.device)
     return torch_path.quantise_rows(rows, bits)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvferry.kernels.dispatch import path_for
 from kvferry.kernels.hsa import num_pages
 from kvferry.kernels.quest import torch_path
 from kvferry.kernels.top_tokens import check_cache
@@ -62,6 +63,7 @@ def attend(
             f"page extremes {tuple(page_max.shape)} and {tuple(page_min.shape)} must be {expected}"
         )
     pages = num_pages(length, page_size)
+    path_for("quest", queries.device)
     return torch_path.attend(
         queries,
         keys[:, :length],

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from kvferry.kernels.dispatch import path_for
 from kvferry.kernels.ragged_decode import torch_path
 
 
@@ -38,6 +39,7 @@ def ragged_decode(
     Raises: ValueError: shapes or dtypes do not fit together, or a head has nothing to attend to.
     """
     _check(queries, head_rows, keys, values, new_keys, new_values)
+    path_for("ragged_decode", queries.device)
     return torch_path.ragged_decode(queries, head_rows, keys, values, new_keys, new_values, scaling=scaling)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvferry.kernels.dispatch import path_for
 from kvferry.kernels.sparq import torch_path
 from kvferry.kernels.top_tokens import check_cache
 
@@ -93,6 +94,7 @@ def attend(
     _check_sum(values, value_sum)
     if not 1 <= num_channels <= keys.shape[2]:
         raise ValueError(f"num_channels is {num_channels}; it must be 1 to {keys.shape[2]}")
+    path_for("sparq", queries.device)
     return torch_path.attend(
         queries,
         keys[:, :length],

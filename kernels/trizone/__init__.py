@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from kvferry.kernels.descriptors import alignment_problem, shape_problem
+from kvferry.kernels.dispatch import path_for
 from kvferry.kernels.packed import PackedLayer
 from kvferry.kernels.trizone import torch_path
 
@@ -36,8 +38,7 @@ def trizone_decode(
     Raises:
         ValueError: shapes, dtypes or devices do not fit together, or a head has nothing to attend to.
     """
-    _check(queries, (packed,), new_keys, new_values)
-    return torch_path.trizone_decode(queries, packed, new_keys, new_values, scaling=scaling)
+    return trizone_decode_segments(queries, (packed,), new_keys, new_values, scaling=scaling)
 
 
 def trizone_decode_segments(
@@ -53,10 +54,20 @@ def trizone_decode_segments(
 
     Args, returns, raises: as `trizone_decode`; segments: at least one.
     """
-    if len(segments) == 1:
-        return trizone_decode(queries, segments[0], new_keys, new_values, scaling=scaling)
     _check(queries, segments, new_keys, new_values)
-    return torch_path.trizone_decode_segments(queries, segments, new_keys, new_values, scaling=scaling)
+    if path_for("trizone", queries.device, _unsupported(queries, new_keys, new_values)) == "torch":
+        return torch_path.trizone_decode_segments(queries, segments, new_keys, new_values, scaling=scaling)
+    # Here, because a CPU install has no Triton.
+    from kvferry.kernels.trizone import triton_kernel
+
+    return triton_kernel.trizone_decode_segments(queries, segments, new_keys, new_values, scaling=scaling)
+
+
+def _unsupported(queries: Tensor, new_keys: Tensor, new_values: Tensor) -> str | None:
+    problem = shape_problem(queries.dtype, queries.shape[1], queries.shape[2])
+    if problem is None and new_keys.shape[1] > 1 and new_keys.stride(1) != new_values.stride(1):
+        problem = f"rows of new_keys and new_values have strides {new_keys.stride(1)}, {new_values.stride(1)}"
+    return problem or alignment_problem(new_keys=new_keys, new_values=new_values)
 
 
 def _check(queries: Tensor, segments: Sequence[PackedLayer], new_keys: Tensor, new_values: Tensor) -> None:

@@ -1,14 +1,16 @@
 """Window scores: how much the prompt's last queries attend to each token, summed over window and group.
 
 First step of SnapKV's and RocketKV's scoring, called once a layer while the prompt is prefilled. Does not
-pool, does not select, and does not drop the window's own columns. One torch path serves every device: it
-holds at most `MAX_LOGITS` float32 logits at a time, however long the prompt is.
+pool, does not select, and does not drop the window's own columns. The torch path holds at most `MAX_LOGITS`
+float32 logits at a time, however long the prompt is; the Triton kernel none.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from kvferry.kernels.descriptors import alignment_problem, shape_problem
+from kvferry.kernels.dispatch import path_for
 from kvferry.kernels.window_scores.torch_path import window_scores_torch
 
 
@@ -42,4 +44,14 @@ def window_scores(queries: Tensor, keys: Tensor, *, scaling: float) -> Tensor:
             f"queries are {queries.dtype} on {queries.device}, keys {keys.dtype} on {keys.device}; "
             "they must agree"
         )
+    if path_for("window_scores", keys.device, _unsupported(queries, keys)) != "torch":
+        # Here, because a CPU install has no Triton.
+        from kvferry.kernels.window_scores import triton_kernel
+
+        return triton_kernel.window_scores(queries, keys, scaling=scaling)
     return window_scores_torch(queries, keys, scaling)
+
+
+def _unsupported(queries: Tensor, keys: Tensor) -> str | None:
+    problem = shape_problem(queries.dtype, 1, queries.shape[3])
+    return problem or alignment_problem(keys=keys)

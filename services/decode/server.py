@@ -17,6 +17,7 @@ from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.control.server import serve_control
+from kvferry.shared.kernel_paths import KernelCalls, choose_kernels
 from kvferry.shared.logging import setup_logging
 from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.interface import LanguageModel
@@ -28,6 +29,7 @@ from kvferry.shared.wire.interfaces import BlockSender, BlockServer, BlockSink
 from kvferry.shared.wire.zmq import ZmqBlockSender, ZmqBlockServer
 
 _log = structlog.get_logger(__name__)
+_GRACE_S = 2.0
 _CLOSE_TIMEOUT_S = 30.0
 
 
@@ -91,7 +93,9 @@ async def _start(config: DecodeConfig, stack: AsyncExitStack) -> dict[str, str]:
     tokenizer = await asyncio.to_thread(
         lambda: ChatTokenizer.load(resolve_model_path(config.model, weights=False))
     )
+    choose_kernels(config.kernels, model.device)
     metrics = DecodeMetrics()
+    KernelCalls("decode", model.device).register(metrics.registry)
 
     def block_server(sink: BlockSink) -> BlockServer:
         return ZmqBlockServer(
@@ -111,10 +115,10 @@ async def _start(config: DecodeConfig, stack: AsyncExitStack) -> dict[str, str]:
     )
     stack.push_async_callback(lambda: close_within(_CLOSE_TIMEOUT_S, "decode service", service.close()))
     await service.start()
-    metrics_server = serve_metrics(service.registry, config.metrics_listen, is_ready=lambda: service.is_ready)
+    metrics_server = serve_metrics(service.registry, config.metrics_listen)
     stack.callback(metrics_server.close)
     control = await serve_control(listen=config.listen, decode=service)
-    stack.push_async_callback(lambda: control.close(config.shutdown_timeout_s))
+    stack.push_async_callback(lambda: control.close(_GRACE_S))
     return {
         "service": "decode",
         "address": control.address,

@@ -45,6 +45,7 @@ from kvferry.shared.errors import (
     ProtocolMismatch,
     WorkerUnavailable,
 )
+from kvferry.shared.kernel_paths import kernel_paths
 from kvferry.shared.metrics import ARENA_STATES, DecodeMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.text import TextAssembler
@@ -135,11 +136,6 @@ class DecodeService:
         assert self._server is not None, "the service is not started"
         return self._server.endpoint
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the engine has come round lately. Any thread may ask."""
-        return not self._closed and self._engine.healthy(self._config.heartbeat_timeout_s)
-
     async def start(self) -> None:
         """Listen for blocks; start the engine and the sweep of expired leases."""
         self._server = self._server_factory(self._receiver)
@@ -195,13 +191,14 @@ class DecodeService:
             role="decode",
             instance_id=self._instance_id,
             protocol_version=PROTOCOL_VERSION,
-            ready=self.is_ready,
+            ready=not self._closed and self._engine.healthy(self._config.heartbeat_timeout_s),
             running=running,
             waiting=max(len(self._reservations.all()) - running, 0) + self._scheduler.num_waiting,
             free_bytes=self._arena.free_bytes,
             total_bytes=self._arena.size_bytes,
             model=self._spec,
             methods=method_names(),
+            kernel_paths=dict(kernel_paths("decode", self._arena.device)),
         )
 
     async def _admit(self, request: GenerateRequest, timeout_s: float) -> tuple[Sequence, float]:

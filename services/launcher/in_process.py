@@ -28,6 +28,7 @@ from kvferry.services.router.placement import WorkerPool
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.config import ServiceSettings, WorkerSettings
 from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
+from kvferry.shared.kernel_paths import KernelCalls, choose_kernels
 from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
@@ -79,11 +80,14 @@ class InProcessStack:
 
     async def _start_prefill(self) -> tuple[PrefillService, MetricsServer]:
         config = settings_of(PrefillConfig, self._config)
+        model = await _load(config)
+        choose_kernels(config.kernels, model.device)
         metrics = PrefillMetrics()
+        KernelCalls("prefill", model.device).register(metrics.registry)
         served = self._serve_metrics(metrics, self._config.prefill_metrics_listen)
         service = build_prefill(
             config,
-            model=await _load(config),
+            model=model,
             sender=self._hub.sender(buffer_bytes=config.buffer_bytes, timeout_s=config.transfer_timeout_s),
             server_factory=self._hub.server,
             metrics=metrics,
@@ -94,11 +98,13 @@ class InProcessStack:
 
     async def _start_decode(self, tokenizer: ChatTokenizer) -> tuple[DecodeService, MetricsServer]:
         config = settings_of(DecodeConfig, self._config)
+        model = await _load(config)
         metrics = DecodeMetrics()
+        KernelCalls("decode", model.device).register(metrics.registry)
         served = self._serve_metrics(metrics, self._config.decode_metrics_listen)
         service = build_decode(
             config,
-            model=await _load(config),
+            model=model,
             tokenizer=tokenizer,
             sender=self._hub.sender(
                 buffer_bytes=config.send_buffer_bytes, timeout_s=config.history_timeout_s

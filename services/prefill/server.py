@@ -19,6 +19,7 @@ from kvferry.services.prefill.history import build_store
 from kvferry.services.prefill.service import PrefillService
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.control.server import serve_control
+from kvferry.shared.kernel_paths import KernelCalls, choose_kernels
 from kvferry.shared.logging import setup_logging
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
@@ -29,6 +30,7 @@ from kvferry.shared.wire.zmq import ZmqBlockSender, ZmqBlockServer
 
 log = structlog.get_logger(__name__)
 
+_GRACE_S = 2.0
 _CLOSE_TIMEOUT_S = 30.0
 
 
@@ -87,7 +89,11 @@ async def _start(config: PrefillConfig, stack: AsyncExitStack) -> dict[str, str]
         dtype=config.dtype,
         max_model_len=config.max_model_len,
     )
+    choose_kernels(config.kernels, model.device)
     metrics = PrefillMetrics()
+    KernelCalls("prefill", model.device).register(metrics.registry)
+    metrics_server = serve_metrics(metrics.registry, config.metrics_listen)
+    stack.callback(metrics_server.close)
 
     def block_server(sink: BlockSink) -> BlockServer:
         return ZmqBlockServer(config.block_listen, sink, advertise=config.block_advertise)
@@ -96,10 +102,8 @@ async def _start(config: PrefillConfig, stack: AsyncExitStack) -> dict[str, str]
     service = build_service(config, model=model, sender=sender, server_factory=block_server, metrics=metrics)
     stack.push_async_callback(lambda: close_within(_CLOSE_TIMEOUT_S, "prefill service", service.close()))
     await service.start()
-    metrics_server = serve_metrics(metrics.registry, config.metrics_listen, is_ready=lambda: service.is_ready)
-    stack.callback(metrics_server.close)
     control = await serve_control(listen=config.listen, prefill=service)
-    stack.push_async_callback(lambda: control.close(config.shutdown_timeout_s))
+    stack.push_async_callback(lambda: control.close(_GRACE_S))
     return {
         "service": "prefill",
         "address": control.address,

@@ -43,6 +43,7 @@ from kvferry.shared.errors import (
     WorkerUnavailable,
 )
 from kvferry.shared.history.interface import HistoryStore
+from kvferry.shared.kernel_paths import kernel_paths
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.sampling.sampler import SequenceSampler
@@ -105,11 +106,6 @@ class PrefillService:
         """Where decode workers return generated KV; known once started."""
         assert self._server is not None, "the service is not started"
         return self._server.endpoint
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a layer or a probe was finished lately. Any thread may ask."""
-        return self._engine.ready
 
     async def start(self) -> None:
         """Listen for returned history, start the engine and the sweeping of expired turns."""
@@ -220,13 +216,14 @@ class PrefillService:
             role="prefill",
             instance_id=self._instance_id,
             protocol_version=PROTOCOL_VERSION,
-            ready=self.is_ready,
+            ready=self._engine.ready,
             running=max(0, len(self._jobs) - waiting),
             waiting=waiting,
             free_bytes=max(0, self._store.max_bytes - self._store.size_bytes),
             total_bytes=self._store.max_bytes,
             model=self._model.spec,
             methods=method_names(),
+            kernel_paths=dict(kernel_paths("prefill", self._model.device)),
         )
 
     # ---- one request -------------------------------------------------------------------------------------

@@ -69,7 +69,6 @@ def create_app(
         probe_interval_s=config.probe_interval_s,
         window_s=config.readiness_window_s,
     )
-    metrics.ready.set_function(lambda: float(readiness.problem() is None))
     completions = CompletionService(
         runner=runner,
         sessions=SessionStore(
@@ -90,6 +89,7 @@ def create_app(
         auth=Authenticator(split_list(config.api_keys)),
         completions=completions,
         readiness=readiness,
+        pools=(prefill, decode),
         metrics=metrics,
         started_at=int(clock()),
     )

@@ -144,6 +144,15 @@ class WorkerPool(Generic[ClientT]):
         workers = self.ready_workers() if ready_only else self.workers()
         return Counter(worker.model for worker in workers if worker.model is not None)
 
+    def kernel_paths(self) -> dict[str, list[str]]:
+        """Of each op of the workers that are up, the paths that they take."""
+        paths: dict[str, set[str]] = {}
+        for worker in self.workers():
+            if worker.status is not None:
+                for op, path in worker.status.kernel_paths.items():
+                    paths.setdefault(op, set()).add(path)
+        return {op: sorted(taken) for op, taken in sorted(paths.items())}
+
     def choose(
         self, *, fingerprint: str, prefer: Sequence[str] = (), avoid: Collection[str] = ()
     ) -> Worker[ClientT]:

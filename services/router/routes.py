@@ -22,12 +22,13 @@ from kvferry.services.router.completion import CompletionService
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.delivery import CompletionResponse
 from kvferry.services.router.edge import RequestRecord
-from kvferry.services.router.placement import served_model
+from kvferry.services.router.placement import WorkerPool, served_model
 from kvferry.services.router.readiness import Readiness
 from kvferry.services.router.responses import Envelope, model_object, session_object
 from kvferry.services.router.schemas import ChatRequest, TextRequest, describe
 from kvferry.services.router.sessions import SessionRecord, session_key
 from kvferry.services.router.validation import parse_body, parse_request
+from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
 from kvferry.shared.control.messages import HistoryInfo, SessionKey
 from kvferry.shared.errors import InvalidRequest, KvferryError, ModelNotFound, Overloaded
 from kvferry.shared.metrics import RouterMetrics
@@ -46,6 +47,7 @@ class Routes:
     auth: Authenticator
     completions: CompletionService
     readiness: Readiness
+    pools: tuple[WorkerPool[PrefillControl], WorkerPool[DecodeControl]]
     metrics: RouterMetrics
     started_at: int
 
@@ -199,4 +201,10 @@ class Routes:
 
     async def get_version(self, request: Request) -> Response:
         self.auth.owner(request.headers)
-        return JSONResponse({"version": version("kvferry"), "protocol_version": PROTOCOL_VERSION})
+        return JSONResponse(
+            {
+                "version": version("kvferry"),
+                "protocol_version": PROTOCOL_VERSION,
+                "kernels": {pool.role: pool.kernel_paths() for pool in self.pools},
+            }
+        )

@@ -456,6 +456,7 @@ def _write_status(status: WorkerStatus) -> pb.WorkerStatus:
         total_bytes=status.total_bytes,
         model=_write_model(status.model),
         methods=status.methods,
+        kernel_paths=status.kernel_paths,
     )
 
 
@@ -472,6 +473,7 @@ def _read_status(message: pb.WorkerStatus) -> WorkerStatus:
         total_bytes=message.total_bytes,
         model=_read_model(message.model),
         methods=tuple(message.methods),
+        kernel_paths=dict(message.kernel_paths),
     )
 
 

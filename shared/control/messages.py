@@ -221,6 +221,7 @@ class WorkerStatus:
         ready: the engine has recently done work or passed its own probe.
         running, waiting: requests.
         free_bytes, total_bytes: decode: the arena; prefill: the history store's bound.
+        kernel_paths: the path that each of its kernels takes, by the op's name.
     """
 
     role: Literal["prefill", "decode"]
@@ -233,3 +234,4 @@ class WorkerStatus:
     total_bytes: int
     model: ModelSpec
     methods: tuple[str, ...] = field(default_factory=tuple)
+    kernel_paths: dict[str, str] = field(default_factory=dict)

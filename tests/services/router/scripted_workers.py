@@ -121,6 +121,7 @@ class _Worker:
             total_bytes=1 << 20,
             model=self.script.spec,
             methods=("full", "rocketkv", "snapkv"),
+            kernel_paths={"an_op": "torch"},
         )
 
     def _next_fault(self, probe: bool) -> Callable[[int], None]:

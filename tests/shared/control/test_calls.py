@@ -82,6 +82,7 @@ STATUS = WorkerStatus(
     total_bytes=2**41,
     model=MODEL,
     methods=("full", "rocketkv"),
+    kernel_paths={"dense_decode": "triton", "quest": "torch"},
 )
 SESSION = SessionKey(owner="o", session_id="s")
 

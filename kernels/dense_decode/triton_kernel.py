@@ -1,0 +1,162 @@
+"""Dense decode attention in Triton: split-K over a head's rows, combined by the split that finishes last.
+
+One program is one (sequence, KV head) and one split; the G query heads of a group share every row it loads.
+Rows come through descriptors (`kernels/descriptors.py`), contiguous or paged; lengths are read on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvferry.kernels.descriptors import ALIGNMENT_BYTES, uniform_heads
+from kvferry.kernels.dispatch import interpreting
+from kvferry.kernels.split_attention import (
+    LOG2_E,
+    MIN_BLOCK_G,
+    attend_tile,
+    finish_split,
+    load_queries,
+    split_range,
+)
+from kvferry.kernels.split_workspace import SplitWorkspace, choose_num_splits, split_workspace
+
+MIN_SPLIT_BYTES = 32 << 10
+"""K and V bytes that a split is worth."""
+
+
+@triton.jit
+def _dense_decode_kernel(
+    query_ptr, key_ptr, value_ptr, heads_ptr, page_table_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr,
+    scale_log2, stride_row, num_kv_heads, max_pages,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, PAGE_ROWS: tl.constexpr, ALIGN: tl.constexpr,
+    FIELDS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    bh, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    key_offset = tl.multiple_of(tl.load(heads_ptr + bh * FIELDS), ALIGN)
+    value_offset = tl.multiple_of(tl.load(heads_ptr + bh * FIELDS + 1), ALIGN)
+    length = tl.load(heads_ptr + bh * FIELDS + 2).to(tl.int32)
+    begin, end, active = split_range(tl.cdiv(length, BLOCK_N), split, num_splits, MIN_TILES)
+    if split < active:
+        g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+        q = load_queries(query_ptr, bh, g, d, G, D, DOT)
+        highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        for tile in range(begin, end):
+            row = tile * BLOCK_N + n
+            ok = row < length
+            place = row.to(tl.int64) * stride_row
+            if PAGE_ROWS > 0:
+                page = tile * BLOCK_N // PAGE_ROWS
+                page_offset = tl.load(page_table_ptr + (bh // num_kv_heads) * max_pages + page)
+                place += tl.multiple_of(page_offset, ALIGN) - page.to(tl.int64) * PAGE_ROWS * stride_row
+            at = place[:, None] + d[None, :]
+            mask = ok[:, None] & (d[None, :] < D)
+            k = tl.load(key_ptr + key_offset + at, mask=mask, other=0.0).to(DOT)
+            v = tl.load(value_ptr + value_offset + at, mask=mask, other=0.0).to(DOT)
+            highest, total, acc = attend_tile(q, k, v, ok, highest, total, acc, scale_log2)
+        finish_split(
+            acc, highest, total, partial_ptr, lse_ptr, counter_ptr, out_ptr, bh,
+            bh * num_splits + split, bh * num_splits, active, g, d, G, D, BLOCK_SPLITS,
+        )  # fmt: skip
+
+
+def dense_decode_batch(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: Tensor,
+    *,
+    row_stride: int,
+    scaling: float,
+    workspace: SplitWorkspace,
+    num_splits: int,
+    output: Tensor,
+    page_table: Tensor | None = None,
+    page_rows: int = 0,
+) -> None:
+    """softmax(scaling * q K^T) V for one new token of every sequence of a batch, in one launch.
+
+    Args:
+        queries: contiguous `[B, H_kv, G, D]`.
+        keys, values: the buffers that offsets count from (the same one, an arena, or two), the queries'
+            dtype.
+        heads: int64 `[B * H_kv, F]`, see `descriptors`; a head without rows has an output of zero.
+        row_stride: elements from one row to the next.
+        workspace: of at least B * H_kv * num_splits slots and B * H_kv heads.
+        num_splits: 1 to MAX_SPLITS; the grid's second size.
+        output: out, contiguous `[B, H_kv, G, D]` in the queries' dtype.
+        page_table: int64 `[B, max_pages]`, element offsets of pages; None where rows are contiguous.
+        page_rows: rows a page, a power of two of at least 16, with a page table.
+    """
+    batch_size, num_kv_heads, group_size, head_dim = queries.shape
+    block_d = max(triton.next_power_of_2(head_dim), 16)
+    block_n = block_tokens(queries.dtype, block_d, page_rows)
+    row_bytes = 2 * head_dim * queries.element_size()
+    _dense_decode_kernel[(batch_size * num_kv_heads, num_splits)](
+        queries, keys, values, heads, heads if page_table is None else page_table,
+        workspace.partial, workspace.lse, workspace.counters, output,
+        scaling * LOG2_E, row_stride, num_kv_heads, 0 if page_table is None else page_table.shape[1],
+        G=group_size, BLOCK_G=MIN_BLOCK_G, D=head_dim, BLOCK_D=block_d, BLOCK_N=block_n,
+        BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+        MIN_TILES=max(MIN_SPLIT_BYTES // (block_n * row_bytes), 1),
+        PAGE_ROWS=0 if page_table is None else page_rows, ALIGN=ALIGNMENT_BYTES // queries.element_size(),
+        FIELDS=heads.shape[1], DOT=dot_dtype(queries.dtype), num_warps=decode_warps(block_d), num_stages=3,
+    )  # fmt: skip
+
+
+def dense_decode(
+    queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, num_splits: int | None = None
+) -> Tensor:
+    """One sequence of `dense_decode_batch`; arguments are checked by the dispatch in `__init__.py`."""
+    num_kv_heads, group_size, head_dim = queries.shape
+    splits = choose_num_splits(num_kv_heads, queries.device) if num_splits is None else num_splits
+    output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    dense_decode_batch(
+        queries.contiguous()[None],
+        keys,
+        values,
+        uniform_heads(
+            key_stride=keys.stride(0),
+            value_stride=values.stride(0),
+            lengths=[keys.shape[1]] * num_kv_heads,
+            device=queries.device,
+        ),
+        row_stride=keys.stride(1),
+        scaling=scaling,
+        workspace=split_workspace(
+            num_heads=num_kv_heads,
+            num_slots=num_kv_heads * splits,
+            group_size=group_size,
+            head_dim=head_dim,
+            device=queries.device,
+        ),
+        num_splits=splits,
+        output=output[None],
+    )
+    return output
+
+
+def block_tokens(dtype: torch.dtype, block_d: int, page_rows: int = 0) -> int:
+    """Rows a tile: 64 where three stages of K and V fit in shared memory, never more than a page.
+
+    The interpreter, slow by the operation rather than by the element, gets larger tiles.
+    """
+    rows = 256 if interpreting() else 64 if dtype.itemsize * block_d <= 256 else 32
+    return min(rows, page_rows) if page_rows else rows
+
+
+def decode_warps(block_d: int) -> int:
+    """Warps a program: with four, an accumulator of 256 channels does not fit in the registers."""
+    return 8 if block_d > 128 else 4
+
+
+def dot_dtype(dtype: torch.dtype) -> tl.dtype:
+    """What operands of `tl.dot` are widened to: the interpreter multiplies bfloat16 wrongly."""
+    if dtype == torch.float16:
+        return tl.float16
+    return tl.bfloat16 if dtype == torch.bfloat16 and not interpreting() else tl.float32

@@ -1,0 +1,143 @@
+"""Which implementation of each kernel runs, decided in one place and never silently.
+
+Every dispatching `kernels/<op>/__init__.py` asks `path_for` once a call; what it answers is counted, so a
+service can show which path each op takes (`kernel_paths`) and which it took (`calls`). Knows no kernel's
+arguments. Triton is looked for when it is first wanted, never at import: a CPU install has none.
+
+    mode "auto"     Triton on CUDA where Triton is installed and the op supports the call, else torch
+    mode "torch"    torch everywhere
+    mode "triton"   Triton, on CUDA or in its interpreter (TRITON_INTERPRET=1); an error where a call cannot
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections import Counter
+from typing import Literal, get_args
+
+import torch
+
+KernelMode = Literal["auto", "torch", "triton"]
+KernelPath = Literal["triton", "interpreter", "torch"]
+KERNEL_MODES: tuple[KernelMode, ...] = get_args(KernelMode)
+
+TRITON_OPS = ("chunk_scores", "column_sums", "dense_decode", "hsa", "pack", "trizone", "window_scores")
+"""Ops with a Triton kernel."""
+TORCH_OPS = (
+    "exact_topk",
+    "hsa_pages",
+    "kivi",
+    "packed_hsa",
+    "pruned_decode",
+    "quantise",
+    "quest",
+    "ragged_decode",
+    "sparq",
+)
+"""Ops that torch serves on every device."""
+
+
+class KernelUnavailable(RuntimeError):
+    """Triton was asked for where it cannot run."""
+
+
+class _State:
+    """The process's choice and its counts; one of it, because ops are called from everywhere."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.mode: KernelMode = "auto"
+        self.calls: Counter[tuple[str, KernelPath]] = Counter()
+
+
+_state = _State()
+
+
+def configure(mode: KernelMode, device: torch.device) -> None:
+    """Choose for the process, at its start.
+
+    Args: device: where the kernels will run.
+    Raises:
+        KernelUnavailable: mode is "triton" and Triton cannot run on the device.
+        ValueError: there is no such mode.
+    """
+    if mode not in KERNEL_MODES:
+        raise ValueError(f"kernels is {mode!r}; it must be one of {', '.join(KERNEL_MODES)}")
+    if mode == "triton":
+        _triton_path(device)
+    with _state.lock:
+        _state.mode = mode
+
+
+def mode() -> KernelMode:
+    """The process's choice."""
+    return _state.mode
+
+
+def path_for(op: str, device: torch.device, unsupported: str | None = None) -> KernelPath:
+    """The path that a call of `op` takes, counted.
+
+    Args: unsupported: why the op's Triton kernel cannot serve this call, None where it can.
+    Raises:
+        KernelUnavailable: mode is "triton" and Triton cannot run on the device, or not this call.
+    """
+    path = planned_path(op, device)
+    if path != "torch" and unsupported is not None:
+        if _state.mode == "triton":
+            raise KernelUnavailable(
+                f"kernels is 'triton', and {op} has no Triton kernel for this: {unsupported}"
+            )
+        path = "torch"
+    with _state.lock:
+        _state.calls[op, path] += 1
+    return path
+
+
+def planned_path(op: str, device: torch.device) -> KernelPath:
+    """The path of a call that the op's Triton kernel supports; not counted.
+
+    Raises: KernelUnavailable: as `path_for`.
+    """
+    if op in TORCH_OPS or _state.mode == "torch":
+        return "torch"
+    if _state.mode == "triton":
+        return _triton_path(device)
+    return "triton" if device.type == "cuda" and _triton_installed() else "torch"
+
+
+def kernel_paths(device: torch.device) -> dict[str, KernelPath]:
+    """`planned_path` of every op on a device, by name."""
+    return {op: planned_path(op, device) for op in sorted(TRITON_OPS + TORCH_OPS)}
+
+
+def calls() -> dict[tuple[str, KernelPath], int]:
+    """How often each op took each path in this process."""
+    with _state.lock:
+        return dict(_state.calls)
+
+
+def interpreting() -> bool:
+    """Whether Triton runs its kernels in the CPU interpreter in this process."""
+    if not _triton_installed():
+        return False
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _triton_path(device: torch.device) -> KernelPath:
+    if not _triton_installed():
+        raise KernelUnavailable("kernels is 'triton', and Triton is not installed; install kvferry[gpu]")
+    if interpreting():
+        return "interpreter"
+    if device.type != "cuda":
+        raise KernelUnavailable(
+            f"kernels is 'triton', and the device is {device}; Triton needs CUDA, or TRITON_INTERPRET=1 to "
+            "interpret its kernels on the CPU"
+        )
+    return "triton"

@@ -1,0 +1,102 @@
+"""Triton building blocks of split decode attention: one online-softmax step, and the last split's combine.
+
+Shared by `dense_decode`, `hsa` and `trizone`; imported by their `triton_kernel.py` only, because it imports
+Triton. Tiles: BLOCK_G = G padded to 16 (rows beyond G hold zeros), BLOCK_D = D padded to a power of two,
+BLOCK_N tokens. Everything is accumulated in float32; logits are in units of log2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+MIN_BLOCK_G = 16
+
+
+@triton.jit
+def load_queries(query_ptr, bh, g, d, G: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr):
+    """`[BLOCK_G, BLOCK_D]` of one head's queries, zero beyond G and D."""
+    mask = (g[:, None] < G) & (d[None, :] < D)
+    return tl.load(query_ptr + (bh * G + g[:, None]) * D + d[None, :], mask=mask, other=0.0).to(DOT)
+
+
+@triton.jit
+def attend_tile(q, k, v, ok, highest, total, acc, scale_log2):
+    """One online-softmax step.
+
+    Args: q `[BLOCK_G, BLOCK_D]`, k and v `[BLOCK_N, BLOCK_D]`, zero where not `ok` `[BLOCK_N]`.
+    Returns: the new running maximum and sum `[BLOCK_G]`, and the unnormalised output `[BLOCK_G, BLOCK_D]`.
+    """
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    logits = tl.where(ok[None, :], logits, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(logits, 1))
+    # -inf - -inf would be NaN: a head without a visible row yet
+    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    shrink = tl.exp2(highest - base)
+    weights = tl.exp2(logits - base[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return new_highest, total, acc
+
+
+@triton.jit
+def split_range(num_tiles, split, num_splits, MIN_TILES: tl.constexpr):
+    """The tiles of one split: begin, end, and how many splits have any (at least one)."""
+    per_split = tl.maximum(tl.cdiv(num_tiles, num_splits), MIN_TILES)
+    begin = split * per_split
+    return begin, tl.minimum(begin + per_split, num_tiles), tl.maximum(tl.cdiv(num_tiles, per_split), 1)
+
+
+@triton.jit
+def log_sum(highest, total):
+    """log2 of the softmax denominator, -inf without rows."""
+    return tl.where(total > 0, highest + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+
+
+@triton.jit
+def finish_split(
+    acc, highest, total, partial_ptr, lse_ptr, counter_ptr, out_ptr, bh, slot, first_slot, num_slots, g, d,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Write a head's output where it has one split; else leave this split's part, and combine if it is last.
+
+    Args: acc `[BLOCK_G, BLOCK_D]` with d its channels; slot: this split's place in the workspace.
+    """
+    mask = (g[:, None] < G) & (d[None, :] < D)
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    if num_slots == 1:
+        tl.store(
+            out_ptr + (bh * G + g[:, None]) * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=mask
+        )
+    else:
+        tl.store(partial_ptr + (slot * G + g[:, None]).to(tl.int64) * D + d[None, :], out, mask=mask)
+        tl.store(lse_ptr + slot * G + g, log_sum(highest, total), mask=g < G)
+        combine_if_last(
+            partial_ptr, lse_ptr, counter_ptr, out_ptr, bh, first_slot, num_slots, d, G, D, BLOCK_SPLITS
+        )  # fmt: skip
+
+
+@triton.jit
+def combine_if_last(
+    partial_ptr, lse_ptr, counter_ptr, out_ptr, bh, first_slot, num_slots, d,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Count this split; the last of the head's `num_slots` adds up their parts, the counter back at zero."""
+    # every thread's part is in memory before one of them counts the split
+    tl.debug_barrier()
+    done = tl.atomic_add(counter_ptr + bh, 1, sem="acq_rel")
+    if done == num_slots - 1:
+        split = tl.arange(0, BLOCK_SPLITS)
+        there = split < num_slots
+        for head in range(0, G):
+            row = (first_slot + split) * G + head
+            lse = tl.load(lse_ptr + row, mask=there, other=float("-inf"))
+            highest = tl.max(lse, 0)
+            weight = tl.exp2(lse - tl.where(highest == float("-inf"), 0.0, highest))
+            total = tl.sum(weight, 0)
+            mask = there[:, None] & (d[None, :] < D)
+            part = tl.load(partial_ptr + row.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0)
+            out = tl.sum(part * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+            tl.store(out_ptr + (bh * G + head) * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+        tl.store(counter_ptr + bh, 0)

@@ -1,0 +1,81 @@
+"""A worker's choice of kernels, and its metric: which path each op takes, and how often it took it.
+
+Between the services' options and `kernels/dispatch.py`, which decides. Knows no kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import torch
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily
+
+from kvferry.kernels import dispatch
+from kvferry.kernels.dispatch import KernelMode, KernelPath, KernelUnavailable
+from kvferry.shared.errors import ConfigurationError
+
+Role = Literal["prefill", "decode"]
+OPS: dict[Role, tuple[str, ...]] = {
+    "prefill": ("chunk_scores", "column_sums", "pack", "quantise", "window_scores"),
+    "decode": (
+        "dense_decode",
+        "exact_topk",
+        "hsa",
+        "hsa_pages",
+        "kivi",
+        "packed_hsa",
+        "pruned_decode",
+        "quest",
+        "ragged_decode",
+        "sparq",
+        "trizone",
+    ),
+}
+"""Who calls which ops while serving."""
+
+
+def choose_kernels(mode: KernelMode, device: torch.device) -> None:
+    """Take the process's kernels, before it serves.
+
+    Raises: ConfigurationError: Triton was asked for where it cannot run.
+    """
+    try:
+        dispatch.configure(mode, device)
+    except KernelUnavailable as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def kernel_paths(role: Role, device: torch.device) -> dict[str, KernelPath]:
+    """The path of each of a role's ops on a device, by name."""
+    paths = dispatch.kernel_paths(device)
+    return {op: paths[op] for op in OPS[role]}
+
+
+class KernelCalls:
+    """`kvferry_<role>_kernel_calls_total{op,path}`: every op with the path it takes now, and any it took.
+
+    A count of zero says which path a call would take. One process's count: two services in one process share
+    it.
+    """
+
+    def __init__(self, role: Role, device: torch.device) -> None:
+        self._role: Role = role
+        self._device = device
+
+    def register(self, registry: CollectorRegistry) -> None:
+        registry.register(self)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(
+            f"kvferry_{self._role}_kernel_calls", "Kernel calls by the path they took", labels=("op", "path")
+        )
+        counts = dispatch.calls()
+        for op, path in self._pairs(counts):
+            family.add_metric((op, path), counts.get((op, path), 0))
+        yield family
+
+    def _pairs(self, taken: Iterable[tuple[str, KernelPath]]) -> list[tuple[str, KernelPath]]:
+        planned = set(kernel_paths(self._role, self._device).items())
+        return sorted(planned | {(op, path) for op, path in taken if op in OPS[self._role]})

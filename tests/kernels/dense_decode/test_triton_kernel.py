@@ -1,0 +1,128 @@
+"""The Triton kernel in the interpreter against the reference: shapes, raggedness, pages, poison."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvferry.kernels.dense_decode import dense_decode, triton_kernel
+from kvferry.kernels.dense_decode.reference import dense_decode as reference
+from kvferry.kernels.split_workspace import split_workspace
+
+# float16 inputs are exact in the reference too: what is left is the rounding of probabilities and of the
+# output. The interpreter cuts bfloat16 off instead of rounding it.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    return float((result.float() - expected).norm() / expected.norm())
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(
+    ("dtype", "num_kv_heads", "group_size", "length", "head_dim"),
+    [
+        (torch.float32, 2, 4, 600, 64),
+        (torch.float16, 1, 16, 257, 128),
+        (torch.bfloat16, 1, 3, 520, 96),
+        (torch.float16, 3, 1, 1, 64),
+        (torch.bfloat16, 1, 8, 33, 256),
+        (torch.float32, 1, 2, 7, 16),
+    ],
+)
+def test_attention_equals_the_reference(
+    dtype: torch.dtype, num_kv_heads: int, group_size: int, length: int, head_dim: int
+) -> None:
+    generator = torch.Generator().manual_seed(length)
+    queries = torch.randn(num_kv_heads, group_size, head_dim, generator=generator).to(dtype)
+    # a slice of a longer cache, whose unused rows are poison
+    keys, values = torch.randn(2, num_kv_heads, length + 3, head_dim, generator=generator).to(dtype)
+    keys[:, length:] = values[:, length:] = torch.nan
+    keys, values = keys[:, :length], values[:, :length]
+    result = dense_decode(queries, keys, values, scaling=head_dim**-0.5)
+    assert result.dtype == dtype
+    expected = reference(queries, keys, values, scaling=head_dim**-0.5)
+    assert relative_error(result, expected) < TOLERANCE[dtype]
+
+
+def test_a_batch_of_ragged_sequences_in_one_arena_is_one_launch() -> None:
+    num_kv_heads, group_size, head_dim, lengths = 2, 3, 64, (700, 0, 1, 256)
+    generator = torch.Generator().manual_seed(0)
+    arena = torch.full((2 * num_kv_heads * 1000 * head_dim,), torch.nan)
+    heads, expected, offset = [], [], 0
+    queries = torch.randn(len(lengths), num_kv_heads, group_size, head_dim, generator=generator)
+    for sequence, length in enumerate(lengths):
+        for h in range(num_kv_heads):
+            keys, values = torch.randn(2, length, head_dim, generator=generator)
+            place = offset + (length + 1) * head_dim
+            arena[offset : offset + length * head_dim] = keys.flatten()
+            arena[place : place + length * head_dim] = values.flatten()
+            heads.append((offset, place, length))
+            offset = place + (length + 1) * head_dim
+            one = queries[sequence, h][None]
+            expected.append(
+                reference(one, keys[None], values[None], scaling=0.125)[0]
+                if length
+                else torch.zeros_like(one[0])
+            )
+    output = torch.full_like(queries, torch.nan)
+    workspace = split_workspace(
+        num_heads=8, num_slots=24, group_size=group_size, head_dim=head_dim, device=arena.device
+    )
+    workspace.partial.fill_(torch.nan)
+    workspace.lse.fill_(torch.nan)
+    triton_kernel.dense_decode_batch(
+        queries,
+        arena,
+        arena,
+        torch.tensor(heads),
+        row_stride=head_dim,
+        scaling=0.125,
+        workspace=workspace,
+        num_splits=3,
+        output=output,
+    )
+    torch.testing.assert_close(output, torch.stack(expected).view_as(output), rtol=1e-5, atol=1e-6)
+    assert not workspace.counters.any()
+
+
+def test_rows_may_lie_in_pages_anywhere_in_the_arena() -> None:
+    num_kv_heads, group_size, head_dim, page_rows, lengths = 2, 2, 32, 32, (70, 33)
+    generator = torch.Generator().manual_seed(1)
+    page_elements = num_kv_heads * 2 * page_rows * head_dim
+    arena = torch.full((8, num_kv_heads, 2, page_rows, head_dim), torch.nan)
+    table = torch.tensor([[5, 0, 3], [7, 2, 6]])
+    keys, values = torch.randn(2, 2, num_kv_heads, 96, head_dim, generator=generator)
+    for sequence, length in enumerate(lengths):
+        for row in range(length):
+            page = arena[table[sequence, row // page_rows]]
+            page[:, 0, row % page_rows] = keys[sequence, :, row]
+            page[:, 1, row % page_rows] = values[sequence, :, row]
+    heads = [
+        (2 * h * page_rows * head_dim, (2 * h + 1) * page_rows * head_dim, length)
+        for length in lengths
+        for h in range(num_kv_heads)
+    ]
+    queries = torch.randn(2, num_kv_heads, group_size, head_dim, generator=generator)
+    output = torch.full_like(queries, torch.nan)
+    triton_kernel.dense_decode_batch(
+        queries,
+        arena.view(-1),
+        arena.view(-1),
+        torch.tensor(heads),
+        row_stride=head_dim,
+        scaling=0.2,
+        workspace=split_workspace(
+            num_heads=4, num_slots=8, group_size=group_size, head_dim=head_dim, device=arena.device
+        ),
+        num_splits=2,
+        output=output,
+        page_table=table * page_elements,
+        page_rows=page_rows,
+    )
+    for sequence, length in enumerate(lengths):
+        expected = reference(
+            queries[sequence], keys[sequence, :, :length], values[sequence, :, :length], scaling=0.2
+        )
+        torch.testing.assert_close(output[sequence], expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,62 @@
+"""The Triton kernels in the interpreter: the same bytes as the torch path, and the same refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvferry.kernels import dispatch
+from kvferry.kernels.packed import PackedLayer, pack_layer
+
+CPU = torch.device("cpu")
+
+
+def pack_by(
+    mode: dispatch.KernelMode, keys: Tensor, values: Tensor, bits: tuple[Tensor, Tensor]
+) -> PackedLayer:
+    dispatch.configure(mode, CPU)
+    try:
+        return pack_layer(keys, values, *bits)
+    finally:
+        dispatch.configure("auto", CPU)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_kv_heads", "num_tokens", "head_dim", "widths"),
+    [
+        (torch.float32, 2, 300, 64, (0, 2, 4, 8, 16)),
+        (torch.float16, 1, 140, 96, (2, 4)),
+        (torch.bfloat16, 3, 9, 16, (0, 0, 8, 16)),
+        (torch.float32, 1, 1, 32, (4,)),
+        (torch.float32, 2, 5, 16, (0,)),
+    ],
+)
+def test_bytes_equal_those_of_the_torch_path(
+    dtype: torch.dtype, num_kv_heads: int, num_tokens: int, head_dim: int, widths: tuple[int, ...]
+) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    keys, values = torch.randn(2, num_kv_heads, num_tokens, head_dim, generator=generator).to(dtype)
+    # a channel and a row without a range, and quotients half way between two codes
+    keys[:, :, 0] = values[:, 0] = 1.5
+    keys[:, :, 1] = torch.arange(num_tokens) % 7 / 2
+    choices = torch.tensor(widths, dtype=torch.uint8)
+    bits = tuple(
+        choices[torch.randint(len(widths), (num_kv_heads, count), generator=generator)]
+        for count in (head_dim, num_tokens)
+    )
+    assert len(bits) == 2
+    ours, theirs = (pack_by(mode, keys, values, bits) for mode in ("triton", "torch"))
+    assert ours.layout == theirs.layout
+    assert torch.equal(ours.buffer, theirs.buffer)
+
+
+@pytest.mark.parametrize(("width", "bad"), [(4, torch.nan), (16, 1e6)])
+@pytest.mark.parametrize("which", ["keys", "values"])
+def test_values_that_cannot_be_kept_are_refused(width: int, bad: float, which: str) -> None:
+    rows = {name: torch.randn(1, 3, 16) for name in ("keys", "values")}
+    rows[which][0, 1, 2] = bad
+    bits = tuple(torch.full((1, count), width, dtype=torch.uint8) for count in (16, 3))
+    assert len(bits) == 2
+    with pytest.raises(ValueError, match="finite"):
+        pack_by("triton", rows["keys"], rows["values"], bits)
