@@ -69,3 +69,6 @@ class WorkerSettings(PlanSettings):
     metrics_listen: str = Field(
         "127.0.0.1:0", description="host:port of the metrics (HTTP) server; port 0 picks a free one"
     )
+    shutdown_timeout_s: float = Field(
+        10.0, ge=0, description="requests under way at shutdown may take so long"
+    )

@@ -63,6 +63,7 @@ class RouterMetrics(_Families):
         )
         self.generation_tokens = self._counter("generation_tokens", "Tokens delivered", "model", "method")
         self.recoveries = self._counter("recoveries", "Turns resumed after losing a worker", "role")
+        self.ready = self._gauge("ready", "1 while /ready says that work goes through, else 0")
 
 
 class PrefillMetrics(_Families):

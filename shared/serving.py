@@ -97,16 +97,19 @@ class MetricsServer(Protocol):
         ...
 
 
-def serve_metrics(registry: CollectorRegistry, listen: str) -> MetricsServer:
-    """Serve `/metrics` of a registry and `/health` from a thread.
+def serve_metrics(
+    registry: CollectorRegistry, listen: str, *, is_ready: Callable[[], bool] | None = None
+) -> MetricsServer:
+    """Serve `/metrics` of a registry, `/health` and `/ready` from a thread.
 
     Args:
         listen: host:port; port 0 picks a free one.
+        is_ready: asked by `/ready`, which answers 200 or 503; called from the server's thread. None: 404.
     Raises: ConfigurationError for a malformed address or one that cannot be bound.
     """
     host, port = parse_address("metrics_listen", listen)
     try:
-        return _MetricsThread(registry, host, port)
+        return _MetricsThread(registry, host, port, is_ready)
     except OSError as error:
         raise ConfigurationError(f"metrics_listen is {listen!r}; it cannot be bound: {error}") from error
 
@@ -114,8 +117,11 @@ def serve_metrics(registry: CollectorRegistry, listen: str) -> MetricsServer:
 class _MetricsThread:
     """An HTTP server and its thread; one short-lived thread a request."""
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
-        handler = type("Handler", (_MetricsHandler,), {"registry": registry})
+    def __init__(
+        self, registry: CollectorRegistry, host: str, port: int, is_ready: Callable[[], bool] | None
+    ) -> None:
+        bound = {"registry": registry, "is_ready": staticmethod(is_ready) if is_ready else None}
+        handler = type("Handler", (_MetricsHandler,), bound)
         server = _HttpServerV6 if ":" in host else _HttpServer
         self._server = server((host, port), handler)
         self._thread = threading.Thread(
@@ -151,6 +157,7 @@ class _HttpServerV6(_HttpServer):
 
 class _MetricsHandler(BaseHTTPRequestHandler):
     registry: CollectorRegistry
+    is_ready: Callable[[], bool] | None
     timeout = _REQUEST_TIMEOUT_S
 
     def do_GET(self) -> None:
@@ -160,8 +167,15 @@ class _MetricsHandler(BaseHTTPRequestHandler):
             self._reply(200, content_type, encode(self.registry))
         elif path == "/health":
             self._reply(200, "application/json", b'{"status": "ok"}')
+        elif path == "/ready" and self.is_ready is not None:
+            if self.is_ready():
+                self._reply(200, "application/json", b'{"status": "ready"}')
+            else:
+                self._reply(503, "application/json", b'{"status": "not ready"}')
         else:
-            self._reply(404, "text/plain; charset=utf-8", b"paths: /metrics, /health\n")
+            self._reply(
+                404, "text/plain; charset=utf-8", b"paths: /metrics, /health, and /ready of workers\n"
+            )
 
     def _reply(self, status: int, content_type: str, body: bytes) -> None:
         self.send_response(status)

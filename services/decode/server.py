@@ -29,7 +29,6 @@ from kvferry.shared.wire.interfaces import BlockSender, BlockServer, BlockSink
 from kvferry.shared.wire.zmq import ZmqBlockSender, ZmqBlockServer
 
 _log = structlog.get_logger(__name__)
-_GRACE_S = 2.0
 _CLOSE_TIMEOUT_S = 30.0
 
 
@@ -115,10 +114,10 @@ async def _start(config: DecodeConfig, stack: AsyncExitStack) -> dict[str, str]:
     )
     stack.push_async_callback(lambda: close_within(_CLOSE_TIMEOUT_S, "decode service", service.close()))
     await service.start()
-    metrics_server = serve_metrics(service.registry, config.metrics_listen)
+    metrics_server = serve_metrics(service.registry, config.metrics_listen, is_ready=lambda: service.is_ready)
     stack.callback(metrics_server.close)
     control = await serve_control(listen=config.listen, decode=service)
-    stack.push_async_callback(lambda: control.close(_GRACE_S))
+    stack.push_async_callback(lambda: control.close(config.shutdown_timeout_s))
     return {
         "service": "decode",
         "address": control.address,

@@ -136,6 +136,11 @@ class DecodeService:
         assert self._server is not None, "the service is not started"
         return self._server.endpoint
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine has come round lately. Any thread may ask."""
+        return not self._closed and self._engine.healthy(self._config.heartbeat_timeout_s)
+
     async def start(self) -> None:
         """Listen for blocks; start the engine and the sweep of expired leases."""
         self._server = self._server_factory(self._receiver)
@@ -191,7 +196,7 @@ class DecodeService:
             role="decode",
             instance_id=self._instance_id,
             protocol_version=PROTOCOL_VERSION,
-            ready=not self._closed and self._engine.healthy(self._config.heartbeat_timeout_s),
+            ready=self.is_ready,
             running=running,
             waiting=max(len(self._reservations.all()) - running, 0) + self._scheduler.num_waiting,
             free_bytes=self._arena.free_bytes,

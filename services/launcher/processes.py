@@ -71,7 +71,6 @@ class ProcessStack:
             prefill_workers=workers[0]["address"],
             decode_workers=workers[1]["address"],
             worker_metrics=",".join(worker["metrics"] for worker in workers),
-            shutdown_timeout_s=str(self._config.shutdown_timeout_s),
         )
         self._processes["router"].pin(listen=self._processes["router"].addresses["address"])
         self._supervisors = [
@@ -95,7 +94,12 @@ class ProcessStack:
         given = {field: str(getattr(config, field)) for field in fields}
         self._processes[role] = ServiceProcess(
             role,
-            settings={**given, "log_level": config.log_level, **chosen},
+            settings={
+                **given,
+                "log_level": config.log_level,
+                "shutdown_timeout_s": str(config.shutdown_timeout_s),
+                **chosen,
+            },
             environment=dict(os.environ),
             ready_file=Path(self._folder.name) / f"{role}.ready",
             restart_backoff_s=config.restart_backoff_s,

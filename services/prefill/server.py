@@ -30,7 +30,6 @@ from kvferry.shared.wire.zmq import ZmqBlockSender, ZmqBlockServer
 
 log = structlog.get_logger(__name__)
 
-_GRACE_S = 2.0
 _CLOSE_TIMEOUT_S = 30.0
 
 
@@ -92,8 +91,6 @@ async def _start(config: PrefillConfig, stack: AsyncExitStack) -> dict[str, str]
     choose_kernels(config.kernels, model.device)
     metrics = PrefillMetrics()
     KernelCalls("prefill", model.device).register(metrics.registry)
-    metrics_server = serve_metrics(metrics.registry, config.metrics_listen)
-    stack.callback(metrics_server.close)
 
     def block_server(sink: BlockSink) -> BlockServer:
         return ZmqBlockServer(config.block_listen, sink, advertise=config.block_advertise)
@@ -102,8 +99,10 @@ async def _start(config: PrefillConfig, stack: AsyncExitStack) -> dict[str, str]
     service = build_service(config, model=model, sender=sender, server_factory=block_server, metrics=metrics)
     stack.push_async_callback(lambda: close_within(_CLOSE_TIMEOUT_S, "prefill service", service.close()))
     await service.start()
+    metrics_server = serve_metrics(metrics.registry, config.metrics_listen, is_ready=lambda: service.is_ready)
+    stack.callback(metrics_server.close)
     control = await serve_control(listen=config.listen, prefill=service)
-    stack.push_async_callback(lambda: control.close(_GRACE_S))
+    stack.push_async_callback(lambda: control.close(config.shutdown_timeout_s))
     return {
         "service": "prefill",
         "address": control.address,

@@ -107,6 +107,11 @@ class PrefillService:
         assert self._server is not None, "the service is not started"
         return self._server.endpoint
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a layer or a probe was finished lately. Any thread may ask."""
+        return self._engine.ready
+
     async def start(self) -> None:
         """Listen for returned history, start the engine and the sweeping of expired turns."""
         self._server = self._server_factory(self._receiver)
@@ -216,7 +221,7 @@ class PrefillService:
             role="prefill",
             instance_id=self._instance_id,
             protocol_version=PROTOCOL_VERSION,
-            ready=self._engine.ready,
+            ready=self.is_ready,
             running=max(0, len(self._jobs) - waiting),
             waiting=waiting,
             free_bytes=max(0, self._store.max_bytes - self._store.size_bytes),

@@ -69,6 +69,7 @@ def create_app(
         probe_interval_s=config.probe_interval_s,
         window_s=config.readiness_window_s,
     )
+    metrics.ready.set_function(lambda: float(readiness.problem() is None))
     completions = CompletionService(
         runner=runner,
         sessions=SessionStore(

@@ -47,6 +47,19 @@ def test_metrics_are_served_from_the_registry_given() -> None:
         server.close()
 
 
+def test_ready_answers_what_the_service_says_now_and_is_absent_where_none_can() -> None:
+    answers = iter((True, False))
+    server = serve_metrics(CollectorRegistry(), "127.0.0.1:0", is_ready=lambda: next(answers))
+    silent = serve_metrics(CollectorRegistry(), "127.0.0.1:0")
+    try:
+        statuses = [httpx.get(f"http://{server.address}/ready", timeout=30).status_code for _ in range(2)]
+        assert statuses == [200, 503]
+        assert httpx.get(f"http://{silent.address}/ready", timeout=30).status_code == 404
+    finally:
+        server.close()
+        silent.close()
+
+
 def test_two_services_in_one_process_do_not_share_families() -> None:
     decode = serve_metrics(DecodeMetrics().registry, "127.0.0.1:0")
     prefill = serve_metrics(PrefillMetrics().registry, "127.0.0.1:0")

@@ -125,7 +125,7 @@ async def test_ready_once_a_probe_went_through_and_probes_count_nowhere(stack: A
         for sample in family.samples
         if sample.value and not sample.name.endswith("_created")
     }
-    assert moved <= {"kvferry_request_failure_total"}
+    assert {"kvferry_ready"} <= moved <= {"kvferry_ready", "kvferry_request_failure_total"}
 
 
 async def test_not_ready_while_either_pool_has_no_ready_worker(stack: Any) -> None:
@@ -134,6 +134,7 @@ async def test_not_ready_while_either_pool_has_no_ready_worker(stack: Any) -> No
         async with asyncio.timeout(5.0):
             while (await stack.http.get("/ready")).status_code != 503:
                 await asyncio.sleep(0.01)
+        assert stack.metric("ready") == 0
         worker.ready = True
         async with asyncio.timeout(5.0):
             while (await stack.http.get("/ready")).status_code != 200:

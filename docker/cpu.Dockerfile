@@ -1,0 +1,42 @@
+# kvferry's services on CPU; build context: the repository's root.
+
+FROM python:3.11.13-slim-bookworm AS build
+# PyPI's torch brings CUDA; PyTorch's own index has the CPU build. Empty: only pip's own configuration.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_INPUT=1
+WORKDIR /src
+COPY pyproject.toml constraints.txt docker/requirements.py ./
+RUN python -m venv /opt/kvferry \
+    && python requirements.py > requirements.txt \
+    && /opt/kvferry/bin/pip install --quiet -c constraints.txt \
+        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r requirements.txt
+COPY README.md LICENSE ./
+COPY kernels kernels
+COPY models models
+COPY proto proto
+COPY services services
+COPY shared shared
+RUN /opt/kvferry/bin/pip install --quiet --no-deps --no-build-isolation . \
+    && /opt/kvferry/bin/pip uninstall --quiet --yes pip
+
+FROM python:3.11.13-slim-bookworm
+LABEL org.opencontainers.image.title="kvferry" \
+      org.opencontainers.image.description="Router, prefill and decode services, CPU" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# /models is the cache of downloaded models. The folders exist so that volumes mounted there belong to the user.
+RUN useradd --uid 10001 --user-group --no-create-home --home-dir /models kvferry \
+    && install -d -o kvferry -g kvferry /models /run/kvferry /run/kvferry/places /run/kvferry/worker \
+        /run/kvferry/redis /run/kvferry/monitoring
+COPY --from=build /opt/kvferry /opt/kvferry
+COPY docker/entrypoint.sh /usr/local/bin/container-entrypoint
+COPY docker/first-start.sh docker/healthcheck.py docker/sbom.py /usr/local/lib/kvferry/
+# HOME: libraries write caches below it, and the root file system is read-only.
+ENV PATH=/opt/kvferry/bin:$PATH PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/models
+RUN python /usr/local/lib/kvferry/sbom.py > /usr/local/lib/kvferry/sbom.cdx.json
+USER 10001:10001
+VOLUME /models
+HEALTHCHECK --interval=10s --timeout=10s --start-period=300s --retries=3 \
+    CMD ["python", "-I", "/usr/local/lib/kvferry/healthcheck.py"]
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["container-entrypoint"]
+CMD ["router"]

@@ -1,0 +1,55 @@
+# kvferry's services on NVIDIA GPUs; build context: the repository's root.
+
+# The smallest CUDA base: torch's wheels bring the libraries (cuBLAS, cuDNN, NCCL) of larger ones.
+FROM nvidia/cuda:12.8.1-base-ubuntu24.04 AS runtime
+# Triton compiles a launcher for each kernel when it is first used, so a C compiler, libc's and Python's headers
+# belong to what runs. The versions are those of the base's release.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends python3 libpython3-dev gcc libc6-dev ca-certificates openssl \
+    && rm -rf /var/lib/apt/lists/*
+
+FROM runtime AS build
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends python3-venv && rm -rf /var/lib/apt/lists/*
+# This torch pins the Triton that constraints.txt names.
+ARG TORCH_VERSION=2.11.0
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_INPUT=1
+WORKDIR /src
+COPY pyproject.toml constraints.txt docker/requirements.py ./
+RUN python3 -m venv /opt/kvferry \
+    && python3 requirements.py gpu > requirements.txt \
+    && sed "s/^torch==.*/torch==$TORCH_VERSION/" constraints.txt > constraints-gpu.txt \
+    && /opt/kvferry/bin/pip install --quiet -c constraints-gpu.txt -r requirements.txt
+COPY README.md LICENSE ./
+COPY kernels kernels
+COPY models models
+COPY proto proto
+COPY services services
+COPY shared shared
+RUN /opt/kvferry/bin/pip install --quiet --no-deps --no-build-isolation . \
+    && /opt/kvferry/bin/pip uninstall --quiet --yes pip
+
+FROM runtime
+LABEL org.opencontainers.image.title="kvferry" \
+      org.opencontainers.image.description="Router, prefill and decode services, NVIDIA GPUs" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# /models is the cache of downloaded models. The folders exist so that volumes mounted there belong to the user.
+RUN useradd --uid 10001 --user-group --no-create-home --home-dir /models kvferry \
+    && install -d -o kvferry -g kvferry /models /run/kvferry /run/kvferry/places /run/kvferry/worker \
+        /run/kvferry/redis /run/kvferry/monitoring
+COPY --from=build /opt/kvferry /opt/kvferry
+COPY docker/entrypoint.sh /usr/local/bin/container-entrypoint
+COPY docker/first-start.sh docker/healthcheck.py docker/sbom.py /usr/local/lib/kvferry/
+# HOME: libraries write caches below it, and the root file system is read-only. Triton keeps what it compiled
+# beside the models, so that a restart need not compile again.
+ENV PATH=/opt/kvferry/bin:$PATH PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/models \
+    TRITON_CACHE_DIR=/models/triton
+RUN python /usr/local/lib/kvferry/sbom.py > /usr/local/lib/kvferry/sbom.cdx.json
+USER 10001:10001
+VOLUME /models
+HEALTHCHECK --interval=10s --timeout=10s --start-period=600s --retries=3 \
+    CMD ["python", "-I", "/usr/local/lib/kvferry/healthcheck.py"]
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["container-entrypoint"]
+CMD ["router"]
