@@ -165,13 +165,16 @@ class AsyncRedisLink:
         self._breaker.enter()
         give_up_s = time.monotonic() + self._options.timeout_s
         pauses = self._options.pauses()
+        cancelled = _Cancellation()
         while True:
             try:
                 if self._client is None:
                     self._client, self._sentinels = _connect_async(self._options)
                 async with asyncio.timeout(self._options.timeout_s):
                     result = await operation(self._client)
+                cancelled.check()
             except (RedisError, OSError) as error:
+                cancelled.check()
                 failure = _failure(error)
                 pause_s = next(pauses, None) if failure.retryable_here else None
                 if pause_s is None or time.monotonic() + pause_s > give_up_s:
@@ -188,6 +191,19 @@ class AsyncRedisLink:
         for client in clients:
             if client is not None:
                 await client.aclose()
+
+
+class _Cancellation:
+    """Raises the current task's cancellation where a library has swallowed it: the client does, where one
+    comes at the moment of an answer."""
+
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self._requests = self._task.cancelling() if self._task is not None else 0
+
+    def check(self) -> None:
+        if self._task is not None and self._task.cancelling() > self._requests:
+            raise asyncio.CancelledError
 
 
 @dataclass(frozen=True, kw_only=True)

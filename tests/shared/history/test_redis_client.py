@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import subprocess
 import time
@@ -218,3 +219,22 @@ def test_urls_name_all_hosts_and_options() -> None:
     assert address.sentinel_credentials == {"username": "s", "password": "t"}
     assert "p/q" not in repr(address)
     assert parse_redis_url("unix://u:p@/run/redis.sock?db=2").path == "/run/redis.sock"
+
+
+async def test_a_cancellation_that_the_client_swallows_is_raised() -> None:
+    link = AsyncRedisLink(RedisOptions(url="redis://127.0.0.1:1/0", timeout_s=WAIT_S))
+    begun = asyncio.Event()
+
+    async def swallows(_: Any) -> int:
+        begun.set()
+        try:
+            await asyncio.sleep(WAIT_S)
+        except asyncio.CancelledError:
+            return 1
+        return 0
+
+    call = asyncio.create_task(link.call(swallows))
+    await begun.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
