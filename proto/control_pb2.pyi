@@ -38,6 +38,25 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _ReuseSource:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReuseSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReuseSource.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REUSE_SOURCE_UNSPECIFIED: _ReuseSource.ValueType  # 0
+    REUSE_SOURCE_SESSION: _ReuseSource.ValueType  # 1
+    REUSE_SOURCE_DOCUMENT: _ReuseSource.ValueType  # 2
+    REUSE_SOURCE_PREFIX: _ReuseSource.ValueType  # 3
+
+class ReuseSource(_ReuseSource, metaclass=_ReuseSourceEnumTypeWrapper): ...
+
+REUSE_SOURCE_UNSPECIFIED: ReuseSource.ValueType  # 0
+REUSE_SOURCE_SESSION: ReuseSource.ValueType  # 1
+REUSE_SOURCE_DOCUMENT: ReuseSource.ValueType  # 2
+REUSE_SOURCE_PREFIX: ReuseSource.ValueType  # 3
+Global___ReuseSource: _TypeAlias = ReuseSource  # noqa: Y015
+
 class _Role:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -599,6 +618,7 @@ class PrefillRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
+    DOCUMENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model_fingerprint: _builtins.str
     probe: _builtins.bool
@@ -612,6 +632,8 @@ class PrefillRequest(_message.Message):
     def ticket(self) -> Global___Ticket: ...
     @_builtins.property
     def session(self) -> Global___SessionKey: ...
+    @_builtins.property
+    def document(self) -> Global___SessionKey: ...
     def __init__(
         self,
         *,
@@ -623,13 +645,19 @@ class PrefillRequest(_message.Message):
         ticket: Global___Ticket | None = ...,
         session: Global___SessionKey | None = ...,
         probe: _builtins.bool = ...,
+        document: Global___SessionKey | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "plan", b"plan", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_session", b"_session", "document", b"document", "plan", b"plan", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "model_fingerprint", b"model_fingerprint", "plan", b"plan", "probe", b"probe", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_session", b"_session", "document", b"document", "model_fingerprint", b"model_fingerprint", "plan", b"plan", "probe", b"probe", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__document: _TypeAlias = _typing.Literal["document"]  # noqa: Y015
+    _WhichOneofArgType__document: _TypeAlias = _typing.Literal["_document", b"_document"]  # noqa: Y015
     _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
     _WhichOneofArgType__session: _TypeAlias = _typing.Literal["_session", b"_session"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__document) -> _WhichOneofReturnType__document | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__session) -> _WhichOneofReturnType__session | None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
@@ -645,12 +673,14 @@ class FirstToken(_message.Message):
     PREFILL_S_FIELD_NUMBER: _builtins.int
     COMPRESS_S_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
+    REUSE_SOURCE_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     reused_tokens: _builtins.int
     full_bytes: _builtins.int
     prefill_s: _builtins.float
     compress_s: _builtins.float
     queue_s: _builtins.float
+    reuse_source: Global___ReuseSource.ValueType
     @_builtins.property
     def token(self) -> Global___SampledToken: ...
     def __init__(
@@ -663,10 +693,11 @@ class FirstToken(_message.Message):
         prefill_s: _builtins.float = ...,
         compress_s: _builtins.float = ...,
         queue_s: _builtins.float = ...,
+        reuse_source: Global___ReuseSource.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compress_s", b"compress_s", "full_bytes", b"full_bytes", "method", b"method", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "reused_tokens", b"reused_tokens", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compress_s", b"compress_s", "full_bytes", b"full_bytes", "method", b"method", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "reuse_source", b"reuse_source", "reused_tokens", b"reused_tokens", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

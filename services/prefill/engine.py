@@ -21,6 +21,7 @@ from kvferry.services.prefill.queue import FairQueue
 from kvferry.services.prefill.receiver import HistoryReceiver
 from kvferry.shared.cache.layout import TORCH_DTYPES
 from kvferry.shared.compression.attention import state_sizes
+from kvferry.shared.compression.observation import num_observed_queries
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.compression.representation import packed_limits
 from kvferry.shared.control.messages import FirstToken
@@ -224,6 +225,7 @@ class PrefillEngine:
             prefill_s=self._clock() - begin_s,
             compress_s=layers.times.compress_s,
             queue_s=queue_s,
+            reuse_source=job.turn.reuse_source if job.turn is not None else "session",
         )
         self._observe(job, first, layers.times)
         return first
@@ -233,7 +235,12 @@ class PrefillEngine:
         request = job.request
         if request.session is not None:
             job.turn = self._store.begin(
-                request.session, request.request_id, request.prompt_token_ids, method=job.resolved.method
+                request.session,
+                request.request_id,
+                request.prompt_token_ids,
+                method=job.resolved.method,
+                document=request.document,
+                num_observed=num_observed_queries(job.resolved),
             )
             self._receiver.expect(
                 request.request_id,

@@ -126,6 +126,7 @@ class Attempt:
                 sampling=request.sampling,
                 ticket=ticket,
                 session=request.session,
+                document=request.document,
                 probe=request.probe,
             ),
             timeout_s=self._remaining_s(),
@@ -152,6 +153,7 @@ class Attempt:
         if not stats.method:
             stats.method = event.method
             stats.reused_tokens = event.reused_tokens
+            stats.reuse_source = event.reuse_source
             stats.full_bytes = event.full_bytes
         stats.prefill_s += event.prefill_s
         stats.queue_s += event.queue_s

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvferry.services.router.placement import Role
 from kvferry.shared.compression.plan import CompressionPlan
-from kvferry.shared.control.messages import FinishReason, SessionKey
+from kvferry.shared.control.messages import FinishReason, ReuseSource, SessionKey
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 
@@ -22,6 +22,7 @@ class TurnRequest:
     Attributes:
         request_id: the client's; every attempt derives an id of its own for the workers.
         session: whose history is looked up and kept; None keeps none.
+        document: whose history the session may begin with.
         prefer_prefill: addresses that may hold the session's history, best first.
         deadline_s: when the whole turn must have ended, on the event loop's clock.
     """
@@ -33,6 +34,7 @@ class TurnRequest:
     sampling: SamplingParams
     deadline_s: float
     session: SessionKey | None = None
+    document: SessionKey | None = None
     prefer_prefill: tuple[str, ...] = ()
     probe: bool = False
 
@@ -43,7 +45,7 @@ class TurnStats:
 
     Attributes:
         token_ids: the completion so far.
-        method, reused_tokens, full_bytes: of the first prefill, whose prompt is the client's.
+        method, reused_tokens, reuse_source, full_bytes: of the first prefill, whose prompt is the client's.
         shipped_bytes: everything that crossed the wire.
         cache_bytes: decode's memory for the sequence at its end.
         history_tokens: generated tokens whose KV came home.
@@ -53,6 +55,7 @@ class TurnStats:
     token_ids: list[int] = field(default_factory=list)
     method: str = ""
     reused_tokens: int = 0
+    reuse_source: ReuseSource = "session"
     full_bytes: int = 0
     shipped_bytes: int = 0
     cache_bytes: int = 0

@@ -25,6 +25,7 @@ from kvferry.shared.control.messages import (
     HistoryReturned,
     PrefillEvent,
     PrefillRequest,
+    ReuseSource,
     SessionKey,
     Ticket,
     TicketIssued,
@@ -48,6 +49,11 @@ _MAX_SIGNED = 2**63 - 1
 _FINISH_REASONS: dict[FinishReason, pb.FinishReason.ValueType] = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
+}
+_REUSE_SOURCES: dict[ReuseSource, pb.ReuseSource.ValueType] = {
+    "session": pb.REUSE_SOURCE_SESSION,
+    "document": pb.REUSE_SOURCE_DOCUMENT,
+    "prefix": pb.REUSE_SOURCE_PREFIX,
 }
 _ROLES: dict[Literal["prefill", "decode"], pb.Role.ValueType] = {
     "prefill": pb.ROLE_PREFILL,
@@ -332,6 +338,7 @@ def _write_prefill_request(request: PrefillRequest) -> pb.PrefillRequest:
         sampling=_write_sampling(request.sampling),
         ticket=_write_ticket(request.ticket),
         session=None if request.session is None else _write_session(request.session),
+        document=None if request.document is None else _write_session(request.document),
         probe=request.probe,
     )
 
@@ -346,6 +353,7 @@ def _read_prefill_request(message: pb.PrefillRequest) -> PrefillRequest:
         sampling=_read_sampling(message.sampling),
         ticket=_read_ticket(message.ticket),
         session=_read_session(message.session) if message.HasField("session") else None,
+        document=_read_session(message.document) if message.HasField("document") else None,
         probe=message.probe,
     )
 
@@ -362,6 +370,7 @@ def _write_prefill_event(event: PrefillEvent) -> pb.PrefillEvent:
         prefill_s=event.prefill_s,
         compress_s=event.compress_s,
         queue_s=event.queue_s,
+        reuse_source=_REUSE_SOURCES[event.reuse_source],
     )
     return pb.PrefillEvent(first_token=first)
 
@@ -380,6 +389,7 @@ def _read_prefill_event(message: pb.PrefillEvent) -> PrefillEvent:
         prefill_s=first.prefill_s,
         compress_s=first.compress_s,
         queue_s=first.queue_s,
+        reuse_source=_read_choice(first.reuse_source, _REUSE_SOURCES, "reuse_source"),
     )
 
 

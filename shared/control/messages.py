@@ -14,6 +14,8 @@ from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 
 FinishReason = Literal["stop", "length"]
+ReuseSource = Literal["session", "document", "prefix"]
+"""Whose KV a turn continues from: its session's, the document's it names, another session's of its key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +134,7 @@ class PrefillRequest:
 
     Attributes:
         session: where history is looked up and staged; None keeps none.
+        document: whose history the session may begin with; of the same owner.
     """
 
     request_id: str
@@ -142,6 +145,7 @@ class PrefillRequest:
     ticket: Ticket
     session: SessionKey | None = None
     probe: bool = False
+    document: SessionKey | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +155,7 @@ class FirstToken:
     Attributes:
         method: the method in effect ("full" where the budget covers the prompt).
         reused_tokens: prompt tokens whose KV came from history.
+        reuse_source: whose history that was.
         full_bytes: what full KV of the whole prompt would be.
         prefill_s: the forward pass, compression included.
         compress_s: compression alone.
@@ -164,6 +169,7 @@ class FirstToken:
     prefill_s: float
     compress_s: float
     queue_s: float
+    reuse_source: ReuseSource = "session"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvferry.shared.control.messages import HistoryInfo, SessionKey
+from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,9 @@ class HistoryTurn(Protocol):
         """`reused_tokens` by where their rows come from: "memory", "redis"."""
         ...
 
+    @property
+    def reuse_source(self) -> ReuseSource: ...
+
     def load(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """K and V `[H_kv, reused_tokens, D]` of the base record, or None where nothing is reused.
 
@@ -80,11 +83,26 @@ class HistoryStore(Protocol):
     """All sessions' history at one prefill worker. Thread-safe."""
 
     def begin(
-        self, session: SessionKey, request_id: str, prompt_token_ids: tuple[int, ...], *, method: str = ""
+        self,
+        session: SessionKey,
+        request_id: str,
+        prompt_token_ids: tuple[int, ...],
+        *,
+        method: str = "",
+        document: SessionKey | None = None,
+        num_observed: int | None = None,
     ) -> HistoryTurn:
         """Start a turn: finds the longest common token prefix with the session's record, capped at one
-        token less than the prompt (the last prompt token must be run to give logits). `method`, the turn's
-        compression, goes into the record where one is kept for others."""
+        token less than the prompt (the last prompt token must be run to give logits).
+
+        Args:
+            method: the turn's compression; goes into the record where one is kept for others.
+            document: a record of the same owner that the session may begin with, as if it were an earlier
+                turn of it.
+            num_observed: at least so many of the prompt's last tokens are run if another session's record of
+                the same owner is continued from, so that the turn sees the queries which it would see
+                alone; None never continues from one.
+        """
         ...
 
     def turn(self, request_id: str) -> HistoryTurn | None:

@@ -7,29 +7,22 @@ returned rows are appended; the router's commit publishes. Does not know models,
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import structlog
 from torch import Tensor
 
-from kvferry.shared.control.messages import HistoryInfo, SessionKey
+from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
 from kvferry.shared.errors import HistoryMiss, InvalidRequest, SessionBusy, SessionNotFound
 from kvferry.shared.history.interface import HistoryRecord
 from kvferry.shared.history.precision import LayerKV, RowChunk, RowPrecision, chunk_bytes
+from kvferry.shared.history.prefix import BLOCK_TOKENS, PrefixIndex, common_prefix
 from kvferry.shared.history.segment import Piece, Segment, chunk_rows, first_pieces, piece_chunks
 from kvferry.shared.history.turn import MemoryHistoryTurn, StagedTurn, StoredRecord, TurnState
 
 log = structlog.get_logger(__name__)
-
-
-def common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Length of the longest common prefix."""
-    limit = min(len(a), len(b))
-    if a[:limit] == b[:limit]:
-        return limit
-    return next(i for i in range(limit) if a[i] != b[i])
 
 
 class MemoryHistoryStore:
@@ -40,6 +33,10 @@ class MemoryHistoryStore:
                     ▼                                          ▼
         sessions: key ──► record ──► pieces ──► segments     freed at once
                   (least recently used first)
+
+    A session's prompt that starts with tokens of another session of the same owner continues from that one's
+    KV: whole segments are shared, of a slice the session gets a copy, so that no session keeps rows of
+    another one's alone. Sessions of two owners share nothing.
 
     A byte is counted once: while staged, with its turn; after that, with its segment for as long as a record
     or a turn names it, whole even where only a slice of it is in use. Above `max_bytes` whole sessions go,
@@ -70,6 +67,7 @@ class MemoryHistoryStore:
         self._lock = threading.RLock()
         self._sessions: OrderedDict[SessionKey, StoredRecord] = OrderedDict()
         self._turns: dict[str, StagedTurn] = {}
+        self._prefixes: PrefixIndex[SessionKey, StoredRecord] = PrefixIndex()
         self._size_bytes = 0
 
     # ---- the store's side --------------------------------------------------------------------------------
@@ -97,32 +95,40 @@ class MemoryHistoryStore:
         return HistoryRecord(session=session, token_ids=stored.token_ids, version=stored.version)
 
     def begin(
-        self, session: SessionKey, request_id: str, prompt_token_ids: tuple[int, ...], *, method: str = ""
+        self,
+        session: SessionKey,
+        request_id: str,
+        prompt_token_ids: tuple[int, ...],
+        *,
+        method: str = "",
+        document: SessionKey | None = None,
+        num_observed: int | None = None,
     ) -> MemoryHistoryTurn:
         """See `HistoryStore.begin`. A request that begins again gives up its former turn.
 
-        Raises: InvalidRequest: an empty prompt, or another session's turn has this request id.
+        Raises: InvalidRequest: an empty prompt, another session's turn has this request id, or the document
+            is another owner's.
         """
         if not prompt_token_ids:
             raise InvalidRequest("the prompt has 0 tokens; it must have at least 1")
+        if document is not None and document.owner != session.owner:
+            raise InvalidRequest("the document is another owner's")
         with self._lock:
             former = self._turns.get(request_id)
             if former is not None and former.session != session:
                 raise InvalidRequest(f"request id {request_id!r} is in use by another session's turn")
             if former is not None:
                 self.abort_turn(former)
-            base = self._sessions.get(session)
-            reused = 0
-            if base is not None:
-                self._sessions.move_to_end(session)
-                reused = min(common_prefix(base.token_ids, prompt_token_ids), len(prompt_token_ids) - 1)
+            source, record, reused = self._continued_from(session, prompt_token_ids, document, num_observed)
             turn = StagedTurn(
                 session=session,
                 request_id=request_id,
                 prompt_token_ids=prompt_token_ids,
-                base=base,
-                pieces=first_pieces(base.pieces, reused) if base is not None else (),
+                base=self._sessions.get(session),
+                pieces=first_pieces(record.pieces, reused) if record is not None else (),
                 reused_tokens=reused,
+                num_exact_reused=min(reused, record.num_exact_tokens) if record is not None else 0,
+                reuse_source=source,
                 staged=[[] for _ in range(self._num_layers)],
                 deadline_s=self._clock() + self._turn_lease_s,
             )
@@ -144,10 +150,8 @@ class MemoryHistoryStore:
     def drop(self, session: SessionKey) -> HistoryInfo:
         """See `HistoryStore.drop`. Wins over turns under way: their commits raise SessionNotFound."""
         with self._lock:
-            stored = self._sessions.pop(session, None)
-            info = _info(stored)
-            if stored is not None:
-                self._release(stored.pieces)
+            info = _info(self._sessions.get(session))
+            self._forget(session)
             for turn in self._turns.values():
                 if turn.session == session and turn.under_way:
                     self._close(turn, TurnState.DROPPED)
@@ -156,9 +160,7 @@ class MemoryHistoryStore:
     def evict(self, session: SessionKey) -> None:
         """Forget a session's record; unlike `drop`, a turn under way for it goes on, but will not commit."""
         with self._lock:
-            record = self._sessions.pop(session, None)
-            if record is not None:
-                self._release(record.pieces)
+            self._forget(session)
 
     @contextmanager
     def pinned(self, session: SessionKey) -> Iterator[StoredRecord | None]:
@@ -219,6 +221,7 @@ class MemoryHistoryStore:
         """Stage rows as another tier stores them, after those already staged for this layer; they must be on
         memory of their own."""
         with self._lock:
+            turn.adopted = True
             for chunk in chunks:
                 self._stage(turn, layer, chunk)
 
@@ -227,7 +230,8 @@ class MemoryHistoryStore:
         with self._lock:
             self._unstage(turn)
             self._release(turn.pieces)
-            turn.pieces, turn.reused_tokens = (), 0
+            turn.pieces, turn.reused_tokens, turn.num_exact_reused = (), 0, 0
+            turn.adopted = False
 
     def commit_turn(self, turn: StagedTurn, token_ids: tuple[int, ...]) -> HistoryInfo:
         """See `HistoryTurn.commit`. The turn is over afterwards, whatever the outcome.
@@ -238,6 +242,7 @@ class MemoryHistoryStore:
             HistoryMiss: the turn is already over.
             InvalidRequest: `token_ids` contradict the prompt that the staged rows belong to.
         """
+        pieces = self._own_pieces(turn)
         with self._lock:
             if turn.state is TurnState.DROPPED:
                 self.abort_turn(turn)
@@ -252,7 +257,7 @@ class MemoryHistoryStore:
             except (SessionBusy, InvalidRequest):
                 self.abort_turn(turn)
                 raise
-            return self._publish(turn, token_ids)
+            return self._publish(turn, token_ids, pieces)
 
     def abort_turn(self, turn: StagedTurn) -> None:
         """See `HistoryTurn.abort`."""
@@ -262,6 +267,20 @@ class MemoryHistoryStore:
             self._close(turn, TurnState.ABORTED)
             if self._turns.get(turn.request_id) is turn:
                 del self._turns[turn.request_id]
+
+    def _own_pieces(self, turn: StagedTurn) -> tuple[Piece, ...]:
+        """The reused pieces as the session may keep them: of another session's segments, whole ones or a
+        copy. Copies without the lock; the turn's references keep the segments."""
+        with self._lock:
+            pieces = turn.pieces
+        if turn.reuse_source == "session":
+            return pieces
+        return tuple(
+            piece
+            if piece.length == piece.segment.num_tokens
+            else Piece(segment=piece.segment.first(piece.length), length=piece.length)
+            for piece in pieces
+        )
 
     # ---- lock held ---------------------------------------------------------------------------------------
 
@@ -284,30 +303,87 @@ class MemoryHistoryStore:
         if common_prefix(prompt, token_ids) < min(len(prompt), len(token_ids)):
             raise InvalidRequest(f"the turn's token ids differ from request {turn.request_id}'s prompt")
 
-    def _publish(self, turn: StagedTurn, token_ids: tuple[int, ...]) -> HistoryInfo:
+    def _continued_from(
+        self,
+        session: SessionKey,
+        prompt: tuple[int, ...],
+        document: SessionKey | None,
+        num_observed: int | None,
+    ) -> tuple[ReuseSource, StoredRecord | None, int]:
+        """The record that saves the prompt most tokens, and how many; its own unless another saves a block
+        more."""
+        own = self._sessions.get(session)
+        if own is not None:
+            self._sessions.move_to_end(session)
+        source: ReuseSource = "session"
+        record, reused = own, min(common_prefix(own.token_ids, prompt), len(prompt) - 1) if own else 0
+        held = self._sessions.get(document) if document is not None else None
+        if document is not None and held is not None:
+            length = min(common_prefix(held.token_ids, prompt), held.num_exact_tokens, len(prompt) - 1)
+            if length > reused:
+                self._sessions.move_to_end(document)
+                source, record, reused = "document", held, length
+        found = self._prefixes.longest(session.owner, prompt) if num_observed is not None else None
+        if found is not None and num_observed is not None:
+            other, held, length = found
+            length = min(length, len(prompt) - max(1, num_observed))
+            if other != session and length >= reused + BLOCK_TOKENS:
+                self._sessions.move_to_end(other)
+                source, record, reused = "prefix", held, length
+        return source, record, reused
+
+    def _publish(
+        self, turn: StagedTurn, token_ids: tuple[int, ...], reused: tuple[Piece, ...]
+    ) -> HistoryInfo:
         """Swap the session's record: the base prefix, then the staged rows as one segment."""
-        num_tokens = min(len(token_ids), turn.reused_tokens + turn.num_staged_tokens)
-        pieces = first_pieces(turn.pieces, num_tokens)
-        num_staged = num_tokens - sum(piece.length for piece in pieces)
-        if num_staged > 0:
-            segment = Segment(turn.staged, num_staged)
+        reused, num_reused = self._with_room(first_pieces(reused, len(token_ids)))
+        num_tokens = num_reused
+        if num_reused == turn.reused_tokens:
+            num_tokens = min(len(token_ids), num_reused + turn.num_staged_tokens)
+        pieces = reused
+        if num_tokens > num_reused:
+            segment = Segment(turn.staged, num_tokens - num_reused)
             self._size_bytes += segment.size_bytes
-            pieces = (*pieces, Piece(segment=segment, length=num_staged))
+            pieces = (*pieces, Piece(segment=segment, length=num_tokens - num_reused))
         self._retain(pieces)
-        former = self._sessions.pop(turn.session, None)
+        former = self._sessions.get(turn.session)
+        version = former.version + 1 if former is not None else 1
+        self._forget(turn.session)
         record = None
         if num_tokens > 0:
+            exact = turn.num_exact_reused
+            if exact == turn.reused_tokens and not turn.adopted:
+                exact = len(turn.prompt_token_ids)
             record = StoredRecord(
                 token_ids=token_ids[:num_tokens],
-                version=former.version + 1 if former is not None else 1,
+                version=version,
                 pieces=pieces,
+                num_exact_tokens=min(exact, num_tokens),
             )
             self._sessions[turn.session] = record
-        if former is not None:
-            self._release(former.pieces)
+            self._prefixes.add(turn.session.owner, turn.session, record)
         self._close(turn, TurnState.COMMITTED)
         del self._turns[turn.request_id]
         return _info(record)
+
+    def _with_room(self, pieces: tuple[Piece, ...]) -> tuple[tuple[Piece, ...], int]:
+        """Count the pieces that are new copies; where one has no room, it and those after it are left out.
+        Returns the pieces and their tokens."""
+        kept: list[Piece] = []
+        for piece in pieces:
+            if piece.segment.references == 0:
+                if not self._make_room(piece.segment.size_bytes):
+                    break
+                self._size_bytes += piece.segment.size_bytes
+            kept.append(piece)
+        return tuple(kept), sum(piece.length for piece in kept)
+
+    def _forget(self, session: SessionKey) -> None:
+        """Take a session's record out of the store, if it has one."""
+        record = self._sessions.pop(session, None)
+        if record is not None:
+            self._prefixes.remove(session.owner, session, record)
+            self._release(record.pieces)
 
     def _close(self, turn: StagedTurn, state: TurnState) -> None:
         """Let go of everything that the turn holds. Idempotent."""
@@ -335,13 +411,16 @@ class MemoryHistoryStore:
         """Evict sessions without a turn until `num_bytes` fit; evicts none if that cannot help."""
         busy = {turn.session for turn in self._turns.values()}
         idle = [session for session in self._sessions if session not in busy]
-        evictable_bytes = sum(self._sessions[session].size_bytes for session in idle)
+        named = Counter(piece.segment for session in idle for piece in self._sessions[session].pieces)
+        evictable_bytes = sum(
+            segment.size_bytes for segment, count in named.items() if count == segment.references
+        )
         if self._size_bytes - evictable_bytes + num_bytes > self._max_bytes:
             return False
         for session in idle:
             if self._size_bytes + num_bytes <= self._max_bytes:
                 break
-            self._release(self._sessions.pop(session).pieces)
+            self._forget(session)
         return True
 
 

@@ -20,8 +20,9 @@ import structlog
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss, KvferryError, SessionBusy
-from kvferry.shared.history.memory import MemoryHistoryStore, common_prefix
+from kvferry.shared.history.memory import MemoryHistoryStore
 from kvferry.shared.history.precision import RowChunk
+from kvferry.shared.history.prefix import common_prefix
 from kvferry.shared.history.redis_format import RemoteRecord
 from kvferry.shared.history.redis_history import RedisHistory
 from kvferry.shared.history.segment import part_of, piece_chunks

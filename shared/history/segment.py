@@ -54,6 +54,11 @@ class Segment:
         """Views of the first `num_tokens` tokens of a layer."""
         return first_rows(self._layers[layer], num_tokens)
 
+    def first(self, num_tokens: int) -> Segment:
+        """A segment of its own with copies of the first `num_tokens` tokens; nothing is shared."""
+        layers = [[chunk.copy() for chunk in first_rows(chunks, num_tokens)] for chunks in self._layers]
+        return Segment(layers, num_tokens)
+
     @staticmethod
     def _trimmed(chunks: Sequence[RowChunk], num_tokens: int) -> tuple[RowChunk, ...]:
         whole = {id(chunk) for chunk in chunks}

@@ -12,7 +12,7 @@ turn: `load` raises HistoryMiss, and the prompt runs from its token ids.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Literal
@@ -21,10 +21,11 @@ import structlog
 import torch
 from torch import Tensor
 
-from kvferry.shared.control.messages import HistoryInfo, SessionKey
+from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
 from kvferry.shared.errors import HistoryMiss, StoreUnavailable
-from kvferry.shared.history.memory import MemoryHistoryStore, common_prefix
+from kvferry.shared.history.memory import MemoryHistoryStore
 from kvferry.shared.history.precision import LayerKV, RowChunk
+from kvferry.shared.history.prefix import common_prefix
 from kvferry.shared.history.redis_format import RemoteRecord
 from kvferry.shared.history.redis_history import RedisHistory
 from kvferry.shared.history.replicator import Replicator, WriteRequest
@@ -90,19 +91,32 @@ class TieredHistoryStore:
         return {**self._memory.tier_bytes, "redis": lambda: self._remote.size_bytes}
 
     def begin(
-        self, session: SessionKey, request_id: str, prompt_token_ids: tuple[int, ...], *, method: str = ""
+        self,
+        session: SessionKey,
+        request_id: str,
+        prompt_token_ids: tuple[int, ...],
+        *,
+        method: str = "",
+        document: SessionKey | None = None,
+        num_observed: int | None = None,
     ) -> TieredHistoryTurn:
-        """See `HistoryStore.begin`."""
-        local = self._memory.begin(session, request_id, prompt_token_ids)
+        """See `HistoryStore.begin`. Only memory is searched for other sessions' prefixes; a document is
+        sought in both."""
+        local = self._memory.begin(
+            session, request_id, prompt_token_ids, document=document, num_observed=num_observed
+        )
         asked, record = self._look_up(session)
         if record is None and self._memory.record(session) is None:
             if not asked:
                 self._on_miss("redis_unavailable")
             elif self._replicator.wrote(session):
                 self._on_miss("evicted")
+        sources = [(session, record)]
+        if document is not None and asked and local.reuse_source != "document":
+            sources.append((document, self._look_up(document)[1]))
         turn = TieredHistoryTurn(
-            self, local, record if record and self._remote.serves(record) else None, prompt_token_ids,
-            fence=(record.fence if record else b"") if asked else None, method=method,
+            self, local, [(key, held) for key, held in sources if held and self._remote.serves(held)],
+            prompt_token_ids, fence=(record.fence if record else b"") if asked else None, method=method,
         )  # fmt: skip
         with self._lock:
             self._turns[request_id] = turn
@@ -214,7 +228,7 @@ class TieredHistoryTurn:
         self,
         store: TieredHistoryStore,
         local: MemoryHistoryTurn,
-        record: RemoteRecord | None,
+        sources: Sequence[tuple[SessionKey, RemoteRecord]],
         prompt_token_ids: tuple[int, ...],
         *,
         fence: bytes | None,
@@ -222,13 +236,14 @@ class TieredHistoryTurn:
     ) -> None:
         self._store = store
         self._local = local
-        self._record = record
         self._fence = fence
         self._method = method
         self._rebuild = False
         self._start = local.reused_tokens
-        shared = common_prefix(record.token_ids, prompt_token_ids) if record is not None else 0
-        self._stop = max(self._start, min(shared, len(prompt_token_ids) - 1))
+        shared = [common_prefix(record.token_ids, prompt_token_ids) for _, record in sources]
+        longest = max(shared, default=0)
+        self._source = sources[shared.index(longest)] if sources else None
+        self._stop = max(self._start, min(longest, len(prompt_token_ids) - 1))
         self._waited_s = 0.0
         self._fetched: dict[int, Future[list[RowChunk]]] = {}
 
@@ -248,6 +263,13 @@ class TieredHistoryTurn:
     def reused_by_tier(self) -> dict[str, int]:
         """See `HistoryTurn.reused_by_tier`."""
         return {"memory": self._start, "redis": self._stop - self._start}
+
+    @property
+    def reuse_source(self) -> ReuseSource:
+        """See `HistoryTurn.reuse_source`."""
+        if self._source is None or self._stop == self._start:
+            return self._local.reuse_source
+        return "session" if self._source[0] == self.session else "document"
 
     def load(self, layer: int) -> LayerKV | None:
         """See `HistoryTurn.load`. Starts reading the next layer."""
@@ -308,8 +330,9 @@ class TieredHistoryTurn:
             self._waited_s += self._store.clock() - begin_s
 
     def _fetch(self, layer: int) -> Future[list[RowChunk]]:
-        assert self._record is not None
-        return self._store.fetch(self.session, self._record, layer, self._start, self._stop)
+        assert self._source is not None
+        session, record = self._source
+        return self._store.fetch(session, record, layer, self._start, self._stop)
 
     def _forget_fetches(self) -> None:
         for fetch in self._fetched.values():

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvferry.shared.control.messages import HistoryInfo, SessionKey
+from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
 from kvferry.shared.history.precision import LayerKV, RowChunk, chunk_bytes
 from kvferry.shared.history.segment import Piece
 
@@ -32,11 +32,15 @@ class StoredRecord:
 
     Attributes:
         pieces: where the tokens' KV is, in order; `length` adds up to `len(token_ids)`.
+        num_exact_tokens: leading tokens whose KV prefill computed from the tokens before them alone. What
+            decode generated, and what was run after it, also depends on the rows that decode had; other
+            sessions do not continue from that.
     """
 
     token_ids: tuple[int, ...]
     version: int
     pieces: tuple[Piece, ...]
+    num_exact_tokens: int
 
     @property
     def size_bytes(self) -> int:
@@ -60,8 +64,11 @@ class StagedTurn:
     appended to a turn in any other state go nowhere: its commit tells.
 
     Attributes:
-        base: the record that it continues from, or None.
+        base: the session's record when the turn began, or None; the commit replaces no other.
+        pieces, reused_tokens: what the turn continues from, of `base` or of another record of the owner.
+        num_exact_reused: how many of the reused tokens are exact, see `StoredRecord`.
         staged: chunks per layer, in order.
+        adopted: whether rows of another tier are among them, which are not known to be exact.
     """
 
     session: SessionKey
@@ -70,8 +77,11 @@ class StagedTurn:
     base: StoredRecord | None
     pieces: tuple[Piece, ...]
     reused_tokens: int
+    num_exact_reused: int
+    reuse_source: ReuseSource
     staged: list[list[RowChunk]]
     deadline_s: float
+    adopted: bool = False
     state: TurnState = field(default=TurnState.OPEN)
 
     @property
@@ -122,6 +132,10 @@ class MemoryHistoryTurn:
     @property
     def reused_tokens(self) -> int:
         return self._turn.reused_tokens
+
+    @property
+    def reuse_source(self) -> ReuseSource:
+        return self._turn.reuse_source
 
     def load(self, layer: int) -> LayerKV | None:
         """See `HistoryTurn.load`. What it returns must not be written to."""

@@ -119,8 +119,8 @@ async def test_a_history_that_turns_out_gone_in_mid_pass_changes_nothing(
     )
     begin = harness.store.begin
 
-    def begin_and_lose(*args: object) -> object:
-        turn = begin(*args)  # type: ignore[arg-type]
+    def begin_and_lose(*args: object, **options: object) -> object:
+        turn = begin(*args, **options)  # type: ignore[arg-type]
         load = turn.load
 
         def lose(layer: int) -> object:

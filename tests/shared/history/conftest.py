@@ -83,9 +83,9 @@ class Worker:
         )
         self._count = 0
 
-    def begin(self, session: SessionKey, prompt: tuple[int, ...]) -> TieredHistoryTurn:
+    def begin(self, session: SessionKey, prompt: tuple[int, ...], **options: Any) -> TieredHistoryTurn:
         self._count += 1
-        return self.store.begin(session, f"r{self._count}", prompt, method="rocketkv")
+        return self.store.begin(session, f"r{self._count}", prompt, method="rocketkv", **options)
 
     def run(self, turn: TieredHistoryTurn, prompt: tuple[int, ...], at_layer: Callable[[int], None]) -> int:
         """A pass of the prompt as the engine makes it; returns the reused tokens that it ended with."""
@@ -122,9 +122,10 @@ class Worker:
         *,
         at_layer: Callable[[int], None] = lambda layer: None,
         before_commit: Callable[[], None] = lambda: None,
+        **options: Any,
     ) -> int:
-        """A whole turn; returns its reused tokens."""
-        turn = self.begin(session, prompt)
+        """A whole turn; returns its reused tokens. Args: options: of `HistoryStore.begin`."""
+        turn = self.begin(session, prompt, **options)
         reused = self.run(turn, prompt, at_layer)
         for layer in range(LAYERS):
             # the last generated token has no KV
