@@ -10,7 +10,8 @@
     ├── AuthenticationFailed           auth             401  UNAUTHENTICATED
     ├── NotFound                       not_found        404  NOT_FOUND
     │   ├── ModelNotFound
-    │   └── SessionNotFound
+    │   ├── SessionNotFound
+    │   └── DocumentNotFound
     ├── SessionBusy                    conflict         409  ABORTED              retryable
     ├── CapacityExceeded               rate_limit       429  RESOURCE_EXHAUSTED   retryable
     ├── Overloaded                     overloaded       503  UNAVAILABLE          retryable
@@ -111,6 +112,10 @@ class ModelNotFound(NotFound):
 
 class SessionNotFound(NotFound):
     code = "session_not_found"
+
+
+class DocumentNotFound(NotFound):
+    code = "document_not_found"
 
 
 class SessionBusy(KvferryError):

@@ -58,6 +58,11 @@ class RouterMetrics(_Families):
         self.request_success = self._counter("request_success", "Completions", "model", "finish_reason")
         self.request_failure = self._counter("request_failure", "Failed requests", "category")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of served requests", "model")
+        self.session_store_events = self._counter(
+            "session_store_events",
+            "Sessions that Redis could not serve as it should, by what became",
+            "event",
+        )
         self.prompt_tokens_reused = self._counter(
             "prompt_tokens_reused", "Prompt tokens whose KV was not computed again", "model", "source"
         )

@@ -20,18 +20,24 @@ from starlette.responses import Response
 from kvferry.services.router.auth import Authenticator
 from kvferry.services.router.completion import CompletionService
 from kvferry.services.router.config import RouterConfig, split_list
+from kvferry.services.router.documents import DocumentService
 from kvferry.services.router.edge import RequestEdge
 from kvferry.services.router.errors import error_response, from_http_exception
+from kvferry.services.router.history import WorkerHistory
 from kvferry.services.router.limits import RequestLimits
 from kvferry.services.router.placement import WorkerPool
 from kvferry.services.router.plans import PlanChoice
 from kvferry.services.router.prompt import PromptBuilder
+from kvferry.services.router.quota import KeyQuota
 from kvferry.services.router.readiness import Readiness
+from kvferry.services.router.redis_records import RedisRecords
+from kvferry.services.router.redis_sessions import RedisSessionStore
 from kvferry.services.router.routes import Routes
-from kvferry.services.router.sessions import SessionStore
+from kvferry.services.router.sessions import MemorySessionStore, SessionStore
 from kvferry.services.router.tasks import BackgroundTasks
 from kvferry.services.router.turn import TurnRunner
 from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
+from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.tokenizer import ChatTokenizer
 
@@ -70,20 +76,37 @@ def create_app(
         window_s=config.readiness_window_s,
     )
     metrics.ready.set_function(lambda: float(readiness.problem() is None))
+    sessions = session_store(config, metrics, clock)
+    prompts = PromptBuilder(tokenizer)
+    history = WorkerHistory(prefill=prefill)
+    quota = KeyQuota(
+        max_sessions=config.max_sessions_per_key,
+        max_documents=config.max_documents_per_key,
+        max_tokens=config.max_history_tokens_per_key,
+    )
+    documents = DocumentService(
+        runner=runner,
+        sessions=sessions,
+        history=history,
+        prompts=prompts,
+        plans=plans,
+        quota=quota,
+        request_timeout_s=config.request_timeout_s,
+        clock=clock,
+    )
     completions = CompletionService(
         runner=runner,
-        sessions=SessionStore(
-            ttl_s=config.session_ttl_s,
-            wait_s=config.session_wait_s,
-            max_sessions=config.max_sessions,
-            clock=clock,
-        ),
-        prompts=PromptBuilder(tokenizer),
+        sessions=sessions,
+        documents=documents,
+        history=history,
+        quota=quota,
+        prompts=prompts,
         plans=plans,
         metrics=metrics,
         default_max_tokens=config.default_max_tokens,
         request_timeout_s=config.request_timeout_s,
         on_success=readiness.mark,
+        clock=clock,
     )
     routes = Routes(
         config=config,
@@ -106,6 +129,7 @@ def create_app(
                 loop.cancel()
             await asyncio.gather(*loops, return_exceptions=True)
             await tasks.close(config.shutdown_timeout_s)
+            await sessions.close()
             await asyncio.gather(prefill.close(), decode.close())
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
@@ -119,6 +143,28 @@ def create_app(
     )
     app.add_middleware(RequestEdge, metrics=metrics)
     return app
+
+
+def session_store(config: RouterConfig, metrics: RouterMetrics, clock: Callable[[], float]) -> SessionStore:
+    """The sessions of this router, or of all that share its Redis. Opens nothing yet."""
+    local = MemorySessionStore(
+        ttl_s=config.session_ttl_s,
+        document_ttl_s=config.document_ttl_s,
+        wait_s=config.session_wait_s,
+        max_sessions=config.max_sessions,
+        clock=clock,
+    )
+    if not config.history_redis:
+        return local
+    options = RedisOptions(url=config.history_redis, timeout_s=config.history_redis_timeout_s)
+    return RedisSessionStore(
+        RedisRecords(AsyncRedisLink(options), clock=clock),
+        local,
+        lease_s=config.session_lease_s,
+        wait_s=config.session_wait_s,
+        clock=clock,
+        on_event=lambda event: metrics.session_store_events.labels(event=event).inc(),
+    )
 
 
 async def _refuse(request: Request, refusal: Any) -> Response:
@@ -137,8 +183,8 @@ async def _sweep(completions: CompletionService) -> None:
     while True:
         await asyncio.sleep(_SWEEP_INTERVAL_S)
         try:
-            for key, _ in completions.sessions.remove_stale():
-                await completions.drop_history(key)
+            for key in await completions.sessions.remove_stale():
+                await completions.history.drop(key)
         except Exception:
             # The loop's top: without it sessions would stay for ever.
             log.exception("session sweep failed")

@@ -16,22 +16,23 @@ from typing import Any
 import structlog
 
 from kvferry.services.router.choice import Choice, ChoiceDelta, RequestTimer
+from kvferry.services.router.documents import DocumentService, NamedDocuments
 from kvferry.services.router.errors import internal_error
+from kvferry.services.router.history import WorkerHistory
 from kvferry.services.router.plans import PlanChoice
-from kvferry.services.router.prompt import Prompt, PromptBuilder
+from kvferry.services.router.prompt import Preamble, Prompt, PromptBuilder
+from kvferry.services.router.quota import KeyQuota
 from kvferry.services.router.responses import usage_object
 from kvferry.services.router.sampling import sampling_params, with_seed_of
 from kvferry.services.router.schemas import ChatRequest, TextRequest
-from kvferry.services.router.sessions import SessionLease, SessionRecord, SessionStore
+from kvferry.services.router.session_record import SessionRecord
+from kvferry.services.router.sessions import SessionLease, SessionStore
 from kvferry.services.router.turn import TurnRunner
 from kvferry.services.router.turn_state import TurnRequest, TurnStats
-from kvferry.shared.control.messages import CommitTurnRequest, SessionKey
+from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import KvferryError, Overloaded
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.spec import ModelSpec
-
-_COMMIT_TIMEOUT_S = 10.0
-_DROP_TIMEOUT_S = 2.0
 
 _logger = structlog.get_logger(__name__)
 
@@ -57,36 +58,31 @@ class CompletionService:
 
     runner: TurnRunner
     sessions: SessionStore
+    documents: DocumentService
+    history: WorkerHistory
+    quota: KeyQuota
     prompts: PromptBuilder
     plans: PlanChoice
     metrics: RouterMetrics
     default_max_tokens: int
     request_timeout_s: float
     on_success: Callable[[], None]
+    clock: Callable[[], float]
 
     def start(
         self,
         request: ChatRequest | TextRequest,
         *,
         model: ModelSpec,
+        owner: str,
         session: SessionKey | None,
         request_id: str,
         arrival_s: float,
     ) -> Completion:
         """Begin a completion; its events come from `Completion.events`."""
-        completion = Completion(self, request, model, session, request_id, arrival_s)
+        completion = Completion(self, request, model, owner, session, request_id, arrival_s)
         completion.task = self.runner.tasks.start(completion.run(), name="completion")
         return completion
-
-    async def drop_history(self, session: SessionKey) -> None:
-        """Have every prefill worker forget a session; a turn of it may have moved between them."""
-        workers = self.runner.prefill.workers()
-        calls = (worker.client.drop_session(session, timeout_s=_DROP_TIMEOUT_S) for worker in workers)
-        for result in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(result, KvferryError):
-                _logger.warning("history not dropped", error=result.message)
-            elif isinstance(result, BaseException):
-                raise result
 
 
 class Completion:
@@ -104,6 +100,7 @@ class Completion:
         service: CompletionService,
         request: ChatRequest | TextRequest,
         model: ModelSpec,
+        owner: str,
         session: SessionKey | None,
         request_id: str,
         arrival_s: float,
@@ -116,6 +113,7 @@ class Completion:
         self._service = service
         self._request = request
         self._model = model
+        self._owner = owner
         self._session = session
         self._request_id = request_id
         self._deadline_s = asyncio.get_running_loop().time() + service.request_timeout_s
@@ -134,7 +132,9 @@ class Completion:
             async with AsyncExitStack() as stack:
                 lease = None
                 if self._session is not None:
-                    lease = await stack.enter_async_context(self._service.sessions.lease(self._session))
+                    lease = await stack.enter_async_context(
+                        self._service.sessions.lease(self._session, needs_record=not self._request.is_whole)
+                    )
                 await self._run_turn(lease)
         except KvferryError as error:
             if self._ended:
@@ -153,27 +153,53 @@ class Completion:
             self._close_timer()
 
     async def _run_turn(self, lease: SessionLease | None) -> None:
-        request = self._request
+        service = self._service
         record = lease.record if lease is not None else None
         if record is not None and record.model_fingerprint != self._model.fingerprint:
             record = None  # token ids of another model
-        prompt = await self._service.prompts.build(request, record, self._model)
+        named, preamble = await self._documents()
+        prompt = await service.prompts.build(self._request, record, self._model, preamble)
         self.num_prompt_tokens = len(prompt.token_ids)
-        turn = TurnRequest(
+        if lease is not None:
+            await service.quota.check(
+                service.sessions,
+                lease.key,
+                is_new=lease.record is None,
+                num_tokens=self.num_prompt_tokens,
+            )
+        stats = await self._run_choices(self._turn(record, prompt, named))
+        if lease is not None:
+            await self._commit(lease, record, prompt, stats)
+
+    async def _documents(self) -> tuple[NamedDocuments | None, Preamble | None]:
+        """The documents that the request names, and what it says of them: nothing, or none, or which."""
+        ids = self._request.document_ids if isinstance(self._request, ChatRequest) else None
+        if ids is None:
+            return None, None
+        named = await self._service.documents.named(self._owner, ids)
+        return named, named.preamble if named is not None else Preamble()
+
+    def _turn(
+        self, record: SessionRecord | None, prompt: Prompt, named: NamedDocuments | None
+    ) -> TurnRequest:
+        request, service = self._request, self._service
+        compression = request.kv_compression
+        if compression is None and named is not None:
+            compression = named.compression
+        prefer = record.prefill_addresses if record is not None else ()
+        return TurnRequest(
             request_id=self._request_id,
             model=self._model,
             prompt_token_ids=prompt.token_ids,
-            plan=self._service.plans.plan(request.kv_compression),
+            plan=service.plans.plan(compression),
             sampling=sampling_params(
-                request, self.num_prompt_tokens, self._model, self._service.default_max_tokens
+                request, self.num_prompt_tokens, self._model, service.default_max_tokens
             ),
             deadline_s=self._deadline_s,
             session=self._session,
-            prefer_prefill=record.prefill_addresses if record is not None else (),
+            document=named.history if named is not None and self._session is not None else None,
+            prefer_prefill=prefer or (named.prefill_addresses if named is not None else ()),
         )
-        stats = await self._run_choices(turn)
-        if lease is not None:
-            await self._commit(lease, record, prompt, stats)
 
     async def _run_choices(self, turn: TurnRequest) -> TurnStats:
         request, service = self._request, self._service
@@ -215,7 +241,9 @@ class Completion:
         metrics, model, first = self._service.metrics, self._model.name, self.choices[0].stats
         metrics.prompt_tokens.labels(model=model).inc(self.num_prompt_tokens)
         if first.reused_tokens:
-            metrics.prompt_tokens_reused.labels(model=model, source="session").inc(first.reused_tokens)
+            metrics.prompt_tokens_reused.labels(model=model, source=first.reuse_source).inc(
+                first.reused_tokens
+            )
         for choice in self.choices:
             metrics.request_success.labels(model=model, finish_reason=choice.finish_reason).inc()
         self.timer.finished(first.method)
@@ -254,33 +282,21 @@ class Completion:
     async def _commit(
         self, lease: SessionLease, before: SessionRecord | None, prompt: Prompt, stats: TurnStats
     ) -> None:
-        """Publish the staged history, then the record. History that is lost costs a prefill, not the
-        session."""
-        token_ids = prompt.token_ids + tuple(stats.token_ids)
-        worker = self._service.runner.prefill.worker(stats.prefill_address)
-        if worker is not None:
-            try:
-                if lease.is_current:
-                    await worker.client.commit_turn(
-                        CommitTurnRequest(
-                            request_id=stats.worker_request_id, session=lease.key, token_ids=token_ids
-                        ),
-                        timeout_s=_COMMIT_TIMEOUT_S,
-                    )
-                else:
-                    await worker.client.abort_turn(stats.worker_request_id, timeout_s=_COMMIT_TIMEOUT_S)
-            except KvferryError as error:
-                self._log.warning("history not committed", address=worker.address, error=error.message)
+        """Publish the staged history, then the record."""
+        await self._service.history.publish(lease, stats, prompt.token_ids)
         earlier = before.prefill_addresses if before is not None else ()
         record = prompt.record(self._model, tuple(stats.token_ids), self.choices[0].text)
-        lease.commit(
+        kept = await lease.commit(
             replace(
                 record,
                 turns=(before.turns if before is not None else 0) + 1,
                 last_plan=self.kv(),
                 prefill_addresses=tuple(dict.fromkeys((stats.prefill_address, *earlier))),
+                created_at_s=before.created_at_s if before is not None else self._service.clock(),
             )
         )
+        if not kept:
+            self._log.warning("turn not kept: its session was deleted or taken over")
 
 
 def _for_choice(turn: TurnRequest, index: int) -> TurnRequest:

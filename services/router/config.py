@@ -44,9 +44,24 @@ class RouterConfig(PlanSettings):
         512, ge=1, description="bound on chat completions that give no max_tokens, within the context"
     )
 
-    session_ttl_s: float = Field(3600.0, gt=0, description="idle sessions are dropped after this long")
+    session_ttl_s: float = Field(604_800.0, gt=0, description="idle sessions are dropped after this long")
     session_wait_s: float = Field(30.0, ge=0, description="how long a request awaits its busy session")
     max_sessions: int = Field(10_000, ge=1, description="sessions remembered; the longest idle go first")
+    session_lease_s: float = Field(
+        15.0, gt=0, description="with Redis: a router that is gone loses its sessions' turns after so long"
+    )
+    document_ttl_s: float = Field(604_800.0, gt=0, description="documents are dropped after this long")
+    max_sessions_per_key: int = Field(1000, ge=1, description="sessions that one API key may keep")
+    max_documents_per_key: int = Field(100, ge=0, description="documents that one API key may keep")
+    max_history_tokens_per_key: int = Field(
+        0, ge=0, description="tokens of one key's sessions together, and of its documents; 0: any number"
+    )
+    history_redis: str = Field(
+        "", repr=False, description="URL of the Redis that keeps sessions; empty keeps them in memory"
+    )
+    history_redis_timeout_s: float = Field(
+        2.0, gt=0, description="when a call of Redis counts as failed, in seconds"
+    )
 
     request_timeout_s: float = Field(600.0, gt=0, description="one deadline for a whole request")
     keepalive_s: float = Field(15.0, gt=0, description="a silent stream sends a comment this often")

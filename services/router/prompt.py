@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvferry.services.router.schemas import ChatRequest, TextRequest
-from kvferry.services.router.sessions import SessionRecord
+from kvferry.services.router.session_record import SessionRecord
 from kvferry.shared.errors import InvalidRequest
+from kvferry.shared.history.prefix import common_prefix
 from kvferry.shared.model.conversation import RecordedConversation, render_conversation
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.text import TextAssembler
@@ -25,12 +26,33 @@ Messages = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Preamble:
+    """Documents that a conversation begins with: one system message, or the beginning of the client's.
+
+    Attributes:
+        text: theirs, blank lines between them; empty without documents.
+    """
+
+    document_ids: tuple[str, ...] = ()
+    text: str = ""
+
+    def before(self, messages: Messages) -> Messages:
+        """The messages as the model is given them."""
+        if not self.text:
+            return messages
+        if messages and messages[0][0] == "system":
+            return (("system", f"{self.text}\n\n{messages[0][1]}"), *messages[1:])
+        return (("system", self.text), *messages)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prompt:
     """What the model is given, and what the session's record needs of it.
 
     Attributes:
         messages, assistant_ends: of chats, see `SessionRecord`.
         text: of text completions.
+        preamble: what chats begin with.
     """
 
     kind: Literal["chat", "text"]
@@ -38,6 +60,7 @@ class Prompt:
     messages: Messages = ()
     assistant_ends: tuple[int, ...] = ()
     text: str = ""
+    preamble: Preamble = Preamble()
 
     def record(self, model: ModelSpec, completion: tuple[int, ...], text: str) -> SessionRecord:
         """The session after a turn that answered this prompt."""
@@ -49,6 +72,8 @@ class Prompt:
                 token_ids=token_ids,
                 messages=(*self.messages, ("assistant", text)),
                 assistant_ends=(*self.assistant_ends, len(token_ids)),
+                document_ids=self.preamble.document_ids,
+                preamble=self.preamble.text,
             )
         # Text goes on where it ended, so the token that ended it is no part of what follows.
         while token_ids and token_ids[-1] in model.eos_token_ids:
@@ -70,46 +95,84 @@ class PromptBuilder:
         return TextAssembler(self._tokenizer, stop=stop)
 
     async def build(
-        self, request: ChatRequest | TextRequest, record: SessionRecord | None, model: ModelSpec
+        self,
+        request: ChatRequest | TextRequest,
+        record: SessionRecord | None,
+        model: ModelSpec,
+        preamble: Preamble | None = None,
     ) -> Prompt:
         """The prompt of a request.
 
         Args:
             record: the session's, None where it has no turns yet or there is no session.
+            preamble: the documents that the request names; None leaves the session's.
 
         Raises: InvalidRequest with `param`.
         """
         mode = request.session_mode or "auto"
         if isinstance(request, ChatRequest):
-            return await asyncio.to_thread(self._chat, request, _of_kind("chat", record, mode), mode)
+            record = _of_kind("chat", record, mode)
+            return await asyncio.to_thread(self._chat, request, record, mode, preamble)
         record = _of_kind("text", record, mode)
         return await asyncio.to_thread(self._text, request, record, mode, model)
 
-    def _chat(self, request: ChatRequest, record: SessionRecord | None, mode: str) -> Prompt:
+    async def document_tokens(self, text: str) -> tuple[int, ...]:
+        """The tokens that every conversation begins with which begins with this document.
+
+        Raises: InvalidRequest where the model's template has no system messages.
+        """
+
+        def render(question: str) -> list[int]:
+            messages = Preamble(text=text).before((("user", question),))
+            return self._tokenizer.render([{"role": role, "content": content} for role, content in messages])
+
+        try:
+            one, other = await asyncio.gather(*(asyncio.to_thread(render, word) for word in ("a", "0 b")))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"documents need system messages: {error.message}", param="text") from None
+        return tuple(one[: common_prefix(tuple(one), tuple(other))])
+
+    def _chat(
+        self, request: ChatRequest, record: SessionRecord | None, mode: str, preamble: Preamble | None
+    ) -> Prompt:
         given = tuple((normalize_role(message.role), message.text) for message in request.messages)
         before: Messages = ()
         recorded = None
+        earlier = Preamble()
         if record is not None:
+            earlier = Preamble(document_ids=record.document_ids, text=record.preamble)
             recorded = RecordedConversation(
-                messages=record.messages, token_ids=record.token_ids, assistant_ends=record.assistant_ends
+                messages=earlier.before(record.messages),
+                token_ids=record.token_ids,
+                assistant_ends=record.assistant_ends,
             )
             restates = any(role == "assistant" for role, _ in given) or given[0] == record.messages[0]
             if mode == "append" or (mode == "auto" and not restates):
                 before = record.messages
+        if preamble is None or preamble.document_ids == earlier.document_ids:
+            preamble = earlier
+        elif before:
+            raise InvalidRequest(
+                "document_ids differ from those that the session began with; a session that goes on keeps "
+                "its documents (session_mode 'replace' begins anew)",
+                param="document_ids",
+            )
         messages = before + given
+        shown = preamble.before(messages)
         try:
             rendered = render_conversation(
                 self._tokenizer,
-                [{"role": role, "content": text} for role, text in messages],
+                [{"role": role, "content": text} for role, text in shown],
                 recorded=recorded,
             )
         except InvalidRequest as error:
-            raise _as_sent(error, len(before)) from None
+            raise _as_sent(error, len(before) + len(shown) - len(messages)) from None
         return Prompt(
             kind="chat",
             token_ids=rendered.token_ids,
             messages=messages,
             assistant_ends=rendered.assistant_ends,
+            preamble=preamble,
         )
 
     def _text(

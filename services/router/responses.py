@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvferry.services.router.sessions import SessionRecord
+from kvferry.services.router.session_record import DOCUMENT_PREFIX, SessionSummary
 from kvferry.shared.control.messages import HistoryInfo, SessionKey
 from kvferry.shared.model.spec import ModelSpec
 
@@ -147,14 +147,27 @@ def model_object(spec: ModelSpec, created: int) -> dict[str, Any]:
     }
 
 
-def session_object(key: SessionKey, record: SessionRecord, history: HistoryInfo) -> dict[str, Any]:
+def session_object(key: SessionKey, summary: SessionSummary, history: HistoryInfo) -> dict[str, Any]:
     return {
         "id": key.session_id,
         "object": "session",
-        "tokens": len(record.token_ids),
-        "turns": record.turns,
+        "tokens": summary.num_tokens,
+        "turns": summary.turns,
         "history_bytes": history.size_bytes,
         "history_tier": history.tier,
-        "last_plan": record.last_plan,
-        "expires_at": int(record.expires_at_s),
+        "last_plan": summary.last_plan,
+        "expires_at": int(summary.expires_at_s),
+    }
+
+
+def document_object(key: SessionKey, summary: SessionSummary, history: HistoryInfo) -> dict[str, Any]:
+    return {
+        "id": key.session_id.removeprefix(DOCUMENT_PREFIX),
+        "object": "document",
+        "tokens": summary.num_tokens,
+        "history_bytes": history.size_bytes,
+        "history_tier": history.tier,
+        "kv_compression": summary.compression,
+        "created_at": int(summary.created_at_s),
+        "expires_at": int(summary.expires_at_s),
     }

@@ -5,13 +5,10 @@ Errors are raised; `edge.py` makes answers of them.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 import uuid
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -22,21 +19,20 @@ from kvferry.services.router.completion import CompletionService
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.delivery import CompletionResponse
 from kvferry.services.router.edge import RequestRecord
+from kvferry.services.router.kept_routes import KeptRoutes
+from kvferry.services.router.openapi import openapi_document
 from kvferry.services.router.placement import WorkerPool, served_model
 from kvferry.services.router.readiness import Readiness
-from kvferry.services.router.responses import Envelope, model_object, session_object
+from kvferry.services.router.responses import Envelope, model_object
 from kvferry.services.router.schemas import ChatRequest, TextRequest, describe
-from kvferry.services.router.sessions import SessionRecord, session_key
+from kvferry.services.router.sessions import session_key
 from kvferry.services.router.validation import parse_body, parse_request
 from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
-from kvferry.shared.control.messages import HistoryInfo, SessionKey
-from kvferry.shared.errors import InvalidRequest, KvferryError, ModelNotFound, Overloaded
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.errors import InvalidRequest, ModelNotFound, Overloaded
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
-
-_WORKER_CALL_TIMEOUT_S = 2.0
-_SESSIONS_PATH = "/v1/sessions/"
 
 
 @dataclass(kw_only=True)
@@ -58,16 +54,15 @@ class Routes:
             ("POST", "/v1/completions", self.text),
             ("GET", "/v1/models", self.list_models),
             ("GET", "/v1/models/{model:path}", self.get_model),
-            ("GET", "/v1/sessions", self.list_sessions),
-            ("GET", _SESSIONS_PATH + "{session_id:path}", self.get_session),
-            ("DELETE", _SESSIONS_PATH + "{session_id:path}", self.delete_session),
             ("GET", "/health", self.health),
             ("GET", "/ready", self.ready),
             ("GET", "/metrics", self.get_metrics),
             ("GET", "/version", self.get_version),
+            ("GET", "/openapi.json", self.get_openapi),
         )
         for method, path, handler in table:
             router.add_api_route(path, handler, methods=[method], response_model=None)
+        KeptRoutes(auth=self.auth, completions=self.completions, served=self._served).add_to(router)
         return router
 
     # ---- completions -------------------------------------------------------------------------------------
@@ -89,6 +84,7 @@ class Routes:
         completion = self.completions.start(
             fields,
             model=model,
+            owner=owner,
             session=session,
             request_id=record.request_id,
             arrival_s=record.arrival_s,
@@ -147,39 +143,6 @@ class Routes:
             )
         return model
 
-    # ---- sessions ----------------------------------------------------------------------------------------
-
-    async def list_sessions(self, request: Request) -> Response:
-        owner = self.auth.owner(request.headers)
-        found = self.completions.sessions.owned_by(owner)
-        data = await asyncio.gather(*(self._session_object(key, record) for key, record in found))
-        return JSONResponse({"object": "list", "data": data})
-
-    async def get_session(self, request: Request) -> Response:
-        key = self._named_session(request)
-        return JSONResponse(await self._session_object(key, self.completions.sessions.get(key)))
-
-    async def delete_session(self, request: Request) -> Response:
-        key = self._named_session(request)
-        self.completions.sessions.delete(key)
-        await self.completions.drop_history(key)
-        return JSONResponse({"id": key.session_id, "object": "session.deleted", "deleted": True})
-
-    def _named_session(self, request: Request) -> SessionKey:
-        # From the path itself: the framework's pattern drops a trailing newline.
-        session_id = request.scope["path"].removeprefix(_SESSIONS_PATH)
-        return session_key(self.auth.owner(request.headers), session_id, param="session_id")
-
-    async def _session_object(self, key: SessionKey, record: SessionRecord) -> dict[str, Any]:
-        history = HistoryInfo(num_tokens=0, size_bytes=0, tier="none")
-        address = record.prefill_addresses[0] if record.prefill_addresses else ""
-        worker = self.completions.runner.prefill.worker(address)
-        if worker is not None:
-            # Where the history's worker is away, nothing of it can be used now.
-            with contextlib.suppress(KvferryError):
-                history = await worker.client.session_info(key, timeout_s=_WORKER_CALL_TIMEOUT_S)
-        return session_object(key, record, history)
-
     # ---- operations --------------------------------------------------------------------------------------
 
     async def health(self) -> Response:
@@ -208,3 +171,7 @@ class Routes:
                 "kernels": {pool.role: pool.kernel_paths() for pool in self.pools},
             }
         )
+
+    async def get_openapi(self, request: Request) -> Response:
+        self.auth.owner(request.headers)
+        return JSONResponse(openapi_document())

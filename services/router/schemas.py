@@ -182,11 +182,17 @@ class CompletionFields(_Strict):
         """Alternatives to report per token; None reports no logprobs."""
         raise NotImplementedError
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it surely carries the whole conversation, so that no record of it is needed."""
+        return self.session_mode == "replace"
+
 
 class ChatRequest(CompletionFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    document_ids: Annotated[list[str], Field(max_length=16)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -216,6 +222,20 @@ class ChatRequest(CompletionFields):
     def num_alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def is_whole(self) -> bool:
+        answered = any(message.role == "assistant" for message in self.messages)
+        return super().is_whole or (self.session_mode != "append" and answered)
+
+    @field_validator("document_ids")
+    @classmethod
+    def _documents(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and not all(is_session_id(name) for name in value):
+            raise PydanticCustomError("document_ids", f"must be ids of documents: {SESSION_ID_RULE}")
+        if value is not None and len(set(value)) < len(value):
+            raise PydanticCustomError("document_ids", "must not name a document twice")
+        return value
+
 
 class TextRequest(CompletionFields):
     """POST /v1/completions. One prompt a request: a string, or token ids."""
@@ -236,6 +256,21 @@ class TextRequest(CompletionFields):
     @property
     def num_alternatives(self) -> int | None:
         return self.logprobs
+
+
+class DocumentRequest(_Strict):
+    """POST /v1/documents."""
+
+    text: Annotated[str, StringConstraints(min_length=1)]
+    id: str | None = None
+    kv_compression: KvCompression | None = None
+
+    @field_validator("id")
+    @classmethod
+    def _document_id(cls, value: str | None) -> str | None:
+        if value is not None and not is_session_id(value):
+            raise PydanticCustomError("document_id", f"must be {SESSION_ID_RULE}")
+        return value
 
 
 def describe(value: object) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from kvferry.services.router.schemas import (
@@ -23,7 +23,7 @@ from kvferry.services.router.schemas import (
 from kvferry.shared.errors import InvalidRequest
 
 Path = tuple[str | int, ...]
-RequestT = TypeVar("RequestT", bound=CompletionFields)
+RequestT = TypeVar("RequestT", bound=BaseModel)
 
 _RANGE_ERRORS = frozenset({"greater_than", "greater_than_equal", "less_than", "less_than_equal"})
 # Union members that a value was nowhere near are reported after those that it almost matched.
@@ -54,13 +54,14 @@ def parse_request(kind: type[RequestT], data: dict[str, Any]) -> RequestT:
     Raises: InvalidRequest with `param`.
     """
     kept = {}
+    is_completion = issubclass(kind, CompletionFields)
     for name, value in data.items():
         if name in kind.model_fields:
             kept[name] = value
-        elif name in UNSUPPORTED_FIELDS:
+        elif is_completion and name in UNSUPPORTED_FIELDS:
             if value is not None and value not in UNSUPPORTED_FIELDS[name]:
                 raise InvalidRequest(f"{name} is not supported by this server", param=name)
-        elif name not in IGNORED_FIELDS:
+        elif not is_completion or name not in IGNORED_FIELDS:
             raise InvalidRequest(f"Unknown field {describe(name)}", param=name[:128])
     try:
         return kind.model_validate(kept)
@@ -79,9 +80,7 @@ def param_name(path: Path) -> str:
     return name
 
 
-def _translate(
-    kind: type[CompletionFields], data: dict[str, Any], errors: list[ErrorDetails]
-) -> InvalidRequest:
+def _translate(kind: type[BaseModel], data: dict[str, Any], errors: list[ErrorDetails]) -> InvalidRequest:
     found = [(_real_path(data, error), error) for error in errors]
     # A value that fits no member of a union gives one error a member: the deepest says most.
     path, first = max(found, key=lambda item: (len(item[0]), item[1]["type"] not in _TYPE_ERRORS))
@@ -130,11 +129,11 @@ def _real_path(data: Any, error: ErrorDetails) -> Path:
 
 
 @cache
-def _schema(kind: type[CompletionFields]) -> dict[str, Any]:
+def _schema(kind: type[BaseModel]) -> dict[str, Any]:
     return kind.model_json_schema()
 
 
-def _range_text(kind: type[CompletionFields], path: Path) -> str:
+def _range_text(kind: type[BaseModel], path: Path) -> str:
     root = _schema(kind)
     nodes = [root]
     for segment in path:

@@ -80,6 +80,17 @@ class Stack:
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"kvferry_{name}", labels) or 0.0
 
+    async def ended(self, session_id: str, turns: int, key: str = "key-a") -> None:
+        """Wait until a session has had so many turns: its record follows the last chunk."""
+        async with asyncio.timeout(30.0):
+            while True:
+                response = await self.http.get(
+                    f"/v1/sessions/{session_id}", headers={"Authorization": f"Bearer {key}"}
+                )
+                if response.status_code == 200 and response.json()["turns"] == turns:
+                    return
+                await asyncio.sleep(0.01)
+
     def keyed(self, api_key: str) -> openai.AsyncOpenAI:
         return self.client.with_options(api_key=api_key)
 
@@ -92,7 +103,7 @@ def text_of(prompt_words: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt_words}]
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait until a condition holds; fails where it does not in time."""
     async with asyncio.timeout(timeout_s):
         while not condition():

@@ -188,7 +188,7 @@ class ScriptedPrefill(_Worker):
     def __init__(self, script: Script, wire: Wire) -> None:
         super().__init__("prefill", script)
         self._wire = wire
-        self.history: dict[SessionKey, tuple[int, ...]] = {}
+        self.history: dict[SessionKey | None, tuple[int, ...]] = {}
         self.staged: dict[str, SessionKey] = {}
         self.aborted: list[str] = []
         self.dropped: list[SessionKey] = []
@@ -222,7 +222,9 @@ class ScriptedPrefill(_Worker):
             yield TransferDone(bytes_by_kind=TRANSFER_BYTES, transfer_s=0.004)
 
     def _reused(self, request: PrefillRequest) -> int:
-        held = self.history.get(request.session, ()) if request.session is not None else ()
+        if request.session is None:
+            return 0
+        held = self.history.get(request.session) or self.history.get(request.document) or ()
         same = itertools.takewhile(
             lambda pair: pair[0] == pair[1], zip(held, request.prompt_token_ids, strict=False)
         )

@@ -191,8 +191,9 @@ async def test_every_router_family_moves(stack: Any) -> None:
     moved = {
         family.name for family in stack.registry.collect() if any(sample.value for sample in family.samples)
     }
-    gauges = {"kvferry_requests_running", "kvferry_requests_waiting"}
-    assert {family.name for family in RouterMetrics().registry.collect()} - moved == gauges
+    unmoved = {"kvferry_requests_running", "kvferry_requests_waiting"}
+    unmoved.add("kvferry_session_store_events")  # moved by a Redis that fails: test_shared_sessions.py
+    assert {family.name for family in RouterMetrics().registry.collect()} - moved == unmoved
 
 
 async def test_all_metrics_include_the_workers(start_stack: Any) -> None:

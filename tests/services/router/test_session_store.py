@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from kvferry.services.router.sessions import SessionRecord, SessionStore
+from kvferry.services.router.session_record import SessionRecord
+from kvferry.services.router.sessions import MemorySessionStore
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import SessionBusy, SessionNotFound
 
@@ -24,13 +25,13 @@ def key(name: str = "s", owner: str = "o") -> SessionKey:
     return SessionKey(owner=owner, session_id=name)
 
 
-def store(clock: Clock | None = None, *, wait_s: float = 0.05, max_sessions: int = 100) -> SessionStore:
-    return SessionStore(ttl_s=60.0, wait_s=wait_s, max_sessions=max_sessions, clock=clock or Clock())
+def store(clock: Clock | None = None, *, wait_s: float = 0.05, max_sessions: int = 100) -> MemorySessionStore:
+    return MemorySessionStore(ttl_s=60.0, wait_s=wait_s, max_sessions=max_sessions, clock=clock or Clock())
 
 
-async def have(sessions: SessionStore, name: str) -> None:
+async def have(sessions: MemorySessionStore, name: str) -> None:
     async with sessions.lease(key(name)) as lease:
-        assert lease.commit(RECORD)
+        assert await lease.commit(RECORD)
 
 
 async def test_session_exists_from_its_first_commit() -> None:
@@ -38,11 +39,11 @@ async def test_session_exists_from_its_first_commit() -> None:
     async with sessions.lease(key()) as lease:
         assert lease.record is None
         with pytest.raises(SessionNotFound):
-            sessions.get(key())
-        lease.commit(RECORD)
-        assert sessions.get(key()).token_ids == (1, 2, 3)
-    assert sessions.owned_by("o")[0][0] == key()
-    assert sessions.owned_by("other") == []
+            await sessions.get(key())
+        await lease.commit(RECORD)
+        assert (await sessions.get(key())).token_ids == (1, 2, 3)
+    assert (await sessions.owned_by("o", documents=False))[0][0] == key()
+    assert await sessions.owned_by("other", documents=False) == []
 
 
 async def test_session_without_a_commit_leaves_nothing() -> None:
@@ -51,7 +52,7 @@ async def test_session_without_a_commit_leaves_nothing() -> None:
         async with sessions.lease(key()):
             raise ValueError("turn failed")
     with pytest.raises(SessionNotFound):
-        sessions.delete(key())
+        await sessions.delete(key())
 
 
 async def test_busy_session_is_refused_after_the_wait_and_freed_by_the_first() -> None:
@@ -84,11 +85,11 @@ async def test_deleted_session_is_not_brought_back_by_its_turn() -> None:
     sessions = store()
     await have(sessions, "s")
     async with sessions.lease(key()) as lease:
-        sessions.delete(key())
-        assert not lease.is_current
+        await sessions.delete(key())
+        assert not await lease.is_current()
         await have(sessions, "s")  # a new session of that name need not wait
-        assert not lease.commit(RECORD)
-    assert sessions.get(key()).turns == 1
+        assert not await lease.commit(RECORD)
+    assert (await sessions.get(key())).turns == 1
 
 
 async def test_waiter_of_a_deleted_session_begins_a_new_one() -> None:
@@ -103,7 +104,7 @@ async def test_waiter_of_a_deleted_session_begins_a_new_one() -> None:
     async with sessions.lease(key()):
         waiter = asyncio.create_task(wait())
         await asyncio.sleep(0.01)
-        sessions.delete(key())
+        await sessions.delete(key())
     await asyncio.wait_for(waiter, 1.0)
     assert seen == [None]
 
@@ -116,13 +117,13 @@ async def test_idle_sessions_expire_and_busy_ones_do_not() -> None:
     await have(sessions, "t")
     clock.now_s += 1.0
     with pytest.raises(SessionNotFound):
-        sessions.get(key("s"))
-    assert sessions.get(key("t")).expires_at_s == 1000.0 + 59.0 + 60.0
+        await sessions.get(key("s"))
+    assert (await sessions.get(key("t"))).expires_at_s == 1000.0 + 59.0 + 60.0
     async with sessions.lease(key("t")):
         clock.now_s += 600.0
-        assert [gone for gone, _ in sessions.remove_stale()] == [key("s")]
-        assert sessions.get(key("t"))
-    assert [gone for gone, _ in sessions.remove_stale()] == [key("t")]
+        assert await sessions.remove_stale() == [key("s")]
+        assert await sessions.get(key("t"))
+    assert await sessions.remove_stale() == [key("t")]
 
 
 async def test_expired_session_starts_anew() -> None:
@@ -140,5 +141,5 @@ async def test_longest_idle_sessions_make_room() -> None:
     for name in ("a", "b", "c", "d"):
         clock.now_s += 1.0
         await have(sessions, name)
-    assert [gone.session_id for gone, _ in sessions.remove_stale()] == ["a", "b"]
-    assert [found.session_id for found, _ in sessions.owned_by("o")] == ["c", "d"]
+    assert [gone.session_id for gone in await sessions.remove_stale()] == ["a", "b"]
+    assert [found.session_id for found, _ in await sessions.owned_by("o", documents=False)] == ["c", "d"]

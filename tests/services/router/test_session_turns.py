@@ -275,7 +275,10 @@ async def test_wrong_role_is_numbered_as_the_client_sent_it(stack: Any) -> None:
 async def test_expired_session_is_gone(start_stack: Any) -> None:
     stack = await start_stack(session_ttl_s=0.15)
     await say(stack, FIRST)
-    await turns(stack, 1)
-    await asyncio.sleep(0.3)
+    await eventually(lambda: bool(stack.prefill[0].history or stack.prefill[0].dropped), timeout_s=30.0)
+    async with asyncio.timeout(30.0):
+        while stack.num_active or (await info(stack)).status_code != 404:
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(0.3)  # the turn's end, which follows its history's, may have come just now
     assert (await info(stack)).status_code == 404
     assert (await say(stack, SECOND, session_mode="append")).usage.prompt_tokens < len(prompts(stack)[0]) * 2

@@ -1,0 +1,63 @@
+"""The router's end of the history at prefill workers: publish what a turn staged, drop what is deleted.
+
+Called at a turn's end and by DELETE. KV bytes never come here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import structlog
+
+from kvferry.services.router.placement import WorkerPool
+from kvferry.services.router.sessions import SessionLease
+from kvferry.services.router.turn_state import TurnStats
+from kvferry.shared.control.interfaces import PrefillControl
+from kvferry.shared.control.messages import CommitTurnRequest, SessionKey
+from kvferry.shared.errors import KvferryError
+
+_COMMIT_TIMEOUT_S = 10.0
+_DROP_TIMEOUT_S = 2.0
+
+_logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerHistory:
+    """History at all prefill workers that this router knows."""
+
+    prefill: WorkerPool[PrefillControl]
+
+    async def publish(self, lease: SessionLease, stats: TurnStats, prompt_token_ids: tuple[int, ...]) -> None:
+        """Make what the turn staged the session's history, or drop it where the session is no longer the
+        lease's. History that is lost costs a prefill, not the session."""
+        worker = self.prefill.worker(stats.prefill_address)
+        if worker is None:
+            return
+        try:
+            if await lease.is_current():
+                await worker.client.commit_turn(
+                    CommitTurnRequest(
+                        request_id=stats.worker_request_id,
+                        session=lease.key,
+                        token_ids=prompt_token_ids + tuple(stats.token_ids),
+                    ),
+                    timeout_s=_COMMIT_TIMEOUT_S,
+                )
+            else:
+                await worker.client.abort_turn(stats.worker_request_id, timeout_s=_COMMIT_TIMEOUT_S)
+        except KvferryError as error:
+            _logger.warning("history not committed", address=worker.address, error=error.message)
+
+    async def drop(self, session: SessionKey) -> None:
+        """Have every worker forget a session; a turn of it may have moved between them."""
+        calls = (
+            worker.client.drop_session(session, timeout_s=_DROP_TIMEOUT_S)
+            for worker in self.prefill.workers()
+        )
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, KvferryError):
+                _logger.warning("history not dropped", error=result.message)
+            elif isinstance(result, BaseException):
+                raise result

@@ -1,0 +1,362 @@
+"""Session records in a real Redis: two routers' stores on one server, and what its failures do to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvferry.services.router.redis_records import RedisRecords
+from kvferry.services.router.redis_sessions import RedisSessionStore
+from kvferry.services.router.session_record import (
+    FORMAT_VERSION,
+    SessionRecord,
+    decode_record,
+    document_key,
+    encode_record,
+)
+from kvferry.services.router.sessions import MemorySessionStore
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.errors import SessionBusy, SessionNotFound, StoreUnavailable
+from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
+
+KEY = SessionKey(owner="0a1b", session_id="s")
+RECORD = SessionRecord(
+    kind="chat",
+    model_fingerprint="f",
+    token_ids=(1, 2, 300_000),
+    messages=(("user", "grüße"), ("assistant", "\x00 yes")),
+    assistant_ends=(3,),
+    turns=1,
+    last_plan={"method": "full", "prefill_ms": 0.5},
+    prefill_addresses=("a:1",),
+)
+TURN_2 = replace(RECORD, turns=2, token_ids=(1, 2, 300_000, 4))
+
+
+class Clock:
+    now_s = 1_900_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Router:
+    """One router's store, and what it was told."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self.events: list[str] = []
+        self.clock = options.pop("clock", None) or Clock()
+        settings: dict[str, Any] = {"lease_s": 30.0, "wait_s": 30.0, "ttl_s": 600.0, **options}
+        wait_s = settings["wait_s"]
+        local = MemorySessionStore(
+            ttl_s=settings["ttl_s"], wait_s=wait_s, max_sessions=100, clock=self.clock, document_ttl_s=900.0
+        )
+        # The breaker is impatient so that tests need not wait for it.
+        link = AsyncRedisLink(
+            RedisOptions(url=url, timeout_s=settings.get("timeout_s", 30.0), breaker_open_s=0.001)
+        )
+        self.store = RedisSessionStore(
+            RedisRecords(link, clock=self.clock),
+            local,
+            lease_s=settings["lease_s"],
+            wait_s=wait_s,
+            clock=self.clock,
+            on_event=self.events.append,
+        )
+
+    async def turn(self, record: SessionRecord = RECORD, key: SessionKey = KEY) -> SessionRecord | None:
+        """A whole turn; returns the record that it found."""
+        async with self.store.lease(key) as lease:
+            found = lease.record
+            assert await lease.commit(record)
+        return found
+
+    async def turns(self, key: SessionKey = KEY) -> int | None:
+        try:
+            return (await self.store.get(key)).turns
+        except SessionNotFound:
+            return None
+
+
+@pytest.fixture
+async def router(redis_server: Any) -> AsyncIterator[Callable[..., Router]]:
+    started: list[Router] = []
+
+    def start(**options: Any) -> Router:
+        started.append(Router(redis_server.url, **options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        await one.store.close()
+
+
+def test_records_are_written_down_whole_and_read_with_suspicion() -> None:
+    assert decode_record(encode_record(RECORD)) == RECORD
+    data = encode_record(RECORD)
+    for broken in (b"", b"\x00", data[:-1], data.replace(b"chat", b"cher")):
+        with pytest.raises(StoreUnavailable) as refused:
+            decode_record(broken)
+        assert refused.value.reason == "format"
+    other = data.replace(b"\xa7version" + bytes([FORMAT_VERSION]), b"\xa7version\x7e")
+    assert other != data
+    with pytest.raises(StoreUnavailable, match="format is 126"):
+        decode_record(other)
+
+
+async def test_another_router_goes_on_with_the_session(router: Callable[..., Router]) -> None:
+    one, other = router(), router()
+    assert await one.turn() is None
+    found = await other.turn(TURN_2)
+    assert found is not None
+    assert replace(found, commit_id="", expires_at_s=0.0) == RECORD
+    assert found.expires_at_s == Clock.now_s + 600.0
+    assert await one.turns() == 2
+    ((key, summary),) = await one.store.owned_by(KEY.owner, documents=False)
+    assert (key, summary.num_tokens, summary.turns) == (KEY, 4, 2)
+    # A router that starts later knows it all the same; nobody else does.
+    assert await router().turns() == 2
+    assert await other.store.owned_by("ffff", documents=False) == []
+    assert await other.turns(replace(KEY, owner="ffff")) is None
+    assert one.events == other.events == []
+
+
+async def test_a_session_has_one_turn_at_a_time_over_all_routers(router: Callable[..., Router]) -> None:
+    one, other = router(), router(wait_s=0.05)
+    async with one.store.lease(KEY) as lease:
+        with pytest.raises(SessionBusy):
+            await other.turn()
+        await other.turn(key=replace(KEY, session_id="another"))
+        assert await lease.commit(RECORD)
+    assert (await other.turn(TURN_2)) is not None
+
+
+async def test_waiting_turns_of_many_routers_are_each_run_once(router: Callable[..., Router]) -> None:
+    routers = [router() for _ in range(3)]
+    seen: list[int] = []
+
+    async def turn(one: Router) -> None:
+        async with one.store.lease(KEY) as lease:
+            turns = lease.record.turns if lease.record is not None else 0
+            seen.append(turns)
+            await asyncio.sleep(0)
+            assert await lease.commit(replace(RECORD, turns=turns + 1))
+
+    await asyncio.gather(*(turn(one) for one in routers * 4))
+    assert sorted(seen) == list(range(12))
+    assert await routers[0].turns() == 12
+
+
+async def test_a_turn_whose_lease_ran_out_does_not_commit_over_its_successor(
+    router: Callable[..., Router], redis_server: Any
+) -> None:
+    one, other = router(), router()
+    await one.turn()
+    async with one.store.lease(KEY) as late:
+        with redis_server.client() as client:  # as if this router had been away for longer than its lease
+            (name,) = client.keys("kvferry:router:*:session:*")
+            client.hset(name, "until", 0)
+        await other.turn(TURN_2)
+        assert not await late.is_current()
+        assert not await late.commit(replace(RECORD, turns=99))
+    assert await one.turns() == 2
+    assert (await one.turn(replace(RECORD, turns=3))) is not None
+
+
+async def test_a_lease_is_renewed_while_its_turn_runs(
+    router: Callable[..., Router], redis_server: Any
+) -> None:
+    one = router(lease_s=0.3)
+    async with one.store.lease(KEY):
+        with redis_server.client() as client:
+            (name,) = client.keys("kvferry:router:*:session:*")
+            first = client.hget(name, "until")
+            async with asyncio.timeout(30.0):
+                while client.hget(name, "until") == first:
+                    await asyncio.sleep(0.02)
+
+
+async def test_delete_at_another_router_wins_over_a_turn_under_way(router: Callable[..., Router]) -> None:
+    one, other = router(), router()
+    await one.turn()
+    async with one.store.lease(KEY) as lease:
+        await other.store.delete(KEY)
+        assert not await lease.is_current()
+        assert await other.turn() is None  # a new session of that name need not wait
+        assert not await lease.commit(TURN_2)
+    assert await one.turns() == 1
+    await one.store.delete(KEY)
+    for store in (one.store, other.store):
+        with pytest.raises(SessionNotFound):
+            await store.delete(KEY)
+
+
+async def test_delete_during_a_first_turn_wins_too(router: Callable[..., Router]) -> None:
+    one, other = router(), router()
+    async with one.store.lease(KEY) as lease:
+        await other.store.delete(KEY)
+        assert not await lease.commit(RECORD)
+    assert await one.turns() is None
+    assert await one.turn() is None
+
+
+async def test_nothing_of_a_deleted_session_stays_but_its_marker(
+    router: Callable[..., Router], redis_server: Any
+) -> None:
+    one = router()
+    await one.turn(replace(RECORD, text="secret words"))
+    await one.store.delete(KEY)
+    with redis_server.client() as client:
+        for name in client.keys("*"):
+            assert set(client.hkeys(name)) <= {b"generation", b"committed"}
+            assert 0 < client.pttl(name) <= 600_000
+
+
+async def test_sessions_expire_in_redis_and_here(router: Callable[..., Router], redis_server: Any) -> None:
+    one = router()
+    await one.turn()
+    await one.turn(key=document_key(KEY.owner, "d"))
+    with redis_server.client() as client:
+        (name,) = client.keys("kvferry:router:*:session:s")
+        assert 500_000 < client.pttl(name) <= 600_000
+        (name,) = client.keys("kvferry:router:*:session:document/d")
+        assert 800_000 < client.pttl(name) <= 900_000
+    one.clock.now_s += 601.0
+    assert await one.turns() is None
+    assert await one.store.owned_by(KEY.owner, documents=False) == []
+    assert len(await one.store.owned_by(KEY.owner, documents=True)) == 1
+    with redis_server.client() as client:
+        client.delete("kvferry:router:{0a1b}:session:s")
+    assert await one.store.remove_stale() == [KEY]
+
+
+async def test_usage_counts_what_a_key_keeps(router: Callable[..., Router]) -> None:
+    one, other = router(), router()
+    await one.turn()
+    await other.turn(TURN_2, key=replace(KEY, session_id="t"))
+    await other.turn(key=document_key(KEY.owner, "d"))
+    usage = await one.store.usage(KEY.owner, documents=False, excluding=replace(KEY, session_id="new"))
+    assert (usage.num_records, usage.num_tokens) == (2, 7)
+    usage = await one.store.usage(KEY.owner, documents=False, excluding=KEY)
+    assert (usage.num_records, usage.num_tokens) == (1, 4)
+    await one.store.delete(KEY)
+    usage = await other.store.usage(KEY.owner, documents=False, excluding=KEY)
+    assert (usage.num_records, usage.num_tokens) == (1, 4)
+
+
+async def test_a_session_goes_on_while_redis_is_dead_and_is_written_back(
+    router: Callable[..., Router], redis_server: Any
+) -> None:
+    one = router()
+    await one.turn()
+    redis_server.kill()
+    found = await one.turn(TURN_2)
+    assert found is not None
+    assert found.turns == 1
+    assert await one.turns() == 2
+    with pytest.raises(StoreUnavailable):  # an unknown session might have turns that nobody here knows
+        await one.turn(key=replace(KEY, session_id="unknown"))
+    async with one.store.lease(replace(KEY, session_id="whole"), needs_record=False) as lease:
+        assert await lease.commit(RECORD)
+    with pytest.raises(StoreUnavailable):
+        await one.store.delete(KEY)
+    assert "offline" in one.events
+    redis_server.start()  # empty: it keeps nothing on disk
+    await one.store.remove_stale()
+    other = router()
+    assert await other.turns() == 2
+    assert await other.turns(replace(KEY, session_id="whole")) == 1
+    assert one.events.count("written_back") == 2
+
+
+async def test_a_redis_that_dies_during_a_turn_loses_nothing(
+    router: Callable[..., Router], redis_server: Any
+) -> None:
+    one, other = router(), router()
+    await one.turn()
+    async with one.store.lease(KEY) as lease:
+        redis_server.kill()
+        assert await lease.is_current()
+        assert await lease.commit(TURN_2)
+    redis_server.start()
+    found = await one.turn(replace(RECORD, turns=3))
+    assert found is not None
+    assert found.turns == 2
+    assert await other.turns() == 3
+
+
+async def test_a_redis_that_is_paused_holds_a_turn_up_for_a_bounded_time(
+    router: Callable[..., Router], redis_server: Any
+) -> None:
+    one = router()
+    await one.turn()
+    patient = one.store._records._link._options
+    one.store._records._link._options = replace(patient, timeout_s=0.2)
+    redis_server.pause()
+    try:
+        assert (await one.turn(TURN_2)) is not None
+    finally:
+        redis_server.resume()
+    one.store._records._link._options = patient
+    async with asyncio.timeout(60.0):
+        while await router().turns() != 2:
+            await one.store.remove_stale()
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("during_turn", [False, True])
+async def test_an_emptied_redis_gets_its_sessions_back(
+    during_turn: bool, router: Callable[..., Router], redis_server: Any
+) -> None:
+    one = router()
+    await one.turn()
+    if during_turn:
+        async with one.store.lease(KEY) as lease:
+            with redis_server.client() as client:
+                client.flushall()
+            assert await lease.is_current()
+            assert await lease.commit(TURN_2)
+    else:
+        with redis_server.client() as client:
+            client.flushall()
+        found = await one.turn(TURN_2)
+        assert found is not None
+        assert found.turns == 1
+        assert "restored" in one.events
+    assert await router().turns() == 2
+
+
+async def test_turns_made_without_redis_yield_to_those_made_with_it(
+    router: Callable[..., Router], redis_server: Any
+) -> None:
+    one, other = router(), router()
+    await one.turn()
+    async with one.store.lease(KEY) as lease:
+        with redis_server.client() as client:
+            client.config_set("maxmemory", 1)  # every write is refused from here on
+            assert await lease.commit(TURN_2)
+            client.config_set("maxmemory", 0)
+            client.hset("kvferry:router:{0a1b}:session:s", "until", 0)
+    await other.turn(replace(RECORD, turns=7))
+    await one.store.remove_stale()
+    assert "conflict" in one.events
+    assert await one.turns() == 7
+    found = await one.turn(replace(RECORD, turns=8))
+    assert found is not None
+    assert found.turns == 7
+
+
+async def test_a_copy_of_what_was_deleted_elsewhere_is_dropped_at_the_next_sweep(
+    router: Callable[..., Router], redis_server: Any
+) -> None:
+    one, other = router(), router()
+    await one.turn()
+    await other.store.delete(KEY)
+    await one.store.remove_stale()
+    with redis_server.client() as client:
+        client.flushall()
+    assert await one.turn() is None

@@ -1,0 +1,158 @@
+"""Export and import of sessions over HTTP, and the quotas that both obey."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvferry.services.router.session_file import SessionFile
+from kvferry.services.router.validation import parse_request
+from kvferry.shared.errors import InvalidRequest
+
+A, B = {"Authorization": "Bearer key-a"}, {"Authorization": "Bearer key-b"}
+
+
+async def say(stack: Any, content: str, session_id: str = "s", client: Any = None) -> Any:
+    return await (client or stack.client).chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": content}],
+        temperature=0,
+        max_tokens=4,
+        extra_body={"session_id": session_id, "session_mode": "append"},
+    )
+
+
+async def export(stack: Any, session_id: str = "s", headers: dict[str, str] = A) -> Any:
+    return await stack.http.get(f"/v1/sessions/{session_id}/export", headers=headers)
+
+
+async def put(stack: Any, file: dict[str, Any], headers: dict[str, str] = A, **query: str) -> Any:
+    return await stack.http.post("/v1/sessions/import", json=file, headers=headers, params=query)
+
+
+async def exported(stack: Any) -> dict[str, Any]:
+    """The file of a session of two turns."""
+    await say(stack, "the red castle .")
+    await say(stack, "what is the pin ?")
+    await stack.ended("s", 2)
+    return (await export(stack)).json()
+
+
+async def test_an_imported_session_goes_on_as_the_exported_one_would(start_stack: Any) -> None:
+    one, other = await start_stack(), await start_stack()
+    file = await exported(one)
+    assert file["id"] == "s"
+    assert file["turns"] == 2
+    assert [message["role"] for message in file["messages"]] == ["user", "assistant"] * 2
+    response = await put(other, file)
+    assert response.status_code == 200
+    assert response.json()["tokens"] == len(file["token_ids"])
+    assert response.json()["turns"] == 2
+    for stack in (one, other):
+        await say(stack, "and the word ?")
+    prompts = [stack.prefill[0].requests[-1].prompt_token_ids for stack in (one, other)]
+    assert prompts[0] == prompts[1]
+    assert list(prompts[0][: len(file["token_ids"])]) == file["token_ids"]
+
+
+async def test_an_import_is_the_importing_keys_own(stack: Any) -> None:
+    file = await exported(stack)
+    assert (await export(stack, headers=B)).status_code == 404
+    assert (await put(stack, file, headers=B)).status_code == 200
+    await stack.http.delete("/v1/sessions/s", headers=B)
+    assert (await export(stack)).json() == file
+    taken = await put(stack, file)
+    assert taken.status_code == 400
+    assert taken.json()["error"]["param"] == "session_id"
+    assert (await put(stack, file, session_id="copy")).json()["id"] == "copy"
+    assert (await put(stack, file, session_id="../x")).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"format": "zip"}, "format"),
+        ({"version": 2}, "version"),
+        ({"id": "a b"}, "id"),
+        ({"model_fingerprint": "another"}, "model_fingerprint"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [704]}, "token_ids"),
+        ({"token_ids": [1] * 513}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids[0]"),
+        ({"messages": []}, "messages"),
+        ({"kind": "text"}, "messages"),
+        ({"assistant_ends": []}, "assistant_ends"),
+        ({"assistant_ends": [9, 3]}, "assistant_ends"),
+        ({"assistant_ends": [1, 10_000]}, "assistant_ends"),
+        ({"turns": 0}, "turns"),
+        ({"extra": 1}, "extra"),
+    ],
+)
+async def test_a_file_that_does_not_fit_is_refused_by_field(
+    stack: Any, change: dict[str, Any], param: str
+) -> None:
+    file = await exported(stack)
+    response = await put(stack, {**file, **change}, session_id="copy")
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert (await stack.http.get("/v1/sessions/copy", headers=A)).status_code == 404
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(st.sampled_from([*SessionFile.model_fields, "other"]), _JSON))
+def test_any_json_is_read_or_refused(file: dict[str, Any]) -> None:
+    with contextlib.suppress(InvalidRequest):
+        parse_request(SessionFile, file)
+
+
+# ---- quotas ----------------------------------------------------------------------------------------------
+
+
+async def test_a_key_keeps_so_many_sessions(start_stack: Any) -> None:
+    stack = await start_stack(max_sessions_per_key=2)
+    file = await exported(stack)
+    await say(stack, "the old mill .", "t")
+    await stack.ended("t", 1)
+    with pytest.raises(openai.RateLimitError, match="2 sessions; at most 2 are kept"):
+        await say(stack, "the barn .", "u")
+    assert (await put(stack, file, session_id="u")).status_code == 429
+    await say(stack, "the barn .", "t")  # what there is goes on
+    await say(stack, "the barn .", "u", client=stack.keyed("key-b"))
+    await stack.http.delete("/v1/sessions/s", headers=A)
+    await say(stack, "the barn .", "u")
+
+
+async def test_a_key_keeps_so_many_tokens(start_stack: Any) -> None:
+    stack = await start_stack(max_history_tokens_per_key=40)
+    await say(stack, "the red castle . the old mill . the barn . the bridge .")
+    await stack.ended("s", 1)
+    with pytest.raises(openai.RateLimitError, match="together they may have 40"):
+        await say(
+            stack, "the red castle . the old mill . the barn . the bridge . the harbor . the school .", "t"
+        )
+    with pytest.raises(openai.BadRequestError, match="may have 40 together"):
+        await say(stack, "the red castle . " * 20, "t")
+    document = {"text": "the red castle . " * 20}
+    response = await stack.http.post("/v1/documents", json=document, headers=A)
+    assert response.status_code == 400
+
+
+async def test_a_key_keeps_so_many_documents(start_stack: Any) -> None:
+    stack = await start_stack(max_documents_per_key=1)
+    for status, document_id in ((200, "d"), (429, "e"), (200, "d")):
+        response = await stack.http.post(
+            "/v1/documents", json={"text": "the old mill .", "id": document_id}, headers=A
+        )
+        assert response.status_code == status, response.text
