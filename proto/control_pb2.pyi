@@ -619,9 +619,12 @@ class PrefillRequest(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
     DOCUMENT_FIELD_NUMBER: _builtins.int
+    KEPT_BINS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model_fingerprint: _builtins.str
     probe: _builtins.bool
+    kept_bins: _builtins.int
+    """Stretches of the prompt to tell the kept fraction of; 0 for none, at most 512."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -646,10 +649,11 @@ class PrefillRequest(_message.Message):
         session: Global___SessionKey | None = ...,
         probe: _builtins.bool = ...,
         document: Global___SessionKey | None = ...,
+        kept_bins: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_session", b"_session", "document", b"document", "plan", b"plan", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_session", b"_session", "document", b"document", "model_fingerprint", b"model_fingerprint", "plan", b"plan", "probe", b"probe", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_session", b"_session", "document", b"document", "kept_bins", b"kept_bins", "model_fingerprint", b"model_fingerprint", "plan", b"plan", "probe", b"probe", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__document: _TypeAlias = _typing.Literal["document"]  # noqa: Y015
     _WhichOneofArgType__document: _TypeAlias = _typing.Literal["_document", b"_document"]  # noqa: Y015
@@ -674,6 +678,7 @@ class FirstToken(_message.Message):
     COMPRESS_S_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     REUSE_SOURCE_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     reused_tokens: _builtins.int
     full_bytes: _builtins.int
@@ -683,6 +688,8 @@ class FirstToken(_message.Message):
     reuse_source: Global___ReuseSource.ValueType
     @_builtins.property
     def token(self) -> Global___SampledToken: ...
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
         self,
         *,
@@ -694,10 +701,11 @@ class FirstToken(_message.Message):
         compress_s: _builtins.float = ...,
         queue_s: _builtins.float = ...,
         reuse_source: Global___ReuseSource.ValueType = ...,
+        kept: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compress_s", b"compress_s", "full_bytes", b"full_bytes", "method", b"method", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "reuse_source", b"reuse_source", "reused_tokens", b"reused_tokens", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compress_s", b"compress_s", "full_bytes", b"full_bytes", "kept", b"kept", "method", b"method", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "reuse_source", b"reuse_source", "reused_tokens", b"reused_tokens", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

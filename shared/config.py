@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 ENV_PREFIX = "KVFERRY_"
@@ -45,7 +45,22 @@ class PlanSettings(ServiceSettings):
     )
 
 
-class WorkerSettings(PlanSettings):
+class TracedSettings(PlanSettings):
+    """Options of the services that a turn passes through."""
+
+    otlp_endpoint: str = Field(
+        "", description="http(s)://host:port of an OTLP (gRPC) collector that gets traces; empty: no traces"
+    )
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_url(cls, value: str) -> str:
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError(f"is {value!r}; it must begin with http:// or https://")
+        return value
+
+
+class WorkerSettings(TracedSettings):
     """Options that prefill and decode workers share."""
 
     model: str = Field("demo", description="local folder or hub id of the model; demo is the shipped one")

@@ -197,6 +197,8 @@ class DecodeEngine:
         if not sequence.request.probe:
             self._metrics.decode_tokens.labels(self._model.spec.name, sequence.resolved.method).inc()
         sequence.events.put(TokenGenerated(token=token))
+        if sequence.num_appended == 1:
+            sequence.enter_stage("decode")
         if reason is not None:
             self._finish(sequence, reason)
 
@@ -217,6 +219,7 @@ class DecodeEngine:
             if returning:
                 sequence.state = SequenceState.RETURNING
         if returning:
+            sequence.enter_stage("return history")
             sequence.events.put(finished)
             self._on_finished(sequence)
         else:

@@ -23,6 +23,7 @@ from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, 
 from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken
+from kvferry.shared.telemetry import begin, context_of
 from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES, BlockHeader, EndRecord, Manifest, TransferKey
 from kvferry.shared.wire.stored_sections import announced_sections
 
@@ -30,10 +31,11 @@ from kvferry.shared.wire.stored_sections import announced_sections
 class _Incoming:
     """A transfer under way. Belongs to the block server's thread."""
 
-    def __init__(self, sequence: Sequence, writer: CacheWriter, started_s: float) -> None:
+    def __init__(self, sequence: Sequence, writer: CacheWriter, manifest: Manifest, started_s: float) -> None:
         self.sequence = sequence
         self.writer = writer
         self.started_s = started_s
+        self.span = begin("receive", context_of({"traceparent": manifest.traceparent}))
 
 
 class CacheReceiver:
@@ -71,7 +73,7 @@ class CacheReceiver:
         except KvferryError as error:
             self._metrics.receive_failed.labels(error.reason).inc()
             raise
-        self._incoming[manifest.key] = _Incoming(sequence, writer, self._clock())
+        self._incoming[manifest.key] = _Incoming(sequence, writer, manifest, self._clock())
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
         """See `BlockSink.write`. Bytes are copied only while the reservation is still held."""
@@ -104,7 +106,9 @@ class CacheReceiver:
             sequence.committed_s = self._clock()
             sequence.state = SequenceState.READY
         del self._incoming[end.key]
+        incoming.span.end()
         sequence.events.put(TransferAccepted(transfer_s=sequence.committed_s - incoming.started_s))
+        sequence.enter_stage("first step")
         self._submit(sequence, first_token)
 
     def abort(self, key: TransferKey, reason: str) -> None:
@@ -113,6 +117,7 @@ class CacheReceiver:
         if incoming is None:
             return
         self._metrics.receive_failed.labels(reason).inc()
+        incoming.span.end()
         error = TransferFailed(f"the transfer of the prompt's KV failed: {reason}", reason=reason)
         with incoming.sequence.lock:
             if incoming.sequence.state is SequenceState.IN_TRANSFER:

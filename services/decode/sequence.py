@@ -10,6 +10,8 @@ import enum
 import threading
 from collections.abc import Callable
 
+from opentelemetry.trace import INVALID_SPAN, Span
+
 from kvferry.services.decode.events import EventStream
 from kvferry.shared.cache.arena import Allocation
 from kvferry.shared.cache.layout import LayerCache, SequenceLayout
@@ -19,6 +21,7 @@ from kvferry.shared.errors import KvferryError
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.sampling.sampler import SequenceSampler
+from kvferry.shared.telemetry import begin, current_context
 from kvferry.shared.wire.interfaces import OutgoingTransfer
 from kvferry.shared.wire.messages import Manifest, TransferKey
 
@@ -85,6 +88,9 @@ class Sequence:
         self.num_appended = 0
         self.last_token_id = -1
         self.committed_s: float | None = None
+        self.trace_context = current_context()
+        self.span: Span = INVALID_SPAN
+        """The stage of decoding under way; `enter_stage` ends it and begins the next."""
         self._assembler = assembler
         self._stop_token_ids = stop_token_ids
         self._release = release
@@ -105,6 +111,11 @@ class Sequence:
             return "stop"
         return "length" if self.num_tokens >= self.request.sampling.max_tokens else None
 
+    def enter_stage(self, name: str) -> None:
+        """Trace what follows as a stage of this name; "" ends the last one."""
+        self.span.end()
+        self.span = begin(name, self.trace_context) if name else INVALID_SPAN
+
     def release_bytes(self) -> None:
         """Give the arena bytes back; the views go first. No effect the second time."""
         with self.lock:
@@ -122,6 +133,7 @@ class Sequence:
             if self.state is SequenceState.CLOSED:
                 return False
             self.state = SequenceState.CLOSED
+            self.enter_stage("")
             self.release_bytes()
             self._forget(self)
         if error is not None:

@@ -25,6 +25,7 @@ from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.location import resolve_model_path
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.serving import Announce, announce_ready, close_within, serve_metrics, wait_for_signal
+from kvferry.shared.telemetry import setup_tracing
 from kvferry.shared.wire.interfaces import BlockSender, BlockServer, BlockSink
 from kvferry.shared.wire.zmq import ZmqBlockSender, ZmqBlockServer
 
@@ -67,7 +68,9 @@ async def run(config: DecodeConfig, announce: Announce | None = None) -> None:
     """
     setup_logging(config.log_level, config.log_format, "decode")
     install_tables(config.epsilon_tables)
+    stop_tracing = setup_tracing(config.otlp_endpoint, "decode")
     async with AsyncExitStack() as stack:
+        stack.callback(stop_tracing)
         info = await _start(config, stack)
         announce_ready(config.ready_file, info)
         if announce is not None:

@@ -51,6 +51,7 @@ from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.sampler import SequenceSampler
+from kvferry.shared.telemetry import stage
 from kvferry.shared.wire.interfaces import BlockSender, BlockServer, BlockSink
 from kvferry.shared.wire.messages import PROTOCOL_VERSION, TransferKey
 
@@ -222,9 +223,12 @@ class DecodeService:
         model_ends = () if request.sampling.ignore_eos else self._spec.eos_token_ids
         events = EventStream()
         try:
-            allocation = await self._scheduler.reserve(
-                reserved_bytes(layout, self._spec, resolved), owner=request.request_id, timeout_s=timeout_s
-            )
+            with stage("admit"):
+                allocation = await self._scheduler.reserve(
+                    reserved_bytes(layout, self._spec, resolved),
+                    owner=request.request_id,
+                    timeout_s=timeout_s,
+                )
         except (CapacityExceeded, InvalidRequest) as error:
             if not request.probe:
                 self._metrics.admission_rejected.labels(error.reason).inc()

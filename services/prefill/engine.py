@@ -29,6 +29,7 @@ from kvferry.shared.errors import CapacityExceeded, HistoryMiss, KvferryError, W
 from kvferry.shared.history.interface import HistoryStore
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.telemetry import carrier, stage
 from kvferry.shared.wire.interfaces import BlockSender, OutgoingTransfer
 from kvferry.shared.wire.messages import EndRecord, Manifest
 from kvferry.shared.wire.stored_sections import announced_sections
@@ -179,7 +180,9 @@ class PrefillEngine:
             if not job.first.set_running_or_notify_cancel():
                 return
             job.check_cancelled()
-            first = self._prefill(job)
+            job.queue_span.end()
+            with stage("prefill", job.trace_context, prompt_tokens=job.resolved.num_prompt_tokens):
+                first = self._prefill(job)
             job.check_cancelled()
         except KvferryError as error:
             self._give_up(job, error)
@@ -209,6 +212,7 @@ class PrefillEngine:
             check=job.check_cancelled,
             progress=self._progress,
             clock=self._clock,
+            kept_bins=request.kept_bins,
         )
         layers.begin()
         logits = self._forward(job, layers)
@@ -226,6 +230,7 @@ class PrefillEngine:
             compress_s=layers.times.compress_s,
             queue_s=queue_s,
             reuse_source=job.turn.reuse_source if job.turn is not None else "session",
+            kept=layers.kept_map.fractions() if layers.kept_map is not None else (),
         )
         self._observe(job, first, layers.times)
         return first
@@ -302,6 +307,7 @@ class PrefillEngine:
             resolved=resolved,
             history_endpoint=self._history_endpoint if with_history else "",
             history_credit_bytes=self._config.history_credit_bytes if with_history else 0,
+            traceparent=carrier().get("traceparent", ""),
         )
 
     def _observe(self, job: PrefillJob, first: FirstToken, times: PassTimes) -> None:

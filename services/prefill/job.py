@@ -9,6 +9,7 @@ from kvferry.shared.control.messages import FirstToken, PrefillRequest
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.history.interface import HistoryTurn
 from kvferry.shared.sampling.sampler import SequenceSampler
+from kvferry.shared.telemetry import begin, current_context
 from kvferry.shared.wire.interfaces import OutgoingTransfer
 from kvferry.shared.wire.messages import TransferKey
 
@@ -37,6 +38,8 @@ class PrefillJob:
         self.resolved = resolved
         self.sampler = sampler
         self.submitted_s = submitted_s
+        self.trace_context = current_context()
+        self.queue_span = begin("queue")
         self.first: Future[FirstToken] = Future()
         self.transfer: OutgoingTransfer | None = None
         self.turn: HistoryTurn | None = None

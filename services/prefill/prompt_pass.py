@@ -15,10 +15,12 @@ from torch import Tensor
 
 from kvferry.shared.compression.compress import compress_layer
 from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.compression.measured import HeldLayer, hold_layer, is_measured, settle
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.history.interface import HistoryTurn
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.telemetry import stage
 from kvferry.shared.wire.interfaces import OutgoingTransfer
 from kvferry.shared.wire.stored_sections import layer_sections
 
@@ -53,14 +55,19 @@ class PromptPass:
         check: Callable[[], None],
         progress: Callable[[], None],
         clock: Callable[[], float],
+        kept_bins: int = 0,
     ) -> None:
         """Args:
         open_transfer: called once, with the plan whose rows are to be shipped.
         model: the one that runs the prompt; asked for keys before RoPE where a method wants them.
         check: raises to stop the pass; called before each layer's attention and after it.
         progress: told of each layer done.
+        kept_bins: stretches of the prompt whose kept fraction `kept_map` tells; 0: there is no map.
         """
         self.times = PassTimes()
+        self.kept_map = (
+            KeptMap(num_tokens=resolved.num_prompt_tokens, num_bins=kept_bins) if kept_bins else None
+        )
         self._resolved = resolved
         self._open_transfer = open_transfer
         self._transfer: OutgoingTransfer | None = None
@@ -141,15 +148,18 @@ class PromptPass:
         return replace(inputs, keys=inputs.keys.to(self._device), values=inputs.values.to(self._device))
 
     def _ship(self, resolved: ResolvedPlan, inputs: LayerInputs, scores: Tensor | None = None) -> None:
-        assert self._transfer is not None, "the pass was not begun"
         self._synchronize()
         begin_s = self._clock()
-        kept = compress_layer(resolved, inputs, scores=scores)
+        with stage("compress", layer=inputs.layer):
+            kept = compress_layer(resolved, inputs, scores=scores)
+        if self.kept_map is not None:
+            self.kept_map.add(kept)
         self._synchronize()
         compressed_s = self._clock()
-        layer = inputs.layer
-        for section, tensor in layer_sections(kept):
-            self._transfer.send(layer=layer, section=section, tensor=tensor)
+        with stage("ship", layer=inputs.layer):
+            assert self._transfer is not None, "the pass was not begun"
+            for section, tensor in layer_sections(kept):
+                self._transfer.send(layer=inputs.layer, section=section, tensor=tensor)
         self.times.compress_s += compressed_s - begin_s
         self.times.pack_s += self._clock() - compressed_s
 

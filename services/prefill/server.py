@@ -25,6 +25,7 @@ from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.serving import Announce, announce_ready, close_within, serve_metrics, wait_for_signal
+from kvferry.shared.telemetry import setup_tracing
 from kvferry.shared.wire.interfaces import BlockSender, BlockServer, BlockSink
 from kvferry.shared.wire.zmq import ZmqBlockSender, ZmqBlockServer
 
@@ -66,7 +67,9 @@ async def run(config: PrefillConfig, announce: Announce | None = None) -> None:
     """
     setup_logging(config.log_level, config.log_format, "prefill")
     install_tables(config.epsilon_tables)
+    stop_tracing = setup_tracing(config.otlp_endpoint, "prefill")
     async with AsyncExitStack() as stack:
+        stack.callback(stop_tracing)
         info = await _start(config, stack)
         announce_ready(config.ready_file, info)
         if announce is not None:

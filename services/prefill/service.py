@@ -19,6 +19,7 @@ from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.engine import PrefillEngine
 from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.receiver import HistoryReceiver
+from kvferry.shared.compression.kept import MAX_KEPT_BINS
 from kvferry.shared.compression.presets import method_names
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import (
@@ -47,6 +48,7 @@ from kvferry.shared.kernel_paths import kernel_paths
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.sampling.sampler import SequenceSampler
+from kvferry.shared.telemetry import stage
 from kvferry.shared.wire.interfaces import BlockSender, BlockServer, BlockSink
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
 
@@ -167,7 +169,8 @@ class PrefillService:
         try:
             first = await self._before(deadline_s, asyncio.wrap_future(job.first), "prefill")
             yield first
-            done = await self._acknowledged(job, first, deadline_s)
+            with stage("acknowledge"):
+                done = await self._acknowledged(job, first, deadline_s)
             finished = True
             self._jobs.discard(job)
             yield done
@@ -245,6 +248,10 @@ class PrefillService:
         max_tokens = request.sampling.max_tokens
         if max_tokens < 1:
             raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 1", param="max_tokens")
+        if not 0 <= request.kept_bins <= MAX_KEPT_BINS:
+            raise InvalidRequest(
+                f"kept_bins is {request.kept_bins}; it must be 0 to {MAX_KEPT_BINS}", param="kv_kept_bins"
+            )
         if len(prompt) + max_tokens > spec.max_model_len:
             raise ContextLengthExceeded(
                 f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}; together at most "

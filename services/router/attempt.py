@@ -128,6 +128,7 @@ class Attempt:
                 session=request.session,
                 document=request.document,
                 probe=request.probe,
+                kept_bins=request.kept_bins,
             ),
             timeout_s=self._remaining_s(),
         )
@@ -155,6 +156,7 @@ class Attempt:
             stats.reused_tokens = event.reused_tokens
             stats.reuse_source = event.reuse_source
             stats.full_bytes = event.full_bytes
+            stats.kept = event.kept
         stats.prefill_s += event.prefill_s
         stats.queue_s += event.queue_s
         self._deliver(event.token)

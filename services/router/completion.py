@@ -199,6 +199,7 @@ class Completion:
             session=self._session,
             document=named.history if named is not None and self._session is not None else None,
             prefer_prefill=prefer or (named.prefill_addresses if named is not None else ()),
+            kept_bins=request.kv_kept_bins or 0,
         )
 
     async def _run_choices(self, turn: TurnRequest) -> TurnStats:
@@ -268,6 +269,7 @@ class Completion:
     def kv(self) -> dict[str, Any]:
         """The `kv` extras: bytes are summed over choices, times are the longest choice's."""
         stats = [choice.stats for choice in self.choices]
+        kept = [round(fraction, 4) for fraction in stats[0].kept]
         return {
             "method": stats[0].method,
             "prompt_tokens": self.num_prompt_tokens,
@@ -277,6 +279,7 @@ class Completion:
             "cache_bytes": sum(entry.cache_bytes for entry in stats),
             "prefill_ms": round(max(entry.prefill_s for entry in stats) * 1000, 3),
             "transfer_ms": round(max(entry.transfer_s for entry in stats) * 1000, 3),
+            **({"kept": kept} if kept else {}),
         }
 
     async def _commit(
@@ -290,7 +293,7 @@ class Completion:
             replace(
                 record,
                 turns=(before.turns if before is not None else 0) + 1,
-                last_plan=self.kv(),
+                last_plan={name: value for name, value in self.kv().items() if name != "kept"},
                 prefill_addresses=tuple(dict.fromkeys((stats.prefill_address, *earlier))),
                 created_at_s=before.created_at_s if before is not None else self._service.clock(),
             )

@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvferry.shared.config import PlanSettings
+from kvferry.shared.config import TracedSettings
 from kvferry.shared.serving import parse_address
 
 
@@ -18,7 +18,7 @@ def split_list(value: str) -> tuple[str, ...]:
     return tuple(entry.strip() for entry in value.split(",") if entry.strip())
 
 
-class RouterConfig(PlanSettings):
+class RouterConfig(TracedSettings):
     """Options of `kvferry router`."""
 
     listen: str = Field("127.0.0.1:8000", description="host:port of the HTTP server; port 0 picks a free one")

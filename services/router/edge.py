@@ -5,6 +5,7 @@ Everything else may raise errors of `shared.errors` freely; only here do they be
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 import uuid
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvferry.services.router.errors import error_response, internal_error
 from kvferry.shared.errors import Cancelled, KvferryError
 from kvferry.shared.metrics import RouterMetrics
+from kvferry.shared.telemetry import context_of, entry, fail
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _CLIENT_LEFT = 499
@@ -69,15 +71,21 @@ class RequestEdge:
                 record.status = message["status"]
             await send(message)
 
-        try:
-            await self._app(scope, receive, send_with_id)
-        except KvferryError as error:
-            await self._answer(error, record, scope, receive, send_with_id)
-        except Exception:
-            self._log.exception("request failed unexpectedly", request_id=record.request_id)
-            await self._answer(internal_error(), record, scope, receive, send_with_id)
-        finally:
-            self._finish(scope, record, time.perf_counter() - record.arrival_s)
+        with contextlib.ExitStack() as stack:
+            if scope["method"] == "POST":
+                name, headers = f"POST {scope['path']}", Headers(scope=scope)
+                stack.enter_context(entry(name, context_of(headers), request_id=record.request_id))
+            try:
+                await self._app(scope, receive, send_with_id)
+            except KvferryError as error:
+                await self._answer(error, record, scope, receive, send_with_id)
+            except Exception:
+                self._log.exception("request failed unexpectedly", request_id=record.request_id)
+                await self._answer(internal_error(), record, scope, receive, send_with_id)
+            finally:
+                self._finish(scope, record, time.perf_counter() - record.arrival_s)
+                if record.error is not None:
+                    fail(record.error)
 
     async def _answer(
         self, error: KvferryError, record: RequestRecord, scope: Scope, receive: Receive, send: Send

@@ -32,6 +32,15 @@ class PlanChoice:
         except InvalidRequest as error:
             raise ConfigurationError(f"default_token_budget: {error.message}") from None
 
+    @property
+    def default(self) -> CompressionPlan:
+        """The plan of requests that ask for nothing."""
+        return self._default_plan
+
+    def all(self) -> tuple[CompressionPlan, ...]:
+        """What each allowed method comes to without a budget of the request's own."""
+        return tuple(self.plan(KvCompression(method=method)) for method in self.allowed)
+
     def plan(self, wanted: KvCompression | None) -> CompressionPlan:
         """Raises: InvalidRequest naming `kv_compression` or its field."""
         if wanted is None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvferry.services.router.session_record import DOCUMENT_PREFIX, SessionSummary
+from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.control.messages import HistoryInfo, SessionKey
 from kvferry.shared.model.spec import ModelSpec
 
@@ -144,6 +145,24 @@ def model_object(spec: ModelSpec, created: int) -> dict[str, Any]:
         "created": created,
         "owned_by": "kvferry",
         "max_model_len": spec.max_model_len,
+    }
+
+
+def method_object(plan: CompressionPlan, *, default: bool) -> dict[str, Any]:
+    """A method that requests may name, and how much it keeps where they do not say."""
+    parts = {
+        "scorer": plan.scorer.name if plan.scorer is not None else None,
+        "layer_allocation": plan.layer_allocation.name,
+        "representation": plan.representation.name,
+        "attention": plan.attention.name,
+    }
+    return {
+        "id": plan.method,
+        "object": "method",
+        "default": default,
+        "token_budget": plan.budget.tokens,
+        "retention": plan.budget.retention,
+        **parts,
     }
 
 

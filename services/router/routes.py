@@ -22,8 +22,9 @@ from kvferry.services.router.edge import RequestRecord
 from kvferry.services.router.kept_routes import KeptRoutes
 from kvferry.services.router.openapi import openapi_document
 from kvferry.services.router.placement import WorkerPool, served_model
+from kvferry.services.router.playground import page_response
 from kvferry.services.router.readiness import Readiness
-from kvferry.services.router.responses import Envelope, model_object
+from kvferry.services.router.responses import Envelope, method_object, model_object
 from kvferry.services.router.schemas import ChatRequest, TextRequest, describe
 from kvferry.services.router.sessions import session_key
 from kvferry.services.router.validation import parse_body, parse_request
@@ -54,11 +55,13 @@ class Routes:
             ("POST", "/v1/completions", self.text),
             ("GET", "/v1/models", self.list_models),
             ("GET", "/v1/models/{model:path}", self.get_model),
+            ("GET", "/v1/methods", self.list_methods),
             ("GET", "/health", self.health),
             ("GET", "/ready", self.ready),
             ("GET", "/metrics", self.get_metrics),
             ("GET", "/version", self.get_version),
             ("GET", "/openapi.json", self.get_openapi),
+            ("GET", "/", self.get_playground),
         )
         for method, path, handler in table:
             router.add_api_route(path, handler, methods=[method], response_model=None)
@@ -143,6 +146,12 @@ class Routes:
             )
         return model
 
+    async def list_methods(self, request: Request) -> Response:
+        self.auth.owner(request.headers)
+        plans = self.completions.plans
+        data = [method_object(plan, default=plan.method == plans.default.method) for plan in plans.all()]
+        return JSONResponse({"object": "list", "data": data})
+
     # ---- operations --------------------------------------------------------------------------------------
 
     async def health(self) -> Response:
@@ -161,6 +170,11 @@ class Routes:
         if request.query_params.get("all", "0") not in ("", "0"):
             extra = await exposition.worker_families(split_list(self.config.worker_metrics))
         return Response(exposition.render(self.metrics.registry, extra), media_type=exposition.CONTENT_TYPE)
+
+    async def get_playground(self, request: Request) -> Response:
+        if not self.config.metrics_are_open:
+            self.auth.owner(request.headers)
+        return page_response()
 
     async def get_version(self, request: Request) -> Response:
         self.auth.owner(request.headers)

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from kvferry.shared.compression.kept import MAX_KEPT_BINS
+
 SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 SESSION_ID_RULE = "1 to 128 characters of A-Z a-z 0-9 . _ : - (and neither '.' nor '..')"
 
@@ -139,6 +141,7 @@ class CompletionFields(_Strict):
     session_id: str | None = None
     session_mode: Literal["append", "replace", "auto"] | None = None
     kv_compression: KvCompression | None = None
+    kv_kept_bins: Annotated[int, Field(ge=1, le=MAX_KEPT_BINS)] | None = None
 
     @field_validator("session_id")
     @classmethod

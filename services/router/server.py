@@ -20,6 +20,7 @@ from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
 from kvferry.shared.logging import setup_logging
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.serving import Announce, announce_ready, wait_for_signal
+from kvferry.shared.telemetry import setup_tracing
 
 _log = structlog.get_logger(__name__)
 
@@ -32,9 +33,11 @@ async def run(config: RouterConfig, announce: Announce | None = None) -> None:
     """
     setup_logging(config.log_level, config.log_format, "router")
     install_tables(config.epsilon_tables)
+    stop_tracing = setup_tracing(config.otlp_endpoint, "router")
     tokenizer = await asyncio.to_thread(ChatTokenizer.load, config.model)
     app = create_app(config, prefill=prefill_pool(config), decode=decode_pool(config), tokenizer=tokenizer)
     async with AsyncExitStack() as stack:
+        stack.callback(stop_tracing)
         address = await stack.enter_async_context(http_server(app, config))
         # Metrics are served beside everything else.
         info = {"service": "router", "address": address, "metrics": address}

@@ -24,6 +24,7 @@ class TurnRequest:
         session: whose history is looked up and kept; None keeps none.
         document: whose history the session may begin with.
         prefer_prefill: addresses that may hold the session's history, best first.
+        kept_bins: stretches of the prompt whose kept fraction is wanted; 0 wants none.
         deadline_s: when the whole turn must have ended, on the event loop's clock.
     """
 
@@ -37,6 +38,7 @@ class TurnRequest:
     document: SessionKey | None = None
     prefer_prefill: tuple[str, ...] = ()
     probe: bool = False
+    kept_bins: int = 0
 
 
 @dataclass(kw_only=True)
@@ -45,7 +47,8 @@ class TurnStats:
 
     Attributes:
         token_ids: the completion so far.
-        method, reused_tokens, reuse_source, full_bytes: of the first prefill, whose prompt is the client's.
+        method, reused_tokens, reuse_source, full_bytes, kept: of the first prefill, whose prompt is the
+            client's.
         shipped_bytes: everything that crossed the wire.
         cache_bytes: decode's memory for the sequence at its end.
         history_tokens: generated tokens whose KV came home.
@@ -57,6 +60,7 @@ class TurnStats:
     reused_tokens: int = 0
     reuse_source: ReuseSource = "session"
     full_bytes: int = 0
+    kept: tuple[float, ...] = ()
     shipped_bytes: int = 0
     cache_bytes: int = 0
     prefill_s: float = 0.0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kvferry.kernels.column_sums import ColumnSums, column_sums
@@ -88,6 +89,16 @@ class CompressedLayer:
     stored: StoredPrompt | None = None
     wire: StoredPrompt | None = None
     state: Tensor | None = None
+
+    def positions_by_head(self) -> tuple[Tensor | None, ...]:
+        """The kept tokens of each KV head, integers `[n_h]` in no particular order; None where all are."""
+        if self.packed is not None:
+            return tuple(head.positions for head in self.packed.heads)
+        parts = self.stored.tensors if self.stored is not None else {}
+        if "head_rows" in parts:
+            return torch.split(parts["index"], parts["head_rows"].tolist())
+        positions = parts.get("index", self.positions)
+        return (None,) * self.keys.shape[0] if positions is None else tuple(positions)
 
 
 class Scorer(Protocol):

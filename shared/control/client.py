@@ -27,6 +27,7 @@ from kvferry.shared.control.messages import (
 from kvferry.shared.control.server import DEFAULT_MAX_MESSAGE_BYTES, REQUEST_ID_KEY
 from kvferry.shared.control.status import from_status
 from kvferry.shared.errors import InvalidRequest, KvferryError, WorkerUnavailable
+from kvferry.shared.telemetry import carrier
 
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
@@ -204,4 +205,5 @@ class GrpcPrefillClient(_Client):
 
 def _metadata(request_id: str) -> tuple[tuple[str, str], ...]:
     sendable = request_id.isascii() and request_id.isprintable()
-    return ((REQUEST_ID_KEY, request_id),) if request_id and sendable else ()
+    named = ((REQUEST_ID_KEY, request_id),) if request_id and sendable else ()
+    return (*named, *carrier().items())

@@ -340,6 +340,7 @@ def _write_prefill_request(request: PrefillRequest) -> pb.PrefillRequest:
         session=None if request.session is None else _write_session(request.session),
         document=None if request.document is None else _write_session(request.document),
         probe=request.probe,
+        kept_bins=request.kept_bins,
     )
 
 
@@ -355,6 +356,7 @@ def _read_prefill_request(message: pb.PrefillRequest) -> PrefillRequest:
         session=_read_session(message.session) if message.HasField("session") else None,
         document=_read_session(message.document) if message.HasField("document") else None,
         probe=message.probe,
+        kept_bins=message.kept_bins,
     )
 
 
@@ -371,6 +373,7 @@ def _write_prefill_event(event: PrefillEvent) -> pb.PrefillEvent:
         compress_s=event.compress_s,
         queue_s=event.queue_s,
         reuse_source=_REUSE_SOURCES[event.reuse_source],
+        kept=event.kept,
     )
     return pb.PrefillEvent(first_token=first)
 
@@ -390,6 +393,7 @@ def _read_prefill_event(message: pb.PrefillEvent) -> PrefillEvent:
         compress_s=first.compress_s,
         queue_s=first.queue_s,
         reuse_source=_read_choice(first.reuse_source, _REUSE_SOURCES, "reuse_source"),
+        kept=tuple(first.kept),
     )
 
 

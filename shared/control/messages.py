@@ -146,6 +146,7 @@ class PrefillRequest:
     session: SessionKey | None = None
     probe: bool = False
     document: SessionKey | None = None
+    kept_bins: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +161,8 @@ class FirstToken:
         prefill_s: the forward pass, compression included.
         compress_s: compression alone.
         queue_s: time spent waiting for the engine.
+        kept: the fraction of rows kept in each of the request's `kept_bins` stretches of the prompt, over all
+            layers and KV heads; empty where it asks for none.
     """
 
     token: SampledToken
@@ -170,6 +173,7 @@ class FirstToken:
     compress_s: float
     queue_s: float
     reuse_source: ReuseSource = "session"
+    kept: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ deadlines and cancellation; knows nothing of what the service does.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -21,6 +21,7 @@ from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
 from kvferry.shared.control.status import to_status
 from kvferry.shared.errors import ConfigurationError, KvferryError
 from kvferry.shared.logging import request_context
+from kvferry.shared.telemetry import context_of, entry
 
 DEFAULT_MAX_MESSAGE_BYTES = 16 << 20
 DEFAULT_TIMEOUT_S = 3600.0
@@ -102,14 +103,16 @@ async def serve_control(
 
 def _decode_methods(service: DecodeControl) -> dict[str, grpc.RpcMethodHandler[bytes, bytes]]:
     return {
-        "Generate": _streaming(service.generate, codec.GENERATE_REQUEST, codec.GENERATE_EVENT),
+        "Generate": _streaming(
+            "Decode/Generate", service.generate, codec.GENERATE_REQUEST, codec.GENERATE_EVENT
+        ),
         "Status": _unary(_without_request(service.status), codec.STATUS_REQUEST, codec.WORKER_STATUS),
     }
 
 
 def _prefill_methods(service: PrefillControl) -> dict[str, grpc.RpcMethodHandler[bytes, bytes]]:
     return {
-        "Prefill": _streaming(service.prefill, codec.PREFILL_REQUEST, codec.PREFILL_EVENT),
+        "Prefill": _streaming("Prefill/Prefill", service.prefill, codec.PREFILL_REQUEST, codec.PREFILL_EVENT),
         "CommitTurn": _unary(service.commit_turn, codec.COMMIT_TURN_REQUEST, codec.HISTORY_INFO),
         "AbortTurn": _unary(service.abort_turn, codec.ABORT_TURN_REQUEST, codec.ABORT_TURN_RESPONSE),
         "SessionInfo": _unary(service.session_info, codec.SESSION_KEY, codec.HISTORY_INFO),
@@ -126,17 +129,21 @@ def _without_request(call: Callable[..., Awaitable[_Response]]) -> Callable[...,
 
 
 def _streaming(
-    call: Callable[..., AsyncGenerator[_Response, None]], request: Codec[_Request], response: Codec[_Response]
+    name: str,
+    call: Callable[..., AsyncGenerator[_Response, None]],
+    request: Codec[_Request],
+    response: Codec[_Response],
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
     """A handler that writes, rather than yields: cancellation then always strikes inside it, and the
     service's generator is closed at once."""
 
     async def handle(data: bytes, context: _Context) -> None:
         async def work() -> None:
-            stream = call(request.decode(data), timeout_s=_timeout_s(context))
-            async with aclosing(stream):
-                async for event in stream:
-                    await context.write(response.encode(event))
+            with _span(name, context):
+                stream = call(request.decode(data), timeout_s=_timeout_s(context))
+                async with aclosing(stream):
+                    async for event in stream:
+                        await context.write(response.encode(event))
 
         await _guarded(work, context)
 
@@ -168,6 +175,13 @@ async def _guarded(work: Callable[[], Awaitable[_Response]], context: _Context) 
     code, details, metadata = to_status(failure)
     await context.abort(code, details, metadata)
     raise AssertionError("abort returned")
+
+
+def _span(name: str, context: _Context) -> AbstractContextManager[None]:
+    """A span of a call that belongs to a trace."""
+    metadata: Any = context.invocation_metadata() or ()
+    parent = context_of({key: value for key, value in metadata if isinstance(value, str)})
+    return nullcontext() if parent is None else entry(name, parent)
 
 
 def _timeout_s(context: _Context) -> float:

@@ -95,6 +95,7 @@ class Manifest:
             where it does not, and empty where it does for no layer.
         history_endpoint: where decode returns generated KV, or "" if it is not wanted.
         history_credit_bytes: the credit for that return.
+        traceparent: the W3C trace context that the transfer belongs to, or "".
     """
 
     purpose: Literal["cache", "history"]
@@ -113,6 +114,7 @@ class Manifest:
     layer_packed_bytes: tuple[int, ...] = ()
     layer_state_bytes: tuple[int, ...] = ()
     layer_sections: tuple[tuple[SectionSize, ...], ...] = ()
+    traceparent: str = ""
 
     def packed_limit_bytes(self, layer: int) -> int:
         """The most bytes that a layer is packed in; 0 where it is rows."""

@@ -162,7 +162,7 @@ def _check_manifest(manifest: Manifest) -> None:
         manifest.dtype in DTYPE_BYTES,
         f"dtype is {manifest.dtype[:32]!r}; {', '.join(DTYPE_BYTES)} are allowed",
     )
-    for name in ("request_id", "model_fingerprint", "history_endpoint"):
+    for name in ("request_id", "model_fingerprint", "history_endpoint", "traceparent"):
         _check_range(f"length of {name}", len(getattr(manifest, name)), 0, MAX_TEXT_CHARS)
     for name in ("layer_packed_bytes", "layer_state_bytes"):
         sizes = getattr(manifest, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,20 @@ async def test_rows_on_the_wire_are_the_selection_of_a_plain_run(
     assert done.bytes_by_kind["rows"] == rows_bytes
     assert done.bytes_by_kind["index"] == sum(layer.rows for layer in resolved.layers) * spec.num_kv_heads * 4
     assert done.bytes_by_kind["manifest"] > 0
+
+
+async def test_the_map_of_kept_tokens_is_that_of_the_positions_on_the_wire(harness: Harness) -> None:
+    plan = plan_for("snapkv", budget=Budget(tokens=48))
+    request = dataclasses.replace(harness.request(make_prompt(200), plan=plan), kept_bins=8)
+    first, _ = await harness.run(request)
+    spec = harness.model.spec
+    key = TransferKey(transfer_id=request.ticket.transfer_id, generation=1)
+    bins = torch.cat(
+        [harness.sink.rows(key, layer, Section.INDEX).flatten() for layer in range(spec.num_layers)]
+    )
+    counts = torch.bincount(bins.long() // 25, minlength=8)
+    assert first.kept == pytest.approx((counts / (25 * spec.num_layers * spec.num_kv_heads)).tolist())
+    assert sum(first.kept) == pytest.approx(48 / 25)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 97])

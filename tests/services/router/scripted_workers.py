@@ -213,6 +213,7 @@ class ScriptedPrefill(_Worker):
                 prefill_s=0.002,
                 compress_s=0.001,
                 queue_s=0.0,
+                kept=tuple(b / max(1, request.kept_bins - 1) for b in range(request.kept_bins)),
             )
             transfer = self._wire.transfers.pop(request.ticket.transfer_id, None)
             if transfer is None or transfer.first_token.done():

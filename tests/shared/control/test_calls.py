@@ -105,6 +105,7 @@ PREFILL_REQUEST = PrefillRequest(
     sampling=SamplingParams(max_tokens=1),
     ticket=TICKET,
     session=SESSION,
+    kept_bins=3,
 )
 
 
@@ -163,6 +164,7 @@ class PrefillService:
             prefill_s=0.5,
             compress_s=0.25,
             queue_s=0.125,
+            kept=(0.0, 0.5, 1.0),
         )
         yield TransferDone(bytes_by_kind={"rows": 2**33, "index": 0}, transfer_s=0.5)
 

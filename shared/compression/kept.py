@@ -1,0 +1,43 @@
+"""Which tokens of a prompt were kept, as a coarse map over its length: for people to look at."""
+
+from __future__ import annotations
+
+import torch
+
+from kvferry.shared.compression.interface import CompressedLayer
+
+MAX_KEPT_BINS = 512
+
+
+class KeptMap:
+    """Counts, over layers and KV heads, how many of the tokens in each stretch of the prompt were kept.
+
+    Args:
+        num_tokens: T, at least 1.
+        num_bins: stretches of (nearly) equal length to tell apart, 1 to MAX_KEPT_BINS; at most T are made.
+            Token i is in bin `i * bins // T`.
+    """
+
+    def __init__(self, *, num_tokens: int, num_bins: int) -> None:
+        assert 1 <= num_bins <= MAX_KEPT_BINS, num_bins
+        bins = min(num_bins, num_tokens)
+        self._bin_of_token = torch.arange(num_tokens, dtype=torch.int64) * bins // num_tokens
+        self._tokens_in_bin = torch.bincount(self._bin_of_token, minlength=bins)
+        self._kept = torch.zeros(bins, dtype=torch.int64)
+        self._num_heads = 0
+
+    def add(self, layer: CompressedLayer) -> None:
+        """Count one layer."""
+        for positions in layer.positions_by_head():
+            self._num_heads += 1
+            if positions is None:
+                self._kept += self._tokens_in_bin
+            else:
+                bins = self._bin_of_token[positions.to("cpu", torch.int64)]
+                self._kept += torch.bincount(bins, minlength=len(self._kept))
+
+    def fractions(self) -> tuple[float, ...]:
+        """The fraction of rows kept in each bin, 0 to 1; empty where no layer was counted."""
+        if self._num_heads == 0:
+            return ()
+        return tuple((self._kept / (self._tokens_in_bin * self._num_heads)).tolist())

@@ -1,0 +1,135 @@
+"""One trace a turn, over three processes, as an OTLP collector gets it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent import futures
+
+import grpc
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as rpc
+
+pytestmark = pytest.mark.xdist_group("stack")
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+CALLER = "b7ad6b7169203331"
+NUM_LAYERS = 4
+
+
+class Collector(rpc.TraceServiceServicer):
+    """A real OTLP endpoint that keeps what it is sent: (service, span)."""
+
+    def __init__(self):
+        self.spans = []
+        self._lock = threading.Lock()
+        self._server = grpc.server(futures.ThreadPoolExecutor(4))
+        rpc.add_TraceServiceServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        self._server.start()
+
+    def Export(self, request, context):
+        with self._lock:
+            for resource in request.resource_spans:
+                names = {a.key: a.value.string_value for a in resource.resource.attributes}
+                for scope in resource.scope_spans:
+                    self.spans += [(names["service.name"], span) for span in scope.spans]
+        return pb.ExportTraceServiceResponse()
+
+    def of(self, trace_id):
+        with self._lock:
+            return [(service, span) for service, span in self.spans if span.trace_id.hex() == trace_id]
+
+    def wait_for(self, trace_id, count):
+        deadline = time.monotonic() + 60
+        while len(found := self.of(trace_id)) < count and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
+
+    def close(self):
+        self._server.stop(None).wait(30)
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def traced(start_stack, collector):
+    with start_stack("--otlp-endpoint", f"http://127.0.0.1:{collector.port}") as running:
+        yield running
+
+
+def test_a_turn_is_one_trace_with_a_span_for_each_stage(traced, collector, make_document):
+    answer = httpx.post(
+        f"{traced.base_url}/v1/chat/completions",
+        json={
+            "model": "demo",
+            "messages": [{"role": "user", "content": make_document(3, num_words=300).text}],
+            "max_tokens": 4,
+            "ignore_eos": True,
+            "session_id": "traced",
+            "kv_compression": {"method": "rocketkv", "token_budget": 64},
+        },
+        headers={"traceparent": f"00-{TRACE_ID}-{CALLER}-01", "x-request-id": "traced-1"},
+        timeout=60,
+    )
+    assert answer.status_code == 200
+    router = {"POST /v1/chat/completions": 1}
+    prefill = {"Prefill/Prefill": 1, "queue": 1, "prefill": 1, "acknowledge": 1}
+    prefill |= {"compress": NUM_LAYERS, "ship": NUM_LAYERS}
+    decode = {"Decode/Generate": 1, "admit": 1, "receive": 1, "first step": 1, "decode": 1}
+    decode |= {"return history": 1}
+    expected = {"kvferry-router": router, "kvferry-prefill": prefill, "kvferry-decode": decode}
+    spans = collector.wait_for(TRACE_ID, sum(sum(stages.values()) for stages in expected.values()))
+
+    seen = Counter((service, span.name) for service, span in spans)
+    assert seen == {(service, name): n for service, names in expected.items() for name, n in names.items()}
+    ids = {span.span_id: span.name for _, span in spans}
+    parents = {(span.name, ids.get(span.parent_span_id, span.parent_span_id.hex())) for _, span in spans}
+    root = "POST /v1/chat/completions"
+    assert parents == {
+        (root, CALLER),
+        ("Decode/Generate", root),
+        ("Prefill/Prefill", root),
+        ("queue", "Prefill/Prefill"),
+        ("prefill", "Prefill/Prefill"),
+        ("acknowledge", "Prefill/Prefill"),
+        ("compress", "prefill"),
+        ("ship", "prefill"),
+        ("receive", "prefill"),
+        ("admit", "Decode/Generate"),
+        ("first step", "Decode/Generate"),
+        ("decode", "Decode/Generate"),
+        ("return history", "Decode/Generate"),
+    }
+    assert all(span.end_time_unix_nano >= span.start_time_unix_nano > 0 for _, span in spans)
+
+
+def test_a_refused_request_is_a_failed_span(traced, collector):
+    trace_id = TRACE_ID[::-1]
+    body = {"model": "demo", "messages": [], "max_tokens": 4}
+    headers = {"traceparent": f"00-{trace_id}-{CALLER}-01"}
+    answer = httpx.post(f"{traced.base_url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 400
+    ((service, span),) = collector.wait_for(trace_id, 1)
+    assert service == "kvferry-router"
+    assert span.status.code == 2
+
+
+def test_what_belongs_to_no_request_is_not_traced(traced, collector):
+    """Probes and status calls ran since the start; every trace begins with a request."""
+    roots = {span.trace_id for service, span in collector.spans if span.name.startswith("POST ")}
+    assert {span.trace_id for _, span in collector.spans} <= roots | {bytes.fromhex(TRACE_ID)}
+
+
+def test_an_endpoint_that_is_none_is_refused_at_start(start_stack):
+    with pytest.raises(RuntimeError, match="otlp"), start_stack("--otlp-endpoint", "collector:4317"):
+        pass

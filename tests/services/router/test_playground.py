@@ -1,0 +1,67 @@
+"""What the playground page stands on: the page itself, the list of methods, the map of kept tokens."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from typing import Any
+
+import openai
+import pytest
+
+from kvferry.shared.compression.presets import method_names
+
+BODY: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "the red castle ."}],
+    "max_tokens": 2,
+}
+
+
+async def test_the_page_is_whole_and_its_policy_allows_its_own_parts_only(start_stack: Any) -> None:
+    stack = await start_stack()
+    response = await stack.http.get("/")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert not re.search(r"""(src|href|action)=["']?(https?:)?//""", response.text)
+    policy = response.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'")
+    for tag, directive in (("style", "style-src"), ("script", "script-src")):
+        found = re.findall(rf"<{tag}>(.*?)</{tag}>", response.text, re.DOTALL)
+        assert len(found) == 1
+        digest = base64.b64encode(hashlib.sha256(found[0].encode()).digest()).decode()
+        assert f"{directive} 'sha256-{digest}'" in policy
+
+
+@pytest.mark.parametrize(("access", "status"), [("auto", 200), ("open", 200), ("key", 401)])
+async def test_the_page_follows_the_metrics_option(start_stack: Any, access: str, status: int) -> None:
+    stack = await start_stack(api_keys="key-a", metrics_access=access)
+    assert (await stack.http.get("/")).status_code == status
+
+
+async def test_methods_are_those_a_request_may_name(start_stack: Any) -> None:
+    stack = await start_stack(default_token_budget=77)
+    listed = (await stack.http.get("/v1/methods")).json()
+    assert listed["object"] == "list"
+    assert [method["id"] for method in listed["data"]] == list(method_names())
+    assert [(m["id"], m["token_budget"]) for m in listed["data"] if m["default"]] == [("rocketkv", 77)]
+    fewer = await start_stack(api_keys="key-a", allowed_methods="full,rocketkv")
+    assert (await fewer.http.get("/v1/methods")).status_code == 401
+    listed = (await fewer.http.get("/v1/methods", headers={"Authorization": "Bearer key-a"})).json()
+    assert [method["id"] for method in listed["data"]] == ["full", "rocketkv"]
+
+
+async def test_a_request_that_asks_gets_the_map_of_kept_tokens(start_stack: Any) -> None:
+    stack = await start_stack()
+    answer = await stack.client.chat.completions.create(**BODY, extra_body={"kv_kept_bins": 3})
+    assert answer.kv["kept"] == [0.0, 0.5, 1.0]
+    assert "kept" not in (await stack.client.chat.completions.create(**BODY)).kv
+
+
+@pytest.mark.parametrize("bins", [0, 513, 1.5, "many"])
+async def test_the_number_of_bins_is_checked(start_stack: Any, bins: Any) -> None:
+    stack = await start_stack()
+    with pytest.raises(openai.BadRequestError) as refused:
+        await stack.client.chat.completions.create(**BODY, extra_body={"kv_kept_bins": bins})
+    assert refused.value.param == "kv_kept_bins"

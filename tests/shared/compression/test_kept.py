@@ -1,0 +1,83 @@
+"""The map of kept tokens against counting them one by one."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.kernels.packed import pack_layer
+from kvferry.shared.compression.interface import CompressedLayer
+from kvferry.shared.compression.kept import KeptMap
+
+
+def layer_of(positions):
+    return CompressedLayer(
+        keys=torch.zeros(2, len(positions[0]), 4),
+        values=torch.zeros(2, len(positions[0]), 4),
+        positions=torch.tensor(positions, dtype=torch.int32),
+    )
+
+
+def fractions(num_tokens, num_bins, layers):
+    """Token by token."""
+    kept, seen = [0] * min(num_bins, num_tokens), [0] * min(num_bins, num_tokens)
+    for heads in layers:
+        for positions in heads:
+            for token in range(num_tokens):
+                seen[token * len(kept) // num_tokens] += 1
+                kept[token * len(kept) // num_tokens] += token in positions
+    return [k / s for k, s in zip(kept, seen, strict=True)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), num_tokens=st.integers(1, 40), num_bins=st.integers(1, 50))
+def test_it_counts_what_counting_tokens_counts(data, num_tokens, num_bins):
+    size = data.draw(st.integers(1, num_tokens))
+    head = st.lists(st.integers(0, num_tokens - 1), min_size=size, max_size=size, unique=True)
+    layers = data.draw(st.lists(st.tuples(head, head), min_size=1, max_size=3))
+    made = KeptMap(num_tokens=num_tokens, num_bins=num_bins)
+    for heads in layers:
+        made.add(layer_of(heads))
+    assert made.fractions() == pytest.approx(fractions(num_tokens, num_bins, layers))
+
+
+def test_a_layer_that_keeps_everything_counts_as_such():
+    made = KeptMap(num_tokens=7, num_bins=3)
+    made.add(CompressedLayer(keys=torch.zeros(2, 7, 4), values=torch.zeros(2, 7, 4)))
+    made.add(layer_of([[0], [6]]))
+    assert made.fractions() == pytest.approx(((3 * 2 + 1) / 12, 4 / 8, (2 * 2 + 1) / 8))
+
+
+def test_a_packed_layer_counts_the_tokens_that_have_bits():
+    value_bits = torch.tensor([[0, 2, 16, 0, 4, 0]], dtype=torch.uint8)
+    key_bits = torch.full((1, 4), 8, dtype=torch.uint8)
+    packed = pack_layer(torch.randn(1, 6, 4), torch.randn(1, 6, 4), key_bits, value_bits)
+    made = KeptMap(num_tokens=6, num_bins=6)
+    made.add(CompressedLayer(keys=torch.zeros(1, 0, 4), values=torch.zeros(1, 0, 4), packed=packed))
+    assert made.fractions() == (0, 1, 1, 0, 1, 0)
+
+
+def test_nothing_counted_gives_no_fractions():
+    assert KeptMap(num_tokens=5, num_bins=2).fractions() == ()
+
+
+class Stored:
+    """A layer stored otherwise, as far as the map looks at it."""
+
+    def __init__(self, **tensors):
+        self.tensors = {name: torch.tensor(value) for name, value in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        (Stored(head_rows=[1, 3], index=[0, 0, 1, 2]), (1, 0.5, 0.5, 0)),
+        (Stored(index=[[0, 1], [0, 3]]), (1, 0.5, 0, 0.5)),
+        (Stored(codes=[0]), (1, 1, 1, 1)),
+    ],
+)
+def test_a_layer_stored_otherwise_counts_its_index(stored, expected):
+    none = torch.zeros(2, 0, 4)
+    made = KeptMap(num_tokens=4, num_bins=4)
+    made.add(CompressedLayer(keys=none, values=none, stored=stored))
+    assert made.fractions() == expected
