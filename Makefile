@@ -1,5 +1,6 @@
 # make serve   set up .venv if needed, then serve the demo model on this machine
 # make test    set up what the tests need, then lint, types, import contracts and tests
+# make debian  the Debian packages that some tests need; test does it by itself where it may
 # make lint | types | clean
 # PYTHON=python3.12 picks the interpreter; ARGS="--listen 127.0.0.1:9000" goes to `kvferry serve`.
 
@@ -7,6 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadgroup
+DEBIAN_PACKAGES := redis-server prometheus docker.io mmdebstrap iproute2 iptables chromium
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -18,14 +20,27 @@ TOP_LEVEL := kernels models proto services shared
 # Our top-level kernels/ would shadow a PyPI package that transformers probes for.
 export PYTHONSAFEPATH := 1
 
-.PHONY: serve test lint types contracts clean
+.PHONY: serve test debian lint types contracts clean
 .DEFAULT_GOAL := serve
 
 serve: $(INSTALLED)
 	@exec $(BIN)/kvferry serve $(ARGS)
 
-test: lint types contracts
-	$(BIN)/pytest $(PYTEST_ARGS)
+# The container tests need both processors, so they come last and by themselves.
+test: debian lint types contracts
+	$(BIN)/pytest $(PYTEST_ARGS) --ignore tests/containers
+	$(BIN)/pytest tests/containers
+
+# Without root or apt the tests that need more skip, and say why.
+debian:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		missing=; for package in $(DEBIAN_PACKAGES); do \
+			dpkg-query --show --showformat '$${db:Status-Status}' $$package 2>/dev/null | grep -qx installed \
+				|| missing="$$missing $$package"; \
+		done; \
+		[ -z "$$missing" ] || { echo "Installing$$missing"; export DEBIAN_FRONTEND=noninteractive; \
+			apt-get -qq update && apt-get -qq install -y --no-install-recommends $$missing >/dev/null; }; \
+	fi
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check

@@ -206,6 +206,8 @@ SESSIONS = Dashboard(
                        f"sum(rate(kvferry_prompt_tokens_total{{{MODEL}}}{RATE}))", legend="{{source}}"),)),
         Panel(title="Loading history of a resumed turn", unit="s", queries=quantiles("history_load_seconds")),
         Panel(title="Storing a turn's history", unit="s", queries=quantiles("history_store_seconds")),
+        Panel(title="Sessions that Redis could not serve", unit="cps", queries=(
+            Query(expr=or_zero(rate("session_store_events_total", "event", where="")), legend="{{event}}"),)),
         Panel(title="Histories missing", unit="cps", queries=(
             Query(expr=or_zero(rate("history_miss_total", "reason", where="")), legend="{{reason}}"),)),
         Panel(title="Generated KV returned to history", unit="Bps", queries=(
