@@ -1,0 +1,76 @@
+"""The documents do not rot: what is generated is current, what is linked and named exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvferry.services.launcher.config import KNOWN_CONFIGS
+from kvferry.shared.command_line import option_name
+from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics, RouterMetrics
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = [
+    REPOSITORY / "README.md",
+    REPOSITORY / "CONTRIBUTING.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+]
+
+
+def test_the_api_reference_is_what_its_command_writes(tmp_path):
+    made = tmp_path / "api.md"
+    command = [sys.executable, "-P", str(REPOSITORY / "docs" / "make_api.py"), str(made)]
+    subprocess.run(command, check=True, timeout=200)
+    assert made.read_text() == (REPOSITORY / "docs" / "api.md").read_text(), (
+        "run docs/make_api.py docs/api.md"
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = page.read_text()
+    headings = {
+        re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+        for heading in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    }
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in headings, target
+        elif not target.startswith("http"):
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_in_code_spans_exist(page):
+    spans = re.findall(
+        r"`((?:services|shared|kernels|proto|models|tests|docs|deploy|benchmarks)/[^`\s]*)`", page.read_text()
+    )
+    for span in spans:
+        for path in expanded(span):
+            assert list(REPOSITORY.glob(path)) or "<" in path, span
+
+
+def expanded(span: str) -> list[str]:
+    """`a/{b,c}.py` as a shell has it."""
+    found = re.search(r"\{([^}]*)\}", span)
+    if found is None:
+        return [span.rstrip("/")]
+    return [span.replace(found[0], name) for name in found[1].split(",")]
+
+
+def test_options_and_metrics_of_the_documents_exist():
+    options = {option_name(field) for settings in KNOWN_CONFIGS for field in settings.model_fields}
+    names = {
+        sample
+        for metrics in (RouterMetrics(), PrefillMetrics(), DecodeMetrics())
+        for family in metrics.registry.collect()
+        for sample in (family.name, f"{family.name}_total")
+    }
+    for page in (REPOSITORY / "docs").glob("*.md"):
+        text = page.read_text()
+        assert set(re.findall(r"`(--[a-z-]+)", text)) <= options, page.name
+        assert set(re.findall(r"kvferry_\w+", text)) <= names, page.name
