@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,10 @@ def _load(name: str) -> ModuleType:
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A running engine; skips where the machine cannot have one, fails where it should but does not."""
+    """A running engine; skips where the machine cannot have one, fails where it should but does not.
+
+    Its files stay until pytest removes old temporary folders: deleting so many takes minutes.
+    """
     module = _load("engine")
     reason = module.why_impossible()
     if reason:
@@ -37,8 +39,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with module.running_engine(folder) as engine, pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_PROXY", engine.address)
         yield engine
-    # Gigabytes that nobody looks at.
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
