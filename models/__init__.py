@@ -3,3 +3,5 @@
 from pathlib import Path
 
 DEMO_MODEL = Path(__file__).parent / "demo"
+SHIPPED_CURVES = Path(__file__).parent / "calibration"
+"""Quality curves of the shipped models."""

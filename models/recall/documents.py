@@ -203,6 +203,17 @@ def draw_sayings(rng: random.Random, num_words: int = 5) -> tuple[str, list[str]
     return words[0], sentences
 
 
+def draw_common_sayings(rng: random.Random, num_words: int = 6) -> tuple[tuple[str, str], list[str]]:
+    """Sentences that say words, two of them often: those two, the more frequent one first, and sentences."""
+    words = rng.sample(WORD_VALUES, num_words)
+    counts = [rng.randint(6, 7), rng.randint(4, 5)] + [rng.randint(1, 2) for _ in words[2:]]
+    sentences = [
+        f"{rng.choice(NAMES)} said {w} ." for w, n in zip(words, counts, strict=True) for _ in range(n)
+    ]
+    rng.shuffle(sentences)
+    return (words[0], words[1]), sentences
+
+
 def filler(rng: random.Random) -> str:
     """One sentence that answers nothing."""
     c, kind = rng.choice, rng.random()

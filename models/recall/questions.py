@@ -37,6 +37,7 @@ _PAIR_TEMPLATES = (
 )
 _VARIABLE_TEMPLATES = ("what is the value of {v} ?", "tell me the value of {v} .")
 _SAYING_TEMPLATES = ("what word was said most often ?", "which word was said most ?")
+_COMMON_TEMPLATES = ("which two were said most often ?", "tell me the two that were said most often .")
 
 _NUMBER_WORDS = {2: "two", 3: "three"}
 
@@ -83,3 +84,8 @@ def ask_variable(rng: random.Random, chain: Chain, hops: int) -> Question:
 def ask_saying(rng: random.Random, word: str) -> Question:
     """The word that was said most often."""
     return Question(text=rng.choice(_SAYING_TEMPLATES), answer=word)
+
+
+def ask_common(rng: random.Random, words: tuple[str, str]) -> Question:
+    """The two words that were said most often, the more frequent one first."""
+    return Question(text=rng.choice(_COMMON_TEMPLATES), answer=" , ".join(words))

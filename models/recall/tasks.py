@@ -8,18 +8,15 @@ with `held_out` also from entities and wordings that training never asks about. 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from kvferry.models.recall import documents, questions
-from kvferry.models.recall.documents import HELD_OUT_POOL, TRAINING_POOL, EntityPool, Fact
-from kvferry.models.recall.questions import Question
-from kvferry.models.recall.small_talk import SMALL_TALK
+from kvferry.models.recall import documents, materials
+from kvferry.models.recall.documents import HELD_OUT_POOL, TRAINING_POOL
+from kvferry.models.recall.materials import Builder
 from kvferry.models.recall.vocabulary import (
     ASSISTANT_ID,
     BOS_ID,
-    DIGIT_ATTRIBUTES,
     END_ID,
     USER_ID,
     encode,
@@ -28,8 +25,6 @@ from kvferry.shared.errors import ConfigurationError
 
 MIN_TOKENS = 256
 """Shortest prompt that every task fits into."""
-
-_NUM_FACTS = 8
 
 
 class Message(TypedDict):
@@ -67,23 +62,12 @@ class Example:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Material:
-    """What a task puts into a conversation: sentences that keep their order within a list, and the turns."""
-
-    statements: list[list[str]]
-    turns: list[Question]
-
-
-_Builder = Callable[[random.Random, int, EntityPool, bool], _Material]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Task:
     """One kind of question; `description` is for tables."""
 
     name: str
     description: str
-    build: _Builder
+    build: Builder
 
     def example(
         self, *, num_tokens: int, seed: int, held_out: bool = False, depth: float | None = None
@@ -124,128 +108,43 @@ class Task:
         return Example(messages=tuple(messages[:-1]), answer=turns[-1].answer, document=document)
 
 
-def _with_digits(facts: list[Fact]) -> Fact:
-    """A fact whose value is digits: those cannot be guessed."""
-    return next((f for f in facts if f.attribute in DIGIT_ATTRIBUTES), facts[0])
-
-
-def _statements(
-    rng: random.Random, facts: list[Fact], held_out: bool, *, also: bool = True
-) -> list[list[str]]:
-    return [fact.statements(rng, held_out=held_out, also=also) for fact in facts]
-
-
-def _single_needle(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> _Material:
-    digits = EntityPool(adjectives=pool.adjectives, nouns=pool.nouns, attributes=DIGIT_ATTRIBUTES)
-    facts = documents.draw_facts(rng, digits, 1)
-    return _Material(
-        statements=_statements(rng, facts, held_out),
-        turns=[questions.ask_single(rng, facts[0], held_out=held_out)],
-    )
-
-
-def _multi_key(num_facts: Callable[[int], int], *, hard: bool = False, num_turns: int = 1) -> _Builder:
-    def build(rng: random.Random, num_tokens: int, pool: EntityPool, held_out: bool) -> _Material:
-        count = num_facts(num_tokens)
-        if hard:
-            pool = documents.hard_grid(rng, pool, count)
-        facts = documents.draw_facts(rng, pool, count)
-        target = _with_digits(facts)
-        others = [f for f in facts if f is not target]
-        asked = [*rng.sample(others, num_turns - 1), target]
-        return _Material(
-            statements=_statements(rng, facts, held_out),
-            turns=[questions.ask_single(rng, f, held_out=held_out) for f in asked],
-        )
-
-    return build
-
-
-def _multi_value(*, also: bool) -> _Builder:
-    def build(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> _Material:
-        facts = documents.draw_facts(rng, pool, _NUM_FACTS)
-        target = _with_digits(facts)
-        second = target.values[0]
-        while second == target.values[0]:
-            second = documents.draw_value(rng, target.attribute)
-        several = Fact(attribute=target.attribute, entity=target.entity, values=(target.values[0], second))
-        facts = [f for f in facts if f is not target]
-        return _Material(
-            statements=_statements(rng, [*facts, several], held_out, also=also),
-            turns=[questions.ask_several(rng, several)],
-        )
-
-    return build
-
-
-def _multi_query(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> _Material:
-    facts = documents.draw_facts(rng, pool, _NUM_FACTS)
-    first, second = rng.sample(facts, 2)
-    return _Material(
-        statements=_statements(rng, facts, held_out), turns=[questions.ask_pair(rng, first, second)]
-    )
-
-
-def _variables(hops: int) -> _Builder:
-    def build(rng: random.Random, _: int, __: EntityPool, ___: bool) -> _Material:
-        chains = documents.draw_chains(rng, 4)
-        # The first chain is always of full length, so that the hops asked for exist.
-        return _Material(
-            statements=[c.statements() for c in chains], turns=[questions.ask_variable(rng, chains[0], hops)]
-        )
-
-    return build
-
-
-def _frequent_word(rng: random.Random, _: int, __: EntityPool, ___: bool) -> _Material:
-    word, sentences = documents.draw_sayings(rng)
-    return _Material(statements=[sentences], turns=[questions.ask_saying(rng, word)])
-
-
-def _unknown(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> _Material:
-    facts = documents.draw_facts(rng, pool, _NUM_FACTS)
-    absent = documents.absent_fact(rng, pool, facts)
-    assert absent is not None  # eight facts cannot fill a pool
-    return _Material(
-        statements=_statements(rng, facts, held_out),
-        turns=[questions.ask_single(rng, absent, held_out=held_out)],
-    )
-
-
-def _small_talk(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> _Material:
-    facts = documents.draw_facts(rng, pool, _NUM_FACTS)
-    talk = rng.choice(SMALL_TALK)
-    prompt = rng.choice(talk.held_out_prompts if held_out else talk.prompts)
-    return _Material(
-        statements=_statements(rng, facts, held_out),
-        turns=[
-            questions.ask_single(rng, facts[0], held_out=held_out),
-            Question(text=prompt, answer=talk.reply),
-        ],
-    )
-
-
-def _eight(_: int) -> int:
-    return _NUM_FACTS
-
-
-def _dense(num_tokens: int) -> int:
-    return max(4, num_tokens // 64)
-
-
 _ALL = (
-    Task(name="single_needle", description="single needle", build=_single_needle),
-    Task(name="multi_key_8", description="one of 8 facts", build=_multi_key(_eight)),
-    Task(name="multi_key_dense", description="one of T/64 facts", build=_multi_key(_dense)),
-    Task(name="multi_key_hard", description="hard grid, T/64 facts", build=_multi_key(_dense, hard=True)),
-    Task(name="third_turn", description="third turn, 8 facts", build=_multi_key(_eight, num_turns=3)),
-    Task(name="multi_value", description='two values, second says "also"', build=_multi_value(also=True)),
-    Task(name="multi_value_plain", description="two values, worded alike", build=_multi_value(also=False)),
-    Task(name="multi_query", description="two facts in one question", build=_multi_query),
-    Task(name="variables_1_hop", description="variables, one hop", build=_variables(1)),
-    Task(name="variables_2_hops", description="variables, two hops", build=_variables(2)),
-    Task(name="frequent_word", description="most frequent word", build=_frequent_word),
-    Task(name="unknown", description="document does not say", build=_unknown),
-    Task(name="small_talk", description="small talk after a document", build=_small_talk),
+    Task(name="single_needle", description="single needle", build=materials.single_needle),
+    Task(name="multi_key_8", description="one of 8 facts", build=materials.multi_key(materials.eight)),
+    Task(name="multi_key_dense", description="one of T/64 facts", build=materials.multi_key(materials.dense)),
+    Task(
+        name="multi_key_hard",
+        description="hard grid, T/64 facts",
+        build=materials.multi_key(materials.dense, hard=True),
+    ),
+    Task(
+        name="third_turn",
+        description="third turn, 8 facts",
+        build=materials.multi_key(materials.eight, num_turns=3),
+    ),
+    Task(
+        name="fifth_turn",
+        description="fifth turn, 8 facts",
+        build=materials.multi_key(materials.eight, num_turns=5),
+    ),
+    Task(name="mixed_turns", description="fourth turn, kinds mixed", build=materials.mixed_turns),
+    Task(name="qa_facts", description="question about paragraphs", build=materials.qa_facts),
+    Task(
+        name="multi_value",
+        description='two values, second says "also"',
+        build=materials.multi_value(also=True),
+    ),
+    Task(
+        name="multi_value_plain",
+        description="two values, worded alike",
+        build=materials.multi_value(also=False),
+    ),
+    Task(name="multi_query", description="two facts in one question", build=materials.multi_query),
+    Task(name="variables_1_hop", description="variables, one hop", build=materials.variables(1)),
+    Task(name="variables_2_hops", description="variables, two hops", build=materials.variables(2)),
+    Task(name="frequent_word", description="most frequent word", build=materials.frequent_word),
+    Task(name="common_words", description="two most frequent words", build=materials.common_words),
+    Task(name="unknown", description="document does not say", build=materials.unknown),
+    Task(name="small_talk", description="small talk after a document", build=materials.small_talk),
 )
 TASKS = {task.name: task for task in _ALL}

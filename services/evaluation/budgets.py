@@ -1,13 +1,15 @@
 """Budgets that mean the same bytes for every method, and the sizes that they are measured by.
 
 A method's own budget (rows, or RocketKV's traffic per step) is solved for, so that what it comes to is the
-largest that does not exceed the target. Counts what a decode worker holds and reads; allocates nothing.
+largest that does not exceed the target. Where a prompt's bytes are known only once it is packed, these are
+bounds, and `compressor.py` goes on from them to the bytes held. Counts what a decode worker holds and reads;
+allocates nothing.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -81,9 +83,12 @@ def full_bytes(spec: ModelSpec, num_tokens: int) -> int:
     return num_tokens * spec.kv_token_bytes
 
 
-def kept_bytes(spec: ModelSpec, resolved: ResolvedPlan) -> int:
+def kept_bytes(spec: ModelSpec, resolved: ResolvedPlan, packed_bytes: Sequence[int] | None = None) -> int:
     """What is kept of a prompt: rows, what its attention keeps beside them, and the kept rows' positions; of
-    a packed layer, the most that it may come to, scales and index included."""
+    a packed layer, codes, scales and index.
+
+    Args: packed_bytes: what each packed layer came to, 0 for rows; None counts the most that it may come to.
+    """
     limits = _packed_limits(spec, resolved)
     indexed = sum(
         layer.rows
@@ -91,19 +96,22 @@ def kept_bytes(spec: ModelSpec, resolved: ResolvedPlan) -> int:
         if layer.rows < resolved.num_prompt_tokens and not limit
     )
     layout = sequence_layout(spec, resolved)
-    return used_bytes(layout, spec, 0, packed_bytes=sum(limits)) + _INDEX_BYTES * indexed * spec.num_kv_heads
+    packed = sum(limits if packed_bytes is None else packed_bytes)
+    return used_bytes(layout, spec, 0, packed_bytes=packed) + _INDEX_BYTES * indexed * spec.num_kv_heads
 
 
-def read_bytes(spec: ModelSpec, resolved: ResolvedPlan) -> int:
+def read_bytes(spec: ModelSpec, resolved: ResolvedPlan, packed_bytes: Sequence[int] | None = None) -> int:
     """What a decode step reads of a compressed prompt: all rows, or estimates and the rows they choose; of a
     packed layer, as much as `kept_bytes` counts."""
+    limits = _packed_limits(spec, resolved)
     return sum(
-        limit
-        or spec.num_kv_heads
+        (limit if packed_bytes is None else packed_bytes[i])
+        if limit
+        else spec.num_kv_heads
         * make_attention(layer.attention).read_bytes(
             num_rows=layer.rows, head_dim=spec.head_dim, element_bytes=DTYPE_BYTES[spec.dtype]
         )
-        for layer, limit in zip(resolved.layers, _packed_limits(spec, resolved), strict=True)
+        for i, (layer, limit) in enumerate(zip(resolved.layers, limits, strict=True))
     )
 
 
@@ -118,7 +126,7 @@ def _packed_limits(spec: ModelSpec, resolved: ResolvedPlan) -> tuple[int, ...]:
     return limits or (0,) * len(resolved.layers)
 
 
-_SIZES: dict[Match, Callable[[ModelSpec, ResolvedPlan], int]] = {"kept": kept_bytes, "read": read_bytes}
+SIZES: Mapping[Match, Callable[..., int]] = {"kept": kept_bytes, "read": read_bytes}
 
 
 @lru_cache(maxsize=4096)
@@ -134,7 +142,7 @@ def _matched_tokens(
             num_layers=spec.num_layers,
             head_dim=spec.head_dim,
         )
-        return _SIZES[match](spec, resolved)
+        return SIZES[match](spec, resolved)
 
     low, high = 0, num_tokens
     while low < high:

@@ -9,9 +9,7 @@ OUT/*.png           with --plots
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,14 +26,17 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from kvferry.models.recall.tasks import TASKS
 from kvferry.services.evaluation import plots
 from kvferry.services.evaluation.config import EvalConfig
 from kvferry.services.evaluation.experiment import Experiment, read_experiment
 from kvferry.services.evaluation.jobs import Job, WorkerOptions, run_jobs
+from kvferry.services.evaluation.provenance import commit, hardware
 from kvferry.services.evaluation.records import Key, Record, RecordFile
 from kvferry.services.evaluation.summary import Cell, summarise
 from kvferry.services.evaluation.table import markdown
 from kvferry.shared.command_line import option_name, version
+from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.spec import ModelSpec
 
@@ -44,9 +45,10 @@ _FIRST_TOKEN = {
     "compressed cache",
     "refed": "the last prompt token is fed again, so every answer token sees the compressed cache",
 }
+_ANSWERS = {"right": "the right answers", "own": "each contender's own answers"}
 _MATCH = {
-    "kept": "budgets are met in bytes kept, indexes and page extremes counted, of the part of the prompt "
-    "that is compressed",
+    "kept": "budgets are met in bytes held, scales, indexes and page extremes counted, of the part of the "
+    "prompt that is compressed",
     "read": "budgets are met in bytes read per decode step",
     "given": "budgets are given to each method as they are",
 }
@@ -59,6 +61,7 @@ def run(config: EvalConfig, *, console: Console | None = None) -> int:
         ConfigurationError: an option is wrong, or --plots finds no matplotlib.
         KvferryError: a process died, or the model failed.
     """
+    install_tables(config.epsilon_tables)
     experiment = read_experiment(config)
     if config.plots:
         plots.check_available()
@@ -102,6 +105,7 @@ def _measure(
         device=config.device,
         dtype=config.dtype,
         threads=config.threads,
+        epsilon_tables=config.epsilon_tables,
         num_processes=config.jobs,
         experiment=experiment,
     )
@@ -112,11 +116,11 @@ def _measure(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    commit = _commit()
+    measured_at = commit()
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("answers", total=sum(len(work) for _, work in jobs))
         for records in run_jobs(jobs, options):
-            file.append(replace(record, commit=commit) for record in records)
+            file.append(replace(record, commit=measured_at) for record in records)
             progress.advance(bar, len(records))
 
 
@@ -138,7 +142,8 @@ def _write(
     notes = [
         f"`{result['command']}`",
         f"{result['model']} in {spec.dtype} on {result['hardware']}, commit {', '.join(commits)}; "
-        f"{_FIRST_TOKEN[experiment.first_token]}; {_MATCH[experiment.match]}.",
+        f"{_FIRST_TOKEN[experiment.first_token]}; {_MATCH[experiment.match]}; K and V rows count as "
+        f"{experiment.kv_dtype}; earlier turns hold {_ANSWERS[experiment.answers]}.",
     ]
     paths[1].write_text(
         markdown(cells, title=f"Recall under KV compression: {result['model']}", notes=notes),
@@ -153,7 +158,7 @@ def _provenance(config: EvalConfig, experiment: Experiment, spec: ModelSpec) -> 
         "command": _command(config),
         "version": version(),
         "torch": torch.__version__,
-        "hardware": _hardware(config.device),
+        "hardware": hardware(config.device),
         "model": Path(config.model).name,
         "fingerprint": spec.fingerprint,
         "dtype": spec.dtype,
@@ -161,6 +166,9 @@ def _provenance(config: EvalConfig, experiment: Experiment, spec: ModelSpec) -> 
         "match": f"{experiment.match}: {_MATCH[experiment.match]}",
         "seeds": [experiment.seeds.start, experiment.seeds.stop],
         "held_out": experiment.held_out,
+        "answers": experiment.answers,
+        "kv_dtype": experiment.kv_dtype,
+        "tasks": {name: TASKS[name].description for name in experiment.tasks},
     }
 
 
@@ -169,28 +177,3 @@ def _command(config: EvalConfig) -> str:
     for field, value in config.model_dump(exclude_defaults=True).items():
         words += [option_name(field)] if value is True else [option_name(field), str(value)]
     return shlex.join(words)
-
-
-def _hardware(device: str) -> str:
-    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
-        return torch.cuda.get_device_name(torch.device(device if device != "auto" else "cuda"))
-    return f"{os.cpu_count()} CPU cores"
-
-
-def _commit() -> str:
-    """The commit of the sources, with a plus where they are changed; "unknown" outside a repository."""
-    folder = Path(__file__).parent
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=20, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    commit = git("rev-parse", "--short=12", "HEAD")
-    if commit is None:
-        return "unknown"
-    return commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")

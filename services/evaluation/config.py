@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvferry.shared.config import LogLevel, ServiceSettings
+from kvferry.shared.config import LogLevel, PlanSettings
 
 
-class EvalConfig(ServiceSettings):
+class EvalConfig(PlanSettings):
     """Each list is comma-separated."""
 
     model: str = Field("demo", description="local folder or hub id of the model; demo is the shipped one")
@@ -29,6 +29,10 @@ class EvalConfig(ServiceSettings):
         description="compare at equal kept bytes, at equal bytes read per decode step, or give each method "
         "the budget as it is",
     )
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        "auto",
+        description="what K and V rows are counted in; auto is the checkpoint's own, whatever it is run in",
+    )
     tasks: str = Field("single_needle,multi_key_8", description="tasks, or all")
     lengths: str = Field("1024", description="prompt lengths in the demo tokenizer's tokens")
     depths: str = Field(
@@ -38,6 +42,11 @@ class EvalConfig(ServiceSettings):
         "aware",
         description="aware (every turn selects with its question), once (the first turn selects, later "
         "turns append), agnostic (the document is compressed before any question)",
+    )
+    answers: Literal["right", "own"] = Field(
+        "right",
+        description="earlier turns of a conversation hold the right answers, or those that each contender "
+        "gave",
     )
     first_token: Literal["prefill", "refed"] = Field(
         "prefill",

@@ -1,11 +1,12 @@
 """An example as a model's tokens: the prompt of every turn, its right answer, and where the document ends.
 
-Earlier turns are answered rightly, as SCBench does, so that every method is asked the same. Any chat model
-will do; runs none.
+Earlier turns hold the right answers, as in SCBench, so that every method is asked the same; or, with
+`Conversation.next_prompt`, what was answered. Any chat model will do; runs none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.models.recall.tasks import Example
@@ -38,6 +39,27 @@ class Conversation:
 
     turns: tuple[Turn, ...]
     num_document_tokens: int
+
+    def next_prompt(self, index: int, prompt: Sequence[int], answer: Sequence[int]) -> tuple[int, ...]:
+        """Turn `index`'s prompt where the turn before it was answered otherwise.
+
+        Args:
+            prompt: of the turn before.
+            answer: its tokens; a final end token may be missing, as where the answer was cut off.
+
+        Raises: UnsupportedModel: the chat template puts more than the answer where it stands.
+        """
+        before = self.turns[index - 1]
+        start = len(before.prompt_token_ids)
+        right = before.answer_token_ids
+        rest = self.turns[index].prompt_token_ids[start:]
+        if rest[: len(right)] != right:
+            raise UnsupportedModel(
+                "the chat template changes answers when a question follows; take --answers right"
+            )
+        end = right[-1]
+        body = answer[:-1] if answer and answer[-1] == end else answer
+        return (*prompt, *body, end, *rest[len(right) :])
 
 
 def tokenize(example: Example, tokenizer: ChatTokenizer) -> Conversation:

@@ -6,9 +6,10 @@ Refuses options that name nothing; the message says what is allowed. Measures no
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar, cast
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeVar, cast
 
 from kvferry.models.recall.tasks import MIN_TOKENS, TASKS, Example
 from kvferry.services.evaluation.budgets import Match, Target, parse_target
@@ -16,9 +17,12 @@ from kvferry.services.evaluation.config import EvalConfig
 from kvferry.shared.compression.plan import CompressionPlan, ParamValue
 from kvferry.shared.compression.presets import method_names, plan_for
 from kvferry.shared.errors import ConfigurationError, InvalidRequest
+from kvferry.shared.model.loading import checkpoint_dtype
+from kvferry.shared.model.spec import DTypeName
 
 Setting = Literal["aware", "once", "agnostic"]
 FirstToken = Literal["prefill", "refed"]
+Answers = Literal["right", "own"]
 SETTINGS: tuple[Setting, ...] = ("aware", "once", "agnostic")
 FULL = "full"
 
@@ -45,8 +49,24 @@ class Contender:
 
     @property
     def digest(self) -> str:
-        """Changes with the method's definition, so that records of an older one are not taken for this."""
-        return hashlib.blake2b(repr(self.plan).encode(), digest_size=6).hexdigest()
+        """Changes with the method's definition, so that records of an older one are not taken for this.
+
+        Fields at their defaults do not count: a part that plans come to have leaves older methods as they
+        are.
+        """
+        text = json.dumps(_without_defaults(self.plan), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _without_defaults(value: Any) -> Any:
+    if not is_dataclass(value):
+        return value
+    given = {}
+    for field in fields(value):
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if (here := getattr(value, field.name)) != default:
+            given[field.name] = _without_defaults(here)
+    return given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,15 +87,22 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Everything that decides a result; records are keyed by these and the model's fingerprint."""
+    """Everything that decides a result; records are keyed by these and the model's fingerprint.
+
+    Attributes:
+        kv_dtype: what K and V rows are counted in.
+        answers: what earlier turns of a conversation hold.
+    """
 
     contenders: tuple[Contender, ...]
     match: Match
+    kv_dtype: DTypeName
     tasks: tuple[str, ...]
     lengths: tuple[int, ...]
     depths: tuple[float | None, ...]
     settings: tuple[Setting, ...]
     first_token: FirstToken
+    answers: Answers
     seeds: range
     held_out: bool
     max_new_tokens: int
@@ -100,7 +127,7 @@ class Experiment:
 
 def read_experiment(config: EvalConfig) -> Experiment:
     """Raises: ConfigurationError: an option names what is not there, or is out of range."""
-    targets = tuple(_each("--budgets", config.budgets, parse_target))
+    targets = tuple(read_list("--budgets", config.budgets, parse_target))
     for target in targets:
         if config.match == "given" and target.kind == "bytes":
             raise ConfigurationError(
@@ -110,11 +137,13 @@ def read_experiment(config: EvalConfig) -> Experiment:
     return Experiment(
         contenders=tuple(_contenders(config.methods, targets)),
         match=config.match,
+        kv_dtype=checkpoint_dtype(config.model) if config.kv_dtype == "auto" else config.kv_dtype,
         tasks=_chosen("--tasks", config.tasks, tuple(TASKS)),
-        lengths=tuple(_each("--lengths", config.lengths, _length)),
-        depths=tuple(_each("--depths", config.depths, _depth)) if config.depths else (None,),
+        lengths=tuple(read_list("--lengths", config.lengths, _length)),
+        depths=tuple(read_list("--depths", config.depths, _depth)) if config.depths else (None,),
         settings=cast(tuple[Setting, ...], _chosen("--settings", config.settings, SETTINGS)),
         first_token=config.first_token,
+        answers=config.answers,
         seeds=range(config.first_seed, config.first_seed + config.examples),
         held_out=config.held_out,
         max_new_tokens=config.max_new_tokens,
@@ -185,7 +214,7 @@ def _depth(text: str) -> float:
 def _chosen(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
     if text == "all":
         return allowed
-    return tuple(_each(option, text, lambda item: _known(option, item, allowed)))
+    return tuple(read_list(option, text, lambda item: _known(option, item, allowed)))
 
 
 def _known(option: str, item: str, allowed: Collection[str]) -> str:
@@ -194,7 +223,8 @@ def _known(option: str, item: str, allowed: Collection[str]) -> str:
     return item
 
 
-def _each(option: str, text: str, read: Callable[[str], T]) -> list[T]:
+def read_list(option: str, text: str, read: Callable[[str], T]) -> list[T]:
+    """The items of a comma-separated option. Raises ConfigurationError where one is empty or given twice."""
     return [read(item) for item in _items(option, text)]
 
 

@@ -17,6 +17,7 @@ import torch
 from kvferry.services.evaluation.experiment import Experiment, Unit
 from kvferry.services.evaluation.records import Record
 from kvferry.services.evaluation.runner import UnitRunner, Work
+from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
@@ -34,12 +35,14 @@ class WorkerOptions:
     device: str
     dtype: str
     threads: int
+    epsilon_tables: str
     num_processes: int
     experiment: Experiment
 
     def make_runner(self) -> UnitRunner:
         threads = self.threads or max(1, (os.cpu_count() or 1) // self.num_processes)
         torch.set_num_threads(threads)
+        install_tables(self.epsilon_tables)
         model = load_model(self.model, device=self.device, dtype=self.dtype)
         return UnitRunner(model, ChatTokenizer.load(self.model), self.experiment)
 

@@ -19,7 +19,7 @@ from typing import Any
 from kvferry.services.evaluation.experiment import Contender, Experiment, Setting, Unit
 from kvferry.shared.errors import ConfigurationError
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,12 @@ class Key:
     seed: int
     setting: Setting
     first_token: str
+    answers: str
     method: str
     digest: str
     budget: str
     match: str
+    kv_dtype: str
     max_new_tokens: int
 
     @classmethod
@@ -57,10 +59,12 @@ class Key:
             **asdict(unit),
             setting=setting,
             first_token=experiment.first_token,
+            answers=experiment.answers,
             method=contender.method,
             digest=contender.digest,
             budget=contender.budget,
             match=experiment.match if contender.target else "given",
+            kv_dtype=experiment.kv_dtype,
             max_new_tokens=experiment.max_new_tokens,
         )
 
@@ -96,7 +100,7 @@ class Record:
     Attributes:
         turns: one score a question; empty where the budget cannot be met.
         num_compressed_tokens: tokens of the prompt that the last selection saw.
-        kept_bytes, read_bytes, full_bytes: of those tokens; see `budgets.py`.
+        kept_bytes, read_bytes, full_bytes: of those tokens, as held once compressed; see `budgets.py`.
         commit: of the sources that measured it; a folder may hold records of several.
     """
 

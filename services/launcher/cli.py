@@ -1,6 +1,6 @@
 """The `kvferry` command: picks a subcommand, reads its settings, runs it.
 
-    kvferry serve | router | prefill | decode | chat | eval | train-demo [--option value ...]
+    kvferry serve | router | prefill | decode | chat | eval | calibrate | train-demo [--option value ...]
 
 Exit codes: 0 done, 1 failed, 2 wrong options or configuration.
 """
@@ -27,12 +27,21 @@ commands:
   serve       router, prefill and decode on this machine
   chat        talk to a router from the terminal, with a session
   eval        measure what compression costs in accuracy
+  calibrate   measure epsilon tables (calibrate epsilon) or quality curves (calibrate quality) of a model
   train-demo  train the demo model from its recipe
   router      the OpenAI HTTP API
   prefill     a worker that runs prompts, compresses and ships their KV, and keeps sessions' history
   decode      a worker that receives compressed KV and generates
 
 kvferry COMMAND --help shows a command's options; all but train-demo's are also variables KVFERRY_*.
+"""
+
+_CALIBRATE_USAGE = """usage: kvferry calibrate epsilon|quality [OPTIONS]
+
+  epsilon  RDKV's distortion table of a model, for the services' --epsilon-tables
+  quality  how much of a prompt methods need for a wanted quality, for the router's --calibration
+
+kvferry calibrate epsilon --help and kvferry calibrate quality --help show their options.
 """
 
 
@@ -135,6 +144,41 @@ def _eval(arguments: Sequence[str]) -> int:
     return run(config)
 
 
+def _calibrate(arguments: Sequence[str]) -> int:
+    from kvferry.services.evaluation.calibrate import calibrate_epsilon, calibrate_quality
+    from kvferry.services.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
+    from kvferry.services.evaluation.config import HIDDEN_OPTIONS
+    from kvferry.services.launcher.config import KNOWN_CONFIGS
+
+    kind, *rest = arguments or ("",)
+    if kind in ("-h", "--help"):
+        sys.stdout.write(_CALIBRATE_USAGE)
+        return 0
+    if kind == "epsilon":
+        return calibrate_epsilon(
+            parse_settings(
+                CalibrateEpsilonConfig,
+                rest,
+                command="kvferry calibrate epsilon",
+                description="Measure RDKV's distortion table on a model's own K and V.",
+                known=KNOWN_CONFIGS,
+                hidden=HIDDEN_OPTIONS,
+            )
+        )
+    if kind == "quality":
+        return calibrate_quality(
+            parse_settings(
+                CalibrateQualityConfig,
+                rest,
+                command="kvferry calibrate quality",
+                description="Fit how much of a prompt each method needs for a wanted quality.",
+                known=KNOWN_CONFIGS,
+                hidden=HIDDEN_OPTIONS,
+            )
+        )
+    raise ConfigurationError(f"{kind!r} is not something to calibrate; it must be epsilon or quality")
+
+
 def _train_demo(arguments: Sequence[str]) -> int:
     from kvferry.models.recall.train import main as train
 
@@ -161,6 +205,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": _serve,
     "chat": _chat,
     "eval": _eval,
+    "calibrate": _calibrate,
     "train-demo": _train_demo,
     "router": _router,
     "prefill": _prefill,

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from kvferry.services.decode.config import DecodeConfig
+from kvferry.services.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
 from kvferry.services.evaluation.config import EvalConfig
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.router.config import RouterConfig
@@ -78,5 +79,12 @@ class ChatConfig(ServiceSettings):
     chat_timeout_s: float = Field(300.0, gt=0, description="give up if nothing comes for so long")
 
 
-KNOWN_CONFIGS: tuple[type[ServiceSettings], ...] = (*CONFIGS.values(), ServeConfig, ChatConfig, EvalConfig)
+KNOWN_CONFIGS: tuple[type[ServiceSettings], ...] = (
+    *CONFIGS.values(),
+    ServeConfig,
+    ChatConfig,
+    EvalConfig,
+    CalibrateEpsilonConfig,
+    CalibrateQualityConfig,
+)
 """One environment may hold variables of all of these."""

@@ -19,7 +19,7 @@ from kvferry.services.router.choice import Choice, ChoiceDelta, RequestTimer
 from kvferry.services.router.documents import DocumentService, NamedDocuments
 from kvferry.services.router.errors import internal_error
 from kvferry.services.router.history import WorkerHistory
-from kvferry.services.router.plans import PlanChoice
+from kvferry.services.router.plans import ChosenPlan, PlanChoice
 from kvferry.services.router.prompt import Preamble, Prompt, PromptBuilder
 from kvferry.services.router.quota import KeyQuota
 from kvferry.services.router.responses import usage_object
@@ -29,6 +29,7 @@ from kvferry.services.router.session_record import SessionRecord
 from kvferry.services.router.sessions import SessionLease, SessionStore
 from kvferry.services.router.turn import TurnRunner
 from kvferry.services.router.turn_state import TurnRequest, TurnStats
+from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import KvferryError, Overloaded
 from kvferry.shared.metrics import RouterMetrics
@@ -117,6 +118,7 @@ class Completion:
         self._session = session
         self._request_id = request_id
         self._deadline_s = asyncio.get_running_loop().time() + service.request_timeout_s
+        self._chosen: ChosenPlan | None = None
         self._ended = False
         self._timer_closed = False
         self._admitted = False
@@ -167,7 +169,11 @@ class Completion:
                 is_new=lease.record is None,
                 num_tokens=self.num_prompt_tokens,
             )
-        stats = await self._run_choices(self._turn(record, prompt, named))
+        compression = self._request.kv_compression
+        if compression is None and named is not None:
+            compression = named.compression
+        self._chosen = await service.plans.choose(compression, prompt.token_ids, self._model)
+        stats = await self._run_choices(self._turn(record, prompt, named, self._chosen.plan))
         if lease is not None:
             await self._commit(lease, record, prompt, stats)
 
@@ -180,18 +186,19 @@ class Completion:
         return named, named.preamble if named is not None else Preamble()
 
     def _turn(
-        self, record: SessionRecord | None, prompt: Prompt, named: NamedDocuments | None
+        self,
+        record: SessionRecord | None,
+        prompt: Prompt,
+        named: NamedDocuments | None,
+        plan: CompressionPlan,
     ) -> TurnRequest:
         request, service = self._request, self._service
-        compression = request.kv_compression
-        if compression is None and named is not None:
-            compression = named.compression
         prefer = record.prefill_addresses if record is not None else ()
         return TurnRequest(
             request_id=self._request_id,
             model=self._model,
             prompt_token_ids=prompt.token_ids,
-            plan=service.plans.plan(compression),
+            plan=plan,
             sampling=sampling_params(
                 request, self.num_prompt_tokens, self._model, service.default_max_tokens
             ),
@@ -272,6 +279,7 @@ class Completion:
         kept = [round(fraction, 4) for fraction in stats[0].kept]
         return {
             "method": stats[0].method,
+            **(self._chosen.report if self._chosen is not None else {}),
             "prompt_tokens": self.num_prompt_tokens,
             "reused_tokens": stats[0].reused_tokens,
             "full_bytes": stats[0].full_bytes,

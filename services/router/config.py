@@ -40,6 +40,11 @@ class RouterConfig(TracedSettings):
         0, ge=0, description="token budget of the default method where a request gives none; 0: its own"
     )
     allowed_methods: str = Field("", description="methods a request may name; empty allows all")
+    calibration: str = Field(
+        "",
+        description="folder of quality curves, as kvferry calibrate quality writes them, beside those of the "
+        "shipped model",
+    )
     default_max_tokens: int = Field(
         512, ge=1, description="bound on chat completions that give no max_tokens, within the context"
     )

@@ -80,7 +80,6 @@ class DocumentService:
         Raises: InvalidRequest, ContextLengthExceeded, CapacityExceeded, or what ends a turn.
         """
         key = document_key(owner, document_id)
-        plan = self.plans.plan(request.kv_compression)
         token_ids = await self.prompts.document_tokens(request.text)
         if len(token_ids) >= model.max_model_len:
             raise ContextLengthExceeded(
@@ -88,6 +87,7 @@ class DocumentService:
                 f"{model.max_model_len}",
                 param="text",
             )
+        chosen = await self.plans.choose(request.kv_compression, token_ids, model)
         async with self.sessions.lease(key, needs_record=False) as lease:
             before = lease.record
             await self.quota.check(self.sessions, key, is_new=before is None, num_tokens=len(token_ids))
@@ -95,7 +95,7 @@ class DocumentService:
                 request_id=request_id,
                 model=model,
                 prompt_token_ids=token_ids,
-                plan=plan,
+                plan=chosen.plan,
                 sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
                 deadline_s=asyncio.get_running_loop().time() + self.request_timeout_s,
                 session=key,

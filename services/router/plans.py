@@ -1,18 +1,51 @@
-"""Which compression a request gets: the server's default, or the request's own within what is allowed."""
+"""Which compression a request gets: the server's default, or the request's own within what is allowed.
+
+A wanted quality becomes a retention here, by the model's calibrated curve and the prompt's tokens, before
+decode reserves anything; router, prefill and decode then know an ordinary plan.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.models import SHIPPED_CURVES
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.schemas import KvCompression, describe
+from kvferry.shared.compression.curves import CurveBook, QualityCurve
 from kvferry.shared.compression.plan import Budget, CompressionPlan
-from kvferry.shared.compression.presets import method_names, plan_for
+from kvferry.shared.compression.presets import method_names, plan_for, preset
 from kvferry.shared.errors import ConfigurationError, InvalidRequest
+from kvferry.shared.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenPlan:
+    """A request's plan.
+
+    Attributes:
+        quality: what the request asked for, where its retention was chosen by a curve.
+    """
+
+    plan: CompressionPlan
+    quality: float | None = None
+
+    @property
+    def report(self) -> dict[str, float]:
+        """What a response's `kv` says of the choice; nothing where the client made it itself."""
+        retention = self.plan.budget.retention
+        if self.quality is None or retention is None:
+            return {}
+        return {"quality": self.quality, "retention": retention}
 
 
 class PlanChoice:
-    """The server's default plan and the methods that requests may name.
+    """The server's default plan, the methods that requests may name, and their quality curves.
 
-    Raises: ConfigurationError where an option names a method that does not exist or is not allowed.
+    Raises: ConfigurationError where an option names a method that does not exist or is not allowed, or
+        quality curves cannot be read.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -32,6 +65,9 @@ class PlanChoice:
         except InvalidRequest as error:
             raise ConfigurationError(f"default_token_budget: {error.message}") from None
 
+        folders = [SHIPPED_CURVES, *([Path(config.calibration)] if config.calibration else [])]
+        self._curves = CurveBook.read(folders)
+
     @property
     def default(self) -> CompressionPlan:
         """The plan of requests that ask for nothing."""
@@ -41,23 +77,65 @@ class PlanChoice:
         """What each allowed method comes to without a budget of the request's own."""
         return tuple(self.plan(KvCompression(method=method)) for method in self.allowed)
 
+    async def choose(
+        self, wanted: KvCompression | None, prompt_token_ids: Sequence[int], model: ModelSpec
+    ) -> ChosenPlan:
+        """The plan of one prompt.
+
+        Raises: InvalidRequest naming `kv_compression` or its field.
+        """
+        if wanted is None or wanted.quality is None:
+            return ChosenPlan(plan=self.plan(wanted))
+        if wanted.parameters:
+            raise InvalidRequest(
+                "kv_compression.quality goes by curves of methods with their own parameters; with "
+                "kv_compression.parameters give token_budget or retention",
+                param="kv_compression.quality",
+            )
+        curve = self._curve(self._method(wanted), model)
+        # It reads the whole prompt, which may be long.
+        retention = await asyncio.to_thread(
+            curve.retention, wanted.quality, prompt_token_ids, vocab_size=model.vocab_size
+        )
+        plan = plan_for(self._method(wanted), budget=Budget(retention=retention))
+        return ChosenPlan(plan=plan, quality=wanted.quality)
+
     def plan(self, wanted: KvCompression | None) -> CompressionPlan:
-        """Raises: InvalidRequest naming `kv_compression` or its field."""
+        """The plan where no quality is wanted.
+
+        Raises: InvalidRequest naming `kv_compression` or its field.
+        """
         if wanted is None:
             return self._default_plan
+        method = self._method(wanted)
+        budget = Budget(tokens=wanted.token_budget, retention=wanted.retention)
+        if budget == Budget() and method == self._default_method:
+            budget = self._default_plan.budget
+        return plan_for(method, budget=budget, overrides=wanted.parameters)
+
+    def _method(self, wanted: KvCompression) -> str:
         method = self._default_method if wanted.method is None else wanted.method
         if method not in self.allowed:
             raise InvalidRequest(
                 f"kv_compression.method is {describe(method)}; it must be one of {', '.join(self.allowed)}",
                 param="kv_compression.method",
             )
-        if wanted.quality is not None:
-            raise InvalidRequest(
-                f"kv_compression.quality needs a calibrated curve; there is none for method {method!r}, "
-                "give token_budget or retention",
-                param="kv_compression.quality",
+        return method
+
+    def _curve(self, method: str, model: ModelSpec) -> QualityCurve:
+        curve = self._curves.find(model.fingerprint, method)
+        if curve is not None:
+            return curve
+        if not preset(method).takes_budget:
+            problem = f"was given for method {method!r}, which takes no budget"
+        else:
+            problem = (
+                f"needs a curve of method {method!r} calibrated on this model, and there is none; give "
+                "token_budget or retention, or run 'kvferry calibrate quality --model MODEL --methods "
+                f"{method} --calibration DIR' and start the router with --calibration DIR"
             )
-        budget = Budget(tokens=wanted.token_budget, retention=wanted.retention)
-        if budget == Budget() and method == self._default_method:
-            budget = self._default_plan.budget
-        return plan_for(method, budget=budget, overrides=wanted.parameters)
+        calibrated = [name for name in self._curves.methods(model.fingerprint) if name in self.allowed]
+        raise InvalidRequest(
+            f"kv_compression.quality {problem} (calibrated: {', '.join(calibrated) or 'none'})",
+            param="kv_compression.quality",
+        )

@@ -71,6 +71,18 @@ def load_model(
         )
 
 
+def checkpoint_dtype(path_or_id: str | Path) -> DTypeName:
+    """The dtype of a checkpoint's own weights, as its configuration says; nothing is loaded.
+
+    Raises:
+        ConfigurationError: there is no such model, or its configuration names another dtype or none.
+    """
+    folder = resolve_model_path(path_or_id, weights=False)
+    with quiet_libraries():
+        config = _load_config(folder, str(path_or_id))
+    return _dtype_name(config.dtype or config.get_text_config().dtype)
+
+
 def _bridge(
     model: Any,
     *,
@@ -168,7 +180,7 @@ def _resolve_max_model_len(config: Any, requested: int, own: int) -> int:
     return requested or own
 
 
-def _dtype_name(dtype: torch.dtype) -> DTypeName:
+def _dtype_name(dtype: torch.dtype | str | None) -> DTypeName:
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise ConfigurationError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -25,7 +27,16 @@ from kvferry.models.recall.vocabulary import (
 )
 from kvferry.shared.errors import ConfigurationError
 
-RECALL = ("single_needle", "multi_key_8", "multi_key_dense", "multi_key_hard", "third_turn")
+RECALL = (
+    "single_needle",
+    "multi_key_8",
+    "multi_key_dense",
+    "multi_key_hard",
+    "third_turn",
+    "fifth_turn",
+    "qa_facts",
+    "mixed_turns",
+)
 
 
 def document_of(example: Example) -> str:
@@ -86,6 +97,33 @@ def test_variables_take_the_hops_of_their_task(name: str, hops: int) -> None:
     assert len(steps) == hops + 2
     for left, right in pairwise(steps):
         assert f"set {left} = {right} ." in document_of(example)
+
+
+def test_common_words_are_the_two_said_most() -> None:
+    for seed in range(30):
+        example = TASKS["common_words"].example(num_tokens=700, seed=seed)
+        said = Counter(re.findall(r"said (\w+) \.", document_of(example)))
+        (first, most), (second, more), (_, others) = said.most_common(3)
+        assert example.answer == f"{first} , {second}"
+        assert most > more > others
+
+
+def test_paragraphs_state_three_facts_of_one_entity_side_by_side() -> None:
+    example = TASKS["qa_facts"].example(num_tokens=700, seed=1)
+    facts = re.findall(r"the [a-z ]+? of the (\w+ \w+) is ", document_of(example))
+    assert len(facts) == 15
+    assert all(len(set(facts[i : i + 3])) == 1 for i in range(0, 15, 3))
+    assert len(set(facts)) == 5
+
+
+def test_turns_of_a_mixed_conversation_are_each_of_another_kind() -> None:
+    example = TASKS["mixed_turns"].example(num_tokens=700, seed=5)
+    asked = [m["content"] for m in example.messages if m["role"] == "user"]
+    assert len(asked) == 4
+    variable = asked[1].split()[-2]
+    assert f"set {variable} = {example.messages[3]['content']} ." in example.document
+    said = Counter(re.findall(r"said (\w+) \.", example.document))
+    assert example.messages[5]["content"] == said.most_common(1)[0][0]
 
 
 def test_unknown_fact_is_not_stated() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -179,6 +180,54 @@ def test_conversations_select_per_turn_or_once_or_before_any_question(
     # the first turn's selection is the same; only later ones differ
     assert records["aware", "snapkv"].turns[0] == records["once", "snapkv"].turns[0]
     assert all(len(record.turns) == 3 for record in records.values())
+
+
+def test_own_answers_stand_in_later_turns(model: TransformersModel, tokenizer: ChatTokenizer) -> None:
+    """Each contender's conversation is what a client would have that sends its answers back."""
+    records = run(
+        model,
+        tokenizer,
+        experiment(tasks="third_turn", answers="own", methods="full,streamingllm", settings="aware,agnostic"),
+    )
+    conversation = tokenize(TASKS["third_turn"].example(num_tokens=256, seed=0), tokenizer)
+    generator = OneProcessGenerator(model)
+    plan = plan_for("streamingllm", budget=Budget(tokens=48))
+    prompt = conversation.turns[0].prompt_token_ids
+    own = []
+    for index in range(3):
+        tokens = generator.generate(
+            list(prompt), plan=plan, sampling=SamplingParams(max_tokens=N, temperature=0.0)
+        )
+        answer = tuple(token.token_id for token in tokens)
+        own.append(tokenizer.decode(answer))
+        if index < 2:
+            prompt = conversation.next_prompt(index + 1, prompt, answer)
+    assert [turn.text for turn in records["aware", "streamingllm"].turns] == own
+    assert own[1] != conversation.turns[1].answer  # so the last prompt differs from the right one
+    assert records["aware", "streamingllm"].num_compressed_tokens == len(prompt)
+    full, agnostic = (records[setting, "full"].turns for setting in ("aware", "agnostic"))
+    assert [turn.text for turn in full] == [turn.text for turn in agnostic]
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_the_next_prompt_holds_any_answer_with_one_end(tokenizer: ChatTokenizer, cut_off: bool) -> None:
+    conversation = tokenize(TASKS["third_turn"].example(num_tokens=256, seed=2), tokenizer)
+    first, second = conversation.turns[:2]
+    end = first.answer_token_ids[-1]
+    right = first.answer_token_ids[:-1] if cut_off else first.answer_token_ids
+    assert conversation.next_prompt(1, first.prompt_token_ids, right) == second.prompt_token_ids
+    other = conversation.next_prompt(1, first.prompt_token_ids, (7, 8) if cut_off else (7, 8, end))
+    question = second.prompt_token_ids[len(first.prompt_token_ids) + len(first.answer_token_ids) :]
+    assert other == (*first.prompt_token_ids, 7, 8, end, *question)
+
+
+def test_a_contenders_digest_changes_with_its_definition_alone() -> None:
+    (snapkv,) = (c for c in experiment().contenders if c.method == "snapkv")
+    assert replace(snapkv, plan=replace(snapkv.plan, skip_layers=())).digest == snapkv.digest
+    assert replace(snapkv, plan=replace(snapkv.plan, skip_layers=(1,))).digest != snapkv.digest
+    assert snapkv.plan.scorer is not None
+    wider = replace(snapkv.plan.scorer, params={**snapkv.plan.scorer.params, "window": 16})
+    assert replace(snapkv, plan=replace(snapkv.plan, scorer=wider)).digest != snapkv.digest
 
 
 def test_a_budget_that_cannot_be_met_gives_a_record_without_scores(

@@ -1,0 +1,35 @@
+"""Where a result comes from: the machine and the commit of the sources that measured it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import torch
+
+
+def hardware(device: str) -> str:
+    """The GPU, or how many processors there are."""
+    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        return torch.cuda.get_device_name(torch.device(device if device != "auto" else "cuda"))
+    return f"{os.cpu_count()} CPU cores"
+
+
+def commit() -> str:
+    """The commit of the sources, with a plus where they are changed; "unknown" outside a repository."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=20, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    short = git("rev-parse", "--short=12", "HEAD")
+    if short is None:
+        return "unknown"
+    return short + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")

@@ -1,0 +1,170 @@
+"""Calibrated quality curves on disk: one JSON file a model, one curve a method.
+
+`kvferry calibrate quality` writes them; the router reads its folders once, at its start, and asks the curve
+of a request's model and method. Measures and fits nothing (`calibration.py`).
+
+    {"format": 1, "model": "demo", "fingerprints": {"float32": "43f5...", ...}, "curves": {"snapkv":
+     {"alpha": ..., "beta": ..., "lowest_nll": ..., "highest_nll": ..., "observations": [...]}}, ...}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvferry.shared.compression.calibration import Calibration, Observation
+from kvferry.shared.compression.context_nll import estimate_context_nll
+from kvferry.shared.errors import ConfigurationError
+
+FORMAT = 1
+SUFFIX = ".quality.json"
+_STEPS = 10_000
+"""Retentions are rounded up to so many steps, so that reports can show what was used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityCurve:
+    """One method's curve, asked within the contexts that it was fitted on.
+
+    Attributes:
+        lowest_nll, highest_nll: of those contexts, as `estimate_context_nll` gives it. A line through them
+            says nothing beyond: other contexts are taken for the nearest of these.
+        observations: what it was fitted to.
+    """
+
+    calibration: Calibration
+    lowest_nll: float
+    highest_nll: float
+    observations: tuple[Observation, ...] = ()
+
+    def retention(self, quality: float, token_ids: Sequence[int], *, vocab_size: int) -> float:
+        """The least retention in (0, 1] at which a prompt is promised a quality.
+
+        Raises: InvalidRequest: quality is outside [0, 1].
+        """
+        nll = estimate_context_nll(token_ids, vocab_size=vocab_size)
+        return self.retention_at(quality, nll=nll)
+
+    def retention_at(self, quality: float, *, nll: float) -> float:
+        """The same for a context whose NLL is known."""
+        within = min(max(nll, self.lowest_nll), self.highest_nll)
+        exact = self.calibration.retention(quality, nll=within)
+        return max(1, math.ceil(exact * _STEPS - 1e-9)) / _STEPS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCurves:
+    """What one file holds.
+
+    Attributes:
+        model: its name, for people.
+        fingerprints: by compute dtype; a curve measured in one dtype serves all.
+        curves: by method.
+        origin: how they were measured; anything JSON holds.
+    """
+
+    model: str
+    fingerprints: Mapping[str, str]
+    curves: Mapping[str, QualityCurve]
+    origin: Mapping[str, Any]
+
+    @property
+    def file_name(self) -> str:
+        """Of the model and its weights: `demo-43f5f44a.quality.json`."""
+        return f"{self.model}-{self.fingerprints['float32'][:8]}{SUFFIX}"
+
+
+class CurveBook:
+    """All curves that a process knows. Later folders replace earlier ones' curves, method by method."""
+
+    def __init__(self, files: Iterable[ModelCurves] = ()) -> None:
+        self._curves: dict[tuple[str, str], QualityCurve] = {}
+        for file in files:
+            for fingerprint in file.fingerprints.values():
+                self._curves.update({(fingerprint, method): curve for method, curve in file.curves.items()})
+
+    @classmethod
+    def read(cls, folders: Iterable[Path]) -> CurveBook:
+        """Raises: ConfigurationError: a folder is not there, or a file in it is none of these."""
+        files: list[ModelCurves] = []
+        for folder in folders:
+            if not folder.is_dir():
+                raise ConfigurationError(f"calibration is {str(folder)!r}; it must be a folder")
+            files += [load_curves(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
+        return cls(files)
+
+    def find(self, fingerprint: str, method: str) -> QualityCurve | None:
+        return self._curves.get((fingerprint, method))
+
+    def methods(self, fingerprint: str) -> tuple[str, ...]:
+        """Methods with a curve for a model."""
+        return tuple(sorted(method for at, method in self._curves if at == fingerprint))
+
+
+def save_curves(folder: Path, found: ModelCurves) -> Path:
+    """Write a model's curves beside those of other methods that its file has already; returns the file.
+
+    The file is replaced whole, so that no reader sees half of it.
+
+    Raises: ConfigurationError: the file exists and is not one of these.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / found.file_name
+    before = load_curves(path).curves if path.exists() else {}
+    content = {
+        "format": FORMAT,
+        "model": found.model,
+        "fingerprints": dict(found.fingerprints),
+        "origin": dict(found.origin),
+        "curves": {name: _entry(curve) for name, curve in sorted({**before, **found.curves}.items())},
+    }
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def load_curves(path: Path) -> ModelCurves:
+    """Raises: ConfigurationError: the file cannot be read, or holds something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r}")
+        return ModelCurves(
+            model=content["model"],
+            fingerprints=content["fingerprints"],
+            curves={name: _curve(entry) for name, entry in content["curves"].items()},
+            origin=content["origin"],
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(f"{path} holds no quality curves of format {FORMAT}: {error}") from error
+
+
+def _entry(curve: QualityCurve) -> dict[str, Any]:
+    return {
+        **asdict(curve.calibration),
+        "lowest_nll": curve.lowest_nll,
+        "highest_nll": curve.highest_nll,
+        "observations": [[o.retention, o.nll, o.quality] for o in curve.observations],
+    }
+
+
+def _curve(entry: Mapping[str, Any]) -> QualityCurve:
+    names = ("alpha", "beta", "lowest_nll", "highest_nll")
+    alpha, beta, lowest, highest = (float(entry[name]) for name in names)
+    if not all(map(math.isfinite, (alpha, beta, lowest, highest))) or lowest > highest:
+        raise ValueError(f"a curve has {dict(zip(names, (alpha, beta, lowest, highest), strict=True))}")
+    return QualityCurve(
+        calibration=Calibration(alpha=alpha, beta=beta),
+        lowest_nll=lowest,
+        highest_nll=highest,
+        observations=tuple(
+            Observation(retention=rho, nll=nll, quality=quality)
+            for rho, nll, quality in entry["observations"]
+        ),
+    )
