@@ -89,7 +89,7 @@ def _measure(seed: int) -> dict[str, Any]:
             case = make()
             row = _checked(case)
             if row["error"] <= row["tolerance"]:
-                row["time_us"] = time_us(case.launch)
+                row["time_us"] = time_us(case.launch, captured=case.captured)
                 row["bandwidth_fraction"] = case.num_bytes / (row["time_us"] * 1e-6) / bandwidth
                 row["flops_fraction"] = case.flops / (row["time_us"] * 1e-6) / flops
             rows.append(row)

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.kernels import attention_mass
+from kvferry.kernels import attention_mass, dispatch
 from kvferry.kernels.chunk_scores import triton_kernel as chunk_scores
 from kvferry.kernels.chunk_scores.torch_path import chunk_scores_torch
 from kvferry.kernels.dense_decode import triton_kernel as dense_decode
 from kvferry.kernels.hsa import triton_kernel as hsa
 from kvferry.kernels.hsa.descriptors import hsa_scratch
 from kvferry.kernels.packed import PackedLayer, pack_layer, unpack_layer, view_packed_layer
+from kvferry.kernels.packed import triton_kernel as pack
 from kvferry.kernels.split_workspace import choose_num_splits, split_workspace
 from kvferry.kernels.trizone import triton_kernel as trizone
 from kvferry.kernels.trizone.work_list import balanced_item_bytes, work_list
@@ -64,6 +65,7 @@ class Case:
         expected: the reference of that output, float32.
         tolerance: allowed norm of the difference, relative to the reference's norm.
         kernels: the Triton kernels that `launch` launches.
+        captured: whether a CUDA graph can hold it; else its time has the host's in it.
     """
 
     row: int
@@ -78,6 +80,7 @@ class Case:
     target: float | None = None
     target_us: float | None = None
     flops: int = 0
+    captured: bool = True
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -397,6 +400,44 @@ def window_case(
     )
 
 
+def pack_case(model: Model, *, length: int, device: Device, seed: int, target: float | None) -> Case:
+    """Row 6: ranges, codes and packing of one prompt's layer, byte by byte as the torch path's."""
+    generator = torch.Generator(device).manual_seed(seed)
+    widths = torch.tensor([0, 2, 2, 2, 4, 4, 8, 16], dtype=torch.uint8, device=device)
+    shape = (model.num_kv_heads, length, model.head_dim)
+    keys, values = torch.randn(2, *shape, generator=generator, device=device).to(model.dtype)
+    bits = [
+        widths[torch.randint(len(widths), (model.num_kv_heads, count), generator=generator, device=device)]
+        for count in (model.head_dim, length)
+    ]
+    dispatch.configure("torch", device)
+    packed = pack_layer(keys, values, *bits)
+    dispatch.configure("auto", device)
+    expected = packed.buffer.float()
+    # the index stays, all else is written anew
+    start, _ = packed.layout.kinds["index"]
+    packed.buffer[:start] = 0
+
+    def launch() -> Tensor:
+        pack.fill(packed, keys, values)
+        return packed.buffer
+
+    return Case(
+        row=6,
+        kernel="pack",
+        model=model.name,
+        shape=f"T={length}",
+        # K is read for its ranges and again for its codes
+        num_bytes=3 * keys.numel() * keys.element_size() + packed.layout.size_bytes,
+        launch=launch,
+        expected=lambda: expected,
+        tolerance=1e-3,
+        kernels=(pack._key_ranges_kernel, pack._pack_keys_kernel, pack._pack_values_kernel),
+        target=target,
+        captured=False,
+    )
+
+
 def chunk_case(model: Model, *, chunk: int, length: int, device: Device, seed: int) -> Case:
     """Row 8: Compactor's column sums, bound by arithmetic: four products of Q and K."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -439,6 +480,7 @@ def tiny_cases(device: Device, seed: int) -> list[Case]:
         ),
         trizone_case(small, batch_size=1, kept=150, new=3, device=device, seed=seed, target=None),
         window_case(other, window=5, length=40, device=device, seed=seed, target=None),
+        pack_case(small, length=20, device=device, seed=seed, target=None),
         chunk_case(small, chunk=20, length=33, device=device, seed=seed),
     ]
 
@@ -473,5 +515,6 @@ def gpu_cases(device: Device, seed: int, model: Model) -> list[Callable[[], Case
         lambda: packed(8, None, 16.0),
         lambda: packed(1, None, 10.0),
         lambda: window_case(model, window=32, length=131072, device=device, seed=seed, target=0.50),
+        lambda: pack_case(model, length=32768, device=device, seed=seed, target=0.60),
         lambda: chunk_case(model, chunk=512, length=32768, device=device, seed=seed),
     ]

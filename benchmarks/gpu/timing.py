@@ -16,24 +16,27 @@ COPY_BYTES = 2 << 30
 REPEATS = 30
 
 
-def time_us(launch: Callable[[], object], *, repeats: int = REPEATS) -> float:
-    """Median microseconds of one launch, from an emptied cache."""
+def time_us(launch: Callable[[], object], *, captured: bool = True, repeats: int = REPEATS) -> float:
+    """Median microseconds of one launch, from an emptied cache. Args: captured: replay a CUDA graph of it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             launch()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
+    run = launch
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+        run = graph.replay
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     times = []
     for _ in range(repeats):
         flush.zero_()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        graph.replay()
+        run()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvferry.kernels.dense_decode.triton_kernel import block_tokens, decode_warps, dot_dtype
+from kvferry.kernels.dense_decode.triton_kernel import block_tokens, dot_dtype
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES, uniform_heads
 from kvferry.kernels.dispatch import interpreting
 from kvferry.kernels.packed import PackedLayer
@@ -44,8 +44,8 @@ from kvferry.kernels.trizone.work_list import (
 
 STATISTICS = 8
 """float32 a query head: four biases, 2^-e, the minima's term, 2^(e - e16), unused."""
-BLOCK_CHANNELS = 32
-"""Channels a tile; with 64, whose 16 words each are 16 bytes a thread, registers spill."""
+BLOCK_CHANNELS = 64
+"""Channels a tile: with 16 words each, 8 bytes for each of 256 threads; four warps spill registers."""
 
 
 @triton.jit
@@ -121,10 +121,12 @@ def _logits(
     s0 = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
     s1, s2, s3, s4, s5, s6, s7 = s0, s0, s0, s0, s0, s0, s0
     at_16 = start + 16 * (n2 + 2 * n4 + 4 * n8)
-    for c in range(0, n16, BLOCK_C):
-        inside = c + c0 < n16
-        q = _queries_of(scaled_ptr, g, n2 + n4 + n8 + c + c0, inside, BLOCK_D)
-        at = at_16[None, :] + (c + c0)[:, None] * 128
+    # fewer at a time, because each is eight tiles
+    c16 = tl.arange(0, BLOCK_C // 4)
+    for c in range(0, n16, BLOCK_C // 4):
+        inside = c + c16 < n16
+        q = _queries_of(scaled_ptr, g, n2 + n4 + n8 + c + c16, inside, BLOCK_D)
+        at = at_16[None, :] + (c + c16)[:, None] * 128
         mask = inside[:, None] & ok[None, :]
         s0 = tl.dot(q, tl.load(halves_ptr + at, mask=mask, other=0.0), s0)
         s1 = tl.dot(q, tl.load(halves_ptr + at + 16, mask=mask, other=0.0), s1)
@@ -278,8 +280,15 @@ def _tile(
     p = tl.exp2(logits - base[:, None])
     total = total * shrink + tl.sum(p, 1)
     lowest *= shrink
-    a0, a1, a2, a3 = a0 * shrink[:, None], a1 * shrink[:, None], a2 * shrink[:, None], a3 * shrink[:, None]
-    a4, a5, a6, a7 = a4 * shrink[:, None], a5 * shrink[:, None], a6 * shrink[:, None], a7 * shrink[:, None]
+    # those that the width has no use for stay out of the loop, and of the registers
+    a0 *= shrink[:, None]
+    if VB < 16:
+        a4 *= shrink[:, None]
+    if VB < 8:
+        a1, a5 = a1 * shrink[:, None], a5 * shrink[:, None]
+    if VB < 4:
+        a2, a3 = a2 * shrink[:, None], a3 * shrink[:, None]
+        a6, a7 = a6 * shrink[:, None], a7 * shrink[:, None]
     lowest, a0, a1, a2, a3, a4, a5, a6, a7 = _add_values(
         p, token - zone_start, ok, halves_ptr, words_ptr, floats_ptr, rows, scales, minima, norm, j, lowest,
         a0, a1, a2, a3, a4, a5, a6, a7, VB, ROW, ASM,
@@ -594,7 +603,7 @@ def trizone_decode_batch(
         BLOCK_R=block_tokens(queries.dtype, block_d),
         BLOCK_SPLITS=triton.next_power_of_2(work.max_items_per_head), ITEM=ITEM_FIELDS,
         HEAD_FIELDS=heads.shape[1], ALIGN=ALIGNMENT_BYTES // queries.element_size(),
-        DOT=dot_dtype(queries.dtype), ASM=not interpreting(), num_warps=decode_warps(block_d), num_stages=2,
+        DOT=dot_dtype(queries.dtype), ASM=not interpreting(), num_warps=8, num_stages=2,
     )  # fmt: skip
 
 
