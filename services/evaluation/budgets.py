@@ -83,40 +83,47 @@ def full_bytes(spec: ModelSpec, num_tokens: int) -> int:
     return num_tokens * spec.kv_token_bytes
 
 
-def kept_bytes(spec: ModelSpec, resolved: ResolvedPlan, packed_bytes: Sequence[int] | None = None) -> int:
+def kept_bytes(spec: ModelSpec, resolved: ResolvedPlan, packed_bytes: Sequence[int | None] = ()) -> int:
     """What is kept of a prompt: rows, what its attention keeps beside them, and the kept rows' positions; of
     a packed layer, codes, scales and index.
 
-    Args: packed_bytes: what each packed layer came to, 0 for rows; None counts the most that it may come to.
+    Args: packed_bytes: what each layer came to that RDKV packed, None for others; empty counts the most that
+        they may come to.
     """
     limits = _packed_limits(spec, resolved)
+    packed = sum(_came_to(limits, packed_bytes))
     indexed = sum(
         layer.rows
         for layer, limit in zip(resolved.layers, limits, strict=True)
         if layer.rows < resolved.num_prompt_tokens and not limit
     )
     layout = sequence_layout(spec, resolved)
-    packed = sum(limits if packed_bytes is None else packed_bytes)
     return used_bytes(layout, spec, 0, packed_bytes=packed) + _INDEX_BYTES * indexed * spec.num_kv_heads
 
 
-def read_bytes(spec: ModelSpec, resolved: ResolvedPlan, packed_bytes: Sequence[int] | None = None) -> int:
+def read_bytes(spec: ModelSpec, resolved: ResolvedPlan, packed_bytes: Sequence[int | None] = ()) -> int:
     """What a decode step reads of a compressed prompt: all rows, or estimates and the rows they choose; of a
     packed layer, as much as `kept_bytes` counts."""
     limits = _packed_limits(spec, resolved)
     return sum(
-        (limit if packed_bytes is None else packed_bytes[i])
+        packed
         if limit
         else spec.num_kv_heads
         * make_attention(layer.attention).read_bytes(
             num_rows=layer.rows, head_dim=spec.head_dim, element_bytes=DTYPE_BYTES[spec.dtype]
         )
-        for i, (layer, limit) in enumerate(zip(resolved.layers, limits, strict=True))
+        for layer, limit, packed in zip(resolved.layers, limits, _came_to(limits, packed_bytes), strict=True)
     )
 
 
+def _came_to(limits: Sequence[int], packed_bytes: Sequence[int | None]) -> list[int]:
+    """Bytes of each layer that is not rows: those it came to, or its limit, which is exact but for RDKV."""
+    found = packed_bytes or (None,) * len(limits)
+    return [limit if came is None else came for limit, came in zip(limits, found, strict=True)]
+
+
 def _packed_limits(spec: ModelSpec, resolved: ResolvedPlan) -> tuple[int, ...]:
-    """The most bytes of each layer that is packed; 0 where it is rows."""
+    """The most bytes of each layer that is packed or stored otherwise; 0 where it is rows."""
     limits = packed_limits(
         resolved,
         num_kv_heads=spec.num_kv_heads,

@@ -55,7 +55,7 @@ class Compressor:
             num_tokens=len(captured.token_ids),
             max_new_tokens=max_new_tokens,
         )
-        if contender.plan.representation.name == "rows" or self._match == "given":
+        if contender.plan.representation.name != "rdkv" or self._match == "given":
             return None if plan is None else self._compress(captured, plan, max_new_tokens)
         size_bytes = contender.target.size_bytes(self._counted, len(captured.token_ids))
         least = 1 if plan is None else plan.budget.tokens
@@ -106,8 +106,8 @@ class Compressor:
         return best
 
 
-def _packed_bytes(continuation: Continuation) -> list[int]:
-    """What each layer's packed prompt came to; 0 for rows."""
+def _packed_bytes(continuation: Continuation) -> list[int | None]:
+    """What each layer came to that RDKV packed; None for others."""
     return [
-        layer.packed.buffer.nbytes if layer.packed is not None else 0 for layer in continuation.compressed
+        layer.packed.buffer.nbytes if layer.packed is not None else None for layer in continuation.compressed
     ]

@@ -10,6 +10,7 @@ from kvferry.models.recall.tasks import TASKS
 from kvferry.services.evaluation.compressor import Compressor
 from kvferry.services.evaluation.config import EvalConfig
 from kvferry.services.evaluation.experiment import Contender, Experiment, read_experiment
+from kvferry.shared.compression.presets import PRESETS
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.oracle import CapturedPrompt, OneProcessGenerator
 
@@ -39,6 +40,23 @@ def test_packed_prompts_come_close_to_the_target_and_never_exceed_it(
         held = {"kept": sizes.kept, "read": sizes.read}[match]
         assert 0.9 * target <= held <= target
         assert held == sum(layer.packed.buffer.nbytes for layer in continuation.compressed if layer.packed)
+
+
+@pytest.mark.parametrize("method", PRESETS)
+def test_every_method_holds_at_most_the_target_and_not_nothing(
+    model: TransformersModel, captured: CapturedPrompt, method: str
+) -> None:
+    made, contenders = compressor(model, methods=method, budgets="60%")
+    for contender in contenders:
+        continuation = made.compress(captured, contender, max_new_tokens=4)
+        if continuation is None:  # it keeps every token, and more beside them
+            assert contender.plan.scorer is None
+            continue
+        sizes = made.sizes(continuation)
+        assert 0.05 * sizes.full < sizes.read <= max(sizes.kept, sizes.full)
+        assert 0.1 * sizes.full < sizes.kept
+        if contender.target is not None:
+            assert sizes.kept <= 0.6 * sizes.full
 
 
 def test_a_packed_prompt_that_cannot_be_so_small_is_none(
