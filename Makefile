@@ -39,7 +39,8 @@ debian:
 				|| missing="$$missing $$package"; \
 		done; \
 		[ -z "$$missing" ] || { echo "Installing$$missing"; export DEBIAN_FRONTEND=noninteractive; \
-			apt-get -qq update && apt-get -qq install -y --no-install-recommends $$missing >/dev/null; }; \
+			{ apt-get -qq update && apt-get -qq install -y --no-install-recommends $$missing >/dev/null; } \
+				|| echo "apt could not install them; the tests that need them skip, and say why" >&2; }; \
 	fi
 
 lint: $(INSTALLED_DEV)

@@ -31,6 +31,10 @@ BASE_TIMEOUT_S = 900.0
 LEFT_OUT = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/prometheus/*")
 
 
+class NoBase(RuntimeError):
+    """Debian's packages cannot be had on this machine."""
+
+
 def make(engine: Any) -> None:
     """Import the base, and tag it as every image that the stack takes from elsewhere."""
     compose = (REPOSITORY / "docker-compose.yml").read_text(encoding="utf-8")
@@ -53,7 +57,7 @@ def make(engine: Any) -> None:
 
 
 def make_base(folder: Path, wheels: Path) -> Path:
-    """A Debian file system as a tar archive, with the machine's own mirrors."""
+    """A Debian file system as a tar archive, with the machine's own mirrors. Raises NoBase."""
     base, extra = folder / "base.tar", folder / "extra.tar"
     _write_extra(extra, wheels)
     source = next((path for path in DEBIAN_SOURCES if Path(path).is_file()), None)
@@ -65,7 +69,7 @@ def make_base(folder: Path, wheels: Path) -> Path:
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=BASE_TIMEOUT_S, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"mmdebstrap failed:\n{done.stderr[-4000:]}")
+        raise NoBase(f"mmdebstrap failed:\n{done.stderr[-4000:]}")
     extra.unlink()
     return base
 
