@@ -197,7 +197,7 @@ def test_chat_resumes_yesterdays_session_after_every_service_was_restarted(
 ) -> None:
     document = make_document(34, num_words=60, num_facts=2)
     (question, digits), (second, more_digits) = document.questions[:2]
-    options = ("--history-redis", redis_server.url)
+    options = ("--history-redis", redis_server.url, "--history-redis-timeout-s", "20")
     with start_stack(*options) as yesterday:
         assert digits in chat(yesterday, "diary", f"{document.text} {question}")
         tokens_yesterday = ended(yesterday, "diary")["tokens"]

@@ -61,6 +61,8 @@ async def test_every_family_is_moved(harness: Harness) -> None:
     await harness.run(harness.request(prompt, session=A))
 
     for family in harness.metrics.registry.collect():
+        if family.name == "kvferry_history_store_failed":
+            continue  # a Redis that fails moves it: tests/e2e/test_history_redis.py
         values = [s.value for s in family.samples if not s.name.endswith("_created")]
         assert any(value > 0 for value in values), family.name
     assert harness.metric("history_bytes", tier="memory") == harness.store.size_bytes > 0

@@ -90,7 +90,7 @@ def test_a_method_of_another_package_resolves_and_selects(install: Install) -> N
     assert layer.positions.tolist() == [[0, 2, 4, 6, 8, 10]]
     assert torch.equal(layer.keys, rows[:, ::2])
     assert plan_for("every-other", budget=Budget(tokens=3)).budget == Budget(tokens=3)
-    with pytest.raises(InvalidRequest, match=r"every-other.*has: offset"):
+    with pytest.raises(InvalidRequest, match=r"every-other.*takes offset"):
         plan_for("every-other", overrides={"window": 3})
 
 

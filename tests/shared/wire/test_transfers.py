@@ -53,6 +53,7 @@ def test_bytes_are_counted_by_kind(wire: Any, sink: Any, kit: ModuleType) -> Non
         "index": 7 * 2 * 4,
         "codes": 0,
         "scales": 0,
+        "state": 0,
         "manifest": len(encode_manifest(manifest)) + len(encode_end(end)) + (6 + 2) * HEADER_BYTES,
     }
 
