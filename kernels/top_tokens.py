@@ -1,7 +1,7 @@
 """The last two steps of every sparse decode attention here: choose the best tokens, attend exactly to them.
 
-Used by the torch paths of `exact_topk`, `quest` and `sparq`, which differ in how they score tokens. Checks
-nothing: arguments come from those dispatches.
+Used by the torch paths of `exact_topk`, `hsa`, `quest` and `sparq`, which differ in how they score tokens.
+Checks nothing: arguments come from those dispatches.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from kvferry.kernels.dense_decode.torch_path import dense_decode
 def top_tokens(scores: Tensor, num_tokens: int) -> Tensor:
     """The newest token and the `num_tokens - 1` best of the others; of equal scores the lowest index wins.
 
-    Args: scores float32 `[H_kv, n]`, n >= num_tokens; the newest token's own score does not count.
+    Args: scores float32 `[H_kv, n]`, at least 0, n >= num_tokens; the newest token's own does not count.
     Returns: int64 `[H_kv, num_tokens]`, the newest first, then by falling score.
     """
-    forced = scores.clone()
-    forced[:, -1] = torch.inf
-    # torch.topk leaves the order of ties open; a stable sort does not
-    return forced.sort(dim=-1, descending=True, stable=True).indices[:, :num_tokens]
+    # torch.topk leaves the order of ties open, so no two keys are equal: floats of at least 0 order as their
+    # bits do, and of equal ones the lower index has the higher key
+    indices = torch.arange(scores.shape[1] - 1, -1, -1, device=scores.device)
+    keys = (scores.view(torch.int32).long() << 32) | indices
+    keys[:, -1] = torch.iinfo(torch.int64).max
+    return keys.topk(num_tokens, dim=-1).indices
 
 
 def attend_tokens(queries: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, *, scaling: float) -> Tensor:
@@ -30,8 +32,22 @@ def attend_tokens(queries: Tensor, keys: Tensor, values: Tensor, tokens: Tensor,
     Args: queries `[H_kv, G, D]`, keys and values `[H_kv, n, D]`, tokens int64 `[H_kv, k]`.
     Returns: `[H_kv, G, D]` in the queries' dtype.
     """
-    heads = torch.arange(keys.shape[0], device=keys.device)[:, None]
-    return dense_decode(queries, keys[heads, tokens], values[heads, tokens], scaling=scaling)
+    return dense_decode(queries, _gather_rows(keys, tokens), _gather_rows(values, tokens), scaling=scaling)
+
+
+def _gather_rows(rows: Tensor, tokens: Tensor) -> Tensor:
+    """Each head's chosen rows, copied whole. Args: rows `[H_kv, n, D]`; tokens int64 `[H_kv, k]`.
+
+    Returns: `[H_kv, k, D]`.
+    """
+    num_kv_heads, num_rows, head_dim = rows.shape
+    if rows.stride(2) != 1 or rows.stride(1) != head_dim or rows.stride(0) % head_dim:
+        rows = rows.contiguous()
+    rows_apart = rows.stride(0) // head_dim
+    # one index into all heads' rows: an index of two parts is taken apart again for every element
+    flat = rows.as_strided(((num_kv_heads - 1) * rows_apart + num_rows, head_dim), (head_dim, 1))
+    starts = torch.arange(0, num_kv_heads * rows_apart, rows_apart, device=rows.device)
+    return flat.index_select(0, (tokens + starts[:, None]).flatten()).view(num_kv_heads, -1, head_dim)
 
 
 def check_cache(queries: Tensor, keys: Tensor, values: Tensor, *, length: int, num_tokens: int) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.dense_decode.torch_path import dense_decode
+from kvferry.kernels.top_tokens import attend_tokens, top_tokens
 
 
 def write_page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, page_size: int) -> None:
@@ -55,8 +56,9 @@ def select_tokens(
     # reading whole rows with zeros in q beats gathering single channels on every device without our kernel
     q_kept = torch.where(chosen[:, None], q, 0.0)
     positive = q.sum(1, keepdim=True) >= 0
-    logits = torch.matmul(torch.where(positive, q_kept, 0.0), page_max.float().transpose(1, 2))
-    logits += torch.matmul(torch.where(positive, 0.0, q_kept), page_min.float().transpose(1, 2))
+    q_positive = torch.where(positive, q_kept, 0.0)
+    logits = torch.bmm(q_positive, page_max.float().mT)
+    logits = logits.baddbmm_(q_kept - q_positive, page_min.float().mT)
 
     l1_kept = q_kept.abs().sum(-1, keepdim=True)
     temperature = (head_dim * l1_kept / q_abs.sum(-1, keepdim=True)).sqrt()
@@ -64,15 +66,15 @@ def select_tokens(
     temperature = torch.where(l1_kept > 0, temperature, 1.0)
     logits /= temperature  # [H_kv, G, pages]
 
-    # softmax over tokens: a page's term counts once for each token it holds
-    weights = (logits - logits.amax(-1, keepdim=True)).exp()
-    counts = torch.full((num_pages,), float(page_size), device=q.device)
-    counts[-1] = length - (num_pages - 1) * page_size
-    scores = (weights / (weights @ counts)[..., None]).mean(1)  # [H_kv, pages], one token's share
+    # softmax over tokens: a page's term counts once for each token it holds, and all but the last hold P
+    weights = logits.softmax(dim=-1)
+    missing = num_pages * page_size - length
+    if missing:
+        weights = weights / (page_size - missing * weights[..., -1:])
+    scores = weights.mean(1)  # [H_kv, pages], one token's share, or P times as much where all pages are full
 
     token_scores = scores.repeat_interleave(page_size, dim=1)[:, :length]
-    token_scores[:, -1] = torch.inf
-    return token_scores.sort(dim=-1, descending=True, stable=True).indices[:, :num_tokens]
+    return top_tokens(token_scores, num_tokens)
 
 
 def attend(
@@ -100,5 +102,4 @@ def attend(
         num_channels=num_channels,
         num_tokens=num_tokens,
     )
-    heads = torch.arange(keys.shape[0], device=keys.device)[:, None]
-    return dense_decode(queries, keys[heads, selected], values[heads, selected], scaling=scaling)
+    return attend_tokens(queries, keys, values, selected, scaling=scaling)

@@ -6,6 +6,8 @@ bits 0, w, ...; channels at D and beyond are padding, zeros when written and any
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -34,3 +36,28 @@ def unpack_value_rows(packed: Tensor, bits: int, head_dim: int) -> Tensor:
     for p in range(8 // bits):
         codes[:, p].copy_((packed >> (bits * p)) & ((1 << bits) - 1))
     return codes.flatten(1)[:, :head_dim]
+
+
+def add_value_products(weights: Tensor, packed: Tensor, bits: int, output: Tensor) -> None:
+    """Add `weights @ codes`; the codes become float32 in the order in which they lie.
+
+    Args: weights float32 `[G, n]`; packed uint8 `[n, value_row_bytes]`; output float32 `[G, D]`, in place.
+    """
+    of_fields = torch.matmul(weights, byte_fields(packed, bits).float())
+    output += of_fields.transpose(0, 1).flatten(1)[:, : output.shape[1]]
+
+
+def byte_fields(packed: Tensor, bits: int) -> Tensor:
+    """The fields of each byte, the lowest first.
+
+    Args: packed uint8. Returns: uint8 `[8 / w, *packed.shape]`.
+    """
+    if bits == 8:
+        return packed[None]
+    shifts = _field_shifts(bits, packed.device).view(-1, *[1] * packed.ndim)
+    return (packed >> shifts).bitwise_and_((1 << bits) - 1)
+
+
+@functools.cache
+def _field_shifts(bits: int, device: torch.device) -> Tensor:
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)

@@ -11,7 +11,7 @@ from kvferry.kernels.hsa import num_pages
 from kvferry.kernels.hsa.torch_path import select_tokens, update_page_extremes
 from kvferry.kernels.packed import PackedHead, PackedLayer
 from kvferry.kernels.packed.key_words import gather_key_codes, key_tiles
-from kvferry.kernels.packed.value_rows import unpack_value_rows
+from kvferry.kernels.packed.value_rows import add_value_products
 
 TILE_BLOCKS = 8
 
@@ -108,7 +108,6 @@ def _attend_to(
 
 def _add_values(head: PackedHead, kept: Tensor, probabilities: Tensor, output: Tensor) -> Tensor:
     """Add kept tokens' values. Args: kept int64 `[k]`, ascending; probabilities `[G, k]`; output `[G, D]`."""
-    head_dim = output.shape[1]
     coded = kept[kept < sum(head.counts.tokens[:3])]
     output += (probabilities[:, : len(coded)] @ head.value_minima[coded])[:, None]
     scaled = probabilities[:, : len(coded)] * head.value_scales[coded]
@@ -116,7 +115,7 @@ def _add_values(head: PackedHead, kept: Tensor, probabilities: Tensor, output: T
     for width, rows in zip((2, 4, 8), (head.values_2, head.values_4, head.values_8), strict=True):
         inside = coded[(coded >= first) & (coded < first + len(rows))] - first
         stop = start + len(inside)
-        output.addmm_(scaled[:, start:stop], unpack_value_rows(rows[inside], width, head_dim))
+        add_value_products(scaled[:, start:stop], rows[inside], width, output)
         start, first = stop, first + len(rows)
     return output.addmm_(probabilities[:, start:], head.values_16[kept[start:] - first].float())
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.packed import PackedHead, PackedLayer
-from kvferry.kernels.packed.key_words import BLOCK_TOKENS, WIDTHS, key_tiles
-from kvferry.kernels.packed.value_rows import unpack_value_rows
+from kvferry.kernels.packed.key_words import BLOCK_TOKENS, WIDTHS, add_key_products
+from kvferry.kernels.packed.value_rows import add_value_products
 
-TILE_TOKENS = 8 * BLOCK_TOKENS
-"""Tokens whose codes are float32 at a time (512 KiB at D = 128)."""
+TILE_TOKENS = 32 * BLOCK_TOKENS
+"""Tokens whose codes are float32 at a time (2 MiB at D = 128)."""
 
 
 def trizone_decode(
@@ -33,41 +33,44 @@ def trizone_decode_segments(
     scaling: float,
 ) -> Tensor:
     """As `kernels.trizone.trizone_decode_segments`."""
-    output = torch.empty_like(queries)
+    scaled = queries.float() * scaling
+    new_logits = torch.bmm(scaled, new_keys.float().mT)
+    new_weights = torch.empty_like(new_logits)
+    attended = torch.empty_like(scaled)
     for h in range(queries.shape[0]):
         heads = [packed.heads[h] for packed in segments]
-        sizes = [head.counts.num_tokens for head in heads]
-        head_queries = queries[h].float() * scaling
-        logits = head_queries.new_empty(queries.shape[1], sum(sizes) + new_keys.shape[1])
-        *kept, new = torch.split(logits, [*sizes, new_keys.shape[1]], dim=1)
+        logits = [_packed_logits(head, scaled[h]) for head in heads]
+        weights = torch.cat([*logits, new_logits[h]], dim=1).softmax(dim=-1)
+        *kept, new_weights[h] = torch.split(
+            weights, [head.counts.num_tokens for head in heads] + [new_keys.shape[1]], dim=1
+        )
+        attended[h] = 0
         for head, part in zip(heads, kept, strict=True):
-            _packed_logits(head, head_queries, part)
-        torch.mm(head_queries, new_keys[h].float().T, out=new)
-        *kept, new = torch.split(logits.softmax(dim=-1), [*sizes, new_keys.shape[1]], dim=1)
-        attended = new @ new_values[h].float()
-        for head, part in zip(heads, kept, strict=True):
-            _add_packed_values(head, part, attended)
-        output[h] = attended
-    return output
+            _add_packed_values(head, part, attended[h])
+    return attended.baddbmm_(new_weights, new_values.float()).to(queries.dtype)
 
 
-def _packed_logits(head: PackedHead, queries: Tensor, logits: Tensor) -> None:
-    """Write zone A's logits. Args: queries float32 `[G, D]`, already scaled; logits out, `[G, n]`."""
+def _packed_logits(head: PackedHead, queries: Tensor) -> Tensor:
+    """Zone A's logits, float32 `[G, n]`. Args: queries float32 `[G, D]`, already scaled."""
     counts = head.counts
     coded = sum(counts.channels[:3])
     permuted = queries[:, head.channels.long()]
     bias = permuted[:, :coded] @ head.key_minima
     permuted[:, :coded] *= head.key_scales
-    tiles = key_tiles(
-        head.key_words, counts.channels, counts.num_tokens, max_blocks=TILE_TOKENS // BLOCK_TOKENS
+    logits = bias[:, None].repeat(1, counts.num_tokens)
+    add_key_products(
+        permuted,
+        head.key_words,
+        counts.channels,
+        counts.num_tokens,
+        logits,
+        max_blocks=TILE_TOKENS // BLOCK_TOKENS,
     )
-    for start, codes in tiles:
-        torch.addmm(bias[:, None], permuted, codes, out=logits[:, start : start + codes.shape[1]])
+    return logits
 
 
 def _add_packed_values(head: PackedHead, probabilities: Tensor, output: Tensor) -> None:
     """Add zones A's and B's values. Args: probabilities `[G, n]`, packed order; output in place, `[G, D]`."""
-    head_dim = output.shape[1]
     coded = sum(head.counts.tokens[:3])
     output += (probabilities[:, :coded] @ head.value_minima)[:, None]
     scaled = probabilities[:, :coded] * head.value_scales
@@ -80,5 +83,5 @@ def _add_packed_values(head: PackedHead, probabilities: Tensor, output: Tensor) 
             if width == 16:
                 output.addmm_(probabilities[:, start:stop], tile.float())
             else:
-                output.addmm_(scaled[:, start:stop], unpack_value_rows(tile, width, head_dim))
+                add_value_products(scaled[:, start:stop], tile, width, output)
             start = stop

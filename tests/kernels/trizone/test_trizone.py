@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.packed import pack_layer, packed_layout, unpack_layer, view_packed_layer
@@ -141,25 +142,29 @@ def test_new_rows_may_be_a_slice_of_a_longer_cache_whose_rest_is_nan():
     assert torch.equal(output, trizone_decode(queries, packed, new_keys, new_values, scaling=0.3))
 
 
-def test_no_more_than_a_tile_of_codes_is_unpacked_at_a_time(monkeypatch):
-    sizes = []
-    unpack = torch_path.unpack_value_rows
-    tiles = torch_path.key_tiles
+class LargestFloats(TorchDispatchMode):
+    """Elements of the largest float32 tensor that an operator returned."""
 
-    def watched_tiles(*args, **kwargs):
-        for start, codes in tiles(*args, **kwargs):
-            sizes.append(codes.shape[1])
-            yield start, codes
+    num_elements = 0
 
-    def watched_rows(packed, bits, head_dim):
-        sizes.append(packed.shape[0])
-        return unpack(packed, bits, head_dim)
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor) and output.dtype == torch.float32:
+            self.num_elements = max(self.num_elements, output.numel())
+        return output
 
-    monkeypatch.setattr(torch_path, "key_tiles", watched_tiles)
-    monkeypatch.setattr(torch_path, "unpack_value_rows", watched_rows)
-    trizone_decode(*make(1, 1, 9000, 4, 1), scaling=0.5)
-    assert sum(sizes) > 3000
-    assert max(sizes) <= torch_path.TILE_TOKENS
+
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+def test_no_more_than_a_tile_of_codes_is_unpacked_at_a_time(bits):
+    num_tokens, head_dim = 3 * torch_path.TILE_TOKENS + 5, 16
+    generator = torch.Generator().manual_seed(bits)
+    rows = torch.randn(1, num_tokens, head_dim, generator=generator)
+    widths = torch.full((1, num_tokens), bits, dtype=torch.uint8)
+    packed = pack_layer(rows, rows, widths[:, :head_dim], widths)
+    queries = torch.randn(1, 2, head_dim, generator=generator)
+    with LargestFloats() as largest:
+        trizone_decode(queries, packed, rows[:, :1], rows[:, :1], scaling=0.5)
+    assert largest.num_elements == torch_path.TILE_TOKENS * head_dim
 
 
 def test_a_head_that_keeps_nothing_attends_to_the_new_tokens():

@@ -1,0 +1,46 @@
+"""The benchmark of decode steps on the CPU runs as the README says and writes what it printed."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = REPOSITORY / "benchmarks" / "cpu_decode.py"
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
+def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [str(SCRIPT), *arguments])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert done.value.code == 0
+
+
+def test_each_method_is_measured_against_full_and_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    documented = re.search(r"`\.venv/bin/python benchmarks/cpu_decode\.py ([^`]*)`", README)
+    assert documented is not None
+    output = tmp_path / "result.json"
+    small = ["--models", "demo", "--contexts", "640", "--batch-sizes", "1", "2", "--steps", "2"]
+    run([*documented[1].split(), *small, "--output", str(output)], monkeypatch)
+    result = json.loads(output.read_text())
+    assert [(c["model"], c["context"], c["batch_size"]) for c in result["cells"]] == [
+        ("demo", 640, 1),
+        ("demo", 640, 2),
+    ]
+    printed = capsys.readouterr().out
+    for cell in result["cells"]:
+        times = cell["step_ms"]
+        assert set(times) == {"full", "rocketkv", "rdkv", "transformers"}
+        assert all(f"{name} {ms:8.2f}" in printed for name, ms in times.items())
+        assert cell["speedup_over_full"]["rdkv"] == pytest.approx(times["full"] / times["rdkv"])
+        assert cell["full_speedup_over_transformers"] == pytest.approx(times["transformers"] / times["full"])
+        # so many tokens' K and V in float32
+        assert cell["cache_bytes"]["full"] == 640 * 4 * 2 * 2 * 64 * 4
+        assert cell["cache_bytes"]["rdkv"] < cell["cache_bytes"]["full"]
