@@ -106,12 +106,16 @@ class Ticket(_message.Message):
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     RESERVED_BYTES_FIELD_NUMBER: _builtins.int
+    HELD_TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    HELD_TOKENS_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     transfer_id: _builtins.int
     generation: _builtins.int
     credit_bytes: _builtins.int
     lease_s: _builtins.float
     reserved_bytes: _builtins.int
+    held_transfer_id: _builtins.int
+    held_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -121,10 +125,12 @@ class Ticket(_message.Message):
         credit_bytes: _builtins.int = ...,
         lease_s: _builtins.float = ...,
         reserved_bytes: _builtins.int = ...,
+        held_transfer_id: _builtins.int = ...,
+        held_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_bytes", b"credit_bytes", "endpoint", b"endpoint", "generation", b"generation", "lease_s", b"lease_s", "reserved_bytes", b"reserved_bytes", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_bytes", b"credit_bytes", "endpoint", b"endpoint", "generation", b"generation", "held_tokens", b"held_tokens", "held_transfer_id", b"held_transfer_id", "lease_s", b"lease_s", "reserved_bytes", b"reserved_bytes", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -436,6 +442,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     STORE_HISTORY_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model_fingerprint: _builtins.str
     store_history: _builtins.bool
@@ -446,6 +453,8 @@ class GenerateRequest(_message.Message):
     def plan(self) -> Global___CompressionPlan: ...
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
+    @_builtins.property
+    def session(self) -> Global___SessionKey: ...
     def __init__(
         self,
         *,
@@ -456,12 +465,15 @@ class GenerateRequest(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         store_history: _builtins.bool = ...,
         probe: _builtins.bool = ...,
+        session: Global___SessionKey | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "plan", b"plan", "sampling", b"sampling", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_fingerprint", b"model_fingerprint", "plan", b"plan", "probe", b"probe", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "store_history", b"store_history"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "model_fingerprint", b"model_fingerprint", "plan", b"plan", "probe", b"probe", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "store_history", b"store_history"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
+    _WhichOneofArgType__session: _TypeAlias = _typing.Literal["_session", b"_session"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__session) -> _WhichOneofReturnType__session | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
@@ -737,7 +749,9 @@ class TransferDone(_message.Message):
 
     BYTES_BY_KIND_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
+    DELTA_BYTES_FIELD_NUMBER: _builtins.int
     transfer_s: _builtins.float
+    delta_bytes: _builtins.int
     @_builtins.property
     def bytes_by_kind(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     def __init__(
@@ -745,12 +759,15 @@ class TransferDone(_message.Message):
         *,
         bytes_by_kind: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         transfer_s: _builtins.float = ...,
+        delta_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_delta_bytes", b"_delta_bytes", "delta_bytes", b"delta_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_by_kind", b"bytes_by_kind", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delta_bytes", b"_delta_bytes", "bytes_by_kind", b"bytes_by_kind", "delta_bytes", b"delta_bytes", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__delta_bytes: _TypeAlias = _typing.Literal["delta_bytes"]  # noqa: Y015
+    _WhichOneofArgType__delta_bytes: _TypeAlias = _typing.Literal["_delta_bytes", b"_delta_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__delta_bytes) -> _WhichOneofReturnType__delta_bytes | None: ...
 
 Global___TransferDone: _TypeAlias = TransferDone  # noqa: Y015
 

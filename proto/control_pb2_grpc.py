@@ -39,6 +39,11 @@ class DecodeStub:
                 request_serializer=kvferry_dot_proto_dot_control__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=kvferry_dot_proto_dot_control__pb2.GenerateEvent.FromString,
                 _registered_method=True)
+        self.DropSession = channel.unary_unary(
+                '/kvferry.control.v1.Decode/DropSession',
+                request_serializer=kvferry_dot_proto_dot_control__pb2.SessionKey.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_control__pb2.HistoryInfo.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/kvferry.control.v1.Decode/Status',
                 request_serializer=kvferry_dot_proto_dot_control__pb2.StatusRequest.SerializeToString,
@@ -51,6 +56,13 @@ class DecodeServicer:
 
     def Generate(self, request, context):
         """Reserve, receive, decode: one event stream a request. Cancelling it frees the request's memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropSession(self, request, context):
+        """Let go of what is held of a session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -69,6 +81,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=kvferry_dot_proto_dot_control__pb2.GenerateRequest.FromString,
                     response_serializer=kvferry_dot_proto_dot_control__pb2.GenerateEvent.SerializeToString,
+            ),
+            'DropSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropSession,
+                    request_deserializer=kvferry_dot_proto_dot_control__pb2.SessionKey.FromString,
+                    response_serializer=kvferry_dot_proto_dot_control__pb2.HistoryInfo.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -103,6 +120,33 @@ class Decode:
             '/kvferry.control.v1.Decode/Generate',
             kvferry_dot_proto_dot_control__pb2.GenerateRequest.SerializeToString,
             kvferry_dot_proto_dot_control__pb2.GenerateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.control.v1.Decode/DropSession',
+            kvferry_dot_proto_dot_control__pb2.SessionKey.SerializeToString,
+            kvferry_dot_proto_dot_control__pb2.HistoryInfo.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,8 @@ class DecodeStub:
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_control_pb2.GenerateRequest, _control_pb2.GenerateEvent]
     """Reserve, receive, decode: one event stream a request. Cancelling it frees the request's memory."""
+    DropSession: _grpc.UnaryUnaryMultiCallable[_control_pb2.SessionKey, _control_pb2.HistoryInfo]
+    """Let go of what is held of a session."""
     Status: _grpc.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _control_pb2.WorkerStatus]
 
 @_typing.type_check_only
@@ -42,6 +44,8 @@ class DecodeAsyncStub(DecodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_control_pb2.GenerateRequest, _control_pb2.GenerateEvent]  # type: ignore[assignment]
     """Reserve, receive, decode: one event stream a request. Cancelling it frees the request's memory."""
+    DropSession: _aio.UnaryUnaryMultiCallable[_control_pb2.SessionKey, _control_pb2.HistoryInfo]  # type: ignore[assignment]
+    """Let go of what is held of a session."""
     Status: _aio.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _control_pb2.WorkerStatus]  # type: ignore[assignment]
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
@@ -52,6 +56,14 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_control_pb2.GenerateEvent], _abc.AsyncIterator[_control_pb2.GenerateEvent]]:
         """Reserve, receive, decode: one event stream a request. Cancelling it frees the request's memory."""
+
+    @_abc_1.abstractmethod
+    def DropSession(
+        self,
+        request: _control_pb2.SessionKey,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.HistoryInfo, _abc.Awaitable[_control_pb2.HistoryInfo]]:
+        """Let go of what is held of a session."""
 
     @_abc_1.abstractmethod
     def Status(

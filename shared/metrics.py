@@ -86,6 +86,9 @@ class PrefillMetrics(_Families):
         self.history_store = self._latency("history_store_seconds", "Staging and committing history", "model")
         self.kv_full_bytes = self._counter("kv_full_bytes", "Full KV of the prompts shipped", *by)
         self.kv_transfer_bytes = self._counter("kv_transfer_bytes", "Payload bytes shipped", *by, "kind")
+        self.kv_delta_saved_bytes = self._counter(
+            "kv_delta_saved_bytes", "Bytes of rows not shipped because decode still held them", *by
+        )
         self.kv_compression_ratio = Histogram(
             "kvferry_kv_compression_ratio", "Full bytes / shipped bytes", by, registry=self.registry,
             buckets=RATIO_BUCKETS,

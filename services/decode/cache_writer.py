@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvferry.services.decode.arena_copier import ArenaCopier
+from kvferry.services.decode.delta_writer import DeltaLayerWriter
 from kvferry.services.decode.packed_writer import PackedLayerWriter
 from kvferry.services.decode.stored_writer import StoredLayerWriter
 from kvferry.shared.cache.layout import LayerCache, SequenceLayout, view_layers
@@ -25,6 +26,7 @@ from kvferry.shared.compression.representations.interface import zone_bytes
 from kvferry.shared.compression.representations.kivi import KiviPrompt
 from kvferry.shared.errors import TransferFailed
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.wire.held_rows import HeldRows, Positions, all_positions
 from kvferry.shared.wire.messages import BlockHeader, Section
 from kvferry.shared.wire.stored_sections import layer_specs
 
@@ -36,6 +38,8 @@ class CacheWriter:
         buffer: the sequence's arena bytes, uint8 `[layout.size_bytes or more]`.
         copier: how bytes get there; shared with the other transfers of the receiver's thread.
         resolved: of T prompt tokens; kept positions lie in [0, T).
+        held: rows of the session's last turn that do not come again; None where all come.
+        held_layers: K and V of each layer that they lie in.
     """
 
     def __init__(
@@ -46,7 +50,12 @@ class CacheWriter:
         copier: ArenaCopier,
         *,
         resolved: ResolvedPlan,
+        held: HeldRows | None = None,
+        held_layers: tuple[tuple[Tensor, Tensor], ...] = (),
     ) -> None:
+        self._held = held
+        self._held_layers = held_layers
+        self._delta: dict[int, DeltaLayerWriter] = {}
         self._spec = spec
         self._layout = layout
         self._buffer = buffer
@@ -82,6 +91,9 @@ class CacheWriter:
         if header.section is Section.STATE:
             self._state.setdefault(header.layer, bytearray()).extend(payload)
             return
+        if self._held is not None and header.section is not Section.INDEX:
+            self._write_delta(self._held, header, payload)
+            return
         layer = self._layout.layers[header.layer]
         row_bytes = 4 if header.section is Section.INDEX else self._spec.row_bytes
         section_bytes = layer.rows * self._spec.num_kv_heads * row_bytes
@@ -105,6 +117,16 @@ class CacheWriter:
             self._copier.copy(self._buffer[start : start + count], done)
             done += count
         self._missing_bytes -= done
+
+    @property
+    def positions(self) -> tuple[Positions | None, ...]:
+        """Each layer's kept positions, int32 `[H_kv, n]`; None where every token is kept."""
+        return tuple(
+            np.frombuffer(self._index[i], np.dtype("<i4")).reshape(self._spec.num_kv_heads, -1)
+            if i in self._index
+            else None
+            for i in range(len(self._layout.layers))
+        )
 
     def finish(self) -> tuple[LayerCache, ...]:
         """Build what decode needs beside the rows; returns the layers' views.
@@ -187,6 +209,29 @@ class CacheWriter:
                 self._missing_bytes -= rows.numel() * rows.itemsize
             self._index_checked.add(layer)
             del self._quantised[layer]
+
+    def _write_delta(self, held: HeldRows, header: BlockHeader, payload: memoryview) -> None:
+        """A block of a layer of which rows are held; with the first one, these are copied."""
+        i, layer = header.layer, self._layout.layers[header.layer]
+        if i not in self._delta:
+            if i not in self._index_checked and layer.rows < self._num_prompt_tokens:
+                raise TransferFailed(f"layer {i}: NEW_ROWS came before INDEX", reason="order")
+            positions = self.positions[i]
+            if positions is None:
+                positions = all_positions(self._spec.num_kv_heads, layer.rows)
+            row_bytes = 2 * positions.size * self._spec.row_bytes
+            self._delta[i] = DeltaLayerWriter(
+                i,
+                positions,
+                held=held,
+                held_rows=self._held_layers[i],
+                rows=(layer.keys.view(self._buffer), layer.values.view(self._buffer)),
+            )
+            self._missing_bytes -= row_bytes - self._delta[i].missing_bytes
+        writer = self._delta[i]
+        before_bytes = writer.missing_bytes
+        writer.write(header, payload)
+        self._missing_bytes -= before_bytes - writer.missing_bytes
 
     def _write_index(self, header: BlockHeader, payload: memoryview, section_bytes: int) -> None:
         index = self._index.setdefault(header.layer, bytearray())

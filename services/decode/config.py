@@ -37,6 +37,12 @@ class DecodeConfig(WorkerSettings):
     credit_bytes: int = Field(
         32 << 20, ge=1, description="block bytes that a sender may have in flight to this worker"
     )
+    retain_s: float = Field(
+        300.0,
+        ge=0,
+        description="how long a session's rows stay after a turn, so that the next one brings only new ones; "
+        "0: they do not",
+    )
     sweep_interval_s: float = Field(0.25, gt=0, description="how often expired leases are looked for")
     history_timeout_s: float = Field(
         30.0, gt=0, description="how long returning one turn's generated KV may take"

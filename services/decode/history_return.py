@@ -13,6 +13,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from kvferry.services.decode.retained import RetainedSelections
 from kvferry.services.decode.sequence import Sequence, SequenceState
 from kvferry.shared.cache.layout import LayerCache
 from kvferry.shared.control.messages import HistoryReturned, Ticket
@@ -31,6 +32,7 @@ class HistoryReturner:
 
     Args:
         timeout_s: for opening, sending and acknowledgement, each.
+        retained: takes a sequence's bytes over where its session's next turn may spare them.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class HistoryReturner:
         *,
         num_threads: int,
         timeout_s: float,
+        retained: RetainedSelections,
     ) -> None:
+        self._retained = retained
         self._spec = spec
         self._sender = sender
         self._metrics = metrics
@@ -51,6 +55,7 @@ class HistoryReturner:
     def submit(self, sequence: Sequence) -> None:
         """Takes a RETURNING sequence; closes it in the end."""
         if sequence.num_appended == 0 or sequence.manifest is None or not sequence.manifest.history_endpoint:
+            self._retained.keep(sequence)
             self._end(sequence, num_tokens=0)
         else:
             self._pool.submit(self._return, sequence, sequence.manifest)
@@ -66,7 +71,8 @@ class HistoryReturner:
                 if sequence.state is SequenceState.CLOSED:
                     return
                 rows = _copy_rows(sequence)
-                sequence.release_bytes()
+                if not self._retained.keep(sequence):
+                    sequence.release_bytes()
             self._ship(sequence, manifest, rows)
             num_tokens = sequence.num_appended
         except KvferryError as error:
@@ -74,6 +80,8 @@ class HistoryReturner:
         except Exception:
             _log.exception("history not returned", request_id=sequence.request.request_id)
         finally:
+            if num_tokens == 0:
+                self._retained.drop(sequence.request.session, transfer_id=sequence.key.transfer_id)
             self._end(sequence, num_tokens=num_tokens)
 
     def _end(self, sequence: Sequence, *, num_tokens: int) -> None:

@@ -7,6 +7,7 @@ generation, model and plan; anything else is refused by name, and nothing partia
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvferry.services.decode.arena_copier import ArenaCopier
 from kvferry.services.decode.cache_writer import CacheWriter
@@ -24,6 +25,7 @@ from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.telemetry import begin, context_of
+from kvferry.shared.wire.held_rows import ships_rows_alone
 from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES, BlockHeader, EndRecord, Manifest, TransferKey
 from kvferry.shared.wire.stored_sections import announced_sections
 
@@ -102,6 +104,9 @@ class CacheReceiver:
             except KvferryError as error:
                 sequence.close(error)
                 raise
+            if ships_rows_alone(self._spec, sequence.resolved):
+                sequence.positions = incoming.writer.positions
+            sequence.let_go(superseded=True)
             self._arena.advance(sequence.allocation, "running")
             sequence.committed_s = self._clock()
             sequence.state = SequenceState.READY
@@ -143,12 +148,16 @@ class CacheReceiver:
             self._arena.advance(sequence.allocation, "in_transfer")
             sequence.state = SequenceState.IN_TRANSFER
             sequence.manifest = manifest
+            if not manifest.is_delta:
+                sequence.let_go()
             writer = CacheWriter(
                 self._spec,
                 sequence.layout,
                 self._arena.buffer(sequence.allocation),
                 self._copier,
                 resolved=settled,
+                held=replace(sequence.held, num_tokens=manifest.held_tokens) if sequence.held else None,
+                held_layers=sequence.held_layers,
             )
         return sequence, writer
 
@@ -211,6 +220,15 @@ class CacheReceiver:
             "layer_sections": (manifest.layer_sections, announced_sections(spec, settled)),
             "resolved": (manifest.resolved, resolved),
         }
+        if manifest.is_delta:
+            held = sequence.held
+            expected |= {
+                "held_transfer_id": (manifest.held_transfer_id, held.transfer_id if held else 0),
+                "held_tokens": (
+                    min(manifest.held_tokens, held.num_tokens if held else 0),
+                    manifest.held_tokens,
+                ),
+            }
         for name, (sent, own) in expected.items():
             if sent != own:
                 raise ProtocolMismatch(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import structlog
 
+from kvferry.services.decode.retained import RetainedSelections
 from kvferry.services.decode.sequence import Sequence, SequenceState
 from kvferry.shared.cache.arena import ByteArena
 from kvferry.shared.errors import KvferryError, LeaseExpired
@@ -67,7 +68,9 @@ class LeaseSweeper:
         interval_s: float,
         clock: Callable[[], float],
         on_expired: Callable[[], None],
+        retained: RetainedSelections,
     ) -> None:
+        self._retained = retained
         self._reservations = reservations
         self._arena = arena
         self._interval_s = interval_s
@@ -87,6 +90,7 @@ class LeaseSweeper:
 
     def sweep(self) -> None:
         """One round."""
+        self._retained.expire()
         sequences = self._reservations.all()
         for sequence in sequences:
             if self._clock() >= sequence.allocation.lease_until_s:

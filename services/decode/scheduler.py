@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.shared.cache.arena import Allocation, ByteArena
@@ -35,12 +36,22 @@ class Scheduler:
                         └── admission_wait_s over, or cancelled ──► out of the line, nothing held
 
     `release` may be called from any thread; `reserve` from any event loop.
+
+    Args:
+        evict: frees something spare towards so many bytes, calling nothing here; False where it has nothing.
     """
 
     def __init__(
-        self, arena: ByteArena, *, max_waiting: int, admission_wait_s: float, lease_s: float
+        self,
+        arena: ByteArena,
+        *,
+        max_waiting: int,
+        admission_wait_s: float,
+        lease_s: float,
+        evict: Callable[[int], bool] = lambda wanted_bytes: False,
     ) -> None:
         self._arena = arena
+        self._evict = evict
         self._max_waiting = max_waiting
         self._admission_wait_s = admission_wait_s
         self._lease_s = lease_s
@@ -101,6 +112,8 @@ class Scheduler:
                     waiter.size_bytes, owner=waiter.owner, lease_s=waiter.lease_s
                 )
             except CapacityExceeded:
+                if self._evict(waiter.size_bytes):
+                    continue
                 return
             self._line.popleft()
             waiter.allocation = allocation  # first: its loop may run before this thread goes on

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 
 from opentelemetry.trace import INVALID_SPAN, Span
+from torch import Tensor
 
 from kvferry.services.decode.events import EventStream
 from kvferry.shared.cache.arena import Allocation
@@ -22,6 +23,7 @@ from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry import begin, current_context
+from kvferry.shared.wire.held_rows import HeldRows, Positions
 from kvferry.shared.wire.interfaces import OutgoingTransfer
 from kvferry.shared.wire.messages import Manifest, TransferKey
 
@@ -84,9 +86,11 @@ class Sequence:
         self.manifest: Manifest | None = None
         self.caches: tuple[LayerCache, ...] = ()
         self.outgoing: OutgoingTransfer | None = None
-        self.num_tokens = 0
+        self.positions: tuple[Positions | None, ...] = ()
+        self.held: HeldRows | None = None
+        self.held_layers: tuple[tuple[Tensor, Tensor], ...] = ()
+        self.token_ids: list[int] = []
         self.num_appended = 0
-        self.last_token_id = -1
         self.committed_s: float | None = None
         self.trace_context = current_context()
         self.span: Span = INVALID_SPAN
@@ -96,6 +100,16 @@ class Sequence:
         self._release = release
         self._forget = forget
         self._holds_bytes = True
+        self._unpin: Callable[[bool], None] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the completion so far."""
+        return len(self.token_ids)
+
+    @property
+    def last_token_id(self) -> int:
+        return self.token_ids[-1]
 
     @property
     def position(self) -> int:
@@ -104,8 +118,7 @@ class Sequence:
 
     def take(self, token: SampledToken) -> FinishReason | None:
         """Count a token as part of the completion; returns why the completion ends with it, if it does."""
-        self.num_tokens += 1
-        self.last_token_id = token.token_id
+        self.token_ids.append(token.token_id)
         stopped = self._assembler is not None and self._assembler.push(token.token_id).stopped
         if stopped or token.token_id in self._stop_token_ids:
             return "stop"
@@ -124,6 +137,36 @@ class Sequence:
                 self._holds_bytes = False
                 self._release(self.allocation)
 
+    def hand_over_bytes(self) -> Allocation:
+        """Give the arena bytes to the caller, who frees them from now on. Call under `lock`, once."""
+        assert self._holds_bytes, self.state
+        self.caches = ()
+        self._holds_bytes = False
+        return self.allocation
+
+    def hold(
+        self,
+        held: HeldRows,
+        *,
+        held_layers: tuple[tuple[Tensor, Tensor], ...],
+        unpin: Callable[[bool], None],
+    ) -> None:
+        """Count on rows of the session's last turn.
+
+        Args:
+            held_layers: K and V `[H_kv, cap, D]` of each layer, that the rows lie in.
+            unpin: called once, with whether these rows have been superseded by the sequence's own.
+        """
+        self.held, self.held_layers, self._unpin = held, held_layers, unpin
+
+    def let_go(self, *, superseded: bool = False) -> None:
+        """Count on them no more. No effect the second time."""
+        with self.lock:
+            unpin, self._unpin = self._unpin, None
+            self.held, self.held_layers = None, ()
+        if unpin is not None:
+            unpin(superseded)
+
     def close(self, error: KvferryError | None = None) -> bool:
         """End the sequence: bytes back, off the tables, and the reader told if there is an error.
 
@@ -134,6 +177,7 @@ class Sequence:
                 return False
             self.state = SequenceState.CLOSED
             self.enter_stage("")
+            self.let_go()
             self.release_bytes()
             self._forget(self)
         if error is not None:

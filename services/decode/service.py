@@ -23,9 +23,10 @@ from kvferry.services.decode.events import EventStream
 from kvferry.services.decode.history_return import HistoryReturner
 from kvferry.services.decode.receiver import CacheReceiver
 from kvferry.services.decode.reservations import LeaseSweeper, Reservations
+from kvferry.services.decode.retained import RetainedSelections
 from kvferry.services.decode.scheduler import Scheduler
 from kvferry.services.decode.sequence import Sequence
-from kvferry.shared.cache.arena import ByteArena
+from kvferry.shared.cache.arena import Allocation, ByteArena
 from kvferry.shared.cache.layout import reserved_bytes, sequence_layout
 from kvferry.shared.compression.presets import method_names
 from kvferry.shared.compression.resolve import resolve_plan
@@ -33,7 +34,9 @@ from kvferry.shared.control.messages import (
     GenerateEvent,
     GenerateRequest,
     GenerationFinished,
+    HistoryInfo,
     HistoryReturned,
+    SessionKey,
     Ticket,
     TicketIssued,
     WorkerStatus,
@@ -52,6 +55,7 @@ from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry import stage
+from kvferry.shared.wire.held_rows import ships_rows_alone
 from kvferry.shared.wire.interfaces import BlockSender, BlockServer, BlockSink
 from kvferry.shared.wire.messages import PROTOCOL_VERSION, TransferKey
 
@@ -91,11 +95,15 @@ class DecodeService:
             arena_size_bytes(config, model.device), model.device, clock=clock, observer=self._show_arena
         )
         self._reservations = Reservations()
+        self._retained = RetainedSelections(
+            self._arena, retain_s=config.retain_s, clock=clock, release=self._release
+        )
         self._scheduler = Scheduler(
             self._arena,
             max_waiting=config.max_waiting,
             admission_wait_s=config.admission_wait_s,
             lease_s=config.lease_s,
+            evict=self._retained.evict,
         )
         self._sender = sender
         self._returner = HistoryReturner(
@@ -104,6 +112,7 @@ class DecodeService:
             metrics,
             num_threads=config.history_threads,
             timeout_s=config.history_timeout_s,
+            retained=self._retained,
         )
         self._engine = DecodeEngine(
             model,
@@ -118,6 +127,7 @@ class DecodeService:
             interval_s=config.sweep_interval_s,
             clock=clock,
             on_expired=metrics.leases_expired.inc,
+            retained=self._retained,
         )
         self._receiver = CacheReceiver(
             self._spec, self._arena, self._reservations, metrics, clock=clock, submit=self._engine.submit
@@ -178,6 +188,8 @@ class DecodeService:
                     credit_bytes=self._config.credit_bytes,
                     lease_s=lease_s,
                     reserved_bytes=sequence.allocation.size_bytes,
+                    held_transfer_id=sequence.held.transfer_id if sequence.held is not None else 0,
+                    held_tokens=sequence.held.num_tokens if sequence.held is not None else 0,
                 )
             )
             last = HistoryReturned if request.store_history else GenerationFinished
@@ -190,6 +202,10 @@ class DecodeService:
             sequence.cancel()
             self._engine.wake()
 
+    async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
+        """See `DecodeControl.drop_session`; tier "retained"."""
+        return HistoryInfo(num_tokens=0, size_bytes=self._retained.drop(session), tier="retained")
+
     async def status(self, *, timeout_s: float) -> WorkerStatus:
         """See `DecodeControl.status`."""
         running = self._engine.num_running
@@ -200,7 +216,7 @@ class DecodeService:
             ready=self.is_ready,
             running=running,
             waiting=max(len(self._reservations.all()) - running, 0) + self._scheduler.num_waiting,
-            free_bytes=self._arena.free_bytes,
+            free_bytes=self._arena.free_bytes + self._retained.spare_bytes,
             total_bytes=self._arena.size_bytes,
             model=self._spec,
             methods=method_names(),
@@ -222,6 +238,7 @@ class DecodeService:
         assembler = self._assembler(request)
         model_ends = () if request.sampling.ignore_eos else self._spec.eos_token_ids
         events = EventStream()
+        self._retained.touch(request.session)
         try:
             with stage("admit"):
                 allocation = await self._scheduler.reserve(
@@ -243,11 +260,28 @@ class DecodeService:
             sampler=sampler,
             assembler=assembler,
             stop_token_ids=frozenset((*model_ends, *request.sampling.stop_token_ids)),
-            release=self._scheduler.release,
+            release=self._release,
             forget=self._reservations.remove,
         )
+        self._hold(sequence)
         self._reservations.add(sequence)
         return sequence, min(self._config.lease_s, timeout_s)
+
+    def _hold(self, sequence: Sequence) -> None:
+        """Keep the session's rows of its last turn for this one, where it can do with them."""
+        if not ships_rows_alone(self._spec, sequence.resolved):
+            return
+        pinned = self._retained.pin(sequence.request.session, sequence.request.prompt_token_ids)
+        if pinned is not None:
+            selection, held = pinned
+            sequence.hold(
+                held,
+                held_layers=selection.rows,
+                unpin=lambda superseded: self._retained.unpin(selection, superseded=superseded),
+            )
+
+    def _release(self, allocation: Allocation) -> None:
+        self._scheduler.release(allocation)
 
     def _check(self, request: GenerateRequest) -> None:
         if self._closed or self._server is None:
@@ -290,6 +324,7 @@ class DecodeService:
         self._returner.close()
         self._sender.close()
         self._sweeper.close()
+        self._retained.close()
 
     def _show_arena(self, bytes_by_state: dict[str, int]) -> None:
         for state in ARENA_STATES:

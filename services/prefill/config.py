@@ -53,6 +53,12 @@ class PrefillConfig(WorkerSettings):
     history_credit_bytes: int = Field(
         64 << 20, ge=1, description="bytes in flight that a decode worker may send back of one turn"
     )
+    delta_index_bytes: int = Field(
+        256 << 20,
+        ge=0,
+        description="host memory for which rows each session's decode worker was last sent, so that a turn "
+        "ships only new ones; 0: every turn ships all",
+    )
     probe_interval_s: float = Field(
         30.0, gt=0, description="an idle engine runs one token so often, to know that it works"
     )

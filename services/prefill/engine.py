@@ -19,17 +19,19 @@ from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
 from kvferry.services.prefill.queue import FairQueue
 from kvferry.services.prefill.receiver import HistoryReceiver
+from kvferry.services.prefill.shipped import ShippedSelection, ShippedSelections
 from kvferry.shared.cache.layout import TORCH_DTYPES
 from kvferry.shared.compression.attention import state_sizes
 from kvferry.shared.compression.observation import num_observed_queries
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.compression.representation import packed_limits
-from kvferry.shared.control.messages import FirstToken
+from kvferry.shared.control.messages import FirstToken, SessionKey
 from kvferry.shared.errors import CapacityExceeded, HistoryMiss, KvferryError, WorkerUnavailable
-from kvferry.shared.history.interface import HistoryStore
+from kvferry.shared.history.interface import HistoryStore, HistoryTurn
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.telemetry import carrier, stage
+from kvferry.shared.wire.held_rows import HeldRows, ships_rows_alone
 from kvferry.shared.wire.interfaces import BlockSender, OutgoingTransfer
 from kvferry.shared.wire.messages import EndRecord, Manifest
 from kvferry.shared.wire.stored_sections import announced_sections
@@ -78,6 +80,7 @@ class PrefillEngine:
         self._metrics = metrics
         self._config = config
         self._clock = clock
+        self._shipped = ShippedSelections(max_bytes=config.delta_index_bytes)
         self._condition = threading.Condition()
         self._queue: FairQueue[PrefillJob] = FairQueue()
         self._running: PrefillJob | None = None
@@ -208,6 +211,7 @@ class PrefillEngine:
             resolved=resolved,
             open_transfer=lambda settled: self._open(job, settled),
             turn=job.turn,
+            held=job.held,
             model=self._model,
             check=job.check_cancelled,
             progress=self._progress,
@@ -220,6 +224,7 @@ class PrefillEngine:
         assert job.transfer is not None
         token = job.sampler.sample(logits)
         job.transfer.finish(EndRecord(key=job.key, num_blocks=0, payload_bytes=0, first_token=token))
+        self._remember(job, layers)
         reused = job.turn.reused_tokens if job.turn is not None else 0
         first = FirstToken(
             token=token,
@@ -253,6 +258,40 @@ class PrefillEngine:
                 start=len(request.prompt_token_ids),
                 max_tokens=request.sampling.max_tokens,
             )
+            job.held = self._held(job, job.turn)
+
+    def _held(self, job: PrefillJob, turn: HistoryTurn) -> HeldRows | None:
+        """Rows that decode has of the last turn, and that history would give again, bit for bit."""
+        session, ticket = job.request.session, job.request.ticket
+        exact = self._config.history_bits == "model" and ships_rows_alone(self._model.spec, job.resolved)
+        exact = exact and turn.reuse_source == "session"
+        if session is None or not exact or ticket.held_transfer_id == 0:
+            return None
+        return self._shipped.held(
+            session,
+            transfer_id=ticket.held_transfer_id,
+            num_tokens=min(ticket.held_tokens, turn.reused_tokens),
+        )
+
+    def _remember(self, job: PrefillJob, layers: PromptPass) -> None:
+        """Which rows decode has from now on; and what was spared."""
+        spec, session = self._model.spec, job.request.session
+        job.saved_bytes = 2 * spec.row_bytes * layers.num_spared_rows
+        if session is None:
+            return
+        if not ships_rows_alone(spec, job.resolved):
+            self._shipped.drop(session)
+            return
+        selection = ShippedSelection(
+            transfer_id=job.key.transfer_id,
+            num_prompt_tokens=job.resolved.num_prompt_tokens,
+            layers=tuple(layers.positions[layer] for layer in range(spec.num_layers)),
+        )
+        self._shipped.put(session, selection)
+
+    def forget(self, session: SessionKey) -> None:
+        """Any thread: the session is dropped."""
+        self._shipped.drop(session)
 
     def _open(self, job: PrefillJob, settled: ResolvedPlan) -> OutgoingTransfer:
         """Open the transfer of what the plan came to; from here on the job owns it."""
@@ -308,6 +347,8 @@ class PrefillEngine:
             history_endpoint=self._history_endpoint if with_history else "",
             history_credit_bytes=self._config.history_credit_bytes if with_history else 0,
             traceparent=carrier().get("traceparent", ""),
+            held_transfer_id=job.held.transfer_id if job.held is not None else 0,
+            held_tokens=job.held.num_tokens if job.held is not None else 0,
         )
 
     def _observe(self, job: PrefillJob, first: FirstToken, times: PassTimes) -> None:

@@ -10,6 +10,7 @@ from kvferry.shared.errors import KvferryError
 from kvferry.shared.history.interface import HistoryTurn
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry import begin, current_context
+from kvferry.shared.wire.held_rows import HeldRows
 from kvferry.shared.wire.interfaces import OutgoingTransfer
 from kvferry.shared.wire.messages import TransferKey
 
@@ -43,6 +44,10 @@ class PrefillJob:
         self.first: Future[FirstToken] = Future()
         self.transfer: OutgoingTransfer | None = None
         self.turn: HistoryTurn | None = None
+        self.held: HeldRows | None = None
+        """Rows that decode holds and so are not shipped; set before the transfer opens."""
+        self.saved_bytes = 0
+        """Of those rows."""
         self._cancellation: KvferryError | None = None
 
     @property

@@ -21,7 +21,9 @@ from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.history.interface import HistoryTurn
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.telemetry import stage
+from kvferry.shared.wire.held_rows import HeldRows, Positions, delta_sections, layer_positions
 from kvferry.shared.wire.interfaces import OutgoingTransfer
+from kvferry.shared.wire.messages import Section
 from kvferry.shared.wire.stored_sections import layer_sections
 
 
@@ -51,6 +53,7 @@ class PromptPass:
         resolved: ResolvedPlan,
         open_transfer: Callable[[ResolvedPlan], OutgoingTransfer],
         turn: HistoryTurn | None,
+        held: HeldRows | None,
         model: LanguageModel,
         check: Callable[[], None],
         progress: Callable[[], None],
@@ -59,6 +62,7 @@ class PromptPass:
     ) -> None:
         """Args:
         open_transfer: called once, with the plan whose rows are to be shipped.
+        held: rows that decode holds; they are not shipped.
         model: the one that runs the prompt; asked for keys before RoPE where a method wants them.
         check: raises to stop the pass; called before each layer's attention and after it.
         progress: told of each layer done.
@@ -74,6 +78,11 @@ class PromptPass:
         self._measured = is_measured(resolved)
         self._held: dict[int, HeldLayer] = {}
         self._turn = turn
+        self._held_rows = held
+        self.positions: dict[int, Positions | None] = {}
+        """Of each layer shipped so far, as `HeldRows.layers`."""
+        self.num_spared_rows = 0
+        """Rows of single heads that were not shipped, being held."""
         self._model = model
         self._device = model.device
         self._check = check
@@ -156,10 +165,16 @@ class PromptPass:
             self.kept_map.add(kept)
         self._synchronize()
         compressed_s = self._clock()
-        with stage("ship", layer=inputs.layer):
+        layer, held = inputs.layer, self._held_rows
+        self.positions[layer] = layer_positions(kept)
+        with stage("ship", layer=layer):
             assert self._transfer is not None, "the pass was not begun"
-            for section, tensor in layer_sections(kept):
-                self._transfer.send(layer=inputs.layer, section=section, tensor=tensor)
+            for section, tensor in (
+                layer_sections(kept) if held is None else delta_sections(kept, layer, held)
+            ):
+                self._transfer.send(layer=layer, section=section, tensor=tensor)
+                if section is Section.NEW_ROWS:
+                    self.num_spared_rows += kept.keys[:, :, 0].numel() - int(tensor.sum())
         self.times.compress_s += compressed_s - begin_s
         self.times.pack_s += self._clock() - compressed_s
 

@@ -215,6 +215,7 @@ class PrefillService:
 
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         """See `PrefillControl.drop_session`."""
+        self._engine.forget(session)
         return await self._in_thread(lambda: self._store.drop(session), timeout_s)
 
     async def status(self, *, timeout_s: float) -> WorkerStatus:
@@ -275,7 +276,10 @@ class PrefillService:
             self._metrics.kv_full_bytes.labels(*by).inc(first.full_bytes)
             self._metrics.kv_compression_ratio.labels(*by).observe(first.full_bytes / sum(sent.values()))
             self._metrics.transfer.labels(*by).observe(transfer_s)
-        return TransferDone(bytes_by_kind=sent, transfer_s=transfer_s)
+            if job.held is not None:
+                self._metrics.kv_delta_saved_bytes.labels(*by).inc(job.saved_bytes)
+        delta_bytes = sent["rows"] if job.held is not None else None
+        return TransferDone(bytes_by_kind=sent, transfer_s=transfer_s, delta_bytes=delta_bytes)
 
     async def _before(self, deadline_s: float, work: asyncio.Future[T], what: str) -> T:
         try:

@@ -78,7 +78,7 @@ def create_app(
     metrics.ready.set_function(lambda: float(readiness.problem() is None))
     sessions = session_store(config, metrics, clock)
     prompts = PromptBuilder(tokenizer)
-    history = WorkerHistory(prefill=prefill)
+    history = WorkerHistory(prefill=prefill, decode=decode)
     quota = KeyQuota(
         max_sessions=config.max_sessions_per_key,
         max_documents=config.max_documents_per_key,

@@ -78,6 +78,7 @@ class Attempt:
                 sampling=request.sampling,
                 store_history=request.session is not None,
                 probe=request.probe,
+                session=request.session,
             ),
             timeout_s=self._remaining_s(),
         )
@@ -163,8 +164,11 @@ class Attempt:
         self._first_seen.set()
 
     def _transfer_done(self, event: TransferDone) -> None:
-        self._progress.stats.shipped_bytes += sum(event.bytes_by_kind.values())
-        self._progress.stats.transfer_s += event.transfer_s
+        stats = self._progress.stats
+        stats.shipped_bytes += sum(event.bytes_by_kind.values())
+        stats.transfer_s += event.transfer_s
+        if event.delta_bytes is not None:
+            stats.delta_bytes = (stats.delta_bytes or 0) + event.delta_bytes
         self._shipped.set()
 
     # ---- decode ------------------------------------------------------------------------------------------

@@ -207,6 +207,7 @@ class Completion:
             document=named.history if named is not None and self._session is not None else None,
             prefer_prefill=prefer or (named.prefill_addresses if named is not None else ()),
             kept_bins=request.kv_kept_bins or 0,
+            prefer_decode=(record.decode_address,) if record is not None else (),
         )
 
     async def _run_choices(self, turn: TurnRequest) -> TurnStats:
@@ -277,6 +278,7 @@ class Completion:
         """The `kv` extras: bytes are summed over choices, times are the longest choice's."""
         stats = [choice.stats for choice in self.choices]
         kept = [round(fraction, 4) for fraction in stats[0].kept]
+        deltas = [entry.delta_bytes for entry in stats if entry.delta_bytes is not None]
         return {
             "method": stats[0].method,
             **(self._chosen.report if self._chosen is not None else {}),
@@ -284,6 +286,7 @@ class Completion:
             "reused_tokens": stats[0].reused_tokens,
             "full_bytes": stats[0].full_bytes,
             "shipped_bytes": sum(entry.shipped_bytes for entry in stats),
+            **({"delta_bytes": sum(deltas)} if deltas else {}),
             "cache_bytes": sum(entry.cache_bytes for entry in stats),
             "prefill_ms": round(max(entry.prefill_s for entry in stats) * 1000, 3),
             "transfer_ms": round(max(entry.transfer_s for entry in stats) * 1000, 3),
@@ -304,6 +307,7 @@ class Completion:
                 last_plan={name: value for name, value in self.kv().items() if name != "kept"},
                 prefill_addresses=tuple(dict.fromkeys((stats.prefill_address, *earlier))),
                 created_at_s=before.created_at_s if before is not None else self._service.clock(),
+                decode_address=stats.decode_address,
             )
         )
         if not kept:

@@ -1,4 +1,4 @@
-"""The router's end of the history at prefill workers: publish what a turn staged, drop what is deleted.
+"""The router's end of what workers keep of sessions: publish what a turn staged, drop what is deleted.
 
 Called at a turn's end and by DELETE. KV bytes never come here.
 """
@@ -13,7 +13,7 @@ import structlog
 from kvferry.services.router.placement import WorkerPool
 from kvferry.services.router.sessions import SessionLease
 from kvferry.services.router.turn_state import TurnStats
-from kvferry.shared.control.interfaces import PrefillControl
+from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
 from kvferry.shared.control.messages import CommitTurnRequest, SessionKey
 from kvferry.shared.errors import KvferryError
 
@@ -25,9 +25,10 @@ _logger = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerHistory:
-    """History at all prefill workers that this router knows."""
+    """History at all prefill workers that this router knows, and rows retained at the decode workers."""
 
     prefill: WorkerPool[PrefillControl]
+    decode: WorkerPool[DecodeControl]
 
     async def publish(self, lease: SessionLease, stats: TurnStats, prompt_token_ids: tuple[int, ...]) -> None:
         """Make what the turn staged the session's history, or drop it where the session is no longer the
@@ -47,15 +48,18 @@ class WorkerHistory:
                 )
             else:
                 await worker.client.abort_turn(stats.worker_request_id, timeout_s=_COMMIT_TIMEOUT_S)
+                if (decode := self.decode.worker(stats.decode_address)) is not None:
+                    await decode.client.drop_session(lease.key, timeout_s=_DROP_TIMEOUT_S)
         except KvferryError as error:
             _logger.warning("history not committed", address=worker.address, error=error.message)
 
     async def drop(self, session: SessionKey) -> None:
         """Have every worker forget a session; a turn of it may have moved between them."""
-        calls = (
-            worker.client.drop_session(session, timeout_s=_DROP_TIMEOUT_S)
-            for worker in self.prefill.workers()
+        clients: tuple[DecodeControl | PrefillControl, ...] = (
+            *(worker.client for worker in self.prefill.workers()),
+            *(worker.client for worker in self.decode.workers()),
         )
+        calls = (client.drop_session(session, timeout_s=_DROP_TIMEOUT_S) for client in clients)
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, KvferryError):
                 _logger.warning("history not dropped", error=result.message)

@@ -33,6 +33,7 @@ class SessionRecord:
         assistant_ends: for every assistant message, how many of `token_ids` come before and in it.
         last_plan: the last turn's `kv` extras.
         prefill_addresses: workers that may hold history of it, the last one used first.
+        decode_address: the worker that may hold its last selection.
         document_ids: documents that the conversation begins with.
         preamble: their text, which stays the session's own when they are deleted.
         compression: what a document asks for turns that name it, see `KvCompression`; None asks nothing.
@@ -48,6 +49,7 @@ class SessionRecord:
     turns: int = 0
     last_plan: dict[str, Any] | None = None
     prefill_addresses: tuple[str, ...] = ()
+    decode_address: str = ""
     document_ids: tuple[str, ...] = ()
     preamble: str = ""
     compression: dict[str, Any] | None = None

@@ -104,10 +104,13 @@ class _Turn:
             self._runner.prefill.choose(
                 fingerprint=fingerprint, prefer=self._request.prefer_prefill, avoid=self._avoid["prefill"]
             ),
-            self._runner.decode.choose(fingerprint=fingerprint, avoid=self._avoid["decode"]),
+            self._runner.decode.choose(
+                fingerprint=fingerprint, prefer=self._request.prefer_decode, avoid=self._avoid["decode"]
+            ),
             self._progress,
         )
         self._progress.stats.prefill_address = attempt.prefill.address
+        self._progress.stats.decode_address = attempt.decode.address
         self._progress.stats.worker_request_id = attempt.worker_request_id
         return attempt
 

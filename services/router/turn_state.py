@@ -25,6 +25,7 @@ class TurnRequest:
         document: whose history the session may begin with.
         prefer_prefill: addresses that may hold the session's history, best first.
         kept_bins: stretches of the prompt whose kept fraction is wanted; 0 wants none.
+        prefer_decode: addresses that may hold the session's last selection, best first.
         deadline_s: when the whole turn must have ended, on the event loop's clock.
     """
 
@@ -37,6 +38,7 @@ class TurnRequest:
     session: SessionKey | None = None
     document: SessionKey | None = None
     prefer_prefill: tuple[str, ...] = ()
+    prefer_decode: tuple[str, ...] = ()
     probe: bool = False
     kept_bins: int = 0
 
@@ -50,9 +52,11 @@ class TurnStats:
         method, reused_tokens, reuse_source, full_bytes, kept: of the first prefill, whose prompt is the
             client's.
         shipped_bytes: everything that crossed the wire.
+        delta_bytes: of rows that decode did not hold, where it was spared the others; else None.
         cache_bytes: decode's memory for the sequence at its end.
         history_tokens: generated tokens whose KV came home.
         prefill_address, worker_request_id: where, and under which id, history was staged last.
+        decode_address: where the last attempt decoded.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -62,6 +66,7 @@ class TurnStats:
     full_bytes: int = 0
     kept: tuple[float, ...] = ()
     shipped_bytes: int = 0
+    delta_bytes: int | None = None
     cache_bytes: int = 0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
@@ -69,6 +74,7 @@ class TurnStats:
     replays: int = 0
     history_tokens: int = 0
     prefill_address: str = ""
+    decode_address: str = ""
     worker_request_id: str = ""
 
 

@@ -18,11 +18,12 @@ from torch import Tensor
 from kvferry.shared.cache.layout import ALIGNMENT_BYTES, align
 from kvferry.shared.errors import CapacityExceeded, InvalidRequest, KvferryError
 
-AllocationState = Literal["reserved", "in_transfer", "running"]
+AllocationState = Literal["reserved", "in_transfer", "running", "retained"]
 _NEXT_STATES: dict[AllocationState, tuple[AllocationState, ...]] = {
     "reserved": ("in_transfer",),
     "in_transfer": ("running",),
-    "running": (),
+    "running": ("retained",),
+    "retained": (),
 }
 _MAX_GENERATION = (1 << 32) - 1
 
@@ -51,8 +52,8 @@ class ByteArena:
         0                                                              size_bytes
         | reserved | running |   free   | in_transfer |      free      |
 
-        reserve ──► reserved ──► in_transfer ──► running ──► free
-                        └──────────────┴────────────┴───────► free
+        reserve ──► reserved ──► in_transfer ──► running ──► retained ──► free
+                        └──────────────┴────────────┴────────────────────► free
 
     Free ranges are kept by offset and never touch one another; held ranges and free ranges together tile the
     arena exactly, which `check_integrity` verifies. A holder is the only one to read or write its range, and
@@ -93,7 +94,7 @@ class ByteArena:
         return self._bytes["free"]
 
     def bytes_by_state(self) -> dict[str, int]:
-        """Bytes that are free, reserved, in_transfer and running; they sum to `size_bytes`."""
+        """Bytes that are free, reserved, in_transfer, running and retained; they sum to `size_bytes`."""
         with self.lock:
             return dict(self._bytes)
 

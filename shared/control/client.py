@@ -149,6 +149,10 @@ class GrpcDecodeClient(_Client):
             request_id=request.request_id,
         )
 
+    async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
+        codecs = (codec.SESSION_KEY, codec.HISTORY_INFO)
+        return await self._unary("DropSession", session, codecs, timeout_s=timeout_s)
+
     async def status(self, *, timeout_s: float) -> WorkerStatus:
         return await self._unary(
             "Status", None, (codec.STATUS_REQUEST, codec.WORKER_STATUS), timeout_s=timeout_s

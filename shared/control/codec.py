@@ -236,6 +236,8 @@ def _write_ticket(ticket: Ticket) -> pb.Ticket:
         credit_bytes=ticket.credit_bytes,
         lease_s=ticket.lease_s,
         reserved_bytes=ticket.reserved_bytes,
+        held_transfer_id=ticket.held_transfer_id,
+        held_tokens=ticket.held_tokens,
     )
 
 
@@ -247,6 +249,8 @@ def _read_ticket(message: pb.Ticket) -> Ticket:
         credit_bytes=message.credit_bytes,
         lease_s=message.lease_s,
         reserved_bytes=message.reserved_bytes,
+        held_transfer_id=message.held_transfer_id,
+        held_tokens=message.held_tokens,
     )
 
 
@@ -270,6 +274,7 @@ def _write_generate_request(request: GenerateRequest) -> pb.GenerateRequest:
         sampling=_write_sampling(request.sampling),
         store_history=request.store_history,
         probe=request.probe,
+        session=None if request.session is None else _write_session(request.session),
     )
 
 
@@ -283,6 +288,7 @@ def _read_generate_request(message: pb.GenerateRequest) -> GenerateRequest:
         sampling=_read_sampling(message.sampling),
         store_history=message.store_history,
         probe=message.probe,
+        session=_read_session(message.session) if message.HasField("session") else None,
     )
 
 
@@ -362,7 +368,9 @@ def _read_prefill_request(message: pb.PrefillRequest) -> PrefillRequest:
 
 def _write_prefill_event(event: PrefillEvent) -> pb.PrefillEvent:
     if isinstance(event, TransferDone):
-        done = pb.TransferDone(bytes_by_kind=event.bytes_by_kind, transfer_s=event.transfer_s)
+        done = pb.TransferDone(
+            bytes_by_kind=event.bytes_by_kind, transfer_s=event.transfer_s, delta_bytes=event.delta_bytes
+        )
         return pb.PrefillEvent(transfer_done=done)
     first = pb.FirstToken(
         token=_write_token(event.token),
@@ -381,7 +389,11 @@ def _write_prefill_event(event: PrefillEvent) -> pb.PrefillEvent:
 def _read_prefill_event(message: pb.PrefillEvent) -> PrefillEvent:
     if _oneof(message, "event") == "transfer_done":
         done = message.transfer_done
-        return TransferDone(bytes_by_kind=dict(done.bytes_by_kind), transfer_s=done.transfer_s)
+        return TransferDone(
+            bytes_by_kind=dict(done.bytes_by_kind),
+            transfer_s=done.transfer_s,
+            delta_bytes=done.delta_bytes if done.HasField("delta_bytes") else None,
+        )
     first = message.first_token
     _require(first, "token")
     return FirstToken(

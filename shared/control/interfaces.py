@@ -30,6 +30,10 @@ class DecodeControl(Protocol):
         GenerationFinished and, where asked for, HistoryReturned."""
         ...
 
+    async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
+        """Let go of the rows held of a session for its next turn; returns what was held."""
+        ...
+
     async def status(self, *, timeout_s: float) -> WorkerStatus: ...
 
 

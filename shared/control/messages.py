@@ -37,6 +37,9 @@ class Ticket:
         credit_bytes: payload bytes that may be in flight before the receiver grants more.
         lease_s: the reservation is freed if the transfer is not complete by then.
         reserved_bytes: arena bytes held.
+        held_transfer_id: the transfer of which this worker still has the session's rows; they need not come
+            again. 0 if there is none.
+        held_tokens: how many tokens of the new prompt, from its start, are those of the rows held.
     """
 
     endpoint: str
@@ -45,6 +48,8 @@ class Ticket:
     credit_bytes: int
     lease_s: float
     reserved_bytes: int
+    held_transfer_id: int = 0
+    held_tokens: int = 0
 
 
 # ---- decode ----------------------------------------------------------------------------------------------
@@ -58,6 +63,7 @@ class GenerateRequest:
         prompt_token_ids: all of the prompt, history included (penalties need it).
         store_history: ship the generated tokens' KV back to prefill when the turn ends.
         probe: a readiness probe; moves no request, token or byte counter.
+        session: whose rows may be held from its last turn, and are held after this one; None holds none.
     """
 
     request_id: str
@@ -67,6 +73,7 @@ class GenerateRequest:
     sampling: SamplingParams
     store_history: bool = False
     probe: bool = False
+    session: SessionKey | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,10 +190,13 @@ class TransferDone:
     Attributes:
         bytes_by_kind: payload bytes on the wire: codes, scales, rows, index, state, manifest.
         transfer_s: from the first block's sending to the acknowledgement.
+        delta_bytes: bytes of rows that decode did not hold, where it was spared those that it did; None where
+            every row came.
     """
 
     bytes_by_kind: dict[str, int]
     transfer_s: float
+    delta_bytes: int | None = None
 
 
 PrefillEvent = FirstToken | TransferDone
@@ -230,7 +240,8 @@ class WorkerStatus:
         instance_id: random, new at every start: a change tells that the worker restarted.
         ready: the engine has recently done work or passed its own probe.
         running, waiting: requests.
-        free_bytes, total_bytes: decode: the arena; prefill: the history store's bound.
+        free_bytes, total_bytes: decode: the arena, what is retained counted as free; prefill: the history
+            store's bound.
         kernel_paths: the path that each of its kernels takes, by the op's name.
     """
 

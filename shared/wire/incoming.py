@@ -9,8 +9,8 @@ from __future__ import annotations
 from kvferry.shared.errors import TransferFailed
 from kvferry.shared.wire.channel import Peer
 from kvferry.shared.wire.frames import FrameHeader
-from kvferry.shared.wire.layout import SectionCursor
-from kvferry.shared.wire.messages import BlockHeader, EndRecord, Manifest, Section
+from kvferry.shared.wire.layout import SIZING_SECTIONS, SectionCursor
+from kvferry.shared.wire.messages import BlockHeader, EndRecord, Manifest
 from kvferry.shared.wire.records import decode_end
 
 
@@ -49,7 +49,7 @@ class IncomingTransfer:
             total_bytes=block.section_bytes,
             offset=block.offset,
             num_bytes=payload.nbytes,
-            layout=payload if block.section is Section.LAYOUT else b"",
+            layout=payload if block.section in SIZING_SECTIONS else b"",
         )
         self._num_blocks += 1
         return block

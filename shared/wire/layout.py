@@ -2,12 +2,15 @@
 
 Place in the request's path: sender and receiver check every block against it. Sections come layer by layer.
 A layer of rows is INDEX (optional), KEYS, VALUES, each exactly as large as rows, heads, head_dim and dtype
-imply, then STATE where the manifest has bytes for it; a packed layer is LAYOUT, then the sections that it
-implies (`packed_sections.py`); any other is the sections that the manifest announces for it. All are cut in
-blocks without gaps. Looks at no other payload than LAYOUT's.
+imply, then STATE where the manifest has bytes for it; in a delta, INDEX (optional), then NEW_ROWS, which say
+how large KEYS and VALUES are. A packed layer is LAYOUT, then the sections that it implies
+(`packed_sections.py`); any other is the sections that the manifest announces for it. All are cut in blocks
+without gaps. Looks at no other payload than LAYOUT's and NEW_ROWS'.
 """
 
 from __future__ import annotations
+
+import numpy as np
 
 from kvferry.shared.errors import TransferFailed
 from kvferry.shared.model.spec import DTYPE_BYTES
@@ -17,13 +20,17 @@ from kvferry.shared.wire.packed_sections import KIND_SECTIONS, decode_layout, la
 INDEX_ENTRY_BYTES = 4
 
 _ROW_SECTIONS = (Section.INDEX, Section.KEYS, Section.VALUES, Section.STATE)
+SIZING_SECTIONS = (Section.LAYOUT, Section.NEW_ROWS)
+"""Sections whose payload says how large the next ones are."""
 
 
 def section_bytes(manifest: Manifest, layer: int, section: Section) -> int:
     """Size in bytes of a section that the manifest alone implies: `rows * H_kv * D * dtype` for KEYS and
-    VALUES, `rows * H_kv * 4` for INDEX, STATE's, and LAYOUT's."""
+    VALUES, `rows * H_kv * 4` for INDEX, `H_kv * 4` for NEW_ROWS, STATE's, and LAYOUT's."""
     if section is Section.LAYOUT:
         return layout_section_bytes(manifest.num_kv_heads)
+    if section is Section.NEW_ROWS:
+        return manifest.num_kv_heads * INDEX_ENTRY_BYTES if manifest.layer_rows[layer] else 0
     assert section in _ROW_SECTIONS, section
     if section is Section.STATE:
         return manifest.state_bytes(layer)
@@ -79,7 +86,7 @@ class SectionCursor:
         Args:
             total_bytes: what the block says that its section's size is.
             offset, num_bytes: the part of the section that the block carries; num_bytes >= 1.
-            layout: of a LAYOUT block, its `num_bytes` bytes; of others nothing.
+            layout: of a block of SIZING_SECTIONS, its `num_bytes` bytes; of others nothing.
 
         Raises:
             TransferFailed: it is not the next one ("order"), or not of the size implied ("size"), or
@@ -87,8 +94,8 @@ class SectionCursor:
         """
         names = [name for name, _ in self._sections]
         step = names.index(section) if section in names else -1
-        left_out = names[:2] == [Section.INDEX, Section.KEYS] and not self._manifest.announced(self._layer)
-        index_left_out = left_out and section is Section.KEYS and step == 1 and self._step == 0
+        optional = names[:1] == [Section.INDEX] and not self._manifest.announced(self._layer)
+        index_left_out = optional and step == 1 and self._step == 0
         if layer != self._layer or offset != self._offset or not (step == self._step or index_left_out):
             raise TransferFailed(
                 f"layer {layer} {section.name} offset {offset} came; {self.describe()} is expected",
@@ -118,9 +125,25 @@ class SectionCursor:
             ).kinds
             self._sections += tuple((section, kinds[kind][1]) for section, kind in KIND_SECTIONS.items())
             self._layout.clear()
+        elif self._sections[self._step][0] is Section.NEW_ROWS:
+            new_bytes = self._new_row_bytes()
+            self._sections += ((Section.KEYS, new_bytes), (Section.VALUES, new_bytes))
+            self._layout.clear()
         self._offset = 0
         self._step += 1
         self._pass_over_empty()
+
+    def _new_row_bytes(self) -> int:
+        """Bytes of K and of V that come of the layer, whose NEW_ROWS have come."""
+        counts = np.frombuffer(self._layout, np.dtype("<i4"))
+        limit = self._manifest.layer_rows[self._layer]
+        if counts.min() < 0 or counts.max() > limit:
+            raise TransferFailed(
+                f"layer {self._layer} NEW_ROWS lie in {counts.min()} to {counts.max()};"
+                f" 0 to {limit} is allowed",
+                reason="size",
+            )
+        return int(counts.sum()) * self._manifest.head_dim * DTYPE_BYTES[self._manifest.dtype]
 
     def _pass_over_empty(self) -> None:
         """On to the next section that has bytes, in this layer or a later one."""
@@ -141,5 +164,7 @@ class SectionCursor:
         if announced:
             return tuple((its.section, its.size_bytes) for its in announced)
         packed = self._manifest.packed_limit_bytes(self._layer) > 0
-        names = (Section.LAYOUT,) if packed else _ROW_SECTIONS
+        names: tuple[Section, ...] = (Section.LAYOUT,) if packed else _ROW_SECTIONS
+        if self._manifest.is_delta:
+            names = (Section.INDEX, Section.NEW_ROWS)
         return tuple((name, section_bytes(self._manifest, self._layer, name)) for name in names)

@@ -40,6 +40,8 @@ class Section(enum.IntEnum):
     """layers of ragged heads: int32 `[H_kv]`, rows of each head."""
     CHANNELS = 11
     """layers of pruned K: int16 `[H_kv, C]`, the kept channels."""
+    NEW_ROWS = 12
+    """rows of a delta: int32 `[H_kv]`, rows of each head that come; the receiver holds the others."""
 
     @property
     def kind(self) -> str:
@@ -59,6 +61,7 @@ _KINDS = {
     Section.STATE: "state",
     Section.HEAD_ROWS: "index",
     Section.CHANNELS: "index",
+    Section.NEW_ROWS: "index",
 }
 
 
@@ -96,6 +99,9 @@ class Manifest:
         history_endpoint: where decode returns generated KV, or "" if it is not wanted.
         history_credit_bytes: the credit for that return.
         traceparent: the W3C trace context that the transfer belongs to, or "".
+        held_transfer_id: the transfer of which the receiver still has rows, that are left out here; 0 if
+            everything comes.
+        held_tokens: only rows of tokens below are left out.
     """
 
     purpose: Literal["cache", "history"]
@@ -115,6 +121,13 @@ class Manifest:
     layer_state_bytes: tuple[int, ...] = ()
     layer_sections: tuple[tuple[SectionSize, ...], ...] = ()
     traceparent: str = ""
+    held_transfer_id: int = 0
+    held_tokens: int = 0
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether rows that the receiver holds are left out."""
+        return self.held_transfer_id != 0
 
     def packed_limit_bytes(self, layer: int) -> int:
         """The most bytes that a layer is packed in; 0 where it is rows."""

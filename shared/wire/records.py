@@ -154,6 +154,8 @@ def _check_manifest(manifest: Manifest) -> None:
     _check_range("head_dim", manifest.head_dim, 1, MAX_HEAD_DIM)
     _check_range("start", manifest.start, 0, MAX_TOKENS)
     _check_range("num_tokens", manifest.num_tokens, 0, MAX_TOKENS)
+    _check_range("held_transfer_id", manifest.held_transfer_id, 0, 2**64 - 1)
+    _check_range("held_tokens", manifest.held_tokens, 0, MAX_TOKENS)
     _check_range("history_credit_bytes", manifest.history_credit_bytes, 0, MAX_TOTAL_BYTES)
     _check_range("number of layers", len(manifest.layer_rows), 1, MAX_LAYERS)
     for layer, rows in enumerate(manifest.layer_rows):
@@ -172,6 +174,8 @@ def _check_manifest(manifest: Manifest) -> None:
         for layer, size_bytes in enumerate(sizes):
             _check_range(f"{name}[{layer}]", size_bytes, 0, MAX_TOTAL_BYTES)
     _check_announced(manifest)
+    stored = manifest.layer_packed_bytes or manifest.layer_state_bytes or manifest.layer_sections
+    _check(not (manifest.is_delta and stored), "a delta has layers that are not rows alone")
     row_bytes = 2 * manifest.head_dim * DTYPE_BYTES[manifest.dtype] + 4
     total_bytes = sum(
         sum(its.size_bytes for its in manifest.announced(layer))

@@ -19,7 +19,7 @@ from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import Cancelled, KvferryError, ProtocolMismatch, TransferFailed
 from kvferry.shared.wire.buffer import SendBuffer
 from kvferry.shared.wire.frames import HEADER_BYTES, FrameHeader, MessageType, encode_header
-from kvferry.shared.wire.layout import SectionCursor, section_bytes
+from kvferry.shared.wire.layout import SIZING_SECTIONS, SectionCursor, section_bytes
 from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES, EndRecord, Manifest, Section, TransferKey
 from kvferry.shared.wire.packed_sections import KIND_SECTIONS
 from kvferry.shared.wire.records import decode_nack, encode_abort, encode_end, encode_manifest
@@ -41,6 +41,7 @@ _DTYPES = {
     Section.STATE: "float32",
     Section.HEAD_ROWS: "int32",
     Section.CHANNELS: "int16",
+    Section.NEW_ROWS: "int32",
     **dict.fromkeys(KIND_SECTIONS, "uint8"),
 }
 
@@ -185,7 +186,8 @@ class SendingTransfer:
                 f"layer is {layer}; 0 to {len(self._manifest.layer_rows) - 1} is allowed", reason="order"
             )
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        if section in KIND_SECTIONS or self._manifest.announced(layer):  # the cursor knows its size
+        manifest = self._manifest
+        if section in KIND_SECTIONS or manifest.announced(layer) or manifest.is_delta:  # the cursor knows
             return flat
         expected_bytes = section_bytes(self._manifest, layer, section)
         if flat.numel() != expected_bytes:
@@ -198,8 +200,8 @@ class SendingTransfer:
 
     def _send_block(self, layer: int, section: Section, flat: Tensor, offset: int) -> None:
         num_bytes = min(self._block_bytes, flat.numel() - offset)
-        is_layout = section is Section.LAYOUT
-        layout = flat[offset : offset + num_bytes].cpu().numpy().data if is_layout else b""
+        is_sizing = section in SIZING_SECTIONS
+        layout = flat[offset : offset + num_bytes].cpu().numpy().data if is_sizing else b""
         with self._condition:
             self._check_open()
             self._cursor.advance(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -45,7 +46,12 @@ async def test_every_family_is_moved(harness: Harness) -> None:
         CommitTurnRequest(request_id=request.request_id, session=A, token_ids=prompt), timeout_s=10
     )
     more = prompt + make_prompt(20, seed=1)
-    await harness.run(harness.request(more, session=A, plan=plan))
+    next_request = harness.request(more, session=A, plan=plan)
+    ticket = replace(
+        next_request.ticket, held_transfer_id=request.ticket.transfer_id, held_tokens=len(prompt)
+    )
+    _, done = await harness.run(replace(next_request, ticket=ticket))
+    assert done.delta_bytes == done.bytes_by_kind["rows"]
 
     def drop(layer: int, keys: Tensor) -> None:
         harness.store.drop(A)

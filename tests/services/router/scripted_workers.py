@@ -146,6 +146,11 @@ class ScriptedDecode(_Worker):
         self._wire = wire
         self.history_delay_s = 0.0
         self.history_error: KvferryError | None = None
+        self.dropped: list[SessionKey] = []
+
+    async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
+        self.dropped.append(session)
+        return HistoryInfo(num_tokens=0, size_bytes=0, tier="retained")
 
     async def generate(
         self, request: GenerateRequest, *, timeout_s: float

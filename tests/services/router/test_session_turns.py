@@ -152,6 +152,7 @@ async def test_delete_forgets_text_and_history(stack: Any) -> None:
     response = await delete(stack)
     assert response.json() == {"id": "s", "object": "session.deleted", "deleted": True}
     assert stack.prefill[0].history == {}
+    assert len(stack.decode[0].dropped) == 1
     assert (await info(stack)).status_code == 404
     assert (await delete(stack)).status_code == 404
     assert (await say(stack, SECOND)).kv["reused_tokens"] == 0
@@ -164,6 +165,8 @@ async def test_delete_during_a_turn_wins(stack: Any) -> None:
     assert (await delete(stack)).status_code == 200
     assert (await running).usage.completion_tokens == 8
     await eventually(lambda: stack.num_active == 0 and bool(stack.prefill[0].aborted))
+    # once at DELETE, once for what the turn left at its end
+    await eventually(lambda: len(stack.decode[0].dropped) == 2)
     assert (await info(stack)).status_code == 404
     assert stack.prefill[0].history == {}
 
@@ -209,12 +212,13 @@ async def test_history_that_does_not_come_home_does_not_fail_the_turn(stack: Any
 
 
 async def test_turns_return_to_the_worker_with_the_history(start_stack: Any) -> None:
-    stack = await start_stack(num_prefill=3)
+    stack = await start_stack(num_prefill=3, num_decode=3)
     for turn in range(1, 6):
         answer = await say(stack, FIRST if turn == 1 else SECOND, session_mode="append", max_tokens=2)
         assert (answer.kv["reused_tokens"] > 0) == (turn > 1)
         await turns(stack, turn)
-    assert sorted(len(worker.requests) for worker in stack.prefill) == [0, 0, 5]
+    for workers in (stack.prefill, stack.decode):
+        assert sorted(len(worker.requests) for worker in workers) == [0, 0, 5]
 
 
 async def test_session_survives_the_loss_of_its_prefill_worker(start_stack: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -109,3 +110,39 @@ def test_keys_cannot_cut_a_started_index_short() -> None:
     walk(cursor, 0, Section.INDEX, 24, 0, 12)
     with pytest.raises(TransferFailed, match="INDEX offset 12 is expected"):
         walk(cursor, 0, Section.KEYS, 48, 0, 48)
+
+
+def test_of_a_delta_new_rows_say_how_large_keys_and_values_are() -> None:
+    manifest = dataclasses.replace(manifest_of((4, 2)), held_transfer_id=9, held_tokens=3)
+    cursor = SectionCursor(manifest)
+    row_bytes = 4 * 2
+    walk(cursor, 0, Section.INDEX, 48, 0, 48)
+    for offset, size in ((0, 5), (5, 7)):
+        counts = np.array([4, 0, 1], "<i4").tobytes()[offset : offset + size]
+        cursor.advance(
+            layer=0,
+            section=Section.NEW_ROWS,
+            total_bytes=12,
+            offset=offset,
+            num_bytes=size,
+            layout=counts,
+        )
+    walk(cursor, 0, Section.KEYS, 5 * row_bytes, 0, 5 * row_bytes)
+    with pytest.raises(TransferFailed, match="VALUES"):
+        walk(cursor, 0, Section.VALUES, 4 * row_bytes, 0, 4 * row_bytes)
+    walk(cursor, 0, Section.VALUES, 5 * row_bytes, 0, 5 * row_bytes)
+    # the second layer keeps every token, and all of its rows are held
+    cursor.advance(
+        layer=1, section=Section.NEW_ROWS, total_bytes=12, offset=0, num_bytes=12, layout=bytes(12)
+    )
+    assert cursor.complete
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 0], [0, -1, 0]])
+def test_new_rows_beyond_the_layer_are_refused(counts: list[int]) -> None:
+    cursor = SectionCursor(dataclasses.replace(manifest_of((4,)), held_transfer_id=9, held_tokens=3))
+    payload = np.array(counts, "<i4").tobytes()
+    with pytest.raises(TransferFailed, match="NEW_ROWS"):
+        cursor.advance(
+            layer=0, section=Section.NEW_ROWS, total_bytes=12, offset=0, num_bytes=12, layout=payload
+        )

@@ -1,0 +1,336 @@
+"""Delta shipping between real prefill and decode services: fewer rows and the same tokens, or all rows."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from kvferry.services.decode.config import DecodeConfig
+from kvferry.services.decode.service import DecodeService
+from kvferry.services.prefill.config import PrefillConfig
+from kvferry.services.prefill.service import PrefillService
+from kvferry.shared.compression.plan import Budget, CompressionPlan
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.control.messages import (
+    CommitTurnRequest,
+    FirstToken,
+    GenerateRequest,
+    HistoryReturned,
+    PrefillRequest,
+    SessionKey,
+    Ticket,
+    TicketIssued,
+    TokenGenerated,
+    TransferDone,
+)
+from kvferry.shared.history.memory import MemoryHistoryStore
+from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.oracle import OneProcessGenerator, OracleSession
+from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.wire.in_process import InProcessHub
+
+WAIT_S = 60.0
+SAMPLING = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+SESSION = SessionKey(owner="o", session_id="s")
+ARENA_BYTES = 32 << 20
+
+
+@dataclass(kw_only=True)
+class Turn:
+    """What one turn came to."""
+
+    ticket: Ticket
+    tokens: list[int]
+    done: TransferDone
+    reused: int
+
+
+@dataclass(kw_only=True)
+class Pair:
+    """One prefill and one decode service that ship to one another."""
+
+    model: LanguageModel
+    tokenizer: ChatTokenizer
+    stack: AsyncExitStack
+    hub: InProcessHub = field(default_factory=InProcessHub)
+    prefill_metrics: PrefillMetrics = field(default_factory=PrefillMetrics)
+    _ids: itertools.count[int] = field(default_factory=itertools.count)
+
+    async def start_prefill(self, **options: object) -> None:
+        """Start one, in place of the former one if there was any."""
+        config = PrefillConfig(**options)  # type: ignore[arg-type]
+        store = MemoryHistoryStore(
+            max_bytes=1 << 30,
+            num_layers=self.model.spec.num_layers,
+            turn_lease_s=WAIT_S,
+            clock=time.monotonic,
+        )
+        self.prefill = PrefillService(
+            model=self.model,
+            store=store,
+            sender=self.hub.sender(buffer_bytes=1 << 24, timeout_s=WAIT_S),
+            server_factory=self.hub.server,
+            metrics=self.prefill_metrics,
+            config=config,
+            clock=time.monotonic,
+        )
+        await self.prefill.start()
+        self.stack.push_async_callback(self.prefill.close)
+
+    async def start_decode(self, **options: object) -> None:
+        settings = {"arena_bytes": ARENA_BYTES, "sweep_interval_s": 0.02, "retain_s": 600.0} | options
+        self.decode = DecodeService(
+            DecodeConfig(**settings),  # type: ignore[arg-type]
+            model=self.model,
+            tokenizer=self.tokenizer,
+            metrics=DecodeMetrics(),
+            server_factory=self.hub.server,
+            sender=self.hub.sender(buffer_bytes=1 << 24, timeout_s=WAIT_S),
+        )
+        await self.decode.start()
+        self.stack.push_async_callback(self.decode.close)
+
+    async def turn(
+        self,
+        prompt: list[int],
+        plan: CompressionPlan,
+        *,
+        session: SessionKey = SESSION,
+        sampling: SamplingParams = SAMPLING,
+        forge: Callable[[Ticket], Ticket] = lambda ticket: ticket,
+    ) -> Turn:
+        """A whole turn, committed. Args: forge: what prefill is given for decode's ticket."""
+        request_id, fingerprint = f"r{next(self._ids)}", self.model.spec.fingerprint
+        stream = self.decode.generate(
+            GenerateRequest(
+                request_id=request_id,
+                model_fingerprint=fingerprint,
+                prompt_token_ids=tuple(prompt),
+                plan=plan,
+                sampling=sampling,
+                store_history=True,
+                session=session,
+            ),
+            timeout_s=WAIT_S,
+        )
+        async with aclosing(stream):
+            issued = await anext(stream)
+            assert isinstance(issued, TicketIssued)
+            request = PrefillRequest(
+                request_id=request_id,
+                model_fingerprint=fingerprint,
+                prompt_token_ids=tuple(prompt),
+                plan=plan,
+                sampling=sampling,
+                ticket=forge(issued.ticket),
+                session=session,
+            )
+            shipped = [event async for event in self.prefill.prefill(request, timeout_s=WAIT_S)]
+            rest = [event async for event in stream]
+        first, done = shipped
+        assert isinstance(first, FirstToken)
+        assert isinstance(done, TransferDone)
+        assert isinstance(rest[-1], HistoryReturned)
+        drawn = [event.token.token_id for event in rest if isinstance(event, TokenGenerated)]
+        tokens = [first.token.token_id, *drawn]
+        await self.prefill.commit_turn(
+            CommitTurnRequest(request_id=request_id, session=session, token_ids=(*prompt, *tokens)),
+            timeout_s=WAIT_S,
+        )
+        return Turn(ticket=issued.ticket, tokens=tokens, done=done, reused=first.reused_tokens)
+
+    def retained_bytes(self) -> int:
+        return self.decode.arena.bytes_by_state()["retained"]
+
+
+@pytest.fixture(scope="module")
+def model(demo_model_dir: Path) -> LanguageModel:
+    return load_model(str(demo_model_dir), name="demo", device="cpu", dtype="float32", max_model_len=2048)
+
+
+@pytest_asyncio.fixture
+async def pair(model: LanguageModel, demo_model_dir: Path) -> AsyncIterator[Pair]:
+    async with AsyncExitStack() as stack:
+        made = Pair(model=model, tokenizer=ChatTokenizer.load(demo_model_dir), stack=stack)
+        await made.start_prefill()
+        yield made
+
+
+def some_tokens(model: LanguageModel, count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(10, model.spec.vocab_size) for _ in range(count)]
+
+
+def plan_of(method: str) -> CompressionPlan:
+    return plan_for(method, budget=None if method == "full" else Budget(tokens=48))
+
+
+def row_bytes(turn: Turn) -> int:
+    return turn.done.bytes_by_kind["rows"]
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv", "rocketkv", "pyramidkv"])
+async def test_turns_equal_the_one_process_conversation_and_ship_only_new_rows(
+    pair: Pair, method: str
+) -> None:
+    await pair.start_decode()
+    plan, generator, oracle = plan_of(method), OneProcessGenerator(pair.model), OracleSession()
+    prompt = some_tokens(pair.model, 301, seed=1)
+    saved_before = 0.0
+    for number in range(4):
+        turn = await pair.turn(prompt, plan)
+        expected = generator.generate(prompt, plan=plan, sampling=SAMPLING, session=oracle)
+        assert turn.tokens == [token.token_id for token in expected]
+        saved = pair.prefill_metrics.kv_delta_saved_bytes.labels("demo", method)._value.get()
+        if number == 0:
+            assert turn.done.delta_bytes is None
+            assert turn.ticket.held_tokens == 0
+        else:
+            # the last token of a completion has no row
+            assert turn.ticket.held_tokens == turn.reused == len(prompt) - 21
+            assert turn.done.delta_bytes == row_bytes(turn)
+            assert saved - saved_before > 0
+        if number and method == "full":
+            assert row_bytes(turn) == pair.model.spec.kv_token_bytes * 21
+            assert saved - saved_before == pair.model.spec.kv_token_bytes * (len(prompt) - 21)
+        saved_before = saved
+        prompt = prompt + turn.tokens + some_tokens(pair.model, 20, seed=10 + number)
+    pair.decode.arena.check_integrity()
+    assert 0 < pair.retained_bytes() == ARENA_BYTES - pair.decode.arena.free_bytes
+
+
+async def test_without_retention_every_turn_ships_all_and_the_arena_is_free(pair: Pair) -> None:
+    await pair.start_decode(retain_s=0)
+    prompt = some_tokens(pair.model, 200, seed=2)
+    for _ in range(2):
+        turn = await pair.turn(prompt, plan_of("full"))
+        assert turn.done.delta_bytes is None
+        assert row_bytes(turn) == pair.model.spec.kv_token_bytes * len(prompt)
+        assert pair.decode.arena.free_bytes == ARENA_BYTES
+        prompt = prompt + turn.tokens + [11]
+
+
+async def test_an_edited_conversation_reuses_only_what_is_before_the_edit(pair: Pair) -> None:
+    await pair.start_decode()
+    plan, generator, oracle = plan_of("full"), OneProcessGenerator(pair.model), OracleSession()
+    prompt = some_tokens(pair.model, 200, seed=3)
+    edited = [*prompt[:120], *some_tokens(pair.model, 90, seed=4)]
+    edited[120] = prompt[120] + 1 if prompt[120] + 1 < pair.model.spec.vocab_size else prompt[120] - 1
+    for tokens, num_held in ((prompt, 0), (edited, 120)):
+        turn = await pair.turn(tokens, plan)
+        expected = generator.generate(tokens, plan=plan, sampling=SAMPLING, session=oracle)
+        assert turn.tokens == [token.token_id for token in expected]
+        assert turn.ticket.held_tokens == num_held
+        assert row_bytes(turn) == pair.model.spec.kv_token_bytes * (len(tokens) - num_held)
+
+
+async def test_a_selection_is_evicted_for_whoever_needs_the_bytes(pair: Pair) -> None:
+    await pair.start_decode(arena_bytes=3 << 20)
+    plan, prompt = plan_of("full"), some_tokens(pair.model, 240, seed=5)
+    need_bytes = 0
+    for number in range(6):
+        turn = await pair.turn(prompt, plan, session=SessionKey(owner="o", session_id=f"s{number}"))
+        need_bytes = turn.ticket.reserved_bytes
+        pair.decode.arena.check_integrity()
+    assert 0 < pair.retained_bytes() < 6 * need_bytes
+    last = await pair.turn([*prompt, *turn.tokens, 12], plan, session=SessionKey(owner="o", session_id="s5"))
+    assert last.done.delta_bytes is not None
+    gone = await pair.turn([*prompt, *turn.tokens, 12], plan, session=SessionKey(owner="o", session_id="s0"))
+    assert gone.ticket.held_transfer_id == 0
+    assert gone.done.delta_bytes is None
+    assert gone.tokens == last.tokens
+
+
+async def test_a_restarted_prefill_or_a_key_it_does_not_know_ships_all(pair: Pair) -> None:
+    await pair.start_decode()
+    plan, prompt = plan_of("rocketkv"), some_tokens(pair.model, 260, seed=6)
+    first = await pair.turn(prompt, plan)
+    prompt = prompt + first.tokens + [13]
+
+    def forge(ticket: Ticket) -> Ticket:
+        assert ticket.held_transfer_id == first.ticket.transfer_id
+        return Ticket(**{**vars(ticket), "held_transfer_id": ticket.held_transfer_id ^ 1})
+
+    forged = await pair.turn(prompt, plan, forge=forge)
+    assert forged.reused > 0
+    assert forged.done.delta_bytes is None
+    prompt = prompt + forged.tokens + [14]
+    await pair.start_prefill()
+    restarted = await pair.turn(prompt, plan)
+    assert restarted.ticket.held_transfer_id == forged.ticket.transfer_id
+    assert restarted.done.delta_bytes is None
+    expected = OneProcessGenerator(pair.model).generate(prompt, plan=plan, sampling=SAMPLING)
+    assert restarted.tokens == [token.token_id for token in expected]
+    prompt = prompt + restarted.tokens + [15]
+    assert (await pair.turn(prompt, plan)).done.delta_bytes is not None
+
+
+@pytest.mark.parametrize("bits", ["16", "8"])
+async def test_history_that_is_not_stored_as_computed_takes_no_delta(pair: Pair, bits: str) -> None:
+    await pair.start_prefill(history_bits=bits)
+    await pair.start_decode()
+    prompt = some_tokens(pair.model, 100, seed=8)
+    first = await pair.turn(prompt, plan_of("full"))
+    second = await pair.turn(prompt + first.tokens + [13], plan_of("full"))
+    assert second.ticket.held_transfer_id == first.ticket.transfer_id
+    assert second.done.delta_bytes is None
+
+
+async def test_the_lease_and_a_dropped_session_free_what_is_retained(pair: Pair) -> None:
+    await pair.start_decode(retain_s=0.05)
+    await pair.turn(some_tokens(pair.model, 80, seed=9), plan_of("full"))
+    await until_free(pair)
+
+    await pair.decode.close()
+    await pair.start_decode()
+    await pair.turn(some_tokens(pair.model, 80, seed=9), plan_of("full"))
+    other = SessionKey(owner="another", session_id=SESSION.session_id)
+    assert (await pair.decode.drop_session(other, timeout_s=WAIT_S)).size_bytes == 0
+    held = pair.retained_bytes()
+    assert (await pair.decode.drop_session(SESSION, timeout_s=WAIT_S)).size_bytes == held > 0
+    assert pair.decode.arena.free_bytes == ARENA_BYTES
+
+
+async def test_a_turn_given_up_leaves_the_former_selection_and_none_of_its_own(pair: Pair) -> None:
+    await pair.start_decode()
+    plan, prompt = plan_of("full"), some_tokens(pair.model, 100, seed=12)
+    first = await pair.turn(prompt, plan)
+    held = pair.retained_bytes()
+    prompt = prompt + first.tokens + [13]
+    stream = pair.decode.generate(
+        GenerateRequest(
+            request_id="given-up",
+            model_fingerprint=pair.model.spec.fingerprint,
+            prompt_token_ids=tuple(prompt),
+            plan=plan,
+            sampling=SAMPLING,
+            store_history=True,
+            session=SESSION,
+        ),
+        timeout_s=WAIT_S,
+    )
+    issued = await anext(stream)
+    assert isinstance(issued, TicketIssued)
+    assert issued.ticket.held_transfer_id == first.ticket.transfer_id
+    await stream.aclose()
+    assert pair.retained_bytes() == held == ARENA_BYTES - pair.decode.arena.free_bytes
+    assert (await pair.turn(prompt, plan)).done.delta_bytes is not None
+
+
+async def until_free(pair: Pair) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while pair.decode.arena.free_bytes != pair.decode.arena.size_bytes:
+        assert time.monotonic() < deadline, pair.decode.arena.bytes_by_state()
+        await asyncio.sleep(0.02)
