@@ -144,6 +144,8 @@ TRANSFER = Dashboard(
               queries=quantiles("kv_compression_ratio", "", 0.1, 0.5, 0.9)),
         Panel(title="Shipped by kind", unit="Bps", stacked=True, queries=(
             Query(expr=rate("kv_transfer_bytes_total", "kind"), legend="{{kind}}"),)),
+        Panel(title="Not shipped because decode still held it", unit="Bps", stacked=True, queries=(
+            Query(expr=or_zero(rate("kv_delta_saved_bytes_total", "method")), legend="{{method}}"),)),
         Panel(title="Transfer against compute, per prompt", unit="s",
               about="Blocks travel while later layers are computed.", queries=(
                   mean("prefill_seconds", "prefill"),
