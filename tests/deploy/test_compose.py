@@ -142,6 +142,18 @@ def test_every_service_is_hardened_limited_and_restarted(stack: str, request: py
             assert port["host_ip"] == "127.0.0.1", name
 
 
+def test_the_tracing_profile_adds_a_hardened_collector_that_services_can_reach() -> None:
+    endpoint = "http://jaeger:4317"
+    assert "jaeger" not in compose(COMPOSE_FILE)["services"]
+    whole = compose(COMPOSE_FILE, COMPOSE_PROFILES="tracing", OTLP_ENDPOINT=endpoint)["services"]
+    collector = whole["jaeger"]
+    assert collector["read_only"] is True
+    assert collector["cap_drop"] == ["ALL"]
+    assert collector["security_opt"] == ["no-new-privileges:true"]
+    for role in ROLES:
+        assert whole[role]["environment"]["KVFERRY_OTLP_ENDPOINT"] == endpoint, role
+
+
 def test_services_start_when_what_they_need_is_healthy(gpu_stack: dict[str, Any]) -> None:
     needs = {
         name: {need: how["condition"] for need, how in service.get("depends_on", {}).items()}
