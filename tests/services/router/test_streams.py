@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from typing import Any
 
@@ -190,16 +191,20 @@ async def test_one_deadline_bounds_the_whole_turn(start_stack: Any) -> None:
 
 async def test_client_that_reads_nothing_slows_nobody_and_is_dropped(start_stack: Any) -> None:
     stack = await start_stack(write_timeout_s=0.3, request_timeout_s=240.0)
+    stack.script.token_delay_s = 0.01  # so that it still generates when the router's side is full
     wide = {**BODY, "stream": True, "n": 16, "max_tokens": 400, "ignore_eos": True, "logprobs": True}
     body = json.dumps({**wide, "top_logprobs": 20}).encode()
     url = httpx.URL(stack.base_url)
-    # A small receive window: the router's side fills up after some hundred kilobytes.
-    reader, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
-    writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-    )
-    await eventually(lambda: len(stack.decode[0].requests) == 16)
-    assert (await stack.http.post("/v1/chat/completions", json=BODY)).status_code == 200
-    await eventually(lambda: stack.metric("request_failure_total", category="cancelled") == 1, timeout_s=200)
-    writer.close()
-    del reader
+    # A receive window that the kernel may not grow: the router's side fills up after some megabytes at most.
+    loop = asyncio.get_running_loop()
+    with socket.socket() as idle:
+        idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        idle.setblocking(False)
+        await loop.sock_connect(idle, (url.host, url.port))
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        await loop.sock_sendall(idle, head + body)
+        await eventually(lambda: len(stack.decode[0].requests) == 16)
+        assert (await stack.http.post("/v1/chat/completions", json=BODY)).status_code == 200
+        await eventually(
+            lambda: stack.metric("request_failure_total", category="cancelled") == 1, timeout_s=200
+        )
