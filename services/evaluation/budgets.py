@@ -16,8 +16,8 @@ from functools import lru_cache
 from typing import Literal
 
 from kvferry.shared.cache.layout import TORCH_DTYPES, sequence_layout, used_bytes
-from kvferry.shared.compression.attention import make_attention
-from kvferry.shared.compression.plan import Budget, CompressionPlan, ResolvedPlan
+from kvferry.shared.compression.attention import make_attention, packed_attention
+from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, ResolvedPlan
 from kvferry.shared.compression.representation import packed_limits
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.errors import ConfigurationError
@@ -95,7 +95,10 @@ def kept_bytes(spec: ModelSpec, resolved: ResolvedPlan, packed_bytes: Sequence[i
     indexed = sum(
         layer.rows
         for layer, limit in zip(resolved.layers, limits, strict=True)
-        if layer.rows < resolved.num_prompt_tokens and not limit
+        # what evicts keeps its rows' positions itself, so the layout counts them
+        if layer.rows < resolved.num_prompt_tokens
+        and not limit
+        and not make_attention(layer.attention).evicts
     )
     layout = sequence_layout(spec, resolved)
     return used_bytes(layout, spec, 0, packed_bytes=packed) + _INDEX_BYTES * indexed * spec.num_kv_heads
@@ -103,16 +106,27 @@ def kept_bytes(spec: ModelSpec, resolved: ResolvedPlan, packed_bytes: Sequence[i
 
 def read_bytes(spec: ModelSpec, resolved: ResolvedPlan, packed_bytes: Sequence[int | None] = ()) -> int:
     """What a decode step reads of a compressed prompt: all rows, or estimates and the rows they choose; of a
-    packed layer, as much as `kept_bytes` counts."""
+    packed layer likewise, in the bytes that it came to."""
     limits = _packed_limits(spec, resolved)
-    return sum(
-        packed
-        if limit
-        else spec.num_kv_heads
-        * make_attention(layer.attention).read_bytes(
-            num_rows=layer.rows, head_dim=spec.head_dim, element_bytes=DTYPE_BYTES[spec.dtype]
+    layers = zip(resolved.layers, limits, _came_to(limits, packed_bytes), strict=True)
+    return sum(_layer_read_bytes(spec, layer, packed if limit else None) for layer, limit, packed in layers)
+
+
+def _layer_read_bytes(spec: ModelSpec, layer: LayerPlan, packed_bytes: int | None) -> int:
+    """Args: packed_bytes: of a layer that is not rows; None for rows."""
+    attention, element_bytes = make_attention(layer.attention), DTYPE_BYTES[spec.dtype]
+    if packed_bytes is None:
+        return spec.num_kv_heads * attention.read_bytes(
+            num_rows=layer.rows, head_dim=spec.head_dim, element_bytes=element_bytes
         )
-        for layer, limit, packed in zip(resolved.layers, limits, _came_to(limits, packed_bytes), strict=True)
+    if layer.representation.name != "rdkv":
+        return packed_bytes
+    return packed_attention(attention).read_packed_bytes(
+        num_tokens=layer.rows,
+        num_kv_heads=spec.num_kv_heads,
+        packed_bytes=packed_bytes,
+        head_dim=spec.head_dim,
+        element_bytes=element_bytes,
     )
 
 

@@ -229,7 +229,11 @@ def packed_layer_plan(
 
 @dataclass(frozen=True, kw_only=True)
 class Rebudgeting:
-    """How a packed layer's generated tokens are packed.
+    """How a packed layer's generated tokens are packed: the paper names it as future work.
+
+    Deviation: a segment is weighed by itself. Its last queries' softmax (Eq. 3) goes over the segment's own
+    tokens, not over all that come before, so a segment's bits do not depend on how much attention the prompt
+    takes from it, and its budget is its own share of tokens, not what the prompt left over.
 
     Attributes:
         segment_tokens: R, tokens of a segment; so many rows at most stay unpacked.

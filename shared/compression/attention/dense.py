@@ -74,3 +74,9 @@ class Dense(RowsAlone):
 
     def read_bytes(self, *, num_rows: int, head_dim: int, element_bytes: int) -> int:
         return 2 * num_rows * head_dim * element_bytes
+
+    def read_packed_bytes(
+        self, *, num_tokens: int, num_kv_heads: int, packed_bytes: int, head_dim: int, element_bytes: int
+    ) -> int:
+        """See `PackedAttention.read_packed_bytes`: all of it."""
+        return packed_bytes

@@ -121,3 +121,14 @@ class Hsa(PagedAttention):
             return 2 * num_rows * head_dim * element_bytes
         estimates = num_pages(num_rows, self.page_size) * self.num_channels
         return (estimates + 2 * self.num_tokens * head_dim) * element_bytes
+
+    def read_packed_bytes(
+        self, *, num_tokens: int, num_kv_heads: int, packed_bytes: int, head_dim: int, element_bytes: int
+    ) -> int:
+        """See `PackedAttention.read_packed_bytes`: estimates as `read_bytes` has them, and of the
+        packed bytes the chosen tokens' share: which tokens, and so how wide ones, depends on a step's query.
+        """
+        if num_tokens <= self.num_tokens:
+            return packed_bytes
+        estimates = num_kv_heads * num_pages(num_tokens, self.page_size) * self.num_channels * element_bytes
+        return estimates + packed_bytes * self.num_tokens // num_tokens

@@ -176,6 +176,15 @@ class PackedAttention(Protocol):
         """Attention of one token to what is packed and the first `length` rows, its own the last."""
         ...
 
+    def read_packed_bytes(
+        self, *, num_tokens: int, num_kv_heads: int, packed_bytes: int, head_dim: int, element_bytes: int
+    ) -> int:
+        """Bytes that a step reads of a layer of num_tokens tokens packed to packed_bytes, estimates included.
+
+        As `AttentionKind.read_bytes`, of all KV heads together, for heads pack to different sizes.
+        """
+        ...
+
 
 class SizedAttentionKind(AttentionKind, Protocol):
     """What the registry holds: a kind that can work out its own sizes. A frozen dataclass of integers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from kvferry.services.evaluation.budgets import (
     read_bytes,
 )
 from kvferry.shared.compression.attention import make_attention, packed_attention
+from kvferry.shared.compression.attention.hsa import Hsa
 from kvferry.shared.compression.plan import Budget, CompressionPlan, ResolvedPlan
 from kvferry.shared.compression.presets import PRESETS, plan_for
 from kvferry.shared.compression.representations import stored_bytes
@@ -137,7 +139,7 @@ def test_kept_bytes_are_those_of_the_tensors_held(model: TransformersModel, meth
                 )
             )
             continue
-        if compressed.positions is not None:
+        if compressed.positions is not None and not make_attention(layer.attention).evicts:
             assert compressed.positions.dtype is torch.int32
             held += compressed.positions.nbytes
         num_kv_heads, num_rows, head_dim = compressed.keys.shape
@@ -162,3 +164,19 @@ def test_a_dense_method_reads_what_it_keeps_and_rocketkv_less() -> None:
     rocketkv = resolve(plan_for("rocketkv", budget=Budget(tokens=100)), 1000)
     # section 3.6: half of t reads estimates, half reads K and V
     assert 90 * SPEC.kv_token_bytes <= read_bytes(SPEC, rocketkv) <= 101 * SPEC.kv_token_bytes
+
+
+def test_sparse_attention_over_packed_rows_reads_its_estimates_and_the_chosen_share() -> None:
+    resolved = resolve(plan_for("rdkv-hsa", budget=Budget(tokens=100)), 1000)
+    packed = [60_000] * len(resolved.layers)
+    expected = 0
+    for layer in resolved.layers:
+        sizes = make_attention(layer.attention)
+        assert isinstance(sizes, Hsa)
+        assert sizes.num_tokens < layer.rows
+        pages = -(-layer.rows // sizes.page_size)
+        expected += SPEC.num_kv_heads * pages * sizes.num_channels * 2
+        expected += int(Fraction(60_000 * sizes.num_tokens, layer.rows))
+    assert read_bytes(SPEC, resolved, packed) == expected < sum(packed)
+    rdkv = resolve(plan_for("rdkv", budget=Budget(tokens=100)), 1000)
+    assert read_bytes(SPEC, rdkv, packed) == sum(packed)
