@@ -145,7 +145,7 @@ def our_step(
 
     def step() -> None:
         nonlocal num_appended, token_ids
-        attention = BatchAttention(batch, [num_appended] * batch_size)
+        attention = BatchAttention.of(spec, batch, [num_appended] * batch_size)
         positions = torch.full((batch_size,), min(num_tokens + num_appended, spec.max_model_len - 1))
         token_ids = model.decode(token_ids, positions, attention=attention).argmax(-1)
         for error in attention.errors.values():

@@ -82,6 +82,14 @@ def path_for(op: str, device: torch.device, unsupported: str | None = None) -> K
     Raises:
         KernelUnavailable: mode is "triton" and Triton cannot run on the device, or not this call.
     """
+    path = decided_path(op, device, unsupported)
+    with _state.lock:
+        _state.calls[op, path] += 1
+    return path
+
+
+def decided_path(op: str, device: torch.device, unsupported: str | None = None) -> KernelPath:
+    """As `path_for`, for calls to come; not counted."""
     path = planned_path(op, device)
     if path != "torch" and unsupported is not None:
         if _state.mode == "triton":
@@ -89,8 +97,6 @@ def path_for(op: str, device: torch.device, unsupported: str | None = None) -> K
                 f"kernels is 'triton', and {op} has no Triton kernel for this: {unsupported}"
             )
         path = "torch"
-    with _state.lock:
-        _state.calls[op, path] += 1
     return path
 
 

@@ -8,6 +8,7 @@ tokens and nothing is padded to the longest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -55,6 +56,13 @@ class PackedLayer:
     layout: PackedLayout
     buffer: Tensor
     heads: tuple[PackedHead, ...]
+
+    @cached_property
+    def largest_value_scales(self) -> tuple[float, ...]:
+        """Of each head, 1.0 where it has none. Read from the device once, at the first call."""
+        one = torch.ones((), device=self.buffer.device)
+        scales = [head.value_scales for head in self.heads]
+        return tuple(torch.stack([s.max() if s.numel() else one for s in scales]).tolist())
 
 
 def view_packed_layer(layout: PackedLayout, buffer: Tensor) -> PackedLayer:

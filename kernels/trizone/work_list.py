@@ -54,26 +54,30 @@ def work_list(
     row_splits: int,
     item_bytes: int = MIN_ITEM_BYTES,
     num_items: int | None = None,
+    num_entries: int | None = None,
+    num_kv_heads: int | None = None,
 ) -> WorkList:
     """The list of one batch and layer.
 
     Args:
-        layers: for each sequence, its packed layers (any number; all of H_kv heads).
+        layers: for each sequence, its packed layers (any number; all of H_kv heads). Where it has none, its
+            heads attend to their unpacked rows, of which there may be none: their output is zero then.
         base: the tensor that offsets count from; every layer's buffer may lie anywhere on its device at a
             multiple of 16 bytes from it.
         row_splits: splits of each head's unpacked rows, at least 1.
         item_bytes: bytes that one item should read.
-        num_items: pad with idle items to so many, for a fixed grid.
+        num_items, num_entries: pad with idle items and empty entries to so many, for fixed grids.
+        num_kv_heads: H_kv; that of the first sequence's layers if not given.
 
     Raises:
-        ValueError: a head has more items than `MAX_SPLITS`, or the batch more than num_items.
+        ValueError: a head has more items than `MAX_SPLITS`, or the batch more than num_items or num_entries.
     """
     entries: list[list[int]] = []
     items: list[list[int]] = []
     longest, head_base = 0, 0
+    heads_each = len(layers[0][0].heads) if num_kv_heads is None else num_kv_heads
     for sequence in layers:
-        num_kv_heads = len(sequence[0].heads)
-        for h in range(num_kv_heads):
+        for h in range(heads_each):
             own = [[KIND_ROWS, head_base + h, split, row_splits] for split in range(row_splits)]
             for layer in sequence:
                 own += _zone_items(layer.heads[h], layer.layout.head_dim, len(entries), item_bytes)
@@ -81,15 +85,13 @@ def work_list(
             longest = max(longest, len(own))
             first_item = len(items)
             items += [[*item, head_base + h, first_item, len(own)] for item in own]
-        head_base += num_kv_heads
+        head_base += heads_each
     if longest > MAX_SPLITS:
         raise ValueError(
             f"item_bytes is {item_bytes}; it makes {longest} items of a head, more than {MAX_SPLITS}"
         )
-    idle = (len(items) if num_items is None else num_items) - len(items)
-    if idle < 0:
-        raise ValueError(f"num_items is {num_items}; it must be at least {len(items)}")
-    items += [[KIND_IDLE] + [0] * (ITEM_FIELDS - 1)] * idle
+    items += [[KIND_IDLE] + [0] * (ITEM_FIELDS - 1)] * _missing("num_items", num_items, len(items))
+    entries += [[0] * ENTRY_FIELDS] * _missing("num_entries", num_entries, len(entries))
     return WorkList(
         entries=torch.tensor(entries, dtype=torch.int64).to(base.device, non_blocking=True),
         items=torch.tensor(items, dtype=torch.int32).to(base.device, non_blocking=True),
@@ -103,6 +105,13 @@ def balanced_item_bytes(layers: Sequence[Sequence[PackedLayer]], num_programs: i
     codes = [head for sequence in layers for layer in sequence for head in layer.heads]
     sizes = [_head_bytes(head) for head in codes]
     return max(MIN_ITEM_BYTES, sum(sizes) // max(num_programs, 1), max(sizes, default=0) // (MAX_SPLITS // 4))
+
+
+def _missing(name: str, wanted: int | None, there: int) -> int:
+    """How many to pad with."""
+    if wanted is not None and wanted < there:
+        raise ValueError(f"{name} is {wanted}; it must be at least {there}")
+    return 0 if wanted is None else wanted - there
 
 
 def _head_bytes(head: PackedHead) -> int:
@@ -131,7 +140,5 @@ def _zone_items(head: PackedHead, head_dim: int, entry: int, item_bytes: int) ->
 
 
 def _entry(layer: PackedLayer, h: int, base: Tensor, head: int) -> list[int]:
-    scales = layer.heads[h].value_scales
-    largest = float(scales.max()) if scales.numel() else 1.0
-    exponent = SCALE_EXPONENT - math.frexp(largest)[1]
+    exponent = SCALE_EXPONENT - math.frexp(layer.largest_value_scales[h])[1]
     return [*packed_entry(layer, h, base, head), min(max(exponent, -100), 100)]

@@ -1,53 +1,124 @@
 """Attention of one decode step over sequences in the arena, each in its own layout and method.
 
-Handed to the model by the engine for each step; the model calls it once a layer.
+Handed to the model by the engine for each step; the model calls it once a layer. Sequences of one kind in a
+layer are attended together: `kernels/*/batch.py` launches once for all of them where it has a kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from kvferry.kernels.decode_batch import LaunchBatch
+from kvferry.kernels.dense_decode.batch import DenseBatch
+from kvferry.kernels.hsa.batch import HsaBatch
+from kvferry.kernels.trizone.batch import TriZoneBatch
+from kvferry.services.decode.members import Members
 from kvferry.shared.cache.layout import LayerCache
 from kvferry.shared.compression.attention import packed_attention
+from kvferry.shared.model.spec import ModelSpec
 
 
 class BatchAttention:
-    """Implements `DecodeAttention` for a batch.
+    """Implements `DecodeAttention` for a batch: a slot a sequence, and empty ones behind them.
 
     What goes wrong in one sequence stays there: it is recorded in `errors`, that sequence's output is zero
     from then on, and the others go on.
 
+        made, placed ──every layer once──► advance ──every layer once──► advance ...
+
     Args:
-        caches: one entry a sequence: its layers' views.
-        num_appended: rows that each sequence has appended before this step.
+        members: the batch, before its first step.
     """
 
-    def __init__(self, caches: Sequence[tuple[LayerCache, ...]], num_appended: Sequence[int]) -> None:
+    def __init__(self, members: Members) -> None:
         self.errors: dict[int, Exception] = {}
-        self._caches = caches
-        self._num_appended = num_appended
+        self._batches: list[tuple[LaunchBatch, tuple[bool, ...]]] = []
+        shape, base = members.shape, members.base
+        self._dense = DenseBatch(shape, base) if any(members.dense) else None
+        self._sparse = HsaBatch(shape, base, members.sparse_size) if any(members.sparse) else None
+        self._packed = (
+            TriZoneBatch(shape, base, members.codes, members.packed_size) if any(members.packed) else None
+        )
+        self.place(members)
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, caches: Sequence[tuple[LayerCache, ...]], num_appended: Sequence[int]
+    ) -> BatchAttention:
+        """Args: caches: of each sequence, its layers' views; num_appended: rows it has appended before."""
+        return cls(Members.of(spec, caches, num_appended, num_slots=len(caches)))
+
+    def place(self, members: Members) -> None:
+        """Another batch of the same signature, in the same memory."""
+        self.errors = {}
+        self._num_appended = members.num_appended
+        self._num_steps = 0
+        self._alone = members.alone
+        self._batches = []
+        if self._dense is not None:
+            self._dense.fill(members.dense)
+            self._batches.append((self._dense, tuple(map(bool, members.dense))))
+        if self._sparse is not None:
+            self._sparse.fill(members.sparse)
+            self._batches.append((self._sparse, tuple(map(bool, members.sparse))))
+        if self._packed is not None:
+            self._packed.fill(members.packed, members.works)
+            self._batches.append((self._packed, tuple(map(bool, members.packed))))
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether kernels attend everything, so that a step asks the device for nothing."""
+        return not any(self._alone) and all(batch.is_launched for batch, _ in self._batches)
+
+    def advance(self, active: Tensor) -> None:
+        """On to the next step. Args: active: int64 `[S]`, 1 for the slots that go on, else 0."""
+        self._num_steps += 1
+        for batch, _ in self._batches:
+            batch.advance(active)
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """See `DecodeAttention.__call__`."""
+        outputs = [
+            batch.attend(layer, queries, keys, values, scaling=scaling, alone=self._run_alone)
+            for batch, layers in self._batches
+            if layers[layer]
+        ]
+        if self._alone[layer] or not outputs:
+            outputs.append(self._attend_alone(layer, queries, keys, values, scaling))
+        return outputs[0] if len(outputs) == 1 else torch.stack(outputs).sum(0)
+
+    def _attend_alone(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float
+    ) -> Tensor:
         output = torch.zeros_like(queries)
-        for i, caches in enumerate(self._caches):
-            if i in self.errors:
-                continue
-            try:
-                output[i] = append_and_attend(
-                    caches[layer],
-                    queries[i],
-                    keys[i],
-                    values[i],
-                    num_appended=self._num_appended[i],
-                    scaling=scaling,
-                )
-            except Exception as error:  # the edge between one sequence and its batch-mates
-                self.errors[i] = error
+        for slot, cache in self._alone[layer].items():
+            attend = partial(
+                append_and_attend,
+                cache,
+                queries[slot],
+                keys[slot],
+                values[slot],
+                num_appended=self._num_appended[slot] + self._num_steps,
+                scaling=scaling,
+            )
+            attended = self._run_alone(slot, attend)
+            if attended is not None:
+                output[slot] = attended
         return output
+
+    def _run_alone(self, slot: int, attend: Callable[[], Tensor]) -> Tensor | None:
+        """See `kernels.decode_batch.Alone`."""
+        if slot in self.errors:
+            return None
+        try:
+            return attend()
+        except Exception as error:  # the edge between one sequence and its batch-mates
+            self.errors[slot] = error
+            return None
 
 
 def append_and_attend(

@@ -161,7 +161,9 @@ class DecodeEngine:
         """One token for every running sequence."""
         batch = list(self._running)
         started_s = self._clock()
-        attention = BatchAttention([s.caches for s in batch], [s.num_appended for s in batch])
+        attention = BatchAttention.of(
+            self._model.spec, [s.caches for s in batch], [s.num_appended for s in batch]
+        )
         device = self._model.device
         logits = self._model.decode(
             torch.tensor([s.last_token_id for s in batch], device=device),

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvferry.kernels import dispatch
 from kvferry.kernels.dense_decode.reference import dense_decode
+from kvferry.kernels.packed import pack_layer, view_packed_layer
 from kvferry.services.decode.attention import BatchAttention, append_and_attend
+from kvferry.services.decode.members import Members
 from kvferry.shared.cache.layout import sequence_layout, view_layers
 from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.model.spec import ModelSpec
@@ -46,7 +49,7 @@ def make_caches(rows, seed):
 
 def test_a_full_cache_is_recorded_for_its_sequence_and_the_other_goes_on():
     caches = [make_caches(5, 0), make_caches(3, 1)]
-    attention = BatchAttention(caches, [1, 0])  # the first has used its one spare row already
+    attention = BatchAttention.of(SPEC, caches, [1, 0])  # the first has used its one spare row already
     for layer in range(2):
         queries, keys, values = torch.randn(2, 2, 2, 8), torch.randn(2, 2, 8), torch.randn(2, 2, 8)
         output = attention(layer, queries, keys, values, 0.3)
@@ -104,3 +107,146 @@ def test_a_step_takes_as_many_operators_however_many_kv_heads_and_tokens_there_a
     few = count_operators(attention, num_kv_heads=1, rows=19)
     assert count_operators(attention, num_kv_heads=8, rows=19) == few
     assert count_operators(attention, num_kv_heads=1, rows=1999) == few
+
+
+HSA = Part(name="hsa", params={"page_size": 3, "num_channels": 5, "num_tokens": 6})
+HSA_FINE = Part(name="hsa", params={"page_size": 1, "num_channels": 8, "num_tokens": 4})
+QUEST = Part(name="quest", params={"page_size": 3, "num_tokens": 6})
+STEPS = 2
+
+
+def fill_arena(plans):
+    """Sequences of these (rows, attention of each layer) in one arena; packed where rows are None."""
+    sizes = []
+    for rows, *kinds in plans:
+        resolved = ResolvedPlan(
+            plan=CompressionPlan(method="full"),
+            method="full",
+            num_prompt_tokens=rows or 40,
+            max_new_tokens=STEPS + 1,
+            layers=tuple(LayerPlan(rows=rows or 0, attention=kind) for kind in kinds),
+        )
+        sizes.append(sequence_layout(SPEC, resolved))
+    arena = torch.full((sum(layout.size_bytes for layout in sizes),), 0xFF, dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(1)
+    sequences, start = [], 0
+    for (rows, *_), layout in zip(plans, sizes, strict=True):
+        caches = view_layers(layout, arena[start : start + layout.size_bytes])
+        start += layout.size_bytes
+        if rows is None:
+            caches = tuple(replace(cache, packed=packed_prompt(generator)) for cache in caches)
+        for cache in caches if rows else ():
+            cache.keys[:, :rows] = torch.randn(2, rows, 8, generator=generator)
+            cache.values[:, :rows] = torch.randn(2, rows, 8, generator=generator)
+            cache.layout.attention.build(cache.keys, cache.values, cache.auxiliary, length=rows)
+        sequences.append(caches)
+    return sequences
+
+
+def packed_prompt(generator):
+    widths = torch.tensor([2, 4, 8, 16], dtype=torch.uint8)
+    keys, values = torch.randn(2, 2, 40, 8, generator=generator)
+    bits = [widths[torch.randint(4, (2, n), generator=generator)] for n in (8, 40)]
+    packed = pack_layer(keys, values, *bits)
+    # kernels read whole 16-byte pieces and take what is not a head's for zero
+    padded = torch.zeros(packed.layout.size_bytes + 64, dtype=torch.uint8)
+    padded[: packed.layout.size_bytes] = packed.buffer
+    return view_packed_layer(packed.layout, padded[: packed.layout.size_bytes])
+
+
+MIXED = [
+    (5, Part(name="dense"), HSA),
+    (None, Part(name="dense"), Part(name="dense")),
+    (23, HSA, HSA_FINE),
+    (1, Part(name="dense"), Part(name="dense")),
+    (12, QUEST, HSA),
+]
+
+
+def run_steps(plans, *, num_slots, active=None):
+    """Outputs of a few steps, `[STEPS, 2, S, H_kv, G, D]`, and the batch's caches; the same at every call."""
+    sequences = fill_arena(plans)
+    members = Members.of(SPEC, sequences, [0] * len(plans), num_slots=num_slots)
+    attention = BatchAttention(members)
+    generator = torch.Generator().manual_seed(2)
+    outputs = []
+    for step in range(STEPS):
+        if step:
+            attention.advance(torch.ones(num_slots, dtype=torch.int64) if active is None else active)
+        for layer in range(2):
+            queries = torch.randn(num_slots, 2, 2, 8, generator=generator)
+            keys, values = torch.randn(2, num_slots, 2, 8, generator=generator)
+            outputs.append(attention(layer, queries, keys, values, 0.3).clone())
+    assert not attention.errors
+    return torch.stack(outputs).view(STEPS, 2, num_slots, 2, 2, 8), sequences
+
+
+@pytest.fixture
+def interpreter():
+    dispatch.configure("triton", torch.device("cpu"))
+    yield
+    dispatch.configure("auto", torch.device("cpu"))
+
+
+def test_kernels_attend_a_batch_of_every_kind_as_each_sequence_alone(interpreter):
+    """Ragged lengths, three kinds and one without a kernel, layers that differ, empty slots."""
+    outputs, sequences = run_steps(MIXED, num_slots=6)
+    dispatch.configure("torch", torch.device("cpu"))
+    expected, expected_sequences = run_steps(MIXED, num_slots=6)
+    torch.testing.assert_close(outputs, expected, rtol=2e-3, atol=2e-3)
+    assert not outputs[:, :, len(MIXED) :].any()
+    for caches, others in zip(sequences, expected_sequences, strict=True):
+        for cache, other in zip(caches, others, strict=True):
+            rows = cache.layout.rows + STEPS
+            assert torch.equal(cache.keys[:, :rows], other.keys[:, :rows])
+            assert torch.equal(cache.values[:, :rows], other.values[:, :rows])
+
+
+def test_a_slot_that_is_not_active_writes_nothing_and_its_output_is_zero(interpreter):
+    active = torch.tensor([1, 0, 1, 0])
+    outputs, sequences = run_steps(MIXED[:4], num_slots=4, active=active)
+    assert outputs[:, :, 0].any()
+    assert outputs[0, :, 1].any()
+    # what is packed is attended all the same; nobody looks at it
+    assert not outputs[1:, :, 3].any()
+    for cache in sequences[3]:
+        assert cache.keys[:, : cache.layout.rows + 1].isfinite().all()
+        assert cache.keys[:, cache.layout.rows + 1 :].isnan().all()
+
+
+def test_a_layer_takes_as_many_launches_however_many_sequences_there_are(interpreter):
+    def launches(copies):
+        sequences = fill_arena([plan for plan in MIXED[:3] for _ in range(copies)])
+        attention = BatchAttention.of(SPEC, sequences, [0] * len(sequences))
+        before = dispatch.calls()
+        num_slots = len(sequences)
+        attention(0, *(torch.zeros(num_slots, 2, *size, 8) for size in ((2,), (), ())), 0.3)
+        return {op: count - before.get(op, 0) for op, count in dispatch.calls().items()}
+
+    one = launches(1)
+    assert {op: count for op, count in one.items() if count} == {
+        ("dense_decode", "interpreter"): 1,
+        ("hsa", "interpreter"): 1,
+        ("trizone", "interpreter"): 1,
+    }
+    assert {op: count for op, count in launches(2).items() if count} == {
+        op: count for op, count in one.items() if count
+    }
+
+
+def test_batches_of_one_shape_share_memory_and_launches(interpreter):
+    """A new batch placed in the memory of another attends as one of its own would."""
+    plans = [*MIXED[:3], (7, *MIXED[0][1:]), MIXED[1], (20, HSA, HSA_FINE)]
+
+    def members(first, last):
+        return Members.of(SPEC, sequences[first:last], [0] * 3, num_slots=3)
+
+    sequences = fill_arena(plans)
+    attention = BatchAttention(members(0, 3))
+    assert members(0, 3).signature == members(3, 6).signature
+    assert members(0, 3).signature != Members.of(SPEC, sequences[:2], [0] * 2, num_slots=3).signature
+    inputs = [torch.randn(3, 2, 2, 8), *torch.randn(2, 3, 2, 8)]
+    attention(0, *inputs, 0.3)
+    attention.place(members(3, 6))
+    placed = attention(0, *inputs, 0.3).clone()
+    assert torch.equal(placed, BatchAttention(members(3, 6))(0, *inputs, 0.3))

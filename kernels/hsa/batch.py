@@ -1,0 +1,178 @@
+"""Hybrid sparse attention of a whole batch: other lengths, page sizes and budgets share the three
+launches of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvferry.kernels import hsa
+from kvferry.kernels.decode_batch import (
+    Alone,
+    BatchShape,
+    CachedRows,
+    HeadTables,
+    elements_from,
+    in_buckets,
+    row_fields,
+)
+from kvferry.kernels.descriptors import shape_problem
+from kvferry.kernels.dispatch import decided_path, path_for
+from kvferry.kernels.hsa.descriptors import BLOCK_PAGES, FIELDS, MAX_PAGES, PAGE_SIZE, hsa_scratch
+from kvferry.kernels.split_workspace import choose_num_splits
+
+_EMPTY = [int(column == PAGE_SIZE) for column in range(FIELDS)]
+"""A head without rows: pages of one token, for pages of none cannot be counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseRows(CachedRows):
+    """One sequence's K and V in one layer, with their pages' extremes.
+
+    Attributes:
+        page_max, page_min: contiguous `[H_kv, ceil(cap / P), D]`; K itself where P is 1.
+        num_channels: k1; num_tokens: k2.
+    """
+
+    page_max: Tensor
+    page_min: Tensor
+    page_size: int
+    num_channels: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseSize:
+    """What scratch memory has room for, in powers of two; one size, one shape of every launch."""
+
+    max_pages: int
+    max_tokens: int
+    max_channels: int
+
+    @classmethod
+    def of(cls, layers: Sequence[Mapping[int, SparseRows]]) -> SparseSize:
+        """The size for a batch, each sequence at its full length."""
+        every = [rows for layer in layers for rows in layer.values()]
+        return cls(
+            max_pages=in_buckets(max(rows.page_max.shape[1] for rows in every), least=BLOCK_PAGES),
+            max_tokens=in_buckets(max(min(rows.num_tokens, rows.keys.shape[1]) for rows in every)),
+            max_channels=in_buckets(max(rows.num_channels for rows in every)),
+        )
+
+
+def is_too_long(rows: SparseRows) -> bool:
+    """Whether a sequence has more pages than one program selects among."""
+    return rows.page_max.shape[1] > MAX_PAGES
+
+
+class HsaBatch:
+    """Implements `LaunchBatch` by `hsa.append_row` and `hsa.attend`.
+
+    Args: base: what descriptors count from, one-dimensional in the rows' dtype; the arena.
+    """
+
+    def __init__(self, shape: BatchShape, base: Tensor, size: SparseSize) -> None:
+        self._shape = shape
+        self._base = base
+        self._size = size
+        self._layers: Sequence[Mapping[int, SparseRows]] = ()
+        self._num_steps = 1
+        problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim)
+        self.is_launched = decided_path("hsa", shape.device, problem) != "torch"
+        if self.is_launched:
+            self._allocate()
+
+    def fill(self, layers: Sequence[Mapping[int, SparseRows]]) -> None:
+        """Place a batch of this size. Args: layers: for each, the rows of the slots that are sparse there."""
+        self._layers = layers
+        self._num_steps = 1
+        if self.is_launched:
+            self._tables.fill(
+                [{slot: self._fields(rows) for slot, rows in layer.items()} for layer in layers]
+            )
+
+    def advance(self, active: Tensor) -> None:
+        """See `LaunchBatch.advance`."""
+        self._num_steps += 1
+        if self.is_launched:
+            self._tables.advance(active)
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, alone: Alone
+    ) -> Tensor:
+        """See `LaunchBatch.attend`."""
+        if self.is_launched:
+            path_for("hsa", self._shape.device)
+            return self._launch(layer, queries, keys, values, scaling)
+        output = torch.zeros_like(queries)
+        for slot, rows in self._layers[layer].items():
+            attended = alone(
+                slot, partial(self._attend_one, rows, queries[slot], keys[slot], values[slot], scaling)
+            )
+            if attended is not None:
+                output[slot] = attended
+        return output
+
+    def _attend_one(
+        self, rows: SparseRows, queries: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        length = rows.length + self._num_steps
+        tensors = (rows.keys, rows.values, rows.page_max, rows.page_min)
+        hsa.append_row(*tensors, key, value, position=length - 1, page_size=rows.page_size)
+        return hsa.attend(
+            queries,
+            *tensors,
+            length=length,
+            page_size=rows.page_size,
+            num_channels=rows.num_channels,
+            num_tokens=rows.num_tokens,
+            scaling=scaling,
+        )
+
+    def _fields(self, rows: SparseRows) -> tuple[list[int], list[int]]:
+        first, step = row_fields(self._base, rows)
+        extremes = (rows.page_max, rows.page_min)
+        first += [elements_from(self._base, tensor) for tensor in extremes]
+        step += [tensor.stride(0) for tensor in extremes]
+        first += [rows.page_max.stride(2), rows.page_size, rows.num_channels, rows.num_tokens]
+        return first, [*step, 0, 0, 0, 0]
+
+    def _allocate(self) -> None:
+        shape = self._shape
+        self._tables = HeadTables(shape, _EMPTY)
+        self._num_splits = choose_num_splits(shape.num_heads, shape.device)
+        self._scratch = hsa_scratch(
+            num_heads=shape.num_heads,
+            group_size=shape.group_size,
+            head_dim=shape.head_dim,
+            max_pages=self._size.max_pages,
+            max_tokens=self._size.max_tokens,
+            num_splits=self._num_splits,
+            device=shape.device,
+        )
+        size = (shape.num_slots, shape.num_kv_heads, shape.group_size, shape.head_dim)
+        self._output = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+    def _launch(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        # Here, because a CPU install has no Triton.
+        from kvferry.kernels.hsa.triton_kernel import append_and_attend_batch
+
+        append_and_attend_batch(
+            queries.contiguous(),
+            self._base,
+            self._tables.layer(layer),
+            max_channels=self._size.max_channels,
+            # pages lie one after another, each with all its channels
+            page_stride=self._shape.head_dim,
+            scaling=scaling,
+            scratch=self._scratch,
+            num_splits=self._num_splits,
+            output=self._output,
+            new_keys=keys.contiguous(),
+            new_values=values.contiguous(),
+        )
+        return self._output

@@ -1,0 +1,209 @@
+"""Mixed-bit decode attention of a whole batch: packed prompts of ragged heads and their new rows, in three
+launches a layer (append, prologue, attend)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvferry.kernels.decode_batch import Alone, BatchShape, CachedRows, HeadTables, in_buckets, row_fields
+from kvferry.kernels.descriptors import ROW_FIELDS, shape_problem
+from kvferry.kernels.dispatch import decided_path, path_for
+from kvferry.kernels.packed import PackedLayer
+from kvferry.kernels.split_workspace import choose_num_splits, split_workspace
+from kvferry.kernels.trizone import trizone_decode
+from kvferry.kernels.trizone.work_list import (
+    ENTRY_FIELDS,
+    ITEM_FIELDS,
+    KIND_IDLE,
+    WorkList,
+    balanced_item_bytes,
+    work_list,
+)
+
+ROWS_PER_SPLIT = 1024
+"""New rows that one program attends to, where there is room for more."""
+MAX_ROW_SPLITS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRows(CachedRows):
+    """One sequence's packed prompt in one layer, and the rows of its new tokens."""
+
+    packed: PackedLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedSize:
+    """Grids of a batch's launches, powers of two: entries and items of the longest layer, and of a head."""
+
+    num_entries: int
+    num_items: int
+    num_items_per_head: int
+
+    @classmethod
+    def of(cls, works: Sequence[WorkList]) -> PackedSize:
+        return cls(
+            num_entries=in_buckets(max(work.entries.shape[0] for work in works)),
+            num_items=in_buckets(max(work.items.shape[0] for work in works)),
+            num_items_per_head=in_buckets(max(work.max_items_per_head for work in works)),
+        )
+
+
+def packed_work(
+    shape: BatchShape, base: Tensor, layers: Sequence[Mapping[int, PackedRows]]
+) -> tuple[WorkList, ...]:
+    """Each layer's work list, on the host.
+
+    Args: base: uint8, what places of codes count from; layers: for each, its packed slots.
+    """
+    splits = choose_num_splits(shape.num_heads, shape.device)
+    works = []
+    for members in layers:
+        sequences = [[members[slot].packed] if slot in members else [] for slot in range(shape.num_slots)]
+        capacity = max((rows.keys.shape[1] for rows in members.values()), default=1)
+        works.append(
+            work_list(
+                sequences,
+                base,
+                row_splits=min(max(-(-capacity // ROWS_PER_SPLIT), 1), MAX_ROW_SPLITS),
+                item_bytes=balanced_item_bytes(sequences, shape.num_heads * splits),
+                num_kv_heads=shape.num_kv_heads,
+            )
+        )
+    return tuple(works)
+
+
+class TriZoneBatch:
+    """Implements `LaunchBatch` by `trizone_decode`.
+
+    Args:
+        base: what descriptors of new rows count from, one-dimensional in the rows' dtype; the arena.
+        codes: the same memory as uint8.
+        size: of the work; None where torch serves the op.
+    """
+
+    def __init__(self, shape: BatchShape, base: Tensor, codes: Tensor, size: PackedSize | None) -> None:
+        self._shape = shape
+        self._base = base
+        self._codes = codes
+        self._layers: Sequence[Mapping[int, PackedRows]] = ()
+        self._num_steps = 1
+        self.is_launched = size is not None
+        if size is not None:
+            self._allocate(size)
+
+    @staticmethod
+    def is_launchable(shape: BatchShape) -> bool:
+        """Whether a kernel serves such batches."""
+        problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim)
+        return decided_path("trizone", shape.device, problem) != "torch"
+
+    def fill(self, layers: Sequence[Mapping[int, PackedRows]], works: Sequence[WorkList] = ()) -> None:
+        """Place a batch of this size. Args: layers: for each, its packed slots; works: `packed_work` of it,
+        nothing where torch serves the op."""
+        self._layers = layers
+        self._num_steps = 1
+        if not self.is_launched:
+            return
+        self._tables.fill(
+            [{slot: row_fields(self._base, rows) for slot, rows in layer.items()} for layer in layers]
+        )
+        self._entries.zero_()
+        self._items.copy_(self._idle)
+        for layer, work in enumerate(works):
+            self._entries[layer, : work.entries.shape[0]].copy_(work.entries, non_blocking=True)
+            self._items[layer, : work.items.shape[0]].copy_(work.items, non_blocking=True)
+
+    def advance(self, active: Tensor) -> None:
+        """See `LaunchBatch.advance`."""
+        self._num_steps += 1
+        if self.is_launched:
+            self._tables.advance(active)
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, alone: Alone
+    ) -> Tensor:
+        """See `LaunchBatch.attend`."""
+        if self.is_launched:
+            path_for("trizone", self._shape.device)
+            return self._launch(layer, queries, keys, values, scaling)
+        output = torch.zeros_like(queries)
+        for slot, rows in self._layers[layer].items():
+            attended = alone(
+                slot, partial(self._attend_one, rows, queries[slot], keys[slot], values[slot], scaling)
+            )
+            if attended is not None:
+                output[slot] = attended
+        return output
+
+    def _attend_one(
+        self, rows: PackedRows, queries: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        length = rows.length + self._num_steps
+        rows.keys[:, length - 1] = key
+        rows.values[:, length - 1] = value
+        return trizone_decode(
+            queries, rows.packed, rows.keys[:, :length], rows.values[:, :length], scaling=scaling
+        )
+
+    def _allocate(self, size: PackedSize) -> None:
+        # Here, because a CPU install has no Triton.
+        from kvferry.kernels.split_attention import MIN_BLOCK_G
+        from kvferry.kernels.trizone.triton_kernel import STATISTICS
+
+        shape, device = self._shape, self._shape.device
+        self._tables = HeadTables(shape, [0] * ROW_FIELDS)
+        per_layer = (shape.num_layers, size.num_entries, ENTRY_FIELDS)
+        self._entries = torch.zeros(per_layer, dtype=torch.int64, device=device)
+        self._idle = torch.tensor([KIND_IDLE] + [0] * (ITEM_FIELDS - 1), dtype=torch.int32).to(device)
+        self._items = self._idle.repeat(shape.num_layers, size.num_items, 1)
+        self._works = [
+            WorkList(
+                entries=self._entries[layer],
+                items=self._items[layer],
+                num_heads=shape.num_heads,
+                max_items_per_head=size.num_items_per_head,
+            )
+            for layer in range(shape.num_layers)
+        ]
+        block_d = in_buckets(shape.head_dim, least=MIN_BLOCK_G)
+        per_query = (size.num_entries, MIN_BLOCK_G)
+        self._scaled = torch.empty(*per_query, block_d, dtype=torch.float16, device=device)
+        self._statistics = torch.empty(*per_query, STATISTICS, dtype=torch.float32, device=device)
+        self._workspace = split_workspace(
+            num_heads=shape.num_heads,
+            num_slots=size.num_items,
+            group_size=shape.group_size,
+            head_dim=shape.head_dim,
+            device=device,
+        )
+        output = (shape.num_slots, shape.num_kv_heads, shape.group_size, shape.head_dim)
+        self._output = torch.zeros(output, dtype=shape.dtype, device=device)
+
+    def _launch(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        # Here, because a CPU install has no Triton.
+        from kvferry.kernels.append_rows import append_rows
+        from kvferry.kernels.trizone.triton_kernel import trizone_decode_batch
+
+        heads = self._tables.layer(layer)
+        append_rows(self._base, heads, keys.contiguous(), values.contiguous())
+        trizone_decode_batch(
+            queries.contiguous(),
+            self._base,
+            self._base,
+            heads,
+            self._codes,
+            self._works[layer],
+            row_stride=self._shape.head_dim,
+            scaling=scaling,
+            scaled=self._scaled,
+            statistics=self._statistics,
+            workspace=self._workspace,
+            output=self._output,
+        )
+        return self._output
