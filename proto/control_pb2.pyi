@@ -38,6 +38,27 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _HistoryWay:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HistoryWayEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HistoryWay.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HISTORY_WAY_UNSPECIFIED: _HistoryWay.ValueType  # 0
+    """There was no history."""
+    HISTORY_WAY_RECOMPUTE: _HistoryWay.ValueType  # 1
+    HISTORY_WAY_FETCH: _HistoryWay.ValueType  # 2
+    HISTORY_WAY_DELTA: _HistoryWay.ValueType  # 3
+
+class HistoryWay(_HistoryWay, metaclass=_HistoryWayEnumTypeWrapper): ...
+
+HISTORY_WAY_UNSPECIFIED: HistoryWay.ValueType  # 0
+"""There was no history."""
+HISTORY_WAY_RECOMPUTE: HistoryWay.ValueType  # 1
+HISTORY_WAY_FETCH: HistoryWay.ValueType  # 2
+HISTORY_WAY_DELTA: HistoryWay.ValueType  # 3
+Global___HistoryWay: _TypeAlias = HistoryWay  # noqa: Y015
+
 class _ReuseSource:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -632,11 +653,14 @@ class PrefillRequest(_message.Message):
     PROBE_FIELD_NUMBER: _builtins.int
     DOCUMENT_FIELD_NUMBER: _builtins.int
     KEPT_BINS_FIELD_NUMBER: _builtins.int
+    HAS_HISTORY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model_fingerprint: _builtins.str
     probe: _builtins.bool
     kept_bins: _builtins.int
     """Stretches of the prompt to tell the kept fraction of; 0 for none, at most 512."""
+    has_history: _builtins.bool
+    """The session has had turns."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -662,10 +686,11 @@ class PrefillRequest(_message.Message):
         probe: _builtins.bool = ...,
         document: Global___SessionKey | None = ...,
         kept_bins: _builtins.int = ...,
+        has_history: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_session", b"_session", "document", b"document", "plan", b"plan", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_session", b"_session", "document", b"document", "kept_bins", b"kept_bins", "model_fingerprint", b"model_fingerprint", "plan", b"plan", "probe", b"probe", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_session", b"_session", "document", b"document", "has_history", b"has_history", "kept_bins", b"kept_bins", "model_fingerprint", b"model_fingerprint", "plan", b"plan", "probe", b"probe", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__document: _TypeAlias = _typing.Literal["document"]  # noqa: Y015
     _WhichOneofArgType__document: _TypeAlias = _typing.Literal["_document", b"_document"]  # noqa: Y015
@@ -691,6 +716,8 @@ class FirstToken(_message.Message):
     QUEUE_S_FIELD_NUMBER: _builtins.int
     REUSE_SOURCE_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
+    HISTORY_WAY_FIELD_NUMBER: _builtins.int
+    HISTORY_TIER_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     reused_tokens: _builtins.int
     full_bytes: _builtins.int
@@ -698,6 +725,8 @@ class FirstToken(_message.Message):
     compress_s: _builtins.float
     queue_s: _builtins.float
     reuse_source: Global___ReuseSource.ValueType
+    history_way: Global___HistoryWay.ValueType
+    history_tier: _builtins.str
     @_builtins.property
     def token(self) -> Global___SampledToken: ...
     @_builtins.property
@@ -714,10 +743,12 @@ class FirstToken(_message.Message):
         queue_s: _builtins.float = ...,
         reuse_source: Global___ReuseSource.ValueType = ...,
         kept: _abc.Iterable[_builtins.float] | None = ...,
+        history_way: Global___HistoryWay.ValueType = ...,
+        history_tier: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compress_s", b"compress_s", "full_bytes", b"full_bytes", "kept", b"kept", "method", b"method", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "reuse_source", b"reuse_source", "reused_tokens", b"reused_tokens", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compress_s", b"compress_s", "full_bytes", b"full_bytes", "history_tier", b"history_tier", "history_way", b"history_way", "kept", b"kept", "method", b"method", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "reuse_source", b"reuse_source", "reused_tokens", b"reused_tokens", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -102,6 +102,12 @@ class PrefillMetrics(_Families):
         self.history_store_failed = self._counter(
             "history_store_failed", "Commits that Redis did not take", "reason"
         )
+        self.history_choices = self._counter(
+            "history_choices",
+            "Turns with history, by how they came by it, and why not by the standing order",
+            "way",
+            "reason",
+        )
         self.history_miss = self._counter("history_miss", "History asked for and not there", "reason")
 
 

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,16 @@ def free_port() -> int:
 
 
 class Gate:
-    """A TCP proxy before a server, whose answers it can hold back: a slow or cut network."""
+    """A TCP proxy before a server, whose answers it can hold back or slow down: a slow or cut network. It can
+    also act just before a request goes through."""
 
     def __init__(self, port: int) -> None:
         self._target = port
         self._open = threading.Event()
         self._open.set()
+        self._bytes_per_s = 0
+        self._lock = threading.Lock()
+        self._trap: tuple[bytes, Callable[[], None]] | None = None
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
@@ -79,7 +83,30 @@ class Gate:
     def release(self) -> None:
         self._open.set()
 
+    def throttle(self, bytes_per_s: int) -> None:
+        """Each connection's answers come at so many bytes a second from now on; 0: as they are."""
+        self._bytes_per_s = bytes_per_s
+
+    def trap(self, command: bytes, action: Callable[[], None], *, count: int = 1) -> None:
+        """Call `action` before the `count`-th request with this command goes through, once."""
+        left = count
+
+        def countdown() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                self._trap = None
+                action()
+
+        self._trap = (command, countdown)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a trap is still to close."""
+        return self._trap is not None
+
     def close(self) -> None:
+        self._bytes_per_s = 0
         self._open.set()
         # a thread that is blocked in accept is not woken by close alone
         with contextlib.suppress(OSError):
@@ -104,7 +131,24 @@ class Gate:
             while data := source.recv(1 << 16):
                 if gated:
                     self._open.wait(STOP_TIMEOUT_S)
-                sink.sendall(data)
+                    self._send_slowly(sink, data)
+                else:
+                    self._spring(data)
+                    sink.sendall(data)
+
+    def _spring(self, request: bytes) -> None:
+        with self._lock:
+            if self._trap is not None and self._trap[0] in request:
+                self._trap[1]()
+
+    def _send_slowly(self, sink: socket.socket, data: bytes) -> None:
+        while data:
+            rate = self._bytes_per_s
+            size = max(1, rate // 20) if rate else len(data)
+            sink.sendall(data[:size])
+            if rate:
+                time.sleep(min(size, len(data)) / rate)
+            data = data[size:]
 
 
 class RedisServer:

@@ -212,6 +212,9 @@ SESSIONS = Dashboard(
             Query(expr=or_zero(rate("session_store_events_total", "event", where="")), legend="{{event}}"),)),
         Panel(title="Histories missing", unit="cps", queries=(
             Query(expr=or_zero(rate("history_miss_total", "reason", where="")), legend="{{reason}}"),)),
+        Panel(title="How turns came by their history", unit="cps", queries=(
+            Query(expr=or_zero(rate("history_choices_total", "way, reason", where="")),
+                  legend="{{way}}, {{reason}}"),)),
         Panel(title="Generated KV returned to history", unit="Bps", queries=(
             Query(expr=rate("history_returned_bytes_total", "model"), legend="{{model}}"),)),
     ),

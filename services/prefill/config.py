@@ -39,6 +39,14 @@ class PrefillConfig(WorkerSettings):
     history_write: Literal["through", "behind"] = Field(
         "through", description="a turn's end waits for Redis (through, a bounded time) or does not (behind)"
     )
+    history_choice: Literal["cost", "reuse"] = Field(
+        "cost",
+        description="what a turn does with history: the way that was measured to cost least (cost), or load "
+        "whatever is held (reuse)",
+    )
+    history_cost_half_life_s: float = Field(
+        120.0, gt=0, description="measured costs count half after so long; then the standing order is tried"
+    )
     turn_lease_s: float = Field(
         1800.0, gt=0, description="a turn's staged history is dropped after so long without progress"
     )

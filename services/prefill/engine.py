@@ -15,23 +15,22 @@ import torch
 from torch import Tensor
 
 from kvferry.services.prefill.config import PrefillConfig
+from kvferry.services.prefill.history_cost import HistoryCosts
 from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
 from kvferry.services.prefill.queue import FairQueue
 from kvferry.services.prefill.receiver import HistoryReceiver
-from kvferry.services.prefill.shipped import ShippedSelection, ShippedSelections
+from kvferry.services.prefill.session_turns import SessionTurns
 from kvferry.shared.cache.layout import TORCH_DTYPES
 from kvferry.shared.compression.attention import state_sizes
-from kvferry.shared.compression.observation import num_observed_queries
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.compression.representation import packed_limits
 from kvferry.shared.control.messages import FirstToken, SessionKey
 from kvferry.shared.errors import CapacityExceeded, HistoryMiss, KvferryError, WorkerUnavailable
-from kvferry.shared.history.interface import HistoryStore, HistoryTurn
+from kvferry.shared.history.interface import HistoryStore
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.telemetry import carrier, stage
-from kvferry.shared.wire.held_rows import HeldRows, ships_rows_alone
 from kvferry.shared.wire.interfaces import BlockSender, OutgoingTransfer
 from kvferry.shared.wire.messages import EndRecord, Manifest
 from kvferry.shared.wire.stored_sections import announced_sections
@@ -74,13 +73,23 @@ class PrefillEngine:
         clock: Callable[[], float],
     ) -> None:
         self._model = model
-        self._store = store
         self._sender = sender
         self._receiver = receiver
         self._metrics = metrics
         self._config = config
         self._clock = clock
-        self._shipped = ShippedSelections(max_bytes=config.delta_index_bytes)
+        self._turns = SessionTurns(
+            spec=model.spec,
+            store=store,
+            receiver=receiver,
+            metrics=metrics,
+            config=config,
+            costs=HistoryCosts(
+                token_bytes=model.spec.kv_token_bytes,
+                half_life_s=config.history_cost_half_life_s,
+                clock=clock,
+            ),
+        )
         self._condition = threading.Condition()
         self._queue: FairQueue[PrefillJob] = FairQueue()
         self._running: PrefillJob | None = None
@@ -206,7 +215,7 @@ class PrefillEngine:
         request, resolved, spec = job.request, job.resolved, self._model.spec
         begin_s = self._clock()
         queue_s = begin_s - job.submitted_s
-        self._begin_turn(job)
+        self._turns.begin(job)
         layers = PromptPass(
             resolved=resolved,
             open_transfer=lambda settled: self._open(job, settled),
@@ -224,74 +233,33 @@ class PrefillEngine:
         assert job.transfer is not None
         token = job.sampler.sample(logits)
         job.transfer.finish(EndRecord(key=job.key, num_blocks=0, payload_bytes=0, first_token=token))
-        self._remember(job, layers)
-        reused = job.turn.reused_tokens if job.turn is not None else 0
+        if not request.probe:
+            self._turns.ran(job, layers.times)
+        self._turns.end(job, layers)
+        reused_by_tier = job.turn.reused_by_tier if job.turn is not None else {}
         first = FirstToken(
             token=token,
             method=resolved.method,
-            reused_tokens=reused,
+            reused_tokens=sum(reused_by_tier.values()),
             full_bytes=spec.kv_token_bytes * len(request.prompt_token_ids),
             prefill_s=self._clock() - begin_s,
             compress_s=layers.times.compress_s,
             queue_s=queue_s,
             reuse_source=job.turn.reuse_source if job.turn is not None else "session",
             kept=layers.kept_map.fractions() if layers.kept_map is not None else (),
+            history_way=job.history_way,
+            history_tier=next((tier for tier, count in reversed(reused_by_tier.items()) if count), ""),
         )
         self._observe(job, first, layers.times)
         return first
 
-    def _begin_turn(self, job: PrefillJob) -> None:
-        """Begin the turn, if there is a session; from here on the job owns it."""
-        request = job.request
-        if request.session is not None:
-            job.turn = self._store.begin(
-                request.session,
-                request.request_id,
-                request.prompt_token_ids,
-                method=job.resolved.method,
-                document=request.document,
-                num_observed=num_observed_queries(job.resolved),
-            )
-            self._receiver.expect(
-                request.request_id,
-                job.key,
-                start=len(request.prompt_token_ids),
-                max_tokens=request.sampling.max_tokens,
-            )
-            job.held = self._held(job, job.turn)
-
-    def _held(self, job: PrefillJob, turn: HistoryTurn) -> HeldRows | None:
-        """Rows that decode has of the last turn, and that history would give again, bit for bit."""
-        session, ticket = job.request.session, job.request.ticket
-        exact = self._config.history_bits == "model" and ships_rows_alone(self._model.spec, job.resolved)
-        exact = exact and turn.reuse_source == "session"
-        if session is None or not exact or ticket.held_transfer_id == 0:
-            return None
-        return self._shipped.held(
-            session,
-            transfer_id=ticket.held_transfer_id,
-            num_tokens=min(ticket.held_tokens, turn.reused_tokens),
-        )
-
-    def _remember(self, job: PrefillJob, layers: PromptPass) -> None:
-        """Which rows decode has from now on; and what was spared."""
-        spec, session = self._model.spec, job.request.session
-        job.saved_bytes = 2 * spec.row_bytes * layers.num_spared_rows
-        if session is None:
-            return
-        if not ships_rows_alone(spec, job.resolved):
-            self._shipped.drop(session)
-            return
-        selection = ShippedSelection(
-            transfer_id=job.key.transfer_id,
-            num_prompt_tokens=job.resolved.num_prompt_tokens,
-            layers=tuple(layers.positions[layer] for layer in range(spec.num_layers)),
-        )
-        self._shipped.put(session, selection)
-
     def forget(self, session: SessionKey) -> None:
         """Any thread: the session is dropped."""
-        self._shipped.drop(session)
+        self._turns.forget(session)
+
+    def shipped(self, job: PrefillJob, *, size_bytes: int, transfer_s: float) -> None:
+        """Any thread: decode has acknowledged a job's transfer."""
+        self._turns.shipped(job, size_bytes=size_bytes, transfer_s=transfer_s)
 
     def _open(self, job: PrefillJob, settled: ResolvedPlan) -> OutgoingTransfer:
         """Open the transfer of what the plan came to; from here on the job owns it."""
@@ -307,16 +275,15 @@ class PrefillEngine:
             return self._pass(job, layers)
         except HistoryMiss as miss:
             job.check_cancelled()
-            assert job.turn is not None
-            log.warning("history miss", request_id=job.request.request_id, reason=miss.reason)
-            self._metrics.history_miss.labels(miss.reason).inc()
-            job.turn.restart()
+            self._turns.missed(job, miss, layers.times)
             return self._pass(job, layers)
 
     def _pass(self, job: PrefillJob, layers: PromptPass) -> Tensor:
         start = job.turn.reused_tokens if job.turn is not None else 0
         new_ids = torch.tensor(job.request.prompt_token_ids[start:], dtype=torch.int64)
+        begin_s, other_s = self._clock(), layers.times.other_s
         logits = self._model.prefill(new_ids.to(self._model.device), start=start, observer=layers)
+        layers.times.run_s = self._clock() - begin_s - (layers.times.other_s - other_s)
         if not job.request.probe:
             self._metrics.prefill_tokens.labels(self._model.spec.name).inc(len(new_ids))
         return logits

@@ -27,6 +27,10 @@ _WRITE_TIMEOUT_S = 8.0
 
 def build_store(config: PrefillConfig, *, spec: ModelSpec, metrics: PrefillMetrics) -> HistoryStore:
     """The caller closes it. Raises: ConfigurationError: `history_redis` is no URL of Redis."""
+
+    def count_miss(reason: str) -> None:
+        metrics.history_miss.labels(reason).inc()
+
     precision = RowPrecision(bits=config.history_bits, dtype=getattr(torch, spec.dtype))
     memory = MemoryHistoryStore(
         max_bytes=config.history_bytes,
@@ -34,6 +38,8 @@ def build_store(config: PrefillConfig, *, spec: ModelSpec, metrics: PrefillMetri
         turn_lease_s=config.turn_lease_s,
         clock=time.monotonic,
         precision=precision,
+        # Over Redis, what memory lacks is not missing yet.
+        on_miss=(lambda reason: None) if config.history_redis else count_miss,
     )
     if not config.history_redis:
         return memory
@@ -43,7 +49,7 @@ def build_store(config: PrefillConfig, *, spec: ModelSpec, metrics: PrefillMetri
         write_mode=config.history_write,
         turn_timeout_s=config.history_redis_turn_timeout_s,
         write_timeout_s=_WRITE_TIMEOUT_S,
-        on_miss=lambda reason: metrics.history_miss.labels(reason).inc(),
+        on_miss=count_miss,
         on_failure=lambda reason: metrics.history_store_failed.labels(reason).inc(),
         clock=time.monotonic,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from kvferry.shared.compression.plan import ResolvedPlan
-from kvferry.shared.control.messages import FirstToken, PrefillRequest
+from kvferry.shared.control.messages import FirstToken, HistoryWay, PrefillRequest
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.history.interface import HistoryTurn
 from kvferry.shared.sampling.sampler import SequenceSampler
@@ -44,6 +44,8 @@ class PrefillJob:
         self.first: Future[FirstToken] = Future()
         self.transfer: OutgoingTransfer | None = None
         self.turn: HistoryTurn | None = None
+        self.history_way: HistoryWay | None = None
+        """How it comes by what was there before it; None where there was nothing."""
         self.held: HeldRows | None = None
         """Rows that decode holds and so are not shipped; set before the transfer opens."""
         self.saved_bytes = 0

@@ -29,12 +29,23 @@ from kvferry.shared.wire.stored_sections import layer_sections
 
 @dataclass(kw_only=True)
 class PassTimes:
-    """Seconds spent on one prompt, by what they were spent on."""
+    """Seconds spent on one prompt, by what they were spent on.
+
+    Attributes:
+        run_s: of the model's last run, with storing its rows and without the rest.
+    """
+
+    run_s: float = 0.0
 
     compress_s: float = 0.0
     pack_s: float = 0.0
     history_load_s: float = 0.0
     history_store_s: float = 0.0
+
+    @property
+    def other_s(self) -> float:
+        """What a run spends besides running the model and storing its rows."""
+        return self.compress_s + self.pack_s + self.history_load_s
 
 
 class PromptPass:
@@ -96,10 +107,12 @@ class PromptPass:
         if self._turn is None:
             return None
         begin_s = self._clock()
-        loaded = self._turn.load(layer)
-        if loaded is not None:
-            loaded = (loaded[0].to(self._device), loaded[1].to(self._device))
-        self.times.history_load_s += self._clock() - begin_s
+        try:
+            loaded = self._turn.load(layer)
+            if loaded is not None:
+                loaded = (loaded[0].to(self._device), loaded[1].to(self._device))
+        finally:
+            self.times.history_load_s += self._clock() - begin_s
         return loaded
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:

@@ -276,6 +276,7 @@ class PrefillService:
             self._metrics.kv_full_bytes.labels(*by).inc(first.full_bytes)
             self._metrics.kv_compression_ratio.labels(*by).observe(first.full_bytes / sum(sent.values()))
             self._metrics.transfer.labels(*by).observe(transfer_s)
+            self._engine.shipped(job, size_bytes=sum(sent.values()), transfer_s=transfer_s)
             if job.held is not None:
                 self._metrics.kv_delta_saved_bytes.labels(*by).inc(job.saved_bytes)
         delta_bytes = sent["rows"] if job.held is not None else None

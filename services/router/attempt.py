@@ -130,6 +130,7 @@ class Attempt:
                 document=request.document,
                 probe=request.probe,
                 kept_bins=request.kept_bins,
+                has_history=request.has_history,
             ),
             timeout_s=self._remaining_s(),
         )
@@ -158,6 +159,8 @@ class Attempt:
             stats.reuse_source = event.reuse_source
             stats.full_bytes = event.full_bytes
             stats.kept = event.kept
+            stats.history_way = event.history_way
+            stats.history_tier = event.history_tier
         stats.prefill_s += event.prefill_s
         stats.queue_s += event.queue_s
         self._deliver(event.token)

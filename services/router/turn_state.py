@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvferry.services.router.placement import Role
 from kvferry.shared.compression.plan import CompressionPlan
-from kvferry.shared.control.messages import FinishReason, ReuseSource, SessionKey
+from kvferry.shared.control.messages import FinishReason, HistoryWay, ReuseSource, SessionKey
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 
@@ -23,6 +23,7 @@ class TurnRequest:
         request_id: the client's; every attempt derives an id of its own for the workers.
         session: whose history is looked up and kept; None keeps none.
         document: whose history the session may begin with.
+        has_history: whether the session has had turns.
         prefer_prefill: addresses that may hold the session's history, best first.
         kept_bins: stretches of the prompt whose kept fraction is wanted; 0 wants none.
         prefer_decode: addresses that may hold the session's last selection, best first.
@@ -37,6 +38,7 @@ class TurnRequest:
     deadline_s: float
     session: SessionKey | None = None
     document: SessionKey | None = None
+    has_history: bool = False
     prefer_prefill: tuple[str, ...] = ()
     prefer_decode: tuple[str, ...] = ()
     probe: bool = False
@@ -51,6 +53,7 @@ class TurnStats:
         token_ids: the completion so far.
         method, reused_tokens, reuse_source, full_bytes, kept: of the first prefill, whose prompt is the
             client's.
+        history_way, history_tier: of the first prefill too; the slowest tier that gave rows.
         shipped_bytes: everything that crossed the wire.
         delta_bytes: of rows that decode did not hold, where it was spared the others; else None.
         cache_bytes: decode's memory for the sequence at its end.
@@ -65,6 +68,8 @@ class TurnStats:
     reuse_source: ReuseSource = "session"
     full_bytes: int = 0
     kept: tuple[float, ...] = ()
+    history_way: HistoryWay | None = None
+    history_tier: str = ""
     shipped_bytes: int = 0
     delta_bytes: int | None = None
     cache_bytes: int = 0

@@ -23,6 +23,7 @@ from kvferry.shared.control.messages import (
     GenerationFinished,
     HistoryInfo,
     HistoryReturned,
+    HistoryWay,
     PrefillEvent,
     PrefillRequest,
     ReuseSource,
@@ -54,6 +55,11 @@ _REUSE_SOURCES: dict[ReuseSource, pb.ReuseSource.ValueType] = {
     "session": pb.REUSE_SOURCE_SESSION,
     "document": pb.REUSE_SOURCE_DOCUMENT,
     "prefix": pb.REUSE_SOURCE_PREFIX,
+}
+_HISTORY_WAYS: dict[HistoryWay, pb.HistoryWay.ValueType] = {
+    "recompute": pb.HISTORY_WAY_RECOMPUTE,
+    "fetch": pb.HISTORY_WAY_FETCH,
+    "delta": pb.HISTORY_WAY_DELTA,
 }
 _ROLES: dict[Literal["prefill", "decode"], pb.Role.ValueType] = {
     "prefill": pb.ROLE_PREFILL,
@@ -347,6 +353,7 @@ def _write_prefill_request(request: PrefillRequest) -> pb.PrefillRequest:
         document=None if request.document is None else _write_session(request.document),
         probe=request.probe,
         kept_bins=request.kept_bins,
+        has_history=request.has_history,
     )
 
 
@@ -363,6 +370,7 @@ def _read_prefill_request(message: pb.PrefillRequest) -> PrefillRequest:
         document=_read_session(message.document) if message.HasField("document") else None,
         probe=message.probe,
         kept_bins=message.kept_bins,
+        has_history=message.has_history,
     )
 
 
@@ -382,6 +390,10 @@ def _write_prefill_event(event: PrefillEvent) -> pb.PrefillEvent:
         queue_s=event.queue_s,
         reuse_source=_REUSE_SOURCES[event.reuse_source],
         kept=event.kept,
+        history_way=(
+            pb.HISTORY_WAY_UNSPECIFIED if event.history_way is None else _HISTORY_WAYS[event.history_way]
+        ),
+        history_tier=event.history_tier,
     )
     return pb.PrefillEvent(first_token=first)
 
@@ -406,6 +418,10 @@ def _read_prefill_event(message: pb.PrefillEvent) -> PrefillEvent:
         queue_s=first.queue_s,
         reuse_source=_read_choice(first.reuse_source, _REUSE_SOURCES, "reuse_source"),
         kept=tuple(first.kept),
+        history_way=_read_choice(first.history_way, _HISTORY_WAYS, "history_way")
+        if first.history_way
+        else None,
+        history_tier=first.history_tier,
     )
 
 

@@ -16,6 +16,9 @@ from kvferry.shared.sampling.params import SampledToken, SamplingParams
 FinishReason = Literal["stop", "length"]
 ReuseSource = Literal["session", "document", "prefix"]
 """Whose KV a turn continues from: its session's, the document's it names, another session's of its key."""
+HistoryWay = Literal["recompute", "fetch", "delta"]
+"""How a turn came by its history: run again, loaded from where it is held, or loaded and shipped without the
+rows that decode still holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +145,7 @@ class PrefillRequest:
     Attributes:
         session: where history is looked up and staged; None keeps none.
         document: whose history the session may begin with; of the same owner.
+        has_history: the session has had turns, so that history which is not there is a miss.
     """
 
     request_id: str
@@ -154,6 +158,7 @@ class PrefillRequest:
     probe: bool = False
     document: SessionKey | None = None
     kept_bins: int = 0
+    has_history: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +175,8 @@ class FirstToken:
         queue_s: time spent waiting for the engine.
         kept: the fraction of rows kept in each of the request's `kept_bins` stretches of the prompt, over all
             layers and KV heads; empty where it asks for none.
+        history_way: how the turn came by what was there before it; None where there was nothing.
+        history_tier: the slowest tier that gave rows; "" where none did.
     """
 
     token: SampledToken
@@ -181,6 +188,8 @@ class FirstToken:
     queue_s: float
     reuse_source: ReuseSource = "session"
     kept: tuple[float, ...] = ()
+    history_way: HistoryWay | None = None
+    history_tier: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,10 @@ class HistoryTurn(Protocol):
     @property
     def reuse_source(self) -> ReuseSource: ...
 
+    def limit(self, num_tokens: int) -> None:
+        """Continue from the first `num_tokens` of the reused tokens alone. Before anything is loaded."""
+        ...
+
     def load(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """K and V `[H_kv, reused_tokens, D]` of the base record, or None where nothing is reused.
 
@@ -91,6 +95,7 @@ class HistoryStore(Protocol):
         method: str = "",
         document: SessionKey | None = None,
         num_observed: int | None = None,
+        has_history: bool = False,
     ) -> HistoryTurn:
         """Start a turn: finds the longest common token prefix with the session's record, capped at one
         token less than the prompt (the last prompt token must be run to give logits).
@@ -102,6 +107,7 @@ class HistoryStore(Protocol):
             num_observed: at least so many of the prompt's last tokens are run if another session's record of
                 the same owner is continued from, so that the turn sees the queries which it would see
                 alone; None never continues from one.
+            has_history: whether the session has had turns: to hold none of them is a miss, which is counted.
         """
         ...
 

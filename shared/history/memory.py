@@ -52,13 +52,16 @@ class MemoryHistoryStore:
         turn_lease_s: float,
         clock: Callable[[], float],
         precision: RowPrecision | None = None,
+        on_miss: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Args:
         max_bytes: bound on `size_bytes`.
         turn_lease_s: a turn that nothing was appended to for so long is dropped by `sweep`.
         clock: monotonic seconds.
         precision: how rows are stored; as they come if None.
+        on_miss: told the reason where a session that has had turns has no record here.
         """
+        self._on_miss = on_miss
         self._precision = precision or RowPrecision()
         self._max_bytes = max_bytes
         self._num_layers = num_layers
@@ -103,6 +106,7 @@ class MemoryHistoryStore:
         method: str = "",
         document: SessionKey | None = None,
         num_observed: int | None = None,
+        has_history: bool = False,
     ) -> MemoryHistoryTurn:
         """See `HistoryStore.begin`. A request that begins again gives up its former turn.
 
@@ -134,7 +138,9 @@ class MemoryHistoryStore:
             )
             self._retain(turn.pieces)
             self._turns[request_id] = turn
-            return MemoryHistoryTurn(self, turn)
+        if has_history and turn.base is None:
+            self._on_miss("absent")
+        return MemoryHistoryTurn(self, turn)
 
     def turn(self, request_id: str) -> MemoryHistoryTurn | None:
         """See `HistoryStore.turn`."""
@@ -203,6 +209,16 @@ class MemoryHistoryStore:
                 )
             pieces = turn.pieces
         return chunk_rows(piece_chunks(pieces, layer))
+
+    def limit_turn(self, turn: StagedTurn, num_tokens: int) -> None:
+        """See `HistoryTurn.limit`."""
+        with self._lock:
+            pieces = first_pieces(turn.pieces, num_tokens)
+            self._retain(pieces)
+            self._release(turn.pieces)
+            turn.pieces = pieces
+            turn.reused_tokens = min(turn.reused_tokens, num_tokens)
+            turn.num_exact_reused = min(turn.num_exact_reused, num_tokens)
 
     def append_turn(self, turn: StagedTurn, layer: int, keys: Tensor, values: Tensor) -> None:
         """See `HistoryTurn.append`."""

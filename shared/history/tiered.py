@@ -59,8 +59,8 @@ class TieredHistoryStore:
         """Args:
         turn_timeout_s: one turn waits at most so long for rows from Redis, in all.
         write_timeout_s: a commit waits at most so long for Redis, and closing as well.
-        on_miss: told the reason where Redis could not be asked, or has lost a session that this worker had
-            written, and memory does not have it either; misses during `load` are raised instead.
+        on_miss: told the reason where Redis could not be asked, or lacks a session that has had turns, and
+            memory does not have it either; misses during `load` are raised instead.
         on_failure: told the reason where Redis did not take a commit.
         clock: monotonic seconds.
         """
@@ -99,6 +99,7 @@ class TieredHistoryStore:
         method: str = "",
         document: SessionKey | None = None,
         num_observed: int | None = None,
+        has_history: bool = False,
     ) -> TieredHistoryTurn:
         """See `HistoryStore.begin`. Only memory is searched for other sessions' prefixes; a document is
         sought in both."""
@@ -111,6 +112,8 @@ class TieredHistoryStore:
                 self._on_miss("redis_unavailable")
             elif self._replicator.wrote(session):
                 self._on_miss("evicted")
+            elif has_history:
+                self._on_miss("absent")
         sources = [(session, record)]
         if document is not None and asked and local.reuse_source != "document":
             sources.append((document, self._look_up(document)[1]))
@@ -270,6 +273,13 @@ class TieredHistoryTurn:
         if self._source is None or self._stop == self._start:
             return self._local.reuse_source
         return "session" if self._source[0] == self.session else "document"
+
+    def limit(self, num_tokens: int) -> None:
+        """See `HistoryTurn.limit`. What Redis has of the session stays."""
+        if num_tokens < self._start:
+            self._local.limit(num_tokens)
+        self._start = min(self._start, num_tokens)
+        self._stop = min(self._stop, num_tokens)
 
     def load(self, layer: int) -> LayerKV | None:
         """See `HistoryTurn.load`. Starts reading the next layer."""

@@ -103,6 +103,8 @@ class TurnStore(Protocol):
 
     def load_turn(self, turn: StagedTurn, layer: int) -> LayerKV | None: ...
 
+    def limit_turn(self, turn: StagedTurn, num_tokens: int) -> None: ...
+
     def append_turn(self, turn: StagedTurn, layer: int, keys: Tensor, values: Tensor) -> None: ...
 
     def adopt_turn(self, turn: StagedTurn, layer: int, chunks: Iterable[RowChunk]) -> None: ...
@@ -136,6 +138,10 @@ class MemoryHistoryTurn:
     @property
     def reuse_source(self) -> ReuseSource:
         return self._turn.reuse_source
+
+    def limit(self, num_tokens: int) -> None:
+        """See `HistoryTurn.limit`."""
+        self._store.limit_turn(self._turn, num_tokens)
 
     def load(self, layer: int) -> LayerKV | None:
         """See `HistoryTurn.load`. What it returns must not be written to."""

@@ -114,6 +114,7 @@ def test_a_restarted_prefill_worker_does_not_compute_again(
     kill_prefill(redis_stack)
     second = ask(redis_stack, questions[1], "restarted", method)
     assert second["kv"]["reused_tokens"] == known_tokens(first)
+    assert (second["kv"]["history"], second["kv"]["history_tier"]) == ("fetch", "redis")
     assert redis_stack.prefill_metric("kvferry_history_reused_tokens_total", tier="redis") == known_tokens(
         first
     )
@@ -124,6 +125,30 @@ def test_a_restarted_prefill_worker_does_not_compute_again(
         second
     )
     assert redis_stack.prefill_metric("kvferry_history_miss_total") == 0
+    assert [said(answer) for answer in (first, second, third)] == [said(answer) for answer in undisturbed]
+
+
+def test_history_lost_everywhere_at_once_is_a_miss_and_is_computed_again(
+    redis_stack: Any, server: Any, make_document: Callable[..., Any]
+) -> None:
+    method = {"method": "full"}
+    document = make_document(19, num_words=60, num_facts=3)
+    questions = [document.questions[index][0] for index in range(3)]
+    questions[0] = f"{document.text} {questions[0]}"
+    undisturbed = [ask(redis_stack, text, "whole-lost", method) for text in questions]
+    first = ask(redis_stack, questions[0], "lost", method)
+    wait_stored(server, "lost", known_tokens(first))
+    with server.client() as admin:
+        for key in admin.keys("kvferry:history:*"):
+            admin.unlink(key)
+    kill_prefill(redis_stack)
+    second = ask(redis_stack, questions[1], "lost", method)
+    assert second["kv"]["reused_tokens"] == 0
+    assert second["kv"]["history"] == "recompute"
+    assert redis_stack.prefill_metric("kvferry_history_miss_total", reason="absent") == 1
+    third = ask(redis_stack, questions[2], "lost", method)
+    assert third["kv"]["reused_tokens"] == known_tokens(second)
+    assert redis_stack.prefill_metric("kvferry_history_miss_total") == 1
     assert [said(answer) for answer in (first, second, third)] == [said(answer) for answer in undisturbed]
 
 
@@ -146,6 +171,7 @@ def test_a_conversation_goes_on_without_redis_and_is_kept_again_after_it(
         answers.append(ask(redis_stack, questions[1], session, method))
         # neither tier could be asked
         assert answers[1]["kv"]["reused_tokens"] == 0
+        assert answers[1]["kv"]["history"] == "recompute"
         assert redis_stack.prefill_metric("kvferry_history_miss_total", reason="redis_unavailable") >= 1
         wait_metric(redis_stack, "kvferry_history_store_failed_total")
     finally:

@@ -84,6 +84,42 @@ def assert_loads(turn: MemoryHistoryTurn, tokens: tuple[int, ...]) -> None:
         assert torch.equal(loaded[1], -expected)
 
 
+@pytest.mark.parametrize("num_tokens", [4, 3, 1, 0])
+def test_a_turn_may_continue_from_less_than_is_there(store: MemoryHistoryStore, num_tokens: int) -> None:
+    run_turn(store, A, "r1", (1, 2, 3), (4, 5))
+    prompt = (1, 2, 3, 4, 5, 6)
+    turn = store.begin(A, "r2", prompt)
+    turn.limit(num_tokens)
+    assert turn.reused_by_tier == {"memory": num_tokens}
+    assert_loads(turn, prompt[:num_tokens])
+    stage(turn, prompt[num_tokens:], num_tokens)
+    assert turn.commit(prompt).num_tokens == 6
+    # the first record's segment lives on where the second begins with a part of it
+    assert store.size_bytes == (6 if num_tokens in (4, 0) else 4 + 6 - num_tokens) * TOKEN_BYTES
+    assert_loads(store.begin(A, "r3", (*prompt, 7)), prompt)
+    store.drop(A)
+    assert store.size_bytes == 0
+
+
+def test_a_session_that_has_had_turns_and_is_not_there_is_a_miss(clock: Clock) -> None:
+    misses: list[str] = []
+    store = MemoryHistoryStore(
+        max_bytes=1000 * TOKEN_BYTES,
+        num_layers=LAYERS,
+        turn_lease_s=60.0,
+        clock=clock,
+        on_miss=misses.append,
+    )
+    store.begin(A, "r1", (1, 2)).abort()
+    assert misses == []
+    store.begin(A, "r2", (1, 2), has_history=True).abort()
+    assert misses == ["absent"]
+    run_turn(store, A, "r3", (1, 2))
+    # an edited first message: the history is there and of no use
+    store.begin(A, "r4", (3, 2), has_history=True).abort()
+    assert misses == ["absent"]
+
+
 def test_a_new_session_reuses_nothing(store: MemoryHistoryStore) -> None:
     assert_loads(store.begin(A, "r", (1, 2, 3)), ())
     assert store.info(A) == HistoryInfo(num_tokens=0, size_bytes=0, tier="none")

@@ -54,6 +54,45 @@ def test_another_worker_continues_where_the_first_left(
     assert not second.misses
 
 
+@pytest.mark.parametrize("num_tokens", [80, 74, 40, 0])
+def test_a_turn_may_run_what_redis_has_and_redis_keeps_it(
+    make_worker: Callable[..., Worker], redis_server: Any, num_tokens: int
+) -> None:
+    first, second = make_worker(), make_worker()
+    prompt = tokens(84)
+    first.turn(A, prompt[:74])
+    second.turn(A, prompt)
+    longer = (*prompt, 7, 7)
+    turn = first.begin(A, longer)
+    assert turn.reused_by_tier == {"memory": 74, "redis": 10}
+    turn.limit(num_tokens)
+    assert sum(turn.reused_by_tier.values()) == num_tokens
+    assert turn.reused_by_tier["redis"] == max(0, num_tokens - 74)
+    with redis_server.client() as admin:
+        before = set(admin.keys("*"))
+        assert first.run(turn, longer, lambda layer: None) == num_tokens
+        assert turn.commit(longer).num_tokens == 86
+        # its values are not written again: the two new tokens join them
+        assert before <= set(admin.keys("*"))
+    assert make_worker().turn(A, (*longer, 8)) == 86
+    assert not first.misses
+
+
+def test_a_session_that_both_tiers_have_lost_at_once_is_a_miss(
+    make_worker: Callable[..., Worker], redis_server: Any
+) -> None:
+    make_worker().turn(A, tokens(20))
+    with redis_server.client() as admin:
+        admin.flushall()
+    worker = make_worker()
+    worker.begin(SessionKey(owner="key-a", session_id="new"), tokens(20)).abort()
+    assert not worker.misses
+    assert worker.turn(A, (*tokens(20), 1), has_history=True) == 0
+    assert worker.misses == {"absent": 1}
+    assert worker.turn(A, (*tokens(20), 1, 2), has_history=True) == 21
+    assert worker.misses == {"absent": 1}
+
+
 def test_the_bytes_in_redis_are_the_formulas_and_deleting_returns_every_one(
     make_worker: Callable[..., Worker], redis_server: Any
 ) -> None:
