@@ -1,6 +1,6 @@
 """The control messages as typed dataclasses: what router, prefill and decode say to one another.
 
-`codec.py` is the only module that turns them into protobuf and back (`proto/control.proto` mirrors this
+`codec/` is the only code that turns them into protobuf and back (`proto/control.proto` mirrors this
 file); in-process clients pass them as they are. Times are seconds, sizes bytes.
 """
 
