@@ -14,12 +14,14 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
 
 KernelMode = Literal["auto", "torch", "triton"]
 KernelPath = Literal["triton", "interpreter", "torch"]
+Problem = Callable[[], str | None]
 KERNEL_MODES: tuple[KernelMode, ...] = get_args(KernelMode)
 
 TRITON_OPS = ("chunk_scores", "column_sums", "dense_decode", "hsa", "pack", "trizone", "window_scores")
@@ -75,10 +77,11 @@ def mode() -> KernelMode:
     return _state.mode
 
 
-def path_for(op: str, device: torch.device, unsupported: str | None = None) -> KernelPath:
+def path_for(op: str, device: torch.device, unsupported: Problem | str | None = None) -> KernelPath:
     """The path that a call of `op` takes, counted.
 
-    Args: unsupported: why the op's Triton kernel cannot serve this call, None where it can.
+    Args: unsupported: why the op's Triton kernel cannot serve this call, None where it can; or what tells,
+        asked where there is a kernel at all.
     Raises:
         KernelUnavailable: mode is "triton" and Triton cannot run on the device, or not this call.
     """
@@ -88,16 +91,17 @@ def path_for(op: str, device: torch.device, unsupported: str | None = None) -> K
     return path
 
 
-def decided_path(op: str, device: torch.device, unsupported: str | None = None) -> KernelPath:
+def decided_path(op: str, device: torch.device, unsupported: Problem | str | None = None) -> KernelPath:
     """As `path_for`, for calls to come; not counted."""
     path = planned_path(op, device)
-    if path != "torch" and unsupported is not None:
-        if _state.mode == "triton":
-            raise KernelUnavailable(
-                f"kernels is 'triton', and {op} has no Triton kernel for this: {unsupported}"
-            )
-        path = "torch"
-    return path
+    if path == "torch":
+        return path
+    problem = unsupported() if callable(unsupported) else unsupported
+    if problem is None:
+        return path
+    if _state.mode == "triton":
+        raise KernelUnavailable(f"kernels is 'triton', and {op} has no Triton kernel for this: {problem}")
+    return "torch"
 
 
 def planned_path(op: str, device: torch.device) -> KernelPath:

@@ -6,6 +6,8 @@ dispatches to an implementation; `reference.py` is the same maths in plain float
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from kvferry.kernels.dense_decode import torch_path
@@ -29,7 +31,7 @@ def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: floa
         ValueError: shapes, dtypes, devices or strides do not fit together.
     """
     _check(queries, keys, values)
-    if path_for("dense_decode", queries.device, _unsupported(queries, keys, values)) == "torch":
+    if path_for("dense_decode", queries.device, partial(_unsupported, queries, keys, values)) == "torch":
         return torch_path.dense_decode(queries, keys, values, scaling=scaling)
     # Here, because a CPU install has no Triton.
     from kvferry.kernels.dense_decode import triton_kernel

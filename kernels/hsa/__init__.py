@@ -11,6 +11,8 @@ hold anything.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from kvferry.kernels.descriptors import alignment_problem, shape_problem
@@ -123,7 +125,7 @@ def attend(
         raise ValueError(f"num_channels is {num_channels}; it must be 1 to {head_dim}")
     if num_tokens < 1:
         raise ValueError(f"num_tokens is {num_tokens}; it must be at least 1")
-    unsupported = _unsupported(queries, keys, values, page_max, page_min)
+    unsupported = partial(_unsupported, queries, keys, values, page_max, page_min)
     if path_for("hsa", queries.device, unsupported) != "torch":
         # Here, because a CPU install has no Triton.
         from kvferry.kernels.hsa import triton_kernel

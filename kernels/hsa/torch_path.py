@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.dense_decode.torch_path import dense_decode
-from kvferry.kernels.top_tokens import attend_tokens, top_tokens
+from kvferry.kernels.top_tokens import attend_tokens, head_starts, top_tokens
+
+MIN_NORM = 1e-30
+"""What |q_I1|_1 of a head that is zero on I1 is taken for."""
 
 
 def write_page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, page_size: int) -> None:
@@ -28,13 +31,13 @@ def update_page_extremes(
     page_max: Tensor, page_min: Tensor, key: Tensor, *, position: int, page_size: int
 ) -> None:
     """Fold one new row into its page; the first row of a page starts it."""
-    page = position // page_size
+    highest, lowest = page_max[:, position // page_size], page_min[:, position // page_size]
     if position % page_size == 0:
-        page_max[:, page] = key
-        page_min[:, page] = key
+        highest.copy_(key)
+        lowest.copy_(key)
     else:
-        torch.maximum(page_max[:, page], key, out=page_max[:, page])
-        torch.minimum(page_min[:, page], key, out=page_min[:, page])
+        torch.maximum(highest, key, out=highest)
+        torch.minimum(lowest, key, out=lowest)
 
 
 def select_tokens(
@@ -48,33 +51,69 @@ def select_tokens(
     num_tokens: int,
 ) -> Tensor:
     """Step 2 of Algorithm 1: int64 `[H_kv, k2]`, the newest token first, then by falling score."""
-    head_dim, num_pages = queries.shape[2], page_max.shape[1]
     q = queries.float()
-    q_abs = q.abs()
-    channels = q_abs.sum(1).sort(dim=-1, descending=True, stable=True).indices[:, :num_channels]
-    chosen = torch.zeros(q.shape[0], head_dim, dtype=torch.bool, device=q.device).scatter_(1, channels, True)
-    # reading whole rows with zeros in q beats gathering single channels on every device without our kernel
-    q_kept = torch.where(chosen[:, None], q, 0.0)
-    positive = q.sum(1, keepdim=True) >= 0
-    q_positive = torch.where(positive, q_kept, 0.0)
-    logits = torch.bmm(q_positive, page_max.float().mT)
-    logits = logits.baddbmm_(q_kept - q_positive, page_min.float().mT)
+    _, group_size, head_dim = q.shape
+    magnitudes = torch.linalg.vector_norm(q, ord=1, dim=1)
+    channels = magnitudes.sort(dim=-1, descending=True, stable=True).indices[:, :num_channels]
+    q_kept = q.gather(2, channels[:, None].expand(-1, group_size, -1))
 
-    l1_kept = q_kept.abs().sum(-1, keepdim=True)
-    temperature = (head_dim * l1_kept / q_abs.sum(-1, keepdim=True)).sqrt()
-    # a head that is zero on these channels has logits of zero whatever it is divided by
-    temperature = torch.where(l1_kept > 0, temperature, 1.0)
-    logits /= temperature  # [H_kv, G, pages]
+    # 1 / temperature, sqrt(|q|_1 / (D |q_I1|_1)); a head that is zero on I1 has logits of zero whatever it is
+    l1 = torch.linalg.vector_norm(q, ord=1, dim=-1, keepdim=True)
+    l1_kept = torch.linalg.vector_norm(q_kept, ord=1, dim=-1, keepdim=True)
+    shrink = torch.div(l1, l1_kept.clamp_(min=MIN_NORM)).mul_(1 / head_dim).sqrt_()
+    logits = _page_logits(q_kept, shrink, channels, page_max, page_min)
 
     # softmax over tokens: a page's term counts once for each token it holds, and all but the last hold P
     weights = logits.softmax(dim=-1)
-    missing = num_pages * page_size - length
+    missing = page_max.shape[1] * page_size - length
     if missing:
-        weights = weights / (page_size - missing * weights[..., -1:])
-    scores = weights.mean(1)  # [H_kv, pages], one token's share, or P times as much where all pages are full
+        weights /= page_size - missing * weights[..., -1:]
+    # summed over G: one token's share, or as many times as much for every token alike
+    return top_tokens(weights.sum(1), num_tokens, length=length, page_size=page_size)
 
-    token_scores = scores.repeat_interleave(page_size, dim=1)[:, :length]
-    return top_tokens(token_scores, num_tokens)
+
+def _page_logits(
+    q_kept: Tensor, shrink: Tensor, channels: Tensor, page_max: Tensor, page_min: Tensor
+) -> Tensor:
+    """`shrink * q_I1 . estimate` of each page, float32 `[H_kv, G, pages]`.
+
+    Args: q_kept float32 `[H_kv, G, k1]`, shrink float32 `[H_kv, G, 1]`, channels int64 `[H_kv, k1]`.
+    """
+    below = q_kept.sum(1) < 0
+    lying = _channel_rows(page_max, page_min)
+    if lying is not None:
+        rows, first, apart = lying
+        index = torch.add(channels + first, below, alpha=apart).flatten()
+        estimates = rows.index_select(0, index).view(*channels.shape, -1)
+        return torch.bmm(q_kept * shrink, estimates.float())
+    # reading whole rows with zeros in q beats gathering single channels
+    wide = (channels.shape[0], q_kept.shape[1], page_max.shape[2])
+    index = channels[:, None].expand_as(q_kept)
+    q_max = (q_kept * shrink).masked_fill_(below[:, None], 0.0)
+    q_min = (q_kept * shrink).sub_(q_max)
+    logits = torch.bmm(q_max.new_zeros(wide).scatter_(2, index, q_max), page_max.float().mT)
+    return logits.baddbmm_(q_min.new_zeros(wide).scatter_(2, index, q_min), page_min.float().mT)
+
+
+def _channel_rows(page_max: Tensor, page_min: Tensor) -> tuple[Tensor, Tensor, int] | None:
+    """Both extremes as rows of one channel each, where they lie so: channel by channel in one storage, at
+    equal distances; None where not.
+
+    Returns: `[n, pages]`; the row of each head's channel 0 of Kmax, int64 `[H_kv, 1]`; how many rows after it
+        the same channel of Kmin lies.
+    """
+    num_kv_heads, num_pages, head_dim = page_max.shape
+    head_stride, page_stride, row = page_max.stride()
+    if page_stride != 1 or row < num_pages or page_min.stride() != page_max.stride():
+        return None
+    if page_min.untyped_storage().data_ptr() != page_max.untyped_storage().data_ptr():
+        return None
+    apart = page_min.storage_offset() - page_max.storage_offset()
+    if apart < 0 or apart % row or head_stride % row:
+        return None
+    size = (apart + (num_kv_heads - 1) * head_stride) // row + head_dim
+    first = head_starts(num_kv_heads, head_stride // row, page_max.device)
+    return page_max.as_strided((size, num_pages), (row, 1)), first, apart // row
 
 
 def attend(

@@ -8,6 +8,7 @@ arguments and dispatches to an implementation; `reference.py` dequantises everyt
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -55,7 +56,8 @@ def trizone_decode_segments(
     Args, returns, raises: as `trizone_decode`; segments: at least one.
     """
     _check(queries, segments, new_keys, new_values)
-    if path_for("trizone", queries.device, _unsupported(queries, new_keys, new_values)) == "torch":
+    unsupported = partial(_unsupported, queries, new_keys, new_values)
+    if path_for("trizone", queries.device, unsupported) == "torch":
         return torch_path.trizone_decode_segments(queries, segments, new_keys, new_values, scaling=scaling)
     # Here, because a CPU install has no Triton.
     from kvferry.kernels.trizone import triton_kernel

@@ -69,8 +69,7 @@ class Hsa(PagedAttention):
 
     def build_packed(self, packed: PackedLayer, auxiliary: tuple[Tensor, ...]) -> None:
         """See `PackedAttention.build_packed`."""
-        page_max, page_min = auxiliary
-        packed_hsa.page_extremes(packed, page_max, page_min, page_size=self.page_size)
+        packed_hsa.page_extremes(packed, *self.pages(auxiliary), page_size=self.page_size)
 
     def append_packed(
         self,
@@ -87,8 +86,7 @@ class Hsa(PagedAttention):
         (prompt,) = packed
         keys[:, position] = key
         values[:, position] = value
-        page_max, page_min = auxiliary
-        packed_hsa.append_key(prompt, page_max, page_min, key, num_new=position, page_size=self.page_size)
+        packed_hsa.append_key(prompt, *self.pages(auxiliary), key, num_new=position, page_size=self.page_size)
 
     def attend_packed(
         self,
@@ -108,7 +106,7 @@ class Hsa(PagedAttention):
             prompt,
             keys[:, :length],
             values[:, :length],
-            *auxiliary,
+            *self.pages(auxiliary),
             page_size=self.page_size,
             num_channels=self.num_channels,
             num_tokens=self.num_tokens,

@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels import hsa
+from kvferry.kernels.dispatch import planned_path
 from kvferry.shared.compression.attention.interface import TensorSpec
 from kvferry.shared.compression.attention.rows import GrowingRows
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagedAttention(GrowingRows):
-    """The part of `AttentionKind` that keeps `(page_max, page_min)`, `[H_kv, ceil(rows / P), D]` each; with
-    P = 1 nothing: a key is its own page's extremes.
+    """The part of `AttentionKind` that keeps Kmax and Kmin of pages as one, `[2, H_kv, ceil(rows / P), D]`;
+    with P = 1 nothing: a key is its own page's extremes.
+
+    Where torch attends, each channel's pages follow one another in the same bytes: a step reads few channels.
 
     Attributes:
         page_size: P, tokens that share one Kmax/Kmin pair.
@@ -32,24 +35,27 @@ class PagedAttention(GrowingRows):
 
     def page_specs(
         self, *, num_kv_heads: int, num_rows: int, head_dim: int, dtype: torch.dtype
-    ) -> tuple[TensorSpec, TensorSpec]:
-        """Tensors for the extremes of as many tokens per KV head, whatever P."""
-        pages = (num_kv_heads, hsa.num_pages(num_rows, self.page_size), head_dim)
-        spec = TensorSpec(shape=pages, dtype=dtype)
-        return spec, spec
+    ) -> tuple[TensorSpec]:
+        """The tensor for the extremes of as many tokens per KV head, whatever P."""
+        pages = hsa.num_pages(num_rows, self.page_size)
+        return (TensorSpec(shape=(2, num_kv_heads, pages, head_dim), dtype=dtype),)
 
     def extremes(self, keys: Tensor, auxiliary: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Kmax and Kmin `[H_kv, ceil(cap / P), D]` of keys `[H_kv, cap, D]`."""
-        if self.page_size == 1:
-            return keys, keys
-        page_max, page_min = auxiliary
-        return page_max, page_min
+        return (keys, keys) if self.page_size == 1 else self.pages(auxiliary)
+
+    def pages(self, auxiliary: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Kmax and Kmin `[H_kv, pages, D]` of a tensor as `page_specs` wants it."""
+        (both,) = auxiliary
+        if planned_path("hsa", both.device) == "torch":
+            _, num_kv_heads, num_pages, head_dim = both.shape
+            both = both.view(2, num_kv_heads, head_dim, num_pages).mT
+        return both[0], both[1]
 
     def build(self, keys: Tensor, values: Tensor, auxiliary: tuple[Tensor, ...], *, length: int) -> None:
         if self.page_size == 1:
             return
-        page_max, page_min = auxiliary
-        hsa.page_extremes(keys, page_max, page_min, length=length, page_size=self.page_size)
+        hsa.page_extremes(keys, *self.pages(auxiliary), length=length, page_size=self.page_size)
 
     def append(
         self,

@@ -96,6 +96,26 @@ def test_selection_and_output_agree_with_the_reference_up_to_ties(
     torch.testing.assert_close(output, exact, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(("length", "page_size", "num_channels"), [(29, 1, 12), (40, 3, 7), (41, 5, 1)])
+def test_pages_that_lie_channel_by_channel_are_attended_as_those_that_lie_page_by_page(
+    length, page_size, num_channels, together
+):
+    keys, values, page_max, page_min = make_cache(length, length + 8, page_size, heads=3)
+    by_channel = torch.stack([page_max, page_min]).mT.contiguous().mT
+    lying = tuple(by_channel) if together else (by_channel[0], by_channel[1].mT.clone().mT)
+    sizes = {"page_size": page_size, "num_channels": num_channels, "num_tokens": 11, "scaling": 0.25}
+    generator = torch.Generator().manual_seed(3)
+    for position in range(length, length + 7):
+        key, value = torch.randn(2, 3, 12, generator=generator)
+        for pages in ((page_max, page_min), lying):
+            hsa.append_row(keys, values, *pages, key, value, position=position, page_size=page_size)
+        queries = torch.randn(3, 4, 12, generator=generator)
+        expected = hsa.attend(queries, keys, values, page_max, page_min, length=position + 1, **sizes)
+        output = hsa.attend(queries, keys, values, *lying, length=position + 1, **sizes)
+        torch.testing.assert_close(output, expected, atol=2e-6, rtol=2e-6)
+
+
 def test_equal_scores_select_the_lowest_indices_and_the_newest_token():
     page_max = page_min = torch.ones(1, 4, 8)
     selected = torch_path.select_tokens(

@@ -91,7 +91,8 @@ def test_rows_and_page_extremes_are_the_same_however_sections_are_cut(cuts):
         assert cache.keys[:, rows:].isnan().all()
         assert cache.values[:, rows:].isnan().all()
     expected_max, expected_min = page_extremes(transfer.sections[1, Section.KEYS], page_size=2)
-    page_max, page_min = caches[1].auxiliary
+    cache = caches[1]
+    page_max, page_min = cache.layout.attention.extremes(cache.keys, cache.auxiliary)
     assert torch.equal(page_max[:, :3], expected_max)
     assert torch.equal(page_min[:, :3], expected_min)
     assert page_max[:, 3:].isnan().all()
