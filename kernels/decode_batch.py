@@ -64,6 +64,10 @@ class LaunchBatch(Protocol):
         """Whether kernels serve it, so that a step asks the device for nothing."""
         ...
 
+    def release(self) -> None:
+        """Hold nothing of the batch any more."""
+        ...
+
     def advance(self, active: Tensor) -> None:
         """The next step: one more row in every slot that is active. Args: active: int64 `[S]`, 0 or 1."""
         ...
@@ -89,11 +93,10 @@ class HeadTables:
     """
 
     def __init__(self, shape: BatchShape, empty: Sequence[int]) -> None:
-        num_fields = len(empty)
         self._shape = shape
         self._empty = list(empty)
         size = (shape.num_layers, shape.num_heads)
-        self._table = torch.zeros(*size, num_fields, dtype=torch.int64, device=shape.device)
+        self._table = torch.tensor(self._empty, device=shape.device).repeat(*size, 1)
         self._lengths = torch.zeros(size, dtype=torch.int64, device=shape.device)
         self._grows = torch.zeros(size, dtype=torch.int64, device=shape.device)
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal, get_args
 
 import torch
@@ -22,6 +23,7 @@ import torch
 KernelMode = Literal["auto", "torch", "triton"]
 KernelPath = Literal["triton", "interpreter", "torch"]
 Problem = Callable[[], str | None]
+StepPathName = Literal["graph", "eager"]
 KERNEL_MODES: tuple[KernelMode, ...] = get_args(KernelMode)
 
 TRITON_OPS = ("chunk_scores", "column_sums", "dense_decode", "hsa", "pack", "trizone", "window_scores")
@@ -56,6 +58,16 @@ class _State:
 _state = _State()
 
 
+class _Recording(threading.local):
+    """The calls of one thread since it began to record, None where it does not."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[tuple[str, KernelPath]] | None = None
+
+
+_recording = _Recording()
+
+
 def configure(mode: KernelMode, device: torch.device) -> None:
     """Choose for the process, at its start.
 
@@ -86,8 +98,9 @@ def path_for(op: str, device: torch.device, unsupported: Problem | str | None = 
         KernelUnavailable: mode is "triton" and Triton cannot run on the device, or not this call.
     """
     path = decided_path(op, device, unsupported)
-    with _state.lock:
-        _state.calls[op, path] += 1
+    if _recording.calls is not None:
+        _recording.calls[op, path] += 1
+    count({(op, path): 1})
     return path
 
 
@@ -125,6 +138,27 @@ def calls() -> dict[tuple[str, KernelPath], int]:
     """How often each op took each path in this process."""
     with _state.lock:
         return dict(_state.calls)
+
+
+def count(calls: Mapping[tuple[str, KernelPath], int]) -> None:
+    """Count calls that a captured step repeats."""
+    with _state.lock:
+        _state.calls.update(calls)
+
+
+@contextmanager
+def recording() -> Iterator[Counter[tuple[str, KernelPath]]]:
+    """The calls that this thread makes meanwhile; they are counted as well."""
+    _recording.calls = calls = Counter[tuple[str, KernelPath]]()
+    try:
+        yield calls
+    finally:
+        _recording.calls = None
+
+
+def planned_step_path(device: torch.device) -> StepPathName:
+    """How a decode step runs whose attention kernels serve: captured in a graph, or eagerly."""
+    return "graph" if device.type == "cuda" and planned_path("dense_decode", device) == "triton" else "eager"
 
 
 def interpreting() -> bool:

@@ -53,6 +53,15 @@ def kernel_paths(role: Role, device: torch.device) -> dict[str, KernelPath]:
     return {op: paths[op] for op in OPS[role]}
 
 
+def shown_paths(role: Role, device: torch.device) -> dict[str, str]:
+    """What `/version` shows of a worker: its ops' paths, and how decode's steps run ("graph" or "eager").
+
+    A batch with an attention that torch serves is stepped eagerly whatever the device.
+    """
+    steps = {"decode_step": dispatch.planned_step_path(device)} if role == "decode" else {}
+    return {**kernel_paths(role, device), **steps}
+
+
 class KernelCalls:
     """`kvferry_<role>_kernel_calls_total{op,path}`: every op with the path it takes now, and any it took.
 

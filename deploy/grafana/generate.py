@@ -188,6 +188,10 @@ DECODE = Dashboard(
         Panel(title="Arena in use", unit="percentunit", queries=(
             Query(expr="instance:kvferry_arena_used:ratio", legend="{{instance}}"),)),
         Panel(title="Last block to first step", unit="s", queries=quantiles("admission_seconds")),
+        Panel(title="Steps by how they ran", unit="cps", stacked=True,
+              about="In a graph, or eagerly: on a CPU, or for an attention without a kernel.", queries=(
+                  Query(expr=f"sum by (path, because) (rate(kvferry_decode_steps_total{RATE}))",
+                        legend="{{path}} {{because}}"),)),
         Panel(title="Reservations refused", unit="cps", queries=(
             Query(expr=or_zero(rate("admission_rejected_total", "reason", where="")), legend="{{reason}}"),)),
     ),

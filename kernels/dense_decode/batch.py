@@ -40,6 +40,10 @@ class DenseBatch:
                 [{slot: row_fields(self._base, rows) for slot, rows in layer.items()} for layer in layers]
             )
 
+    def release(self) -> None:
+        """See `LaunchBatch.release`."""
+        self._layers = ()
+
     def advance(self, active: Tensor) -> None:
         """See `LaunchBatch.advance`."""
         self._num_steps += 1

@@ -95,6 +95,10 @@ class HsaBatch:
                 [{slot: self._fields(rows) for slot, rows in layer.items()} for layer in layers]
             )
 
+    def release(self) -> None:
+        """See `LaunchBatch.release`."""
+        self._layers = ()
+
     def advance(self, active: Tensor) -> None:
         """See `LaunchBatch.advance`."""
         self._num_steps += 1

@@ -119,6 +119,10 @@ class TriZoneBatch:
             self._entries[layer, : work.entries.shape[0]].copy_(work.entries, non_blocking=True)
             self._items[layer, : work.items.shape[0]].copy_(work.items, non_blocking=True)
 
+    def release(self) -> None:
+        """See `LaunchBatch.release`."""
+        self._layers = ()
+
     def advance(self, active: Tensor) -> None:
         """See `LaunchBatch.advance`."""
         self._num_steps += 1

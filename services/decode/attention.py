@@ -6,13 +6,13 @@ layer are attended together: `kernels/*/batch.py` launches once for all of them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvferry.kernels.decode_batch import LaunchBatch
+from kvferry.kernels.decode_batch import CachedRows, LaunchBatch
 from kvferry.kernels.dense_decode.batch import DenseBatch
 from kvferry.kernels.hsa.batch import HsaBatch
 from kvferry.kernels.trizone.batch import TriZoneBatch
@@ -28,51 +28,64 @@ class BatchAttention:
     What goes wrong in one sequence stays there: it is recorded in `errors`, that sequence's output is zero
     from then on, and the others go on.
 
-        made, placed ──every layer once──► advance ──every layer once──► advance ...
+        made: every slot empty ──place──► every layer once ──advance──► every layer once ...
 
-    Args:
-        members: the batch, before its first step.
+    Args: members: a batch whose signature those have that are placed.
     """
 
     def __init__(self, members: Members) -> None:
-        self.errors: dict[int, Exception] = {}
-        self._batches: list[tuple[LaunchBatch, tuple[bool, ...]]] = []
         shape, base = members.shape, members.base
+        self.errors: dict[int, Exception] = {}
+        self._num_steps = 0
+        self._num_appended: tuple[int, ...] = ()
+        self._alone: Sequence[Mapping[int, LayerCache]] = [{}] * shape.num_layers
+        self._has_alone = any(members.alone)
         self._dense = DenseBatch(shape, base) if any(members.dense) else None
         self._sparse = HsaBatch(shape, base, members.sparse_size) if any(members.sparse) else None
         self._packed = (
             TriZoneBatch(shape, base, members.codes, members.packed_size) if any(members.packed) else None
         )
-        self.place(members)
+        kinds: list[tuple[LaunchBatch | None, Sequence[Mapping[int, CachedRows]]]] = [
+            (self._dense, members.dense),
+            (self._sparse, members.sparse),
+            (self._packed, members.packed),
+        ]
+        self._batches = [(batch, tuple(map(bool, layers))) for batch, layers in kinds if batch is not None]
 
     @classmethod
     def of(
         cls, spec: ModelSpec, caches: Sequence[tuple[LayerCache, ...]], num_appended: Sequence[int]
     ) -> BatchAttention:
-        """Args: caches: of each sequence, its layers' views; num_appended: rows it has appended before."""
-        return cls(Members.of(spec, caches, num_appended, num_slots=len(caches)))
+        """A batch placed. Args: caches: of each sequence, its layers' views; num_appended: rows it has
+        appended before the first step."""
+        members = Members.of(spec, caches, num_appended, num_slots=len(caches))
+        attention = cls(members)
+        attention.place(members)
+        return attention
 
     def place(self, members: Members) -> None:
-        """Another batch of the same signature, in the same memory."""
+        """Take up a batch before its first step."""
         self.errors = {}
-        self._num_appended = members.num_appended
         self._num_steps = 0
+        self._num_appended = members.num_appended
         self._alone = members.alone
-        self._batches = []
         if self._dense is not None:
             self._dense.fill(members.dense)
-            self._batches.append((self._dense, tuple(map(bool, members.dense))))
         if self._sparse is not None:
             self._sparse.fill(members.sparse)
-            self._batches.append((self._sparse, tuple(map(bool, members.sparse))))
         if self._packed is not None:
             self._packed.fill(members.packed, members.works)
-            self._batches.append((self._packed, tuple(map(bool, members.packed))))
+
+    def release(self) -> None:
+        """Hold nothing of the batch any more."""
+        self._alone = [{}] * len(self._alone)
+        for batch, _ in self._batches:
+            batch.release()
 
     @property
     def is_launched(self) -> bool:
         """Whether kernels attend everything, so that a step asks the device for nothing."""
-        return not any(self._alone) and all(batch.is_launched for batch, _ in self._batches)
+        return not self._has_alone and all(batch.is_launched for batch, _ in self._batches)
 
     def advance(self, active: Tensor) -> None:
         """On to the next step. Args: active: int64 `[S]`, 1 for the slots that go on, else 0."""

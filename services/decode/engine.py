@@ -1,22 +1,25 @@
 """The decode engine: continuous batching in one thread.
 
-Takes complete sequences from the receiver, runs them together step by step, samples, and tells each
-request's stream; hands finished ones on to the history return. Sequences of any length and method share a
-batch, and none's result depends on the others.
+Takes complete sequences from the receiver, runs them together step by step, and tells each request's stream;
+hands finished ones on to the history return. Sequences of any length and method share a batch, and none's
+result depends on the others. A step draws its tokens where the model is (`step.py`). Where steps are captured
+the next one runs while this thread looks at the tokens of the last: admission, stop strings, delivery.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
 
 import structlog
 import torch
-from torch import Tensor
 
-from kvferry.services.decode.attention import BatchAttention
 from kvferry.services.decode.sequence import Sequence, SequenceState
+from kvferry.services.decode.step import StepInput
+from kvferry.services.decode.step_device import StepDevice, step_device
+from kvferry.services.decode.step_runner import Flight, StepRunner
 from kvferry.shared.cache.layout import used_bytes
 from kvferry.shared.control.messages import FinishReason, GenerationFinished, TokenGenerated
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
@@ -28,6 +31,7 @@ _log = structlog.get_logger(__name__)
 _IDLE_WAIT_S = 0.25
 _CLOSE_TIMEOUT_S = 30.0
 _MAX_FAILED_STEPS = 3
+_STEP_TIMEOUT_S = 60.0
 
 
 class DecodeEngine:
@@ -37,9 +41,13 @@ class DecodeEngine:
                      │                               │                              │
                      └──────────── cancelled, failed, engine closed ────────────────┴──► closed
 
+    A step under way may write rows of every sequence that it was launched for: whoever takes a sequence's
+    bytes away settles it first.
+
     Args:
         on_finished: takes a sequence whose completion has ended and whose rows go back to prefill
             (RETURNING).
+        device: where steps run; the model's if not given.
     """
 
     def __init__(
@@ -50,8 +58,10 @@ class DecodeEngine:
         max_batch_size: int,
         clock: Callable[[], float],
         on_finished: Callable[[Sequence], None],
+        device: StepDevice | None = None,
     ) -> None:
         self._model = model
+        self._runner = StepRunner(model, device or step_device(model.device))
         self._metrics = metrics
         self._max_batch_size = max_batch_size
         self._clock = clock
@@ -60,6 +70,9 @@ class DecodeEngine:
         self._inbox: deque[tuple[Sequence, SampledToken]] = deque()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
+        self._placed: list[Sequence] = []
+        self._flight: Flight | None = None
+        self._last_step_s = clock()
         self._stopping = False
         self._failed_steps = 0
         self._heartbeat_s = clock()
@@ -128,7 +141,10 @@ class DecodeEngine:
             arrived, self._inbox = self._inbox, deque()
         while arrived:
             self._begin(*arrived.popleft())
-        for sequence in [s for s in (*self._waiting, *self._running) if s.cancelled]:
+        cancelled = [s for s in (*self._waiting, *self._running) if s.cancelled]
+        if cancelled:
+            self._settle()
+        for sequence in cancelled:
             sequence.close()
         self._waiting = deque(s for s in self._waiting if s.state is not SequenceState.CLOSED)
         self._running = [s for s in self._running if s.state is not SequenceState.CLOSED]
@@ -158,37 +174,93 @@ class DecodeEngine:
             self._metrics.admit.labels(self._model.spec.name).observe(self._clock() - sequence.committed_s)
 
     def _step(self) -> None:
-        """One token for every running sequence."""
+        """One token for every running sequence; of the step before, where this one runs meanwhile."""
+        if self._placed != self._running:
+            self._land()
+            if not self._running:
+                self._release()
+                return
+            self._place()
+        if self._flight is not None and all(sequence.num_left <= 1 for sequence in self._running):
+            flight = None  # the step under way is the last of every one
+        else:
+            flight = self._launch()
+        if self._runner.runs_ahead:
+            flight, self._flight = self._flight, flight
+        if flight is not None:
+            self._take_up(flight)
+        if not self._running:
+            self._land()
+            self._release()
+
+    def _place(self) -> None:
+        """Take up the batch as it is now. No step is under way."""
         batch = list(self._running)
-        started_s = self._clock()
-        attention = BatchAttention.of(
-            self._model.spec, [s.caches for s in batch], [s.num_appended for s in batch]
-        )
-        device = self._model.device
-        logits = self._model.decode(
-            torch.tensor([s.last_token_id for s in batch], device=device),
-            torch.tensor([s.position for s in batch], device=device),
-            attention=attention,
-        ).cpu()
+        inputs = [
+            StepInput(
+                token_id=sequence.last_token_id,
+                position=sequence.position,
+                num_left=sequence.num_left,
+                stop_ids=sequence.stop_token_ids,
+                sampler=sequence.sampler,
+            )
+            for sequence in batch
+        ]
+        self._runner.place([s.caches for s in batch], [s.num_appended for s in batch], inputs)
+        self._placed = batch
+
+    def _release(self) -> None:
+        self._runner.release()
+        self._placed = []
+
+    def _launch(self) -> Flight:
+        if self._flight is None:
+            self._last_step_s = self._clock()
+        flight = self._runner.launch()
+        self._metrics.decode_steps.labels(flight.path.name, flight.path.because).inc()
+        return flight
+
+    def _settle(self) -> None:
+        """Wait for a step under way; what it drew is still to be taken up."""
+        if self._flight is not None:
+            self._flight.wait(_STEP_TIMEOUT_S)
+
+    def _land(self) -> None:
+        """Take up a step under way."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._take_up(flight)
+
+    def _take_up(self, flight: Flight) -> None:
+        """What a step drew, for those that were still running when it did."""
+        flight.wait(_STEP_TIMEOUT_S)
         self._failed_steps = 0
-        drawn = [self._sample(s, logits[i], attention.errors.get(i)) for i, s in enumerate(batch)]
+        batch = [(i, s) for i, s in enumerate(self._placed) if s.state is SequenceState.RUNNING]
+        slots = flight.drawn()
+        drawn = [self._take(sequence, flight, slot, slots[slot]) for slot, sequence in batch]
         # metrics first: whoever has read a stream's end finds its steps counted
-        self._metrics.decode_step.labels(self._model.spec.name).observe(self._clock() - started_s)
+        now_s = self._clock()
+        self._metrics.decode_step.labels(self._model.spec.name).observe(now_s - self._last_step_s)
+        self._last_step_s = now_s
         self._show_batch_size(sum(token is not None and token[1] is None for token in drawn))
-        for sequence, token in zip(batch, drawn, strict=True):
+        for (_, sequence), token in zip(batch, drawn, strict=True):
             if token is not None:
                 self._deliver(sequence, token)
-        self._running = [s for s in batch if s.state is SequenceState.RUNNING]
+        self._running = [s for s in self._running if s.state is SequenceState.RUNNING]
 
-    def _sample(
-        self, sequence: Sequence, logits: Tensor, error: Exception | None
+    def _take(
+        self, sequence: Sequence, flight: Flight, slot: int, drawn: tuple[int, bool, bool]
     ) -> tuple[SampledToken, FinishReason | None] | None:
         """The sequence's next token and whether it is the last; None where the sequence failed."""
+        token_id, is_valid, is_active = drawn
+        assert is_active, f"the step ended sequence {sequence.request.request_id} and the host did not"
         sequence.num_appended += 1
         try:
-            if error is not None:
-                raise error
-            token = sequence.sampler.sample(logits)
+            if slot in flight.errors:
+                raise flight.errors[slot]
+            if not is_valid:
+                raise sequence.sampler.refusal()
+            token = sequence.sampler.accept(token_id, flight.logits(slot))
             return token, sequence.take(token)
         except Exception as failure:  # the edge between one sequence and its batch-mates
             self._fail(sequence, failure)
@@ -206,6 +278,7 @@ class DecodeEngine:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """The bytes go back before the reader learns of the end, unless the rows are still to be returned."""
+        self._settle()
         finished = GenerationFinished(
             finish_reason=reason,
             num_tokens=sequence.num_tokens,
@@ -232,9 +305,14 @@ class DecodeEngine:
         if not isinstance(error, KvferryError):
             _log.error("sequence failed", request_id=sequence.request.request_id, exc_info=error)
             error = KvferryError(f"decoding the sequence failed: {error}", reason="sequence_failed")
+        self._settle()
         sequence.close(error)
 
     def _close_all(self, error: KvferryError) -> None:
+        with contextlib.suppress(KvferryError, RuntimeError):  # a device that is lost writes nothing either
+            self._settle()
+        self._flight = None
+        self._release()
         with self._condition:
             arrived, self._inbox = self._inbox, deque()
         for sequence in (*(s for s, _ in arrived), *self._waiting, *self._running):

@@ -22,8 +22,6 @@ from kvferry.shared.compression.attention.dense import Dense
 from kvferry.shared.compression.attention.hsa import Hsa
 from kvferry.shared.model.spec import ModelSpec
 
-_NAMES = {kind: name for name, kind in ATTENTIONS.items()}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
@@ -112,6 +110,7 @@ class Members:
             self.sparse_size if any(self.sparse) else None,
             tuple(bool(layer) for layer in self.packed),
             self.packed_size,
+            any(self.alone),
         )
 
 
@@ -135,15 +134,16 @@ def _whole(view: Tensor, dtype: torch.dtype) -> Tensor:
 def _batched(cache: LayerCache, num_appended: int) -> CachedRows | None:
     """A cache as the batched attention of its kind takes it; None where there is none."""
     kind, length = cache.layout.attention, cache.layout.rows + num_appended
+    is_dense = type(kind) is Dense
     if cache.segments is not None or cache.stored is not None or cache.generated is not None:
         return None
     if length >= cache.keys.shape[1]:
         return None  # what has no room is refused as it is written, and alone
-    if isinstance(kind, Dense) and cache.packed is not None:
+    if is_dense and cache.packed is not None:
         return PackedRows(keys=cache.keys, values=cache.values, length=length, packed=cache.packed)
-    if isinstance(kind, Dense):
+    if is_dense:
         return CachedRows(keys=cache.keys, values=cache.values, length=length)
-    if not isinstance(kind, Hsa) or cache.packed is not None:
+    if type(kind) is not Hsa or cache.packed is not None:
         return None
     page_max, page_min = kind.extremes(cache.keys, cache.auxiliary)
     rows = SparseRows(
@@ -161,7 +161,7 @@ def _batched(cache: LayerCache, num_appended: int) -> CachedRows | None:
 
 def _name(cache: LayerCache) -> str:
     """What a sequence that is attended alone is attended by."""
-    name = _NAMES[type(cache.layout.attention)]  # type: ignore[index]
+    name = next(name for name, kind in ATTENTIONS.items() if kind is type(cache.layout.attention))
     if cache.segments is not None:
         return "segments"
     if cache.stored is not None:

@@ -96,7 +96,7 @@ class Sequence:
         self.span: Span = INVALID_SPAN
         """The stage of decoding under way; `enter_stage` ends it and begins the next."""
         self._assembler = assembler
-        self._stop_token_ids = stop_token_ids
+        self.stop_token_ids = stop_token_ids
         self._release = release
         self._forget = forget
         self._holds_bytes = True
@@ -116,13 +116,18 @@ class Sequence:
         """Position of the token to run next, which is the last one drawn."""
         return self.resolved.num_prompt_tokens + self.num_tokens - 1
 
+    @property
+    def num_left(self) -> int:
+        """Tokens that the completion may still have."""
+        return self.request.sampling.max_tokens - self.num_tokens
+
     def take(self, token: SampledToken) -> FinishReason | None:
         """Count a token as part of the completion; returns why the completion ends with it, if it does."""
         self.token_ids.append(token.token_id)
         stopped = self._assembler is not None and self._assembler.push(token.token_id).stopped
-        if stopped or token.token_id in self._stop_token_ids:
+        if stopped or token.token_id in self.stop_token_ids:
             return "stop"
-        return "length" if self.num_tokens >= self.request.sampling.max_tokens else None
+        return "length" if self.num_left <= 0 else None
 
     def enter_stage(self, name: str) -> None:
         """Trace what follows as a stage of this name; "" ends the last one."""

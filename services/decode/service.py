@@ -48,7 +48,7 @@ from kvferry.shared.errors import (
     ProtocolMismatch,
     WorkerUnavailable,
 )
-from kvferry.shared.kernel_paths import kernel_paths
+from kvferry.shared.kernel_paths import shown_paths
 from kvferry.shared.metrics import ARENA_STATES, DecodeMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.text import TextAssembler
@@ -220,7 +220,7 @@ class DecodeService:
             total_bytes=self._arena.size_bytes,
             model=self._spec,
             methods=method_names(),
-            kernel_paths=dict(kernel_paths("decode", self._arena.device)),
+            kernel_paths=shown_paths("decode", self._arena.device),
         )
 
     async def _admit(self, request: GenerateRequest, timeout_s: float) -> tuple[Sequence, float]:

@@ -44,7 +44,7 @@ from kvferry.shared.errors import (
     WorkerUnavailable,
 )
 from kvferry.shared.history.interface import HistoryStore
-from kvferry.shared.kernel_paths import kernel_paths
+from kvferry.shared.kernel_paths import shown_paths
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.sampling.sampler import SequenceSampler
@@ -232,7 +232,7 @@ class PrefillService:
             total_bytes=self._store.max_bytes,
             model=self._model.spec,
             methods=method_names(),
-            kernel_paths=dict(kernel_paths("prefill", self._model.device)),
+            kernel_paths=shown_paths("prefill", self._model.device),
         )
 
     # ---- one request -------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Draws tokens from logits as a completion's `SamplingParams` say.
 
-Prefill draws the first token with it, decode all others. One instance per completion and process; results
-depend on parameters, token ids and logits alone, so a replay elsewhere draws the same tokens.
+Prefill draws the first token with it; decode draws all others where the model is (`batch.py`) and tells it.
+One instance per completion and process; results depend on parameters, token ids and logits alone, so a replay
+elsewhere draws the same tokens. `draw.py` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvferry.shared.errors import InvalidRequest, KvferryError
+from kvferry.shared.sampling.draw import Flavour, Penalties, draw, numbers_of
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 
 
@@ -48,16 +50,13 @@ class SequenceSampler:
         self._next_index = params.first_index
         self._check_ids(prompt_token_ids, "a prompt token", "prompt")
         self._check_ids(params.logit_bias, "a logit_bias key", "logit_bias")
-        self._bias = _bias(params.logit_bias, vocab_size) if params.logit_bias else None
-        self._seen: Tensor | None = None
-        if params.repetition_penalty != 1.0:
-            self._seen = torch.zeros(vocab_size, dtype=torch.bool)
-            self._seen[torch.tensor(list(prompt_token_ids), dtype=torch.int64)] = True
-        self._counts: Tensor | None = None
-        if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
-            delivered = prompt_token_ids[max(len(prompt_token_ids) - params.first_index, 0) :]
-            ids = torch.tensor(list(delivered), dtype=torch.int64)
-            self._counts = torch.bincount(ids, minlength=vocab_size).to(torch.float64)
+        self._flavour = Flavour.of([params])
+        self._numbers = numbers_of([params])
+        self._penalties = self._first_penalties(prompt_token_ids) if self._flavour.penalises else None
+
+    @property
+    def params(self) -> SamplingParams:
+        return self._params
 
     def sample(self, logits: Tensor) -> SampledToken:
         """Draw the next token and record it.
@@ -71,56 +70,72 @@ class SequenceSampler:
             raise KvferryError(f"logits are {tuple(logits.shape)}; they must be ({self._vocab_size},)")
         raw = logits.detach().to("cpu", torch.float64)
         if not raw.max().isfinite():
-            raise KvferryError(
-                f"the model's logits for token {self._next_index} have maximum {float(raw.max())}; it must "
-                "be finite",
-                reason="invalid_logits",
-            )
-        token_id = self._draw(self._penalised(raw))
-        token = self._describe(token_id, raw)
+            raise self.refusal()
+        wide = raw[None]
+        if self._penalties is not None:
+            wide = self._penalties.apply(wide, self._numbers)
+        uniforms = torch.tensor(self.uniforms(1, at=self._next_index), dtype=torch.float64)
+        return self.accept(int(draw(wide, self._numbers, uniforms, self._flavour)), raw)
+
+    def accept(self, token_id: int, logits: Tensor | None = None) -> SampledToken:
+        """Record a token that was drawn for this completion, and describe it.
+
+        Args: logits `[V]` on the host, that it was drawn from; not needed without logprobs.
+        """
+        token = self._describe(token_id, logits)
         self.observe(token_id)
         return token
+
+    def refusal(self) -> KvferryError:
+        """What is raised where no token can be drawn."""
+        return KvferryError(
+            f"the model's logits for token {self._next_index} have no finite maximum", reason="invalid_logits"
+        )
+
+    @property
+    def next_index(self) -> int:
+        """Index of the token to draw next."""
+        return self._next_index
+
+    def uniforms(self, count: int, *, at: int) -> list[float]:
+        """The numbers in [0, 1) that `count` tokens from index `at` on are drawn by."""
+        return [_uniform(self._params.seed, at + i) for i in range(count)]
+
+    def copy_penalties(self, target: Penalties, row: int) -> None:
+        """Copy bias, ids seen and counts into one row of a batch's; zeros where there are no penalties."""
+        for name in ("bias", "seen", "counts"):
+            kept = getattr(target, name)[row]
+            if self._penalties is None:
+                kept.zero_()
+            else:
+                kept.copy_(getattr(self._penalties, name)[0], non_blocking=True)
 
     def observe(self, token_id: int) -> None:
         """Record a completion token that was drawn elsewhere."""
         self._check_ids((token_id,), "a completion token", None)
         self._next_index += 1
-        if self._seen is not None:
-            self._seen[token_id] = True
-        if self._counts is not None:
-            self._counts[token_id] += 1
+        if self._penalties is not None:
+            self._penalties.seen[0, token_id] = True
+            self._penalties.counts[0, token_id] += 1
 
-    def _penalised(self, raw: Tensor) -> Tensor:
-        params, logits = self._params, raw
-        if self._bias is not None:
-            logits = logits + self._bias
-        if self._seen is not None:
-            penalty = params.repetition_penalty
-            penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
-            logits = torch.where(self._seen, penalised, logits)
-        if self._counts is not None:
-            logits = logits - params.presence_penalty * (self._counts > 0)
-            logits = logits - params.frequency_penalty * self._counts
-        return logits
+    def _first_penalties(self, prompt_token_ids: Sequence[int]) -> Penalties:
+        """The prompt is seen; its last tokens are counted, where a replay has delivered them already."""
+        bias = torch.zeros(1, self._vocab_size, dtype=torch.float64)
+        for token_id, value in self._params.logit_bias.items():
+            bias[0, token_id] = value
+        prompt = torch.tensor(list(prompt_token_ids), dtype=torch.int64)
+        seen = torch.zeros(1, self._vocab_size, dtype=torch.bool)
+        seen[0, prompt] = True
+        delivered = prompt[max(len(prompt) - self._params.first_index, 0) :]
+        counts = torch.bincount(delivered, minlength=self._vocab_size).to(torch.float64)
+        return Penalties(bias=bias, seen=seen, counts=counts[None])
 
-    def _draw(self, logits: Tensor) -> int:
-        params = self._params
-        if params.temperature == 0.0:
-            return int(logits.argmax())
-        # the maximum goes first, so that a tiny temperature cannot overflow
-        weights = ((logits - logits.max()) / params.temperature).exp()
-        weights = _truncated(weights, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-        cumulative = weights.cumsum(0)
-        target = _uniform(params.seed, self._next_index) * cumulative[-1]
-        # right: the first id whose cumulative weight is above the target; ids of no weight are never that
-        drawn = int(torch.searchsorted(cumulative, target, right=True))
-        return min(drawn, int(weights.nonzero()[-1]))
-
-    def _describe(self, token_id: int, raw: Tensor) -> SampledToken:
+    def _describe(self, token_id: int, logits: Tensor | None) -> SampledToken:
         count = self._params.logprobs
         if count is None:
             return SampledToken(token_id=token_id, index=self._next_index)
-        logprobs = raw.log_softmax(0)
+        assert logits is not None, "logprobs are wanted, and there are no logits"
+        logprobs = logits.to(torch.float64).log_softmax(0)
         best = _largest(logprobs, count)
         return SampledToken(
             token_id=token_id,
@@ -145,12 +160,6 @@ def _uniform(seed: int, index: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def _bias(logit_bias: dict[int, float], vocab_size: int) -> Tensor:
-    bias = torch.zeros(vocab_size, dtype=torch.float64)
-    bias[torch.tensor(list(logit_bias))] = torch.tensor(list(logit_bias.values()), dtype=torch.float64)
-    return bias
-
-
 def _largest(values: Tensor, count: int) -> Tensor:
     """Indices of the `count` largest values, falling, the lowest index first among equals."""
     count = min(count, values.numel())
@@ -159,22 +168,3 @@ def _largest(values: Tensor, count: int) -> Tensor:
     # topk alone leaves open which of several equals it takes
     candidates = (values >= values.topk(count).values[-1]).nonzero()[:, 0]
     return candidates[values[candidates].sort(descending=True, stable=True).indices[:count]]
-
-
-def _truncated(weights: Tensor, *, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Weights with those that top_k, top_p and min_p exclude set to zero; the largest always stays.
-
-    Args: weights float64 `[V]`, not normalised.
-    """
-    if top_k > 0 or top_p < 1.0:
-        order = _largest(weights, top_k or weights.numel())
-        kept = weights[order]
-        if top_p < 1.0:
-            before = kept.cumsum(0) - kept
-            inside = before < top_p * kept.sum()
-            inside[0] = True
-            order = order[inside]
-        weights = torch.zeros_like(weights).index_put((order,), weights[order])
-    if min_p > 0.0:
-        weights = torch.where(weights >= min_p * weights.max(), weights, 0.0)
-    return weights

@@ -34,6 +34,7 @@ PREFILL = (
 )
 DECODE = (
     "decode_step_seconds_count",
+    "decode_steps_total",
     "admission_seconds_count",
     "decode_tokens_total",
     "history_returned_bytes_total",

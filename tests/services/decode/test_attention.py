@@ -165,11 +165,16 @@ MIXED = [
 ]
 
 
+def placed(members):
+    attention = BatchAttention(members)
+    attention.place(members)
+    return attention
+
+
 def run_steps(plans, *, num_slots, active=None):
     """Outputs of a few steps, `[STEPS, 2, S, H_kv, G, D]`, and the batch's caches; the same at every call."""
     sequences = fill_arena(plans)
-    members = Members.of(SPEC, sequences, [0] * len(plans), num_slots=num_slots)
-    attention = BatchAttention(members)
+    attention = placed(Members.of(SPEC, sequences, [0] * len(plans), num_slots=num_slots))
     generator = torch.Generator().manual_seed(2)
     outputs = []
     for step in range(STEPS):
@@ -244,11 +249,10 @@ def test_batches_of_one_shape_share_memory_and_launches(interpreter):
         return Members.of(SPEC, sequences[first:last], [0] * 3, num_slots=3)
 
     sequences = fill_arena(plans)
-    attention = BatchAttention(members(0, 3))
+    attention = placed(members(0, 3))
     assert members(0, 3).signature == members(3, 6).signature
     assert members(0, 3).signature != Members.of(SPEC, sequences[:2], [0] * 2, num_slots=3).signature
     inputs = [torch.randn(3, 2, 2, 8), *torch.randn(2, 3, 2, 8)]
     attention(0, *inputs, 0.3)
     attention.place(members(3, 6))
-    placed = attention(0, *inputs, 0.3).clone()
-    assert torch.equal(placed, BatchAttention(members(3, 6))(0, *inputs, 0.3))
+    assert torch.equal(attention(0, *inputs, 0.3).clone(), placed(members(3, 6))(0, *inputs, 0.3))

@@ -1,0 +1,98 @@
+"""Draws the next token of every sequence of a running batch where the model is.
+
+A decode step calls it on the device's logits; the host learns the tokens afterwards and tells each sequence's
+own sampler. Uniform numbers are hashes that the host computes ahead, so seeds mean the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvferry.shared.sampling.draw import GREEDY, Flavour, Penalties, draw, numbers_of
+from kvferry.shared.sampling.sampler import SequenceSampler
+
+AHEAD_TOKENS = 64
+"""Tokens whose uniform numbers are on the device at a time."""
+
+
+class BatchSampler:
+    """Sampling state of a batch's slots, in memory that stays where it is.
+
+        made ──► place ──► sample ──► sample ──► ... ──AHEAD_TOKENS of them──► refill ──► sample ...
+
+    Args:
+        num_slots: B; those beyond the sequences placed draw greedily.
+        flavour: what sampling has to be able to do; of every batch that is placed.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, flavour: Flavour) -> None:
+        self._num_slots = num_slots
+        self._flavour = flavour
+        self._first: list[tuple[SequenceSampler, int]] = []
+        self._num_drawn = 0
+        self._num_passed = 0
+        size = (num_slots, vocab_size)
+        self._numbers = numbers_of([GREEDY] * num_slots).to(device)
+        self._uniforms = torch.zeros(num_slots, AHEAD_TOKENS, dtype=torch.float64, device=device)
+        self._next = torch.zeros(1, dtype=torch.int64, device=device)
+        self._penalties = (
+            Penalties(
+                bias=torch.zeros(size, dtype=torch.float64, device=device),
+                seen=torch.zeros(size, dtype=torch.bool, device=device),
+                counts=torch.zeros(size, dtype=torch.float64, device=device),
+            )
+            if flavour.penalises
+            else None
+        )
+
+    def place(self, samplers: Sequence[SequenceSampler]) -> None:
+        """Take over sequences in their present state. Args: samplers: at most B."""
+        self._first = [(sampler, sampler.next_index) for sampler in samplers]
+        self._num_passed = 0
+        params = [sampler.params for sampler in samplers]
+        params += [GREEDY] * (self._num_slots - len(params))
+        self._numbers.copy_(numbers_of(params), non_blocking=True)
+        if self._penalties is not None:
+            for slot, sampler in enumerate(samplers):
+                sampler.copy_penalties(self._penalties, slot)
+        self._fill()
+
+    def refill(self) -> None:
+        """Before a step, on the host: uniform numbers for the tokens ahead, if there are none left."""
+        if self._num_drawn == AHEAD_TOKENS:
+            self._num_passed += AHEAD_TOKENS
+            self._fill()
+
+    def sample(self, logits: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw a token for every slot, and record those of the active ones.
+
+        Args: logits float32 `[B, V]`; active: int64 `[B]`, 0 or 1.
+        Returns: int64 `[B]`; bool `[B]`, whether the logits are such that a token can be drawn.
+        """
+        valid = logits.amax(1).isfinite()
+        if self._penalties is None and not self._flavour.draws:
+            return logits.argmax(1), valid
+        wide = logits.to(torch.float64)
+        if self._penalties is not None:
+            wide = self._penalties.apply(wide, self._numbers)
+        uniforms = self._uniforms.gather(1, self._next.expand(self._num_slots)[:, None])[:, 0]
+        tokens = draw(wide, self._numbers, uniforms, self._flavour).clamp(0, logits.shape[1] - 1)
+        self._next += 1
+        if self._penalties is not None:
+            self._penalties.observe(tokens, active)
+        return tokens, valid
+
+    def count(self) -> None:
+        """A step has been launched: one number a sequence is used up."""
+        self._num_drawn += 1
+
+    def _fill(self) -> None:
+        if self._flavour.draws:
+            ahead = [s.uniforms(AHEAD_TOKENS, at=i + self._num_passed) for s, i in self._first]
+            ahead += [[0.0] * AHEAD_TOKENS] * (self._num_slots - len(ahead))
+            self._uniforms.copy_(torch.tensor(ahead, dtype=torch.float64), non_blocking=True)
+        self._next.zero_()
+        self._num_drawn = 0

@@ -1,0 +1,265 @@
+"""A decode step asks the device for nothing, allocates no more from step to step, and runs ahead of the host.
+
+The kernels run in Triton's interpreter on the CPU, through the code that a GPU captures. Triton's own copies
+of what it interprets are left out of what is watched.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from kvferry.kernels import dispatch
+from kvferry.services.decode import engine
+from kvferry.services.decode.members import Members
+from kvferry.services.decode.step import DecodeStep, StepInput, StepShape
+from kvferry.services.decode.step_device import CpuDevice
+from kvferry.shared.cache.layout import sequence_layout, view_layers
+from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.control.messages import TokenGenerated
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.oracle import OneProcessGenerator
+from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.sampling.sampler import SequenceSampler
+
+aten = torch.ops.aten
+WAITS = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.unique_consecutive.default,
+    aten._unique2.default,
+    aten.bincount.default,
+    aten.equal.default,
+    # what the host has made would be copied to the device
+    aten.lift_fresh.default,
+}
+
+
+class NoWait(TorchDispatchMode):
+    """Refuses operators that ask the device for a value or a size; counts the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = Counter()
+        self.num_storages = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function not in WAITS, f"{function} waits for the device"
+        if function is aten.index.Tensor:
+            assert all(i is None or i.dtype != torch.bool for i in args[1]), "a mask selects: its size waits"
+        result = function(*args, **(kwargs or {}))
+        self.operators[str(function)] += 1
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        self.num_storages += (
+            isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in given
+        )
+        return result
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    from triton.runtime import interpreter
+
+    run, one_thread = interpreter.GridExecutor.__call__, threading.Lock()
+
+    def unwatched(self, *args, **kwargs):
+        with one_thread, _disable_current_modes():
+            return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", unwatched)
+    dispatch.configure("triton", torch.device("cpu"))
+    yield
+    dispatch.configure("auto", torch.device("cpu"))
+
+
+class ReplayingDevice(CpuDevice):
+    """Captures as a GPU does, in that the step's function is what is run again; its results arrive late."""
+
+    captures = True
+
+    def capture(self, run):
+        run()
+        return run
+
+    def fetch(self, tensors):
+        copies, _ = super().fetch(tensors)
+        polls = iter([False, False, True])
+        return copies, lambda: next(polls, True)
+
+
+@pytest.fixture
+def runs_ahead(interpreter, monkeypatch):
+    monkeypatch.setattr(engine, "step_device", lambda device: ReplayingDevice())
+
+
+@pytest.fixture(scope="module")
+def demo(demo_model_dir):
+    return load_model("demo", device="cpu")
+
+
+def sequences_of(model, request_of, methods, sampling):
+    """Caches of the requests' prompts, filled as the receiver fills them, and what a step takes up."""
+    oracle, caches, inputs = OneProcessGenerator(model), [], []
+    for method, params in zip(methods, sampling, strict=True):
+        request = request_of([i % 40 + 4 for i in range(60)], **method)
+        captured = oracle.capture(list(request.prompt_token_ids))
+        continuation = oracle.compress(captured, plan=request.plan, max_new_tokens=8)
+        resolved = resolve_plan(
+            request.plan,
+            num_prompt_tokens=60,
+            max_new_tokens=8,
+            num_layers=model.spec.num_layers,
+            head_dim=model.spec.head_dim,
+        )
+        layout = sequence_layout(model.spec, resolved)
+        views = view_layers(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8))
+        for cache, kept in zip(views, continuation.compressed, strict=True):
+            rows = cache.layout.rows
+            cache.keys[:, :rows], cache.values[:, :rows] = kept.keys, kept.values
+            cache.layout.attention.build(cache.keys, cache.values, cache.auxiliary, length=rows)
+        caches.append(views)
+        sampler = SequenceSampler(params, request.prompt_token_ids, model.spec.vocab_size)
+        first = sampler.sample(captured.logits)
+        given = StepInput(
+            token_id=first.token_id, position=60, num_left=7, stop_ids=frozenset(), sampler=sampler
+        )
+        inputs.append(given)
+    return caches, inputs
+
+
+@torch.inference_mode()
+def test_a_step_waits_for_nothing_and_allocates_no_more_than_the_one_before(interpreter, demo, request_of):
+    methods = [{}, {"method": "rocketkv", "tokens": 24}]
+    sampling = [
+        SamplingParams(max_tokens=8, temperature=0.0, repetition_penalty=1.2),
+        SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=5),
+    ]
+    caches, inputs = sequences_of(demo, request_of, methods, sampling)
+    members = Members.of(demo.spec, caches, [0, 0], num_slots=2)
+    step = DecodeStep(demo, members, StepShape.of(members, inputs))
+    assert step.is_launched
+    step.run()  # empty: what is imported and compiled at the first time is
+    step.place(members, inputs)
+    watched = []
+    for _ in range(3):
+        step.prepare()
+        with NoWait() as mode:
+            step.run()
+        watched.append(mode)
+    assert watched[0].operators.total() > 100
+    assert watched[0].operators == watched[1].operators == watched[2].operators
+    assert watched[0].num_storages == watched[1].num_storages == watched[2].num_storages
+    assert not step.attention.errors
+    assert step.drawn[1:].all()
+
+
+def test_what_refuses_waits_refuses_them():
+    values = torch.tensor([1.0, 2.0])
+    for wait in (
+        lambda: values[0].item(),
+        lambda: values[values > 1],
+        lambda: values.nonzero(),
+        lambda: torch.tensor([1]),
+    ):
+        with pytest.raises(AssertionError, match="waits"), NoWait():
+            wait()
+
+
+CASES = [
+    {"temperature": 1.0, "seed": 4, "top_p": 0.8, "frequency_penalty": 0.5, "logprobs": 2, "max_tokens": 5},
+    {"method": "rocketkv", "tokens": 16, "prompt": [9] * 50, "max_tokens": 4},
+    {"method": "rdkv", "tokens": 16, "overrides": {"window": 4, "rebudget_tokens": 0}, "max_tokens": 3},
+]
+
+
+@pytest.mark.timeout(900)
+async def test_running_ahead_changes_no_token(runs_ahead, harness, request_of, small_model):
+    """Three kinds, sequences that join and end at other times."""
+    oracle = OneProcessGenerator(small_model())
+
+    def expected(request):
+        return [
+            t.token_id
+            for t in oracle.generate(
+                list(request.prompt_token_ids), plan=request.plan, sampling=request.sampling
+            )
+        ]
+
+    made = await harness(max_batch_size=2)
+    requests = [request_of(request_id=str(i), **case) for i, case in enumerate(CASES)]
+    streams = [made.service.generate(request, timeout_s=600) for request in requests]
+    async with contextlib.AsyncExitStack() as stack:
+        tickets = []
+        for stream in streams:
+            await stack.enter_async_context(contextlib.aclosing(stream))
+            tickets.append((await anext(stream)).ticket)
+        firsts = [
+            await asyncio.to_thread(made.shipper.ship, request, ticket)
+            for request, ticket in zip(requests, tickets, strict=True)
+        ]
+        tokens = [
+            [first, *[e.token async for e in stream if isinstance(e, TokenGenerated)]]
+            for first, stream in zip(firsts, streams, strict=True)
+        ]
+    assert [[t.token_id for t in ids] for ids in tokens] == [expected(request) for request in requests]
+    assert all(len(t.top_logprobs) == 2 for t in tokens[0])
+    assert made.value("decode_steps_total", path="graph") > 0
+    assert made.value("decode_steps_total", path="eager") == 0
+    assert await made.arena_is_free(within_s=30)
+
+
+@pytest.mark.timeout(900)
+async def test_a_stop_string_and_a_closed_stream_end_a_sequence_that_a_step_was_launched_for(
+    runs_ahead, harness, request_of, ticket_of
+):
+    made = await harness()
+    free = await made.tokens(request_of(max_tokens=8))
+    words = [made.service._tokenizer.decode([token]) for token in free]
+    at = next(i for i in range(1, 8) if words[i].strip())
+    _, events = await made.run(request_of(max_tokens=20, stop=(words[at],)), timeout_s=300)
+    assert events[-1].finish_reason == "stop"
+    assert events[-1].num_tokens <= at + 1
+    stream, ticket = await ticket_of(made.service, request_of(max_tokens=300), timeout_s=300)
+    async with contextlib.aclosing(stream):
+        await asyncio.to_thread(made.shipper.ship, request_of(max_tokens=300), ticket)
+        async for event in stream:
+            if isinstance(event, TokenGenerated):
+                break
+    assert await made.arena_is_free(within_s=60)
+
+
+async def test_an_attention_without_a_kernel_runs_eagerly_and_is_named(
+    runs_ahead, harness, request_of, small_model
+):
+    made = await harness()
+    request = request_of(method="h2o", tokens=16, max_tokens=4)
+    oracle = OneProcessGenerator(small_model())
+    expected = oracle.generate(list(request.prompt_token_ids), plan=request.plan, sampling=request.sampling)
+    assert await made.tokens(request) == [t.token_id for t in expected]
+    assert made.value("decode_steps_total", path="eager", because="evict") == 3
+    assert made.value("decode_steps_total") == 3
+
+
+async def test_the_cpu_steps_eagerly_and_says_so(harness, request_of):
+    made = await harness()
+    await made.tokens(request_of(max_tokens=4))
+    assert made.value("decode_steps_total", path="eager", because="cpu") == 3
+    assert (await made.service.status(timeout_s=1)).kernel_paths["decode_step"] == "eager"
+
+
+async def test_a_step_that_cannot_be_captured_runs_eagerly_and_is_named(
+    interpreter, monkeypatch, harness, request_of
+):
+    class Incapable(ReplayingDevice):
+        def capture(self, run):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(engine, "step_device", lambda device: Incapable())
+    made = await harness()
+    assert len(await made.tokens(request_of(max_tokens=3))) == 3
+    assert made.value("decode_steps_total", path="eager", because="capture_failed") == 2

@@ -1,0 +1,81 @@
+"""A batch drawn where the model is gets the tokens that each completion's own sampler draws."""
+
+import pytest
+import torch
+
+from kvferry.shared.sampling.batch import AHEAD_TOKENS, BatchSampler
+from kvferry.shared.sampling.draw import Flavour
+from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.sampling.sampler import SequenceSampler
+
+VOCAB = 37
+CPU = torch.device("cpu")
+PARAMS = [
+    SamplingParams(max_tokens=99, temperature=0.0),
+    SamplingParams(max_tokens=99, temperature=0.7, seed=3),
+    SamplingParams(max_tokens=99, temperature=1.3, top_p=0.6, seed=4, first_index=2),
+    SamplingParams(max_tokens=99, temperature=1.0, top_k=5, min_p=0.1, seed=5),
+    SamplingParams(max_tokens=99, temperature=0.0, repetition_penalty=1.5, logit_bias={7: 2.0, 8: -100.0}),
+    SamplingParams(
+        max_tokens=99, temperature=0.9, presence_penalty=0.7, frequency_penalty=0.4, top_k=1, seed=6
+    ),
+    SamplingParams(max_tokens=99, temperature=1e-6, top_p=1e-9, seed=-1),
+]
+CHOICES = [[0], [0, 1], [1, 2, 3], [0, 4], list(range(7))]
+
+
+def logits_of(step):
+    generator = torch.Generator().manual_seed(step)
+    logits = torch.randn(len(PARAMS) + 1, VOCAB, generator=generator)
+    return (logits * 2).round() / 2 if step % 3 == 0 else logits  # with equals among them
+
+
+@pytest.mark.parametrize("chosen", CHOICES, ids=str)
+def test_tokens_equal_those_of_each_alone(chosen):
+    prompt = (1, 5, 9, 5)
+    params = [PARAMS[i] for i in chosen]
+    own, placed = ([SequenceSampler(p, prompt, VOCAB) for p in params] for _ in range(2))
+    batch = BatchSampler(len(params) + 1, VOCAB, CPU, Flavour.of(params))
+    batch.place(placed)
+    active = torch.tensor([1] * len(params) + [0])
+    for step in range(AHEAD_TOKENS + 5):
+        logits = logits_of(step)[: len(params) + 1]
+        batch.refill()
+        batch.count()
+        tokens, valid = batch.sample(logits, active)
+        expected = [sampler.sample(logits[i]).token_id for i, sampler in enumerate(own)]
+        assert tokens[:-1].tolist() == expected
+        assert valid.all()
+
+
+def test_a_slot_that_is_not_active_remembers_nothing_of_what_is_drawn_for_it():
+    params = [SamplingParams(max_tokens=9, temperature=0.0, frequency_penalty=2.0)] * 2
+    batch = BatchSampler(2, VOCAB, CPU, Flavour.of(params))
+    batch.place([SequenceSampler(p, (1,), VOCAB) for p in params])
+    logits = torch.linspace(0, 1, VOCAB).expand(2, VOCAB)
+    drawn = [batch.sample(logits, torch.tensor([1, 0]))[0].tolist() for _ in range(3)]
+    assert drawn == [[36, 36], [35, 36], [34, 36]]
+
+
+def test_logits_that_allow_no_token_are_told_and_touch_no_neighbour():
+    params = [SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, seed=i) for i in range(4)]
+    batch = BatchSampler(4, VOCAB, CPU, Flavour.of(params))
+    batch.place([SequenceSampler(p, (1,), VOCAB) for p in params])
+    logits = torch.randn(4, VOCAB)
+    logits[0, 3], logits[1, 4], logits[2] = torch.nan, torch.inf, -torch.inf
+    tokens, valid = batch.sample(logits, torch.ones(4, dtype=torch.int64))
+    assert valid.tolist() == [False, False, False, True]
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()
+    assert tokens[3] == SequenceSampler(params[3], (1,), VOCAB).sample(logits[3]).token_id
+
+
+def test_another_batch_starts_from_its_own_state():
+    params = PARAMS[5]
+    batch = BatchSampler(1, VOCAB, CPU, Flavour.of([params]))
+    for _ in range(2):
+        sampler = SequenceSampler(params, (1, 2, 3), VOCAB)
+        batch.place([sampler])
+        alone = SequenceSampler(params, (1, 2, 3), VOCAB)
+        for step in range(3):
+            token = int(batch.sample(logits_of(step)[:1], torch.ones(1, dtype=torch.int64))[0])
+            assert token == alone.sample(logits_of(step)[0]).token_id
