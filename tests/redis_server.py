@@ -66,7 +66,7 @@ class Gate:
         self._open.set()
         self._bytes_per_s = 0
         self._lock = threading.Lock()
-        self._trap: tuple[bytes, Callable[[], None]] | None = None
+        self._trap: tuple[tuple[bytes, ...], Callable[[], None]] | None = None
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
@@ -87,8 +87,8 @@ class Gate:
         """Each connection's answers come at so many bytes a second from now on; 0: as they are."""
         self._bytes_per_s = bytes_per_s
 
-    def trap(self, command: bytes, action: Callable[[], None], *, count: int = 1) -> None:
-        """Call `action` before the `count`-th request with this command goes through, once."""
+    def trap(self, *words: bytes, action: Callable[[], None], count: int = 1) -> None:
+        """Call `action` before the `count`-th request that has all these words goes through, once."""
         left = count
 
         def countdown() -> None:
@@ -98,7 +98,7 @@ class Gate:
                 self._trap = None
                 action()
 
-        self._trap = (command, countdown)
+        self._trap = (words, countdown)
 
     @property
     def is_set(self) -> bool:
@@ -121,7 +121,11 @@ class Gate:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._target))
+                try:
+                    server = socket.create_connection(("127.0.0.1", self._target))
+                except OSError:  # the server is down: so is the way to it
+                    client.close()
+                    continue
                 self._sockets += [client, server]
                 threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
                 threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
@@ -135,10 +139,13 @@ class Gate:
                 else:
                     self._spring(data)
                     sink.sendall(data)
+        # One end has gone, so the other hears of it.
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
 
     def _spring(self, request: bytes) -> None:
         with self._lock:
-            if self._trap is not None and self._trap[0] in request:
+            if self._trap is not None and all(word in request for word in self._trap[0]):
                 self._trap[1]()
 
     def _send_slowly(self, sink: socket.socket, data: bytes) -> None:

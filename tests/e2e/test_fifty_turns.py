@@ -1,0 +1,151 @@
+"""Fifty turns over the real services: every answer is the one-process conversation's, every token is run
+once, every byte that is kept is accounted for, and deleting gives all of them back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.shared.compression.plan import Budget
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.history.redis_format import CHUNK_HEADER_BYTES
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.oracle import OneProcessGenerator, OracleSession
+from kvferry.shared.sampling.params import SamplingParams
+
+pytestmark = pytest.mark.xdist_group("stack")
+
+NUM_TURNS = 50
+MAX_TOKENS = 6
+BUDGET = 64
+
+
+@pytest.fixture(scope="module")
+def server(redis_servers: ModuleType) -> Iterator[Any]:
+    with redis_servers.RedisServer.running() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def fifty_stack(start_stack: Callable[..., Any], server: Any) -> Iterator[Any]:
+    # what is held is always used, however slow this machine is
+    options = ("--history-redis", server.url, "--history-redis-timeout-s", "60", "--history-choice", "reuse")
+    with start_stack(*options, "--history-redis-turn-timeout-s", "120") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def model(demo_model_dir: Any) -> LanguageModel:
+    return load_model(str(demo_model_dir), name="demo", device="cpu", dtype="float32", max_model_len=0)
+
+
+def wait_turns(client: httpx.Client, session_id: str, turns: int) -> None:
+    """A turn is kept just after its answer."""
+    deadline_s = time.monotonic() + 120
+    while True:
+        reply = client.get(f"/v1/sessions/{session_id}")
+        if reply.status_code == 200 and reply.json()["turns"] == turns:
+            return
+        assert time.monotonic() < deadline_s, reply.text
+        time.sleep(0.01)
+
+
+def prefill_figures(client: httpx.Client, stack: Any) -> tuple[float, float, float]:
+    """Tokens run so far; bytes of history in memory and in Redis. In one scrape, for there are many."""
+    text = client.get(stack.prefill_metrics_url).raise_for_status().text
+    value = {
+        line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line[0] != "#"
+    }
+    return (
+        value.get('kvferry_prefill_tokens_total{model="demo"}', 0.0),
+        value['kvferry_history_bytes{tier="memory"}'],
+        value['kvferry_history_bytes{tier="redis"}'],
+    )
+
+
+def bytes_in_redis(server: Any, session_id: str) -> tuple[int, int, int]:
+    """Of the session's rows without their headers, of the headers, and of the record."""
+    with server.client() as admin:
+        names = admin.keys(f"kvferry:history:*/{session_id}}}:*")
+        values = {name: admin.get(name) for name in names if admin.type(name) == b"string"}
+    (record_bytes,) = (len(value) for name, value in values.items() if name.endswith(b":record"))
+    chunks = [len(value) for name, value in values.items() if not name.endswith(b":record")]
+    header_bytes = CHUNK_HEADER_BYTES * len(chunks)
+    return sum(chunks) - header_bytes, header_bytes, record_bytes
+
+
+@pytest.mark.parametrize("method", ["rocketkv", "snapkv", "compactor"])
+def test_fifty_turns_equal_one_process_and_leave_nothing_behind(
+    fifty_stack: Any,
+    server: Any,
+    model: LanguageModel,
+    tokenizer: ChatTokenizer,
+    make_document: Callable[..., Any],
+    method: str,
+) -> None:
+    stack, session_id = fifty_stack, f"fifty-{method}"
+    generator, oracle = OneProcessGenerator(model), OracleSession()
+    plan = plan_for(method, budget=Budget(tokens=BUDGET))
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+    document = make_document(51, num_words=150, num_facts=8)
+    history: list[int] = []
+    num_known = 0
+    with httpx.Client(base_url=stack.base_url, timeout=240) as client:
+        tokens_run_before, _, _ = prefill_figures(client, stack)
+        for turn in range(NUM_TURNS):
+            question = document.questions[turn * 3 % 8][0]
+            message = {"role": "user", "content": question if turn else f"{document.text} {question}"}
+            reply = client.post(
+                "/v1/chat/completions",
+                json={
+                    "model": "demo",
+                    "messages": [message],
+                    "session_id": session_id,
+                    "session_mode": "append",
+                    "temperature": 0,
+                    "max_tokens": MAX_TOKENS,
+                    "kv_compression": {"method": method, "token_budget": BUDGET},
+                },
+            )
+            assert reply.status_code == 200, reply.text
+            answer = reply.json()
+            rendered = tokenizer.render([message])
+            prompt = history + rendered[1:] if turn else rendered
+            tokens = generator.generate(prompt, plan=plan, sampling=sampling, session=oracle)
+            ids = [token.token_id for token in tokens]
+            assert answer["choices"][0]["message"]["content"] == tokenizer.decode(ids), turn
+            assert answer["usage"]["prompt_tokens"] == len(prompt)
+            assert answer["usage"]["completion_tokens"] == len(ids)
+            # every token of the prompt that has no KV yet is run, and no other
+            assert answer["kv"]["reused_tokens"] == num_known
+            num_new = len(prompt) - num_known
+            num_known = len(prompt) + len(ids) - 1
+            end = model.spec.eos_token_ids[0]
+            history = prompt + ids + ([] if ids[-1] == end else [end])
+            wait_turns(client, session_id, turn + 1)
+            held_bytes = model.spec.kv_token_bytes * num_known
+            tokens_run, memory_bytes, redis_bytes = prefill_figures(client, stack)
+            assert tokens_run - tokens_run_before == num_new
+            tokens_run_before = tokens_run
+            assert memory_bytes == held_bytes
+            if turn % 10 == 9:
+                row_bytes, header_bytes, record_bytes = bytes_in_redis(server, session_id)
+                assert row_bytes == held_bytes
+                assert redis_bytes == row_bytes + header_bytes + record_bytes
+        assert client.delete(f"/v1/sessions/{session_id}").status_code == 200
+    assert num_known > 10 * BUDGET
+    assert stack.prefill_metric("kvferry_history_miss_total") == 0
+    assert stack.prefill_metric("kvferry_history_bytes") == 0
+    assert stack.decode_metric("kvferry_arena_bytes", state="retained") == 0
+    deadline_s = time.monotonic() + 60
+    with server.client() as admin:
+        while admin.keys("kvferry:history:*/fifty*"):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)

@@ -1,0 +1,194 @@
+"""Redis emptied, full, evicting, slow, killed or paused while a turn loads its history or commits it: the
+turn ends with the right answer, misses are counted, and what is stored is whole again once Redis is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.history.redis_format import read_record
+
+pytestmark = [pytest.mark.xdist_group("stack"), pytest.mark.timeout(600)]
+
+MAX_TOKENS = 6
+NUM_LAYERS = 4
+MOMENTS: dict[str, tuple[tuple[bytes, ...], int]] = {
+    # the request that the fault comes before, and the how-manieth of its kind
+    "first layer": ((b"MGET", b"kvferry:history"), 1),
+    "last layer": ((b"MGET", b"kvferry:history"), NUM_LAYERS),
+    "commit": ((b"EVAL", b"kvferry:history"), 1),
+}
+FAULTS = [
+    *(("emptied", moment) for moment in MOMENTS),
+    *(("full", moment) for moment in ("first layer", "commit")),
+    *(("evicting", moment) for moment in ("first layer", "commit")),
+    *(("slow", moment) for moment in ("first layer", "commit")),
+    *(("killed", moment) for moment in ("last layer", "commit")),
+    ("paused", "last layer"),
+]
+
+
+@dataclass(kw_only=True)
+class Faulty:
+    """A stack in one process, the Redis behind it, and the network between them."""
+
+    stack: Any
+    server: Any
+    gate: Any
+
+    def strike(self, fault: str) -> None:
+        with self.server.client() as admin:
+            if fault == "emptied":
+                admin.flushall()
+            elif fault == "full":
+                admin.config_set("maxmemory", 1)
+            elif fault == "evicting":
+                admin.config_set("maxmemory-policy", "allkeys-random")
+                used = admin.info("memory")
+                admin.config_set("maxmemory", (used["used_memory"] + used["used_memory_startup"]) // 2)
+        if fault == "slow":
+            self.gate.throttle(20_000)  # a session's rows have 600 kB
+        elif fault == "killed":
+            self.server.kill()
+        elif fault == "paused":
+            self.server.pause()
+
+    def heal(self, fault: str) -> None:
+        if fault == "slow":
+            self.gate.throttle(0)
+        elif fault == "killed":
+            self.server.start()
+        elif fault == "paused":
+            self.server.resume()
+        else:
+            with self.server.client() as admin:
+                admin.config_set("maxmemory-policy", "noeviction")
+                admin.config_set("maxmemory", 0)
+
+    def ask(self, text: str, session_id: str, *, patient: bool = True) -> dict[str, Any]:
+        """A turn of a key of its own, so that it begins with nobody else's KV; returns once it is kept.
+
+        Args: patient: while Redis is away, wait for a session that only Redis knows of.
+        """
+        headers = {"Authorization": f"Bearer key-{session_id}"}
+        with httpx.Client(base_url=self.stack.base_url, headers=headers, timeout=240) as client:
+            body = {
+                "model": "demo",
+                "messages": [{"role": "user", "content": text}],
+                "session_id": session_id,
+                "session_mode": "append",
+                "temperature": 0,
+                "max_tokens": MAX_TOKENS,
+                "kv_compression": {"method": "full"},
+            }
+            deadline_s = time.monotonic() + 120
+            while (reply := client.post("/v1/chat/completions", json=body)).status_code == 503 and patient:
+                assert time.monotonic() < deadline_s, reply.text
+                time.sleep(0.2)
+            assert reply.status_code == 200, reply.text
+            answer: dict[str, Any] = reply.json()
+            while True:
+                kept = client.get(f"/v1/sessions/{session_id}")
+                if kept.status_code == 200 and kept.json()["tokens"] >= known_tokens(answer):
+                    return answer
+                assert time.monotonic() < deadline_s, kept.text
+                time.sleep(0.02)
+
+    def stored_tokens(self, session_id: str) -> int:
+        """Tokens of the session that Redis has KV of."""
+        with self.server.client() as admin:
+            for key in admin.keys(f"kvferry:history:*/{session_id}}}:record"):
+                session = SessionKey(owner=key.decode().split("{")[1].split("/")[0], session_id=session_id)
+                return len(read_record(admin.get(key), session).token_ids)
+        return 0
+
+    def misses(self) -> float:
+        return float(self.stack.prefill_metric("kvferry_history_miss_total"))
+
+
+def known_tokens(answer: dict[str, Any]) -> int:
+    """Tokens whose KV is there after a turn: all but the last generated one's."""
+    return int(answer["usage"]["total_tokens"] - 1)
+
+
+def said(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+@pytest.fixture(scope="module")
+def faulty(start_stack: Callable[..., Any], redis_servers: ModuleType) -> Iterator[Faulty]:
+    with redis_servers.RedisServer.running() as server:
+        gate = redis_servers.Gate(server.port)
+        options = (
+            # room for one conversation: the other one's turn leaves this one's in Redis alone
+            *("--in-process", "--history-bytes", str(1_100_000), "--history-redis", gate.url),
+            *("--history-redis-timeout-s", "6", "--history-redis-turn-timeout-s", "3"),
+            *("--history-redis-retry-s", "0.2", "--history-choice", "reuse"),
+        )
+        with start_stack(*options) as stack:
+            yield Faulty(stack=stack, server=server, gate=gate)
+        gate.close()
+
+
+@pytest.fixture(scope="module")
+def lines(make_document: Callable[..., Any]) -> list[str]:
+    document = make_document(61, num_words=130, num_facts=6)
+    texts = [question for question, _ in document.questions[:4]]
+    return [f"{document.text} {texts[0]}", *texts[1:]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(faulty: Faulty, lines: list[str]) -> list[dict[str, Any]]:
+    return [faulty.ask(text, "undisturbed") for text in lines]
+
+
+@pytest.mark.parametrize(("fault", "moment"), FAULTS)
+def test_a_fault_in_a_turn_costs_a_miss_at_most(
+    faulty: Faulty, lines: list[str], undisturbed: list[dict[str, Any]], fault: str, moment: str
+) -> None:
+    session = f"{fault}-{moment}".replace(" ", "-")
+    fillers = (f"{session}-filler-{number}" for number in range(1000))
+    answers = [faulty.ask(lines[0], session)]
+    assert faulty.stored_tokens(session) == known_tokens(answers[0])
+    faulty.ask(lines[0], next(fillers))
+
+    misses = faulty.misses()
+    words, count = MOMENTS[moment]
+    faulty.gate.trap(*words, action=lambda: faulty.strike(fault), count=count)
+    try:
+        answers.append(faulty.ask(lines[1], session, patient=False))
+    finally:
+        faulty.heal(fault)
+    assert not faulty.gate.is_set
+    reused = answers[1]["kv"]["reused_tokens"]
+    assert reused in {0, known_tokens(answers[0])}
+    if moment == "commit" or fault == "full":
+        assert reused > 0
+    elif fault != "evicting":  # which may have spared this session
+        assert reused == 0
+    assert faulty.misses() - misses == (reused == 0)
+    assert answers[1]["kv"]["history"] == ("delta" if reused else "recompute")
+
+    # the worker leaves Redis alone for a moment: other sessions show when it no longer does
+    deadline_s = time.monotonic() + 120
+    for filler in fillers:
+        if known_tokens(faulty.ask(lines[0], filler)) == faulty.stored_tokens(filler):
+            break
+        assert time.monotonic() < deadline_s
+    answers.append(faulty.ask(lines[2], session))
+    assert faulty.stored_tokens(session) == known_tokens(answers[2])
+    faulty.ask(lines[0], next(fillers))
+    answers.append(faulty.ask(lines[3], session))
+    assert answers[3]["kv"]["reused_tokens"] == known_tokens(answers[2])
+    assert answers[3]["kv"]["history_tier"] == "redis"
+    assert [said(answer) for answer in answers] == [said(answer) for answer in undisturbed]
+    assert [answer["usage"]["prompt_tokens"] for answer in answers] == [
+        answer["usage"]["prompt_tokens"] for answer in undisturbed
+    ]
