@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.history_cost import HistoryCosts
+from kvferry.services.prefill.host_copies import host_copies
 from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
 from kvferry.services.prefill.queue import FairQueue
@@ -78,6 +79,7 @@ class PrefillEngine:
         self._metrics = metrics
         self._config = config
         self._clock = clock
+        self._copies = host_copies(model.device)
         self._turns = SessionTurns(
             spec=model.spec,
             store=store,
@@ -225,6 +227,7 @@ class PrefillEngine:
             check=job.check_cancelled,
             progress=self._progress,
             clock=self._clock,
+            copies=self._copies,
             kept_bins=request.kept_bins,
         )
         layers.begin()

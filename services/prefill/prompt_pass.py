@@ -1,23 +1,26 @@
 """What happens to each layer of one prompt: load history, compress, ship, stage.
 
 Place in the request's path: called by the model's bridge on the engine thread, layer by layer, while the
-wire's own thread sends the layers before. Holds no K or V after `layer_done` returns, unless the plan's layer
-budgets are measured: then K and V of all layers wait on the host until `finish`. Does not sample.
+wire's own thread sends the layers before. Holds no K or V after `layer_done` returns, but what is on its way
+to the host (`host_copies.py`: one layer's, on CUDA), and unless the plan's layer budgets are measured: then K
+and V of all layers wait on the host until `finish`. Does not sample.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
+from kvferry.services.prefill.host_copies import HostCopies
 from kvferry.shared.compression.compress import compress_layer
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.compression.measured import HeldLayer, hold_layer, is_measured, settle
 from kvferry.shared.compression.plan import ResolvedPlan
+from kvferry.shared.errors import HistoryMiss
 from kvferry.shared.history.interface import HistoryTurn
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.telemetry import stage
@@ -69,6 +72,7 @@ class PromptPass:
         check: Callable[[], None],
         progress: Callable[[], None],
         clock: Callable[[], float],
+        copies: HostCopies,
         kept_bins: int = 0,
     ) -> None:
         """Args:
@@ -77,6 +81,7 @@ class PromptPass:
         model: the one that runs the prompt; asked for keys before RoPE where a method wants them.
         check: raises to stop the pass; called before each layer's attention and after it.
         progress: told of each layer done.
+        copies: brings what is shipped and staged to the host; while the next layer runs, where it takes time.
         kept_bins: stretches of the prompt whose kept fraction `kept_map` tells; 0: there is no map.
         """
         self.times = PassTimes()
@@ -99,6 +104,8 @@ class PromptPass:
         self._check = check
         self._progress = progress
         self._clock = clock
+        self._copies = copies
+        self._leaving: deque[Callable[[], None]] = deque()
         self._shipped_layers = 0
 
     def history(self, layer: int) -> tuple[Tensor, Tensor] | None:
@@ -111,6 +118,10 @@ class PromptPass:
             loaded = self._turn.load(layer)
             if loaded is not None:
                 loaded = (loaded[0].to(self._device), loaded[1].to(self._device))
+        except HistoryMiss:
+            # before the turn is begun anew: what is sent is not sent again, what is staged is dropped with it
+            self._hand_over(0)
+            raise
         finally:
             self.times.history_load_s += self._clock() - begin_s
         return loaded
@@ -133,10 +144,8 @@ class PromptPass:
                 self._ship(self._resolved, inputs)
                 self._shipped_layers = layer + 1
         if self._turn is not None:
-            begin_s = self._clock()
-            start = self._turn.reused_tokens
-            self._turn.append(layer, keys[:, start:], values[:, start:])
-            self.times.history_store_s += self._clock() - begin_s
+            self._stage(self._turn, layer, keys, values)
+        self._hand_over(self._copies.layers_behind)
         self._progress()
 
     def begin(self) -> None:
@@ -145,8 +154,9 @@ class PromptPass:
             self._transfer = self._open_transfer(self._resolved)
 
     def finish(self) -> None:
-        """After the pass: compress and ship what waited for it. Raises Cancelled, TransferFailed."""
+        """After the pass: compress what waited for it, ship all. Raises Cancelled, TransferFailed."""
         if not self._measured:
+            self._hand_over(0)
             return
         held = [self._held.pop(layer) for layer in sorted(self._held)]
         settled = settle(self._resolved, [layer.variance for layer in held])
@@ -157,7 +167,9 @@ class PromptPass:
             self._check()
             layer = held.pop()
             self._ship(settled, self._on_device(layer.inputs), layer.scores)
+            self._hand_over(self._copies.layers_behind)
             self._progress()
+        self._hand_over(0)
 
     def _hold(self, inputs: LayerInputs) -> None:
         begin_s = self._clock()
@@ -170,29 +182,47 @@ class PromptPass:
         return replace(inputs, keys=inputs.keys.to(self._device), values=inputs.values.to(self._device))
 
     def _ship(self, resolved: ResolvedPlan, inputs: LayerInputs, scores: Tensor | None = None) -> None:
-        self._synchronize()
+        # Kernels run behind the host: without this, compression's time would be booked on what comes after.
+        self._copies.settle()
         begin_s = self._clock()
         with stage("compress", layer=inputs.layer):
             kept = compress_layer(resolved, inputs, scores=scores)
         if self.kept_map is not None:
             self.kept_map.add(kept)
-        self._synchronize()
-        compressed_s = self._clock()
+        self._copies.settle()
+        self.times.compress_s += self._clock() - begin_s
         layer, held = inputs.layer, self._held_rows
         self.positions[layer] = layer_positions(kept)
-        with stage("ship", layer=layer):
-            assert self._transfer is not None, "the pass was not begun"
-            for section, tensor in (
-                layer_sections(kept) if held is None else delta_sections(kept, layer, held)
-            ):
-                self._transfer.send(layer=layer, section=section, tensor=tensor)
-                if section is Section.NEW_ROWS:
-                    self.num_spared_rows += kept.keys[:, :, 0].numel() - int(tensor.sum())
-        self.times.compress_s += compressed_s - begin_s
-        self.times.pack_s += self._clock() - compressed_s
+        sections = list(layer_sections(kept) if held is None else delta_sections(kept, layer, held))
+        arrived = self._copies.start([tensor for _, tensor in sections])
+        num_rows = kept.keys[:, :, 0].numel()
 
-    def _synchronize(self) -> None:
-        # Kernels run behind the host: without this, compression's time would be booked on the copy after it.
-        # That copy waits for them anyway, so nothing is lost.
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        def send() -> None:
+            begin_s = self._clock()
+            with stage("ship", layer=layer):
+                assert self._transfer is not None, "the pass was not begun"
+                for (section, _), tensor in zip(sections, arrived(), strict=True):
+                    self._transfer.send(layer=layer, section=section, tensor=tensor)
+                    if section is Section.NEW_ROWS:
+                        self.num_spared_rows += num_rows - int(tensor.sum())
+            self.times.pack_s += self._clock() - begin_s
+
+        self._leaving.append(send)
+
+    def _stage(self, turn: HistoryTurn, layer: int, keys: Tensor, values: Tensor) -> None:
+        """The layer's new rows, for the session's history."""
+        start = turn.reused_tokens
+        arrived = self._copies.start([keys[:, start:], values[:, start:]])
+
+        def append() -> None:
+            begin_s = self._clock()
+            turn.append(layer, *arrived())
+            self.times.history_store_s += self._clock() - begin_s
+
+        self._leaving.append(append)
+
+    def _hand_over(self, layers_behind: int) -> None:
+        """Ship and stage what has been copied, but that of the last few layers."""
+        per_layer = 1 if self._turn is None or self._measured else 2
+        while len(self._leaving) > layers_behind * per_layer:
+            self._leaving.popleft()()

@@ -1,0 +1,116 @@
+"""A layer is shipped and staged while the next one runs, where copies take time; what arrives is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvferry.services.prefill.host_copies import Arrived, CpuCopies
+from kvferry.shared.compression.plan import Budget
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey
+from kvferry.shared.wire.messages import Section, TransferKey
+
+if TYPE_CHECKING:
+    from conftest import Harness
+
+SESSION = SessionKey(owner="key", session_id="s")
+
+
+class LateCopies(CpuCopies):
+    """Copies that have begun and have not arrived while the next layer runs, as on a GPU."""
+
+    layers_behind = 1
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self._num_started = 0
+
+    def start(self, tensors: Sequence[Tensor]) -> Arrived:
+        copies, number = tuple(tensor.clone() for tensor in tensors), self._num_started
+        self._num_started += 1
+        self.log.append(f"start {number}")
+
+        def wait() -> tuple[Tensor, ...]:
+            self.log.append(f"wait {number}")
+            return copies
+
+        return wait
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str]:
+    """Before the harness: its engine copies late, and says so here."""
+    entries: list[str] = []
+    monkeypatch.setattr("kvferry.services.prefill.engine.host_copies", lambda device: LateCopies(entries))
+    return entries
+
+
+def make_prompt(num_tokens: int) -> tuple[int, ...]:
+    return tuple(torch.randint(10, 700, (num_tokens,), generator=torch.Generator().manual_seed(1)).tolist())
+
+
+def sections(harness: Harness, request: PrefillRequest) -> list[Tensor]:
+    key = TransferKey(transfer_id=request.ticket.transfer_id, generation=request.ticket.generation)
+    return [
+        harness.sink.rows(key, layer, section)
+        for layer in range(harness.model.spec.num_layers)
+        for section in (Section.KEYS, Section.VALUES)
+    ]
+
+
+async def test_layers_leave_one_behind_and_in_order(log: list[str], harness: Harness) -> None:
+    num_layers = harness.model.spec.num_layers
+    seen: list[int] = []
+    harness.model.on_layer = lambda layer, keys: seen.append(len(log))
+    await harness.run(harness.request(make_prompt(30)))
+    pairs = [[f"start {layer}", f"wait {layer - 1}"] for layer in range(1, num_layers)]
+    assert log == ["start 0", *[entry for pair in pairs for entry in pair], f"wait {num_layers - 1}"]
+    assert seen == [0, *range(1, 2 * num_layers - 2, 2)]
+
+
+async def test_a_history_lost_in_mid_prompt_leaves_nothing_behind(log: list[str], harness: Harness) -> None:
+    prompt = make_prompt(90)
+    first = harness.request(prompt[:50], session=SESSION)
+    await harness.run(first)
+    await harness.service.commit_turn(
+        CommitTurnRequest(request_id=first.request_id, session=SESSION, token_ids=prompt[:50]), timeout_s=10
+    )
+    layers: list[int] = []
+
+    def drop_at_layer_two(layer: int, keys: Tensor) -> None:
+        layers.append(layer)
+        if len(layers) == 3:
+            harness.store.drop(SESSION)
+
+    harness.model.on_layer = drop_at_layer_two
+    plan = plan_for("snapkv", budget=Budget(tokens=48))
+    second = harness.request(prompt, session=SESSION, plan=plan)
+    token, _ = await harness.run(second)
+    harness.model.on_layer = None
+    assert layers[:4] == [0, 1, 2, 0]
+    fresh = harness.request(prompt, plan=plan)
+    fresh_token, _ = await harness.run(fresh)
+    assert token.token == fresh_token.token
+    for ours, expected in zip(sections(harness, second), sections(harness, fresh), strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3)
+
+
+async def test_what_is_staged_late_is_the_next_turns_history(log: list[str], harness: Harness) -> None:
+    prompt = make_prompt(60)
+    first = harness.request(prompt[:40], session=SESSION)
+    await harness.run(first)
+    await harness.service.commit_turn(
+        CommitTurnRequest(request_id=first.request_id, session=SESSION, token_ids=prompt[:40]), timeout_s=10
+    )
+    second, fresh = harness.request(prompt, session=SESSION), harness.request(prompt)
+    token, _ = await harness.run(second)
+    fresh_token, _ = await harness.run(fresh)
+    assert (token.reused_tokens, fresh_token.reused_tokens) == (40, 0)
+    assert token.token == fresh_token.token
+    for ours, expected in zip(sections(harness, second), sections(harness, fresh), strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3)
