@@ -129,6 +129,7 @@ class Ticket(_message.Message):
     RESERVED_BYTES_FIELD_NUMBER: _builtins.int
     HELD_TRANSFER_ID_FIELD_NUMBER: _builtins.int
     HELD_TOKENS_FIELD_NUMBER: _builtins.int
+    HELD_DEPTH_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     transfer_id: _builtins.int
     generation: _builtins.int
@@ -137,6 +138,7 @@ class Ticket(_message.Message):
     reserved_bytes: _builtins.int
     held_transfer_id: _builtins.int
     held_tokens: _builtins.int
+    held_depth: _builtins.int
     def __init__(
         self,
         *,
@@ -148,10 +150,11 @@ class Ticket(_message.Message):
         reserved_bytes: _builtins.int = ...,
         held_transfer_id: _builtins.int = ...,
         held_tokens: _builtins.int = ...,
+        held_depth: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_bytes", b"credit_bytes", "endpoint", b"endpoint", "generation", b"generation", "held_tokens", b"held_tokens", "held_transfer_id", b"held_transfer_id", "lease_s", b"lease_s", "reserved_bytes", b"reserved_bytes", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_bytes", b"credit_bytes", "endpoint", b"endpoint", "generation", b"generation", "held_depth", b"held_depth", "held_tokens", b"held_tokens", "held_transfer_id", b"held_transfer_id", "lease_s", b"lease_s", "reserved_bytes", b"reserved_bytes", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ from kvferry.shared.compression.representations.interface import zone_bytes
 from kvferry.shared.compression.representations.kivi import KiviPrompt
 from kvferry.shared.errors import TransferFailed
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.wire.held_rows import HeldRows, Positions, all_positions
+from kvferry.shared.wire.held_rows import HeldSelections, Positions, all_positions
 from kvferry.shared.wire.messages import BlockHeader, Section
 from kvferry.shared.wire.stored_sections import layer_specs
 
@@ -38,8 +38,8 @@ class CacheWriter:
         buffer: the sequence's arena bytes, uint8 `[layout.size_bytes or more]`.
         copier: how bytes get there; shared with the other transfers of the receiver's thread.
         resolved: of T prompt tokens; kept positions lie in [0, T).
-        held: rows of the session's last turn that do not come again; None where all come.
-        held_layers: K and V of each layer that they lie in.
+        held: rows of the session's last turns that do not come again; None where all come.
+        held_layers: K and V of each layer that each of these selections lies in.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class CacheWriter:
         copier: ArenaCopier,
         *,
         resolved: ResolvedPlan,
-        held: HeldRows | None = None,
-        held_layers: tuple[tuple[Tensor, Tensor], ...] = (),
+        held: HeldSelections | None = None,
+        held_layers: tuple[tuple[tuple[Tensor, Tensor], ...], ...] = (),
     ) -> None:
         self._held = held
         self._held_layers = held_layers
@@ -210,7 +210,7 @@ class CacheWriter:
             self._index_checked.add(layer)
             del self._quantised[layer]
 
-    def _write_delta(self, held: HeldRows, header: BlockHeader, payload: memoryview) -> None:
+    def _write_delta(self, held: HeldSelections, header: BlockHeader, payload: memoryview) -> None:
         """A block of a layer of which rows are held; with the first one, these are copied."""
         i, layer = header.layer, self._layout.layers[header.layer]
         if i not in self._delta:
@@ -224,7 +224,7 @@ class CacheWriter:
                 i,
                 positions,
                 held=held,
-                held_rows=self._held_layers[i],
+                held_rows=[layers[i] for layers in self._held_layers],
                 rows=(layer.keys.view(self._buffer), layer.values.view(self._buffer)),
             )
             self._missing_bytes -= row_bytes - self._delta[i].missing_bytes

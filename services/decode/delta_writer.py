@@ -6,12 +6,14 @@ being few, and put in their places with the section's last byte.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvferry.shared.errors import TransferFailed
-from kvferry.shared.wire.held_rows import HeldRows, Positions
+from kvferry.shared.wire.held_rows import HeldSelections, Positions
 from kvferry.shared.wire.messages import BlockHeader, Section
 
 
@@ -20,7 +22,7 @@ class DeltaLayerWriter:
 
     Args:
         positions: int32 `[H_kv, n]`, the rows that the layer is to have.
-        held: what is there of the last turn; held_rows: K and V `[H_kv, cap, D]` that it lies in.
+        held: what is there of the last turns; held_rows: K and V `[H_kv, cap, D]` that each of them lies in.
         rows: K and V `[H_kv, cap, D]` to fill.
     """
 
@@ -29,20 +31,21 @@ class DeltaLayerWriter:
         layer: int,
         positions: Positions,
         *,
-        held: HeldRows,
-        held_rows: tuple[Tensor, Tensor],
+        held: HeldSelections,
+        held_rows: Sequence[tuple[Tensor, Tensor]],
         rows: tuple[Tensor, Tensor],
     ) -> None:
         self._layer = layer
         self._rows = dict(zip((Section.KEYS, Section.VALUES), rows, strict=True))
-        sources = held.rows(layer, positions)
-        self._counts = (sources < 0).sum(1, dtype=np.int32)
-        self._heads, self._slots = (torch.from_numpy(its) for its in np.nonzero(sources < 0))
-        heads, slots = np.nonzero(sources >= 0)
-        copied = torch.from_numpy(sources[heads, slots])
-        of_head, to_row = torch.from_numpy(heads), torch.from_numpy(slots)
-        for source, target in zip(held_rows, rows, strict=True):
-            target[of_head, to_row] = source[of_head, copied]
+        which, numbers = held.find(layer, positions)
+        self._counts = (which < 0).sum(1, dtype=np.int32)
+        self._heads, self._slots = (torch.from_numpy(its) for its in np.nonzero(which < 0))
+        for selection, sources in enumerate(held_rows):
+            heads, slots = np.nonzero(which == selection)
+            copied = torch.from_numpy(numbers[heads, slots])
+            of_head, to_row = torch.from_numpy(heads), torch.from_numpy(slots)
+            for source, target in zip(sources, rows, strict=True):
+                target[of_head, to_row] = source[of_head, copied]
         self._pending: dict[Section, bytearray] = {Section.KEYS: bytearray(), Section.VALUES: bytearray()}
         self._sizes = bytearray()
         self.missing_bytes = 2 * len(self._heads) * rows[0].shape[2] * rows[0].itemsize

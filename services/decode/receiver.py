@@ -7,7 +7,6 @@ generation, model and plan; anything else is refused by name, and nothing partia
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from kvferry.services.decode.arena_copier import ArenaCopier
 from kvferry.services.decode.cache_writer import CacheWriter
@@ -106,7 +105,7 @@ class CacheReceiver:
                 raise
             if ships_rows_alone(self._spec, sequence.resolved):
                 sequence.positions = incoming.writer.positions
-            sequence.let_go(superseded=True)
+            sequence.let_go()
             self._arena.advance(sequence.allocation, "running")
             sequence.committed_s = self._clock()
             sequence.state = SequenceState.READY
@@ -156,8 +155,10 @@ class CacheReceiver:
                 self._arena.buffer(sequence.allocation),
                 self._copier,
                 resolved=settled,
-                held=replace(sequence.held, num_tokens=manifest.held_tokens) if sequence.held else None,
-                held_layers=sequence.held_layers,
+                held=sequence.held.first(manifest.held_depth, manifest.held_tokens)
+                if sequence.held
+                else None,
+                held_layers=sequence.held_layers[: manifest.held_depth],
             )
         return sequence, writer
 
@@ -227,6 +228,10 @@ class CacheReceiver:
                 "held_tokens": (
                     min(manifest.held_tokens, held.num_tokens if held else 0),
                     manifest.held_tokens,
+                ),
+                "held_depth": (
+                    max(1, min(manifest.held_depth, held.depth if held else 0)),
+                    manifest.held_depth,
                 ),
             }
         for name, (sent, own) in expected.items():

@@ -1,7 +1,8 @@
-"""Selections that stay in the arena after their turn, so that the session's next one need not bring them.
+"""Selections that stay in the arena after their turns, so that the session's next ones need not bring them.
 
 Between a sequence's end and the next reservation of its session. A selection is only ever spare: it goes when
-its lease ends, its session is dropped, or anyone needs the bytes, the longest unused first. Copies no rows.
+its session's lease ends, its session is dropped or begins anew, or anyone needs the bytes: the longest unused
+session's oldest selection first. Copies no rows.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from torch import Tensor
 from kvferry.services.decode.sequence import Sequence, SequenceState
 from kvferry.shared.cache.arena import Allocation, ByteArena
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.wire.held_rows import HeldRows, Positions
+from kvferry.shared.wire.held_rows import HeldRows, HeldSelections, Positions
+from kvferry.shared.wire.messages import MAX_HELD_SELECTIONS, Manifest
 
 
 @dataclass(eq=False, kw_only=True)
 class RetainedSelection:
-    """One session's rows, as its last turn left them.
+    """One session's rows, as one of its turns left them.
 
     Attributes:
         transfer_id: of the transfer that brought the prompt's rows.
@@ -41,7 +43,6 @@ class RetainedSelection:
     positions: tuple[Positions | None, ...]
     rows: tuple[tuple[Tensor, Tensor], ...]
     allocation: Allocation
-    lease_until_s: float
     num_users: int = 0
     listed: bool = True
 
@@ -62,15 +63,23 @@ class RetainedSelection:
         return int(differs[0]) if differs.size else length
 
 
-class RetainedSelections:
-    """The selections of all sessions, one a session at most. Thread-safe.
+@dataclass(eq=False, kw_only=True)
+class _Chain:
+    """A session's selections, the newest first; each came without rows that the next one has."""
 
-        RETURNING ──keep──► listed ──lease, drop, evict, replaced──► freed
-                              │ pin ▲ unpin          │ in use: unlisted, freed with the last unpin
-                              └─► in use ────────────┘
+    selections: list[RetainedSelection]
+    lease_until_s: float
+
+
+class RetainedSelections:
+    """The selections of all sessions, `MAX_HELD_SELECTIONS` a session at most. Thread-safe.
+
+        RETURNING ──keep──► listed ──lease, drop, evict, begun anew──► freed
+                              │ pin ▲ unpin                │ in use: unlisted, freed with the last unpin
+                              └─► in use ──────────────────┘
 
     Args:
-        retain_s: how long a selection stays; 0 keeps none.
+        retain_s: how long a session's selections stay after a turn; 0 keeps none.
         release: gives bytes back and serves who waits for them; never called with this object's lock held.
     """
 
@@ -87,7 +96,7 @@ class RetainedSelections:
         self._clock = clock
         self._release = release
         self._lock = threading.Lock()
-        self._listed: dict[SessionKey, RetainedSelection] = {}
+        self._chains: dict[SessionKey, _Chain] = {}
 
     @property
     def spare_bytes(self) -> int:
@@ -97,12 +106,12 @@ class RetainedSelections:
 
     def keep(self, sequence: Sequence) -> bool:
         """Take a finished sequence's bytes over; returns False, nothing taken, where it is not to be kept."""
-        session = sequence.request.session
+        session, manifest = sequence.request.session, sequence.manifest
         with sequence.lock:
             wanted = self._retain_s > 0 and session is not None and not sequence.cancelled
             if not wanted or session is None or sequence.state is not SequenceState.RETURNING:
                 return False
-            if len(sequence.positions) != len(sequence.caches):
+            if manifest is None or len(sequence.positions) != len(sequence.caches):
                 return False
             num_tokens = sequence.resolved.num_prompt_tokens + sequence.num_appended
             token_ids = (*sequence.request.prompt_token_ids, *sequence.token_ids)[:num_tokens]
@@ -114,95 +123,118 @@ class RetainedSelections:
                 positions=sequence.positions,
                 rows=tuple((cache.keys, cache.values) for cache in sequence.caches),
                 allocation=sequence.hand_over_bytes(),
-                lease_until_s=self._clock() + self._retain_s,
             )
         self._arena.advance(selection.allocation, "retained")
         with self._lock:
-            replaced = self._unlist(self._listed.get(session))
-            self._listed[session] = selection
-        self._free(replaced)
+            former = self._chains.pop(session, None)
+            earlier = former.selections if former is not None else []
+            stays = bool(earlier) and _extends(manifest, earlier[0])
+            kept = [selection, *earlier][: MAX_HELD_SELECTIONS if stays else 1]
+            self._chains[session] = _Chain(selections=kept, lease_until_s=self._clock() + self._retain_s)
+            freed = self._unlist(earlier[len(kept) - 1 :])
+        self._free(freed)
         return True
 
     def pin(
         self, session: SessionKey | None, prompt_token_ids: tuple[int, ...]
-    ) -> tuple[RetainedSelection, HeldRows] | None:
-        """The session's selection and its rows that fit the new prompt, which stay until `unpin`."""
+    ) -> tuple[tuple[RetainedSelection, ...], HeldSelections] | None:
+        """The session's selections and their rows that fit the new prompt, which stay until `unpin`."""
         with self._lock:
-            selection = self._listed.get(session) if session is not None else None
-            num_tokens = selection.num_common_tokens(prompt_token_ids) if selection is not None else 0
-            if selection is None or num_tokens == 0:
+            chain = self._chains.get(session) if session is not None else None
+            selections = tuple(chain.selections) if chain is not None else ()
+            num_tokens = selections[0].num_common_tokens(prompt_token_ids) if selections else 0
+            if num_tokens == 0:
                 return None
-            selection.num_users += 1
-            return selection, selection.held_rows(num_tokens)
+            for selection in selections:
+                selection.num_users += 1
+            held = HeldSelections(selections=tuple(its.held_rows(num_tokens) for its in selections))
+            return selections, held.first(held.depth, num_tokens)
 
-    def unpin(self, selection: RetainedSelection, *, superseded: bool) -> None:
-        """A reservation is done with it. Args: superseded: a newer one has arrived; nobody is to find it."""
+    def unpin(self, selections: tuple[RetainedSelection, ...]) -> None:
+        """A reservation is done with them."""
         with self._lock:
-            selection.num_users -= 1
-            freed = self._unlist(selection) if superseded else self._unused(selection)
+            for selection in selections:
+                selection.num_users -= 1
+            freed = [selection for selection in selections if _is_unused(selection)]
         self._free(freed)
 
     def touch(self, session: SessionKey | None) -> None:
-        """Make the session's selection the last to be evicted."""
+        """Make the session's selections the last to be evicted."""
         with self._lock:
-            if session is not None and (selection := self._listed.pop(session, None)) is not None:
-                self._listed[session] = selection
+            if session is not None and (chain := self._chains.pop(session, None)) is not None:
+                self._chains[session] = chain
 
     def drop(self, session: SessionKey | None, *, transfer_id: int | None = None) -> int:
-        """Forget a session's selection; that of one transfer alone where it is named. Returns its bytes."""
+        """Forget a session's selections; only if the newest is of one transfer, where that is named. Returns
+        their bytes."""
         with self._lock:
-            selection = self._listed.get(session) if session is not None else None
-            if selection is None or transfer_id not in (None, selection.transfer_id):
+            chain = self._chains.get(session) if session is not None else None
+            if session is None or chain is None or transfer_id not in (None, chain.selections[0].transfer_id):
                 return 0
-            freed = self._unlist(selection)
+            del self._chains[session]
+            freed = self._unlist(chain.selections)
         self._free(freed)
-        return selection.allocation.size_bytes
+        return sum(selection.allocation.size_bytes for selection in chain.selections)
 
     def expire(self) -> None:
         """Forget what has outlived its lease."""
         now_s = self._clock()
         with self._lock:
-            due = [its for its in self._listed.values() if its.lease_until_s <= now_s]
-            freed = [self._unlist(selection) for selection in due]
-        for selection in freed:
-            self._free(selection)
+            due = [session for session, its in self._chains.items() if its.lease_until_s <= now_s]
+            freed = [gone for session in due for gone in self._unlist(self._chains.pop(session).selections)]
+        self._free(freed)
 
     def evict(self, wanted_bytes: int) -> bool:
-        """Free the longest unused selection straight into the arena; the caller serves the line itself.
+        """Free the longest unused session's oldest selection straight into the arena; the caller serves the
+        line itself.
 
         Returns: False, with nothing freed, where all that is spare and free would not be enough.
         """
         with self._lock:
             if self._arena.free_bytes + self._spare_bytes() < wanted_bytes:
                 return False
-            spare = next((its for its in self._listed.values() if its.num_users == 0), None)
-            freed = self._unlist(spare)
-        if freed is None:
-            return False
-        self._arena.free(freed.allocation)
+            spare = next((its for its in self._chains.values() if its.selections[-1].num_users == 0), None)
+            if spare is None:
+                return False
+            selection = spare.selections.pop()
+            selection.listed = False
+            if not spare.selections:
+                del self._chains[selection.session]
+        self._arena.free(selection.allocation)
         return True
 
     def close(self) -> None:
         """Forget all."""
         with self._lock:
-            freed = [self._unlist(selection) for selection in tuple(self._listed.values())]
-        for selection in freed:
-            self._free(selection)
+            freed = [gone for chain in self._chains.values() for gone in self._unlist(chain.selections)]
+            self._chains.clear()
+        self._free(freed)
 
     def _spare_bytes(self) -> int:
-        return sum(its.allocation.size_bytes for its in self._listed.values() if its.num_users == 0)
+        return sum(
+            selection.allocation.size_bytes
+            for chain in self._chains.values()
+            for selection in chain.selections
+            if selection.num_users == 0
+        )
 
-    def _unlist(self, selection: RetainedSelection | None) -> RetainedSelection | None:
-        """Take it off the table; returns it if its bytes are to be freed now."""
-        if selection is None or not selection.listed:
-            return None if selection is None else self._unused(selection)
-        selection.listed = False
-        del self._listed[selection.session]
-        return self._unused(selection)
+    def _unlist(self, selections: list[RetainedSelection]) -> list[RetainedSelection]:
+        """New reservations find these no more; returns those whose bytes are to be freed now."""
+        for selection in selections:
+            selection.listed = False
+        return [selection for selection in selections if _is_unused(selection)]
 
-    def _unused(self, selection: RetainedSelection) -> RetainedSelection | None:
-        return selection if not selection.listed and selection.num_users == 0 else None
-
-    def _free(self, selection: RetainedSelection | None) -> None:
-        if selection is not None:
+    def _free(self, selections: list[RetainedSelection]) -> None:
+        for selection in selections:
             self._release(selection.allocation)
+
+
+def _extends(manifest: Manifest, former: RetainedSelection) -> bool:
+    """Whether the transfer left out rows of the former one, and its prompt begins with all of that one's."""
+    return manifest.held_transfer_id == former.transfer_id and former.held_rows(0).is_extended_by(
+        manifest.held_tokens
+    )
+
+
+def _is_unused(selection: RetainedSelection) -> bool:
+    return not selection.listed and selection.num_users == 0

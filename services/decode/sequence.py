@@ -23,7 +23,7 @@ from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry import begin, current_context
-from kvferry.shared.wire.held_rows import HeldRows, Positions
+from kvferry.shared.wire.held_rows import HeldSelections, Positions
 from kvferry.shared.wire.interfaces import OutgoingTransfer
 from kvferry.shared.wire.messages import Manifest, TransferKey
 
@@ -87,8 +87,8 @@ class Sequence:
         self.caches: tuple[LayerCache, ...] = ()
         self.outgoing: OutgoingTransfer | None = None
         self.positions: tuple[Positions | None, ...] = ()
-        self.held: HeldRows | None = None
-        self.held_layers: tuple[tuple[Tensor, Tensor], ...] = ()
+        self.held: HeldSelections | None = None
+        self.held_layers: tuple[tuple[tuple[Tensor, Tensor], ...], ...] = ()
         self.token_ids: list[int] = []
         self.num_appended = 0
         self.committed_s: float | None = None
@@ -100,7 +100,7 @@ class Sequence:
         self._release = release
         self._forget = forget
         self._holds_bytes = True
-        self._unpin: Callable[[bool], None] | None = None
+        self._unpin: Callable[[], None] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -151,26 +151,26 @@ class Sequence:
 
     def hold(
         self,
-        held: HeldRows,
+        held: HeldSelections,
         *,
-        held_layers: tuple[tuple[Tensor, Tensor], ...],
-        unpin: Callable[[bool], None],
+        held_layers: tuple[tuple[tuple[Tensor, Tensor], ...], ...],
+        unpin: Callable[[], None],
     ) -> None:
-        """Count on rows of the session's last turn.
+        """Count on rows of the session's last turns.
 
         Args:
-            held_layers: K and V `[H_kv, cap, D]` of each layer, that the rows lie in.
-            unpin: called once, with whether these rows have been superseded by the sequence's own.
+            held_layers: K and V `[H_kv, cap, D]` of each layer, that each selection's rows lie in.
+            unpin: called once.
         """
         self.held, self.held_layers, self._unpin = held, held_layers, unpin
 
-    def let_go(self, *, superseded: bool = False) -> None:
+    def let_go(self) -> None:
         """Count on them no more. No effect the second time."""
         with self.lock:
             unpin, self._unpin = self._unpin, None
             self.held, self.held_layers = None, ()
         if unpin is not None:
-            unpin(superseded)
+            unpin()
 
     def close(self, error: KvferryError | None = None) -> bool:
         """End the sequence: bytes back, off the tables, and the reader told if there is an error.

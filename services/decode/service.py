@@ -190,6 +190,7 @@ class DecodeService:
                     reserved_bytes=sequence.allocation.size_bytes,
                     held_transfer_id=sequence.held.transfer_id if sequence.held is not None else 0,
                     held_tokens=sequence.held.num_tokens if sequence.held is not None else 0,
+                    held_depth=sequence.held.depth if sequence.held is not None else 0,
                 )
             )
             last = HistoryReturned if request.store_history else GenerationFinished
@@ -268,16 +269,16 @@ class DecodeService:
         return sequence, min(self._config.lease_s, timeout_s)
 
     def _hold(self, sequence: Sequence) -> None:
-        """Keep the session's rows of its last turn for this one, where it can do with them."""
+        """Keep the session's rows of its last turns for this one, where it can do with them."""
         if not ships_rows_alone(self._spec, sequence.resolved):
             return
         pinned = self._retained.pin(sequence.request.session, sequence.request.prompt_token_ids)
         if pinned is not None:
-            selection, held = pinned
+            selections, held = pinned
             sequence.hold(
                 held,
-                held_layers=selection.rows,
-                unpin=lambda superseded: self._retained.unpin(selection, superseded=superseded),
+                held_layers=tuple(selection.rows for selection in selections),
+                unpin=lambda: self._retained.unpin(selections),
             )
 
     def _release(self, allocation: Allocation) -> None:

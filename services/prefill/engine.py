@@ -319,6 +319,7 @@ class PrefillEngine:
             traceparent=carrier().get("traceparent", ""),
             held_transfer_id=job.held.transfer_id if job.held is not None else 0,
             held_tokens=job.held.num_tokens if job.held is not None else 0,
+            held_depth=job.held.depth if job.held is not None else 0,
         )
 
     def _observe(self, job: PrefillJob, first: FirstToken, times: PassTimes) -> None:

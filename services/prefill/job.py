@@ -10,7 +10,7 @@ from kvferry.shared.errors import KvferryError
 from kvferry.shared.history.interface import HistoryTurn
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry import begin, current_context
-from kvferry.shared.wire.held_rows import HeldRows
+from kvferry.shared.wire.held_rows import HeldSelections
 from kvferry.shared.wire.interfaces import OutgoingTransfer
 from kvferry.shared.wire.messages import TransferKey
 
@@ -46,7 +46,7 @@ class PrefillJob:
         self.turn: HistoryTurn | None = None
         self.history_way: HistoryWay | None = None
         """How it comes by what was there before it; None where there was nothing."""
-        self.held: HeldRows | None = None
+        self.held: HeldSelections | None = None
         """Rows that decode holds and so are not shipped; set before the transfer opens."""
         self.saved_bytes = 0
         """Of those rows."""

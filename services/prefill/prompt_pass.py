@@ -24,7 +24,7 @@ from kvferry.shared.errors import HistoryMiss
 from kvferry.shared.history.interface import HistoryTurn
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.telemetry import stage
-from kvferry.shared.wire.held_rows import HeldRows, Positions, delta_sections, layer_positions
+from kvferry.shared.wire.held_rows import HeldSelections, Positions, delta_sections, layer_positions
 from kvferry.shared.wire.interfaces import OutgoingTransfer
 from kvferry.shared.wire.messages import Section
 from kvferry.shared.wire.stored_sections import layer_sections
@@ -67,7 +67,7 @@ class PromptPass:
         resolved: ResolvedPlan,
         open_transfer: Callable[[ResolvedPlan], OutgoingTransfer],
         turn: HistoryTurn | None,
-        held: HeldRows | None,
+        held: HeldSelections | None,
         model: LanguageModel,
         check: Callable[[], None],
         progress: Callable[[], None],
@@ -190,12 +190,14 @@ class PromptPass:
         if self.kept_map is not None:
             self.kept_map.add(kept)
         self._copies.settle()
-        self.times.compress_s += self._clock() - begin_s
+        compressed_s = self._clock()
+        self.times.compress_s += compressed_s - begin_s
         layer, held = inputs.layer, self._held_rows
         self.positions[layer] = layer_positions(kept)
         sections = list(layer_sections(kept) if held is None else delta_sections(kept, layer, held))
         arrived = self._copies.start([tensor for _, tensor in sections])
         num_rows = kept.keys[:, :, 0].numel()
+        self.times.pack_s += self._clock() - compressed_s
 
         def send() -> None:
             begin_s = self._clock()

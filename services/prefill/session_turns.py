@@ -21,7 +21,7 @@ from kvferry.shared.errors import HistoryMiss
 from kvferry.shared.history.interface import HistoryStore, HistoryTurn
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.wire.held_rows import HeldRows, ships_rows_alone
+from kvferry.shared.wire.held_rows import HeldSelections, ships_rows_alone
 
 log = structlog.get_logger(__name__)
 
@@ -107,7 +107,8 @@ class SessionTurns:
             num_prompt_tokens=job.resolved.num_prompt_tokens,
             layers=tuple(layers.positions[layer] for layer in range(self._spec.num_layers)),
         )
-        self._shipped.put(session, selection)
+        # Rows that were computed again in the midst of it need not be those of the turns before.
+        self._shipped.put(session, selection, held=job.held if job.turn and job.turn.reused_tokens else None)
 
     def shipped(self, job: PrefillJob, *, size_bytes: int, transfer_s: float) -> None:
         """Any thread: decode has acknowledged it all."""
@@ -149,8 +150,8 @@ class SessionTurns:
         num_rows = sum(layer.rows for layer in job.resolved.layers)
         return 2 * self._spec.num_kv_heads * self._spec.row_bytes * num_rows
 
-    def _held(self, job: PrefillJob, turn: HistoryTurn) -> HeldRows | None:
-        """Rows that decode has of the last turn, and that history would give again, bit for bit."""
+    def _held(self, job: PrefillJob, turn: HistoryTurn) -> HeldSelections | None:
+        """Rows that decode has of the last turns, and that history would give again, bit for bit."""
         session, ticket = job.request.session, job.request.ticket
         exact = self._config.history_bits == "model" and ships_rows_alone(self._spec, job.resolved)
         exact = exact and turn.reuse_source == "session"
@@ -160,6 +161,7 @@ class SessionTurns:
             session,
             transfer_id=ticket.held_transfer_id,
             num_tokens=min(ticket.held_tokens, turn.reused_tokens),
+            depth=ticket.held_depth,
         )
 
 

@@ -1,4 +1,4 @@
-"""What each session's last turn shipped: the positions of which its decode worker may still hold the rows.
+"""What each session's last turns shipped: the positions of which its decode worker may still hold the rows.
 
 Written by the engine when a prompt has been shipped, asked when the next one's ticket names that transfer. A
 memory of positions alone, bounded; what it has forgotten is shipped whole.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.wire.held_rows import HeldRows, Positions
+from kvferry.shared.wire.held_rows import HeldRows, HeldSelections, Positions
+from kvferry.shared.wire.messages import MAX_HELD_SELECTIONS
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,9 +27,22 @@ class ShippedSelection:
     def size_bytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers if layer is not None)
 
+    def held_rows(self) -> HeldRows:
+        """All of them."""
+        return HeldRows(
+            transfer_id=self.transfer_id,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_tokens=self.num_prompt_tokens,
+            layers=self.layers,
+        )
+
+
+_Chain = tuple[ShippedSelection, ...]
+"""A session's, the newest first, each of which left out rows of those after it."""
+
 
 class ShippedSelections:
-    """The last selection of each session, the longest unused forgotten first. Thread-safe.
+    """The last selections of each session, the longest unused session forgotten first. Thread-safe.
 
     Args:
         max_bytes: of positions; 0 remembers none.
@@ -37,38 +51,56 @@ class ShippedSelections:
     def __init__(self, *, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._selections: OrderedDict[SessionKey, ShippedSelection] = OrderedDict()
+        self._chains: OrderedDict[SessionKey, _Chain] = OrderedDict()
         self._size_bytes = 0
 
-    def put(self, session: SessionKey, selection: ShippedSelection) -> None:
-        """Remember it in place of the session's former one."""
-        self.drop(session)
+    def put(self, session: SessionKey, selection: ShippedSelection, *, held: HeldSelections | None) -> None:
+        """Remember what was shipped. Args: held: what was left out of it, which stays remembered where the
+        prompt extends that one's; anything else of the session is forgotten."""
         with self._lock:
             if self._max_bytes == 0:
                 return
-            self._selections[session] = selection
-            self._size_bytes += selection.size_bytes
+            chain: _Chain = (selection,)
+            if held is not None and held.selections[0].is_extended_by(held.num_tokens):
+                chain += self._from(session, held.transfer_id)[: held.depth]
+            self._forget(session)
+            self._chains[session] = chain[:MAX_HELD_SELECTIONS]
+            self._size_bytes += _size_bytes(self._chains[session])
             while self._size_bytes > self._max_bytes:
-                self._size_bytes -= self._selections.popitem(last=False)[1].size_bytes
+                self._forget(next(iter(self._chains)))
 
-    def held(self, session: SessionKey, *, transfer_id: int, num_tokens: int) -> HeldRows | None:
-        """What a worker holds that has kept this transfer's rows; None where another one was the last.
+    def held(
+        self, session: SessionKey, *, transfer_id: int, num_tokens: int, depth: int
+    ) -> HeldSelections | None:
+        """What a worker holds that has kept this transfer's rows, and those of the ones before it; None where
+        the transfer is not known.
 
-        Args: num_tokens: tokens from the start whose rows are still the same.
+        Args:
+            num_tokens: tokens from the start whose rows are still the same.
+            depth: how many transfers' rows the worker has.
         """
         with self._lock:
-            selection = self._selections.get(session)
-        if selection is None or selection.transfer_id != transfer_id or num_tokens == 0:
+            chain = self._from(session, transfer_id)[:depth]
+        if not chain or num_tokens == 0:
             return None
-        return HeldRows(
-            transfer_id=transfer_id,
-            num_prompt_tokens=selection.num_prompt_tokens,
-            num_tokens=num_tokens,
-            layers=selection.layers,
-        )
+        newest, *older = (selection.held_rows() for selection in chain)
+        # of the newest, rows of generated tokens are held as well
+        newest = replace(newest, num_tokens=num_tokens)
+        return HeldSelections(selections=(newest, *older)).first(depth, num_tokens)
 
     def drop(self, session: SessionKey) -> None:
         with self._lock:
-            selection = self._selections.pop(session, None)
-            if selection is not None:
-                self._size_bytes -= selection.size_bytes
+            self._forget(session)
+
+    def _from(self, session: SessionKey, transfer_id: int) -> _Chain:
+        """The chain from this transfer on. A turn after it may have been given up by its worker."""
+        chain = self._chains.get(session, ())
+        known = [selection.transfer_id for selection in chain]
+        return chain[known.index(transfer_id) :] if transfer_id in known else ()
+
+    def _forget(self, session: SessionKey) -> None:
+        self._size_bytes -= _size_bytes(self._chains.pop(session, ()))
+
+
+def _size_bytes(chain: _Chain) -> int:
+    return sum(selection.size_bytes for selection in chain)

@@ -43,6 +43,7 @@ class Ticket:
         held_transfer_id: the transfer of which this worker still has the session's rows; they need not come
             again. 0 if there is none.
         held_tokens: how many tokens of the new prompt, from its start, are those of the rows held.
+        held_depth: how many transfers' rows are held: that one's and those before it.
     """
 
     endpoint: str
@@ -53,6 +54,7 @@ class Ticket:
     reserved_bytes: int
     held_transfer_id: int = 0
     held_tokens: int = 0
+    held_depth: int = 0
 
 
 # ---- decode ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Delta shipping: which rows decode still holds of a session's last turn, and which are left to come.
+"""Delta shipping: which rows decode still holds of a session's last turns, and which are left to come.
 
 Place in the request's path: prefill leaves held rows out of a layer's sections, decode finds them where they
 lie. Both derive them from the layer's positions alone, so nothing on the wire names them. Holds no K or V.
@@ -7,7 +7,7 @@ lie. Both derive them from the layer's positions alone, so nothing on the wire n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -43,23 +43,73 @@ class HeldRows:
     num_tokens: int
     layers: Sequence[Positions | None]
 
-    def rows(self, layer: int, positions: Positions) -> RowNumbers:
-        """Where the rows of these tokens lie among the layer's held ones; -1 where they are not held.
+    def is_extended_by(self, num_tokens: int) -> bool:
+        """Whether a prompt that shares so many tokens begins with all of this one's prompt: rows of both are
+        then held side by side."""
+        return num_tokens >= self.num_prompt_tokens
 
-        Args: positions: int32 `[H_kv, m]`, ascending for each head.
-        Returns: int64 `[H_kv, m]`.
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeldSelections:
+    """What is held of a session: rows of its last transfers, each of whose prompts extends the one before.
+
+        the newest      prompt ████████████████████ generated ███    selections[0]
+        the one before  prompt █████████████                         selections[1]: its generated tokens are
+        ...                                                          in the newer one's prompt
+
+    Attributes:
+        selections: the newest first, at least one, at most `MAX_HELD_SELECTIONS`.
+    """
+
+    selections: tuple[HeldRows, ...]
+
+    @property
+    def transfer_id(self) -> int:
+        """Of the newest."""
+        return self.selections[0].transfer_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens from the start whose rows are the same in the new prompt."""
+        return self.selections[0].num_tokens
+
+    @property
+    def depth(self) -> int:
+        return len(self.selections)
+
+    def first(self, depth: int, num_tokens: int) -> HeldSelections:
+        """The newest `depth` of them, for a prompt that shares `num_tokens` tokens at most."""
+        newest, *older = self.selections[:depth]
+        limited = (
+            replace(newest, num_tokens=min(num_tokens, newest.num_tokens)),
+            *(replace(its, num_tokens=min(num_tokens, its.num_prompt_tokens)) for its in older),
+        )
+        return HeldSelections(selections=limited)
+
+    def find(self, layer: int, positions: Positions) -> tuple[RowNumbers, RowNumbers]:
+        """Where the rows of these tokens lie: in which selection, -1 for none, and which of its layer's rows.
+
+        Args: positions: int32 `[H_kv, m]`.
+        Returns: two int64 `[H_kv, m]`.
         """
-        kept = self.layers[layer]
-        rows = positions.astype(np.int64)
-        if kept is not None:
-            num_kept = kept.shape[1]
-            rows = np.where(positions >= self.num_prompt_tokens, rows - self.num_prompt_tokens + num_kept, -1)
-            for head in range(len(rows) if num_kept else 0):
-                at = np.searchsorted(kept[head], positions[head])
-                found = kept[head][np.minimum(at, num_kept - 1)] == positions[head]
-                rows[head][found] = at[found]
-        rows[positions >= self.num_tokens] = -1
-        return rows
+        num_heads, width = len(positions), max(its.num_tokens for its in self.selections)
+        which = np.full((num_heads, width + 1), -1, np.int64)  # the last column: tokens beyond all
+        rows = np.zeros((num_heads, width + 1), np.int64)
+        for number in reversed(range(self.depth)):  # the newest one last: it overwrites
+            held = self.selections[number]
+            kept, prompt = held.layers[layer], held.num_prompt_tokens
+            num_kept = prompt if kept is None else kept.shape[1]
+            if kept is None:
+                which[:, : min(prompt, held.num_tokens)] = number
+                rows[:, : min(prompt, held.num_tokens)] = np.arange(min(prompt, held.num_tokens))
+            else:
+                heads, numbers = np.nonzero(kept < held.num_tokens)
+                which[heads, kept[heads, numbers]] = number
+                rows[heads, kept[heads, numbers]] = numbers
+            which[:, prompt : held.num_tokens] = number
+            rows[:, prompt : held.num_tokens] = num_kept + np.arange(max(0, held.num_tokens - prompt))
+        tokens = np.minimum(positions, width).astype(np.int64)
+        return np.take_along_axis(which, tokens, 1), np.take_along_axis(rows, tokens, 1)
 
 
 def ships_rows_alone(spec: ModelSpec, resolved: ResolvedPlan) -> bool:
@@ -81,7 +131,9 @@ def layer_positions(kept: CompressedLayer) -> Positions | None:
     return None if kept.positions is None else kept.positions.cpu().numpy().astype(np.int32)
 
 
-def delta_sections(kept: CompressedLayer, layer: int, held: HeldRows) -> Iterator[tuple[Section, Tensor]]:
+def delta_sections(
+    kept: CompressedLayer, layer: int, held: HeldSelections
+) -> Iterator[tuple[Section, Tensor]]:
     """A layer of rows as the sections to send to who holds some of them."""
     num_kv_heads, num_rows, _ = kept.keys.shape
     if num_rows == 0:
@@ -92,7 +144,7 @@ def delta_sections(kept: CompressedLayer, layer: int, held: HeldRows) -> Iterato
     else:
         positions = all_positions(num_kv_heads, num_rows)
     assert positions is not None
-    is_new = torch.from_numpy(held.rows(layer, positions) < 0)
+    is_new = torch.from_numpy(held.find(layer, positions)[0] < 0)
     yield Section.NEW_ROWS, is_new.sum(1, dtype=torch.int32)
     is_new = is_new.to(kept.keys.device)
     yield Section.KEYS, kept.keys[is_new]

@@ -16,6 +16,9 @@ from kvferry.shared.sampling.params import SampledToken
 PROTOCOL_VERSION = 1
 MAX_PAYLOAD_BYTES = 4 << 20
 MAX_MANIFEST_BYTES = 1 << 20
+MAX_HELD_SELECTIONS = 8
+"""Transfers of one session that a delta may leave rows out of; eight find most rows of a conversation about
+one text, and each costs decode its selection's bytes while nobody else wants them."""
 
 
 class Section(enum.IntEnum):
@@ -102,6 +105,7 @@ class Manifest:
         held_transfer_id: the transfer of which the receiver still has rows, that are left out here; 0 if
             everything comes.
         held_tokens: only rows of tokens below are left out.
+        held_depth: how many transfers' rows are left out: that one's and those before it.
     """
 
     purpose: Literal["cache", "history"]
@@ -123,6 +127,7 @@ class Manifest:
     traceparent: str = ""
     held_transfer_id: int = 0
     held_tokens: int = 0
+    held_depth: int = 0
 
     @property
     def is_delta(self) -> bool:

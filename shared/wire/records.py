@@ -18,7 +18,14 @@ import msgspec
 from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, TransferFailed
 from kvferry.shared.model.spec import DTYPE_BYTES
 from kvferry.shared.sampling.params import SampledToken
-from kvferry.shared.wire.messages import MAX_MANIFEST_BYTES, EndRecord, Manifest, Section, TransferKey
+from kvferry.shared.wire.messages import (
+    MAX_HELD_SELECTIONS,
+    MAX_MANIFEST_BYTES,
+    EndRecord,
+    Manifest,
+    Section,
+    TransferKey,
+)
 
 MAX_LAYERS = 1024
 MAX_KV_HEADS = 4096
@@ -156,6 +163,7 @@ def _check_manifest(manifest: Manifest) -> None:
     _check_range("num_tokens", manifest.num_tokens, 0, MAX_TOKENS)
     _check_range("held_transfer_id", manifest.held_transfer_id, 0, 2**64 - 1)
     _check_range("held_tokens", manifest.held_tokens, 0, MAX_TOKENS)
+    _check_range("held_depth", manifest.held_depth, 0, MAX_HELD_SELECTIONS)
     _check_range("history_credit_bytes", manifest.history_credit_bytes, 0, MAX_TOTAL_BYTES)
     _check_range("number of layers", len(manifest.layer_rows), 1, MAX_LAYERS)
     for layer, rows in enumerate(manifest.layer_rows):

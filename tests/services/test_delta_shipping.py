@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,7 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.oracle import OneProcessGenerator, OracleSession
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.wire.in_process import InProcessHub
+from kvferry.shared.wire.messages import MAX_HELD_SELECTIONS
 
 WAIT_S = 60.0
 SAMPLING = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -177,6 +178,18 @@ def plan_of(method: str) -> CompressionPlan:
     return plan_for(method, budget=None if method == "full" else Budget(tokens=48))
 
 
+def selected(pair: Pair, turn: Turn) -> Iterator[tuple[int, int, int]]:
+    """Layer, head and token of each row that the turn kept, as prefill remembers it."""
+    held = pair.prefill._engine._turns._shipped.held(
+        SESSION, transfer_id=turn.ticket.transfer_id, num_tokens=1, depth=1
+    )
+    assert held is not None
+    for layer, positions in enumerate(held.selections[0].layers):
+        assert positions is not None
+        for head, kept in enumerate(positions.tolist()):
+            yield from ((layer, head, token) for token in kept)
+
+
 def row_bytes(turn: Turn) -> int:
     return turn.done.bytes_by_kind["rows"]
 
@@ -209,6 +222,50 @@ async def test_turns_equal_the_one_process_conversation_and_ship_only_new_rows(
         prompt = prompt + turn.tokens + some_tokens(pair.model, 20, seed=10 + number)
     pair.decode.arena.check_integrity()
     assert 0 < pair.retained_bytes() == ARENA_BYTES - pair.decode.arena.free_bytes
+
+
+async def test_rows_of_any_earlier_turn_are_not_shipped_again(pair: Pair) -> None:
+    await pair.start_decode()
+    plan, generator, oracle = plan_of("snapkv"), OneProcessGenerator(pair.model), OracleSession()
+    prompt = some_tokens(pair.model, 301, seed=21)
+    spec = pair.model.spec
+    held: list[set[tuple[int, int, int]]] = []
+    for number in range(MAX_HELD_SELECTIONS + 2):
+        turn = await pair.turn(prompt, plan)
+        expected = generator.generate(prompt, plan=plan, sampling=SAMPLING, session=oracle)
+        assert turn.tokens == [token.token_id for token in expected]
+        assert turn.ticket.held_depth == min(number, MAX_HELD_SELECTIONS)
+        kept = {(layer, head, token) for layer, head, token in selected(pair, turn)}
+        generated = {
+            (layer, head, token)
+            for layer in range(spec.num_layers)
+            for head in range(spec.num_kv_heads)
+            for token in range(len(prompt) - 26, turn.ticket.held_tokens)
+        }
+        known = set().union(*held[-MAX_HELD_SELECTIONS:], generated if number else set())
+        assert row_bytes(turn) == 2 * spec.row_bytes * len(kept - known)
+        held.append(kept)
+        prompt = prompt + turn.tokens + some_tokens(pair.model, 20, seed=30 + number)
+    # each selection was shipped once, and less than its own last turn's would have been
+    assert len(kept - known) < len(kept - held[-2])
+
+
+async def test_a_full_arena_takes_the_oldest_selections_and_the_rest_still_serve(pair: Pair) -> None:
+    await pair.start_decode(arena_bytes=1 << 20)
+    plan, generator, oracle = plan_of("snapkv"), OneProcessGenerator(pair.model), OracleSession()
+    prompt = some_tokens(pair.model, 301, seed=22)
+    depths = []
+    for number in range(6):
+        turn = await pair.turn(prompt, plan)
+        expected = generator.generate(prompt, plan=plan, sampling=SAMPLING, session=oracle)
+        assert turn.tokens == [token.token_id for token in expected]
+        assert (turn.done.delta_bytes is not None) == (number > 0)
+        depths.append(turn.ticket.held_depth)
+        pair.decode.arena.check_integrity()
+        prompt = prompt + turn.tokens + some_tokens(pair.model, 20, seed=40 + number)
+    most = (1 << 20) // turn.ticket.reserved_bytes - 1
+    assert depths == [min(number, most) for number in range(6)]
+    assert 1 < most < 5
 
 
 async def test_without_retention_every_turn_ships_all_and_the_arena_is_free(pair: Pair) -> None:

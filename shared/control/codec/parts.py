@@ -138,6 +138,7 @@ def write_ticket(ticket: Ticket) -> pb.Ticket:
         reserved_bytes=ticket.reserved_bytes,
         held_transfer_id=ticket.held_transfer_id,
         held_tokens=ticket.held_tokens,
+        held_depth=ticket.held_depth,
     )
 
 
@@ -151,6 +152,7 @@ def read_ticket(message: pb.Ticket) -> Ticket:
         reserved_bytes=message.reserved_bytes,
         held_transfer_id=message.held_transfer_id,
         held_tokens=message.held_tokens,
+        held_depth=message.held_depth,
     )
 
 

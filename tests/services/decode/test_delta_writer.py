@@ -14,7 +14,7 @@ from kvferry.services.decode.delta_writer import DeltaLayerWriter
 from kvferry.shared.compression.interface import CompressedLayer
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import KvferryError, TransferFailed
-from kvferry.shared.wire.held_rows import HeldRows, delta_sections
+from kvferry.shared.wire.held_rows import HeldRows, HeldSelections, delta_sections
 from kvferry.shared.wire.messages import BlockHeader, Section, TransferKey
 
 DIM = 3
@@ -47,33 +47,45 @@ def blocks(section, tensor, size):
         yield header, payload
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_held_and_new_rows_together_are_the_whole_layer(data):
-    heads = data.draw(st.sampled_from([1, 2, 3]))
-    first, generated, more = (data.draw(st.integers(low, high)) for low, high in ((1, 9), (0, 4), (1, 5)))
-    total = first + generated + more
-    tokens = [torch.randn(heads, total, DIM, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
-    before = selection(data, heads=heads, num_tokens=first)
-    after = selection(data, heads=heads, num_tokens=total)
-    held = HeldRows(
-        transfer_id=7,
-        num_prompt_tokens=first,
-        num_tokens=data.draw(st.integers(1, first + generated)),
-        layers=(before,),
-    )
-    # the arena: the prompt's rows, generated ones after them, the rest never written
-    held_rows = tuple(
+def retained_rows(tokens, positions, *, prompt, generated, heads):
+    """As the arena has them: the prompt's rows, generated ones after them, the rest never written."""
+    return tuple(
         torch.cat(
             [
-                rows_of(its[:, :first], before, heads=heads),
-                its[:, first : first + generated],
+                rows_of(its[:, :prompt], positions, heads=heads),
+                its[:, prompt : prompt + generated],
                 torch.full((heads, 2, DIM), torch.nan),
             ],
             1,
         )
         for its in tokens
     )
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_held_and_new_rows_together_are_the_whole_layer(data):
+    heads = data.draw(st.sampled_from([1, 2, 3]))
+    # the prompts of earlier turns, the newest first, each a part of the one before it
+    prompts = sorted(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4)), reverse=True)
+    generated, more = data.draw(st.integers(0, 4)), data.draw(st.integers(1, 5))
+    total = prompts[0] + generated + more
+    tokens = [torch.randn(heads, total, DIM, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
+    before = [selection(data, heads=heads, num_tokens=prompt) for prompt in prompts]
+    after = selection(data, heads=heads, num_tokens=total)
+    num_shared = data.draw(st.integers(1, prompts[0] + generated))
+    depth = data.draw(st.integers(1, len(prompts)))
+    held = HeldSelections(
+        selections=tuple(
+            HeldRows(transfer_id=7, num_prompt_tokens=prompt, num_tokens=total, layers=(positions,))
+            for prompt, positions in zip(prompts, before, strict=True)
+        )
+    ).first(depth, num_shared)
+    held_rows = [
+        # nothing generated after an earlier prompt is counted on
+        retained_rows(tokens, positions, prompt=prompt, generated=0 if number else generated, heads=heads)
+        for number, (prompt, positions) in enumerate(zip(prompts, before, strict=True))
+    ][:depth]
     whole = [rows_of(its, after, heads=heads) for its in tokens]
     positions = None if after is None else torch.from_numpy(after)
     kept = CompressedLayer(keys=whole[0], values=whole[1], positions=positions)
@@ -82,11 +94,15 @@ def test_held_and_new_rows_together_are_the_whole_layer(data):
     wanted = after if after is not None else np.tile(np.arange(total, dtype=np.int32), (heads, 1))
     writer = DeltaLayerWriter(0, wanted, held=held, held_rows=held_rows, rows=targets)
 
-    num_new = sum(
-        not (token < held.num_tokens and (token >= first or before is None or token in before[head]))
-        for head in range(heads)
-        for token in wanted[head]
-    )
+    def is_held(head, token):
+        generated_last = prompts[0] <= token
+        kept_once = any(
+            token < prompt and (positions is None or token in positions[head])
+            for prompt, positions in zip(prompts[:depth], before[:depth], strict=True)
+        )
+        return token < num_shared and (generated_last or kept_once)
+
+    num_new = sum(not is_held(head, token) for head in range(heads) for token in wanted[head])
     assert sections[Section.KEYS].shape == (num_new, DIM)
     assert writer.missing_bytes == 2 * num_new * DIM * 4
     size = data.draw(st.integers(1, 30))
@@ -100,10 +116,11 @@ def test_held_and_new_rows_together_are_the_whole_layer(data):
 
 
 def test_another_number_of_rows_than_lacks_is_refused():
-    held = HeldRows(transfer_id=7, num_prompt_tokens=4, num_tokens=4, layers=(None,))
+    rows = HeldRows(transfer_id=7, num_prompt_tokens=4, num_tokens=4, layers=(None,))
+    held = HeldSelections(selections=(rows,))
     rows = tuple(torch.zeros(2, 6, DIM) for _ in range(2))
     positions = np.tile(np.arange(5, dtype=np.int32), (2, 1))
-    writer = DeltaLayerWriter(0, positions, held=held, held_rows=rows, rows=rows)
+    writer = DeltaLayerWriter(0, positions, held=held, held_rows=[rows], rows=rows)
     *begun, last = blocks(Section.NEW_ROWS, torch.tensor([1, 2], dtype=torch.int32), 3)
     for block in begun:
         writer.write(*block)
@@ -117,6 +134,8 @@ def test_another_number_of_rows_than_lacks_is_refused():
     [
         ({"held_tokens": 1}, "manifest_held_tokens"),
         ({"held_transfer_id": 1}, "manifest_held_transfer_id"),
+        ({"held_depth": 1}, "manifest_held_depth"),
+        ({"held_depth": -1}, "manifest_held_depth"),
     ],
 )
 async def test_a_delta_to_rows_that_were_not_offered_is_refused(
@@ -131,7 +150,8 @@ async def test_a_delta_to_rows_that_were_not_offered_is_refused(
     stream, ticket = await ticket_of(made.service, dataclasses.replace(request, request_id="again"))
     async with contextlib.aclosing(stream):
         assert ticket.held_tokens == len(request.prompt_token_ids)
-        offered = {"held_transfer_id": ticket.held_transfer_id, "held_tokens": ticket.held_tokens}
+        names = ("held_transfer_id", "held_tokens", "held_depth")
+        offered = {name: getattr(ticket, name) for name in names}
         wrong = {name: offered[name] + changes.get(name, 0) for name in offered}
         transfer = made.shipper.open(dataclasses.replace(request, request_id="again"), ticket, **wrong)
         with pytest.raises(KvferryError) as caught:
