@@ -18,8 +18,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed.value_rows import byte_fields
-
 WIDTHS = (2, 4, 8, 16)
 LANES = 16
 BLOCK_TOKENS = 8 * LANES
@@ -77,59 +75,6 @@ def key_tiles(
             codes = unpack_key_blocks(tile, num_channels, lanes)
             yield start, codes[:, : num_tokens - start]
             start += codes.shape[1]
-
-
-def add_key_products(
-    weights: Tensor,
-    words: Tensor,
-    num_channels: Sequence[int],
-    num_tokens: int,
-    products: Tensor,
-    *,
-    max_blocks: int,
-) -> None:
-    """Add `weights @ codes` of one head, at most `max_blocks` blocks at a time.
-
-    Codes become float32 in the order in which they lie: it is the few products that are put into the tokens'
-    order, not the codes.
-
-    Args: weights float32 `[G, c]`, channels in their packed order; words uint8 `[key_code_bytes]`; products
-        float32 `[G, n]`, in place.
-    """
-    block_bits = sum(w * c for w, c in zip(WIDTHS, num_channels, strict=True))
-    start, byte = 0, 0
-    for num_blocks, lanes in block_groups(num_tokens):
-        blocks = words[byte : byte + num_blocks * lanes * block_bits].view(num_blocks, lanes * block_bits)
-        byte += num_blocks * lanes * block_bits
-        for tile in torch.split(blocks, max_blocks):
-            of_blocks = _block_products(weights, tile, num_channels, lanes)
-            stop = min(start + len(tile) * 8 * lanes, num_tokens)
-            products[:, start:stop] += of_blocks.transpose(0, 1).flatten(1)[:, : stop - start]
-            start = stop
-
-
-def _block_products(weights: Tensor, blocks: Tensor, num_channels: Sequence[int], lanes: int) -> Tensor:
-    """Args: blocks uint8 `[num_blocks, block bytes]`. Returns: float32 `[num_blocks, G, 8 R]`."""
-    num_blocks, group_size = len(blocks), len(weights)
-    products = torch.zeros(num_blocks, group_size, 8 * lanes, device=blocks.device)
-    byte, channel = 0, 0
-    for width, count in zip(WIDTHS, num_channels, strict=True):
-        if count == 0:
-            continue
-        segment = blocks[:, byte : byte + count * width * lanes]
-        of_width = weights[:, channel : channel + count].expand(num_blocks, -1, -1)
-        byte += count * width * lanes
-        channel += count
-        if width == 16:
-            halves = segment.view(torch.float16).view(num_blocks, count, 8 * lanes)
-            products.baddbmm_(of_width, halves.float())
-            continue
-        octets = segment.view(num_blocks, count, width * lanes)
-        of_fields = torch.matmul(of_width, byte_fields(octets, width).float())
-        # [fields of a byte, num_blocks, G, w / 2, R, bytes of a word] to the tokens' order
-        lying = of_fields.view(8 // width, num_blocks, group_size, width // 2, lanes, 2)
-        products += lying.permute(1, 2, 3, 5, 0, 4).flatten(2)
-    return products
 
 
 def gather_key_codes(words: Tensor, num_channels: Sequence[int], num_tokens: int, tokens: Tensor) -> Tensor:

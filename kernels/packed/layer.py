@@ -15,7 +15,13 @@ from torch import Tensor
 
 from kvferry.kernels.descriptors import shape_problem
 from kvferry.kernels.dispatch import path_for
-from kvferry.kernels.packed.key_words import WIDTHS, half_tiles, key_tiles, pack_key_words
+from kvferry.kernels.packed.key_products import KeyTile, view_key_tiles
+from kvferry.kernels.packed.key_words import (
+    WIDTHS,
+    half_tiles,
+    key_tiles,
+    pack_key_words,
+)
 from kvferry.kernels.packed.layout import ALIGNMENT_BYTES, HeadCounts, PackedLayout, packed_layout
 from kvferry.kernels.packed.value_rows import pack_value_rows, unpack_value_rows
 from kvferry.kernels.quantise import quantise_rows
@@ -48,6 +54,26 @@ class PackedHead:
     channels: Tensor
     positions: Tensor
 
+    @cached_property
+    def key_tiles(self) -> tuple[KeyTile, ...]:
+        """`key_words` as a torch path goes through them; views, made once."""
+        return view_key_tiles(self.key_words, self.counts.channels, self.counts.num_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryTables:
+    """What a query is taken to the codes' channels by, all heads' at once; C is the most channels of any.
+
+    Attributes:
+        channels: int64 `[H_kv, 1, C]`, in packed order.
+        scales: float32 `[H_kv, 1, C]`, 1 for channels at 16 bits, 0 where a head has fewer.
+        minima: float32 `[H_kv, C, 1]`, 0 for channels at 16 bits and where a head has fewer.
+    """
+
+    channels: Tensor
+    scales: Tensor
+    minima: Tensor
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayer:
@@ -56,6 +82,20 @@ class PackedLayer:
     layout: PackedLayout
     buffer: Tensor
     heads: tuple[PackedHead, ...]
+
+    @cached_property
+    def query_tables(self) -> QueryTables:
+        """Of D entries a head, made once."""
+        most = max(head.counts.num_channels for head in self.heads)
+        scales, minima = torch.zeros(2, len(self.heads), most, device=self.buffer.device)
+        channels = torch.zeros_like(scales, dtype=torch.int64)
+        for h, head in enumerate(self.heads):
+            coded, count = len(head.key_scales), head.counts.num_channels
+            channels[h, :count] = head.channels
+            scales[h, :coded] = head.key_scales
+            scales[h, coded:count] = 1
+            minima[h, :coded] = head.key_minima
+        return QueryTables(channels=channels[:, None], scales=scales[:, None], minima=minima[:, :, None])
 
     @cached_property
     def largest_value_scales(self) -> tuple[float, ...]:

@@ -6,10 +6,10 @@ bits 0, w, ...; channels at D and beyond are padding, zeros when written and any
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
+
+from kvferry.kernels.packed.tiles import as_floats, field_floats, field_scales, tile_rows
 
 
 def value_row_bytes(bits: int, head_dim: int) -> int:
@@ -39,25 +39,22 @@ def unpack_value_rows(packed: Tensor, bits: int, head_dim: int) -> Tensor:
 
 
 def add_value_products(weights: Tensor, packed: Tensor, bits: int, output: Tensor) -> None:
-    """Add `weights @ codes`; the codes become float32 in the order in which they lie.
+    """Add `weights @ codes`; the codes become float32, a tile at a time, in the order in which they lie.
 
     Args: weights float32 `[G, n]`; packed uint8 `[n, value_row_bytes]`; output float32 `[G, D]`, in place.
     """
-    of_fields = torch.matmul(weights, byte_fields(packed, bits).float())
-    output += of_fields.transpose(0, 1).flatten(1)[:, : output.shape[1]]
-
-
-def byte_fields(packed: Tensor, bits: int) -> Tensor:
-    """The fields of each byte, the lowest first.
-
-    Args: packed uint8. Returns: uint8 `[8 / w, *packed.shape]`.
-    """
-    if bits == 8:
-        return packed[None]
-    shifts = _field_shifts(bits, packed.device).view(-1, *[1] * packed.ndim)
-    return (packed >> shifts).bitwise_and_((1 << bits) - 1)
-
-
-@functools.cache
-def _field_shifts(bits: int, device: torch.device) -> Tensor:
-    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
+    num_tokens, row_bytes = packed.shape
+    group_size, head_dim = output.shape
+    per_byte = 8 // bits
+    max_tokens = tile_rows(per_byte * row_bytes)
+    for start in range(0, num_tokens, max_tokens):
+        tile, of_tile = packed[start : start + max_tokens], weights[:, start : start + max_tokens]
+        if bits == 8:
+            output.addmm_(of_tile, as_floats(tile))
+            continue
+        of_fields = torch.bmm(of_tile.expand(per_byte, -1, -1), field_floats(tile, bits)).transpose(0, 1)
+        scales = field_scales(bits, packed.device)
+        if per_byte * row_bytes == head_dim:
+            output.view(group_size, per_byte, row_bytes).addcmul_(of_fields, scales)
+        else:
+            output += (of_fields * scales).flatten(1)[:, :head_dim]

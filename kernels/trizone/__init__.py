@@ -97,6 +97,7 @@ def _check(queries: Tensor, segments: Sequence[PackedLayer], new_keys: Tensor, n
         )
     if not queries.device == new_keys.device == new_values.device:
         raise ValueError(f"devices differ: {queries.device}, {new_keys.device}, {new_values.device}")
-    kept = [sum(packed.heads[h].counts.num_tokens for packed in segments) for h in range(num_kv_heads)]
-    if new_keys.shape[1] == 0 and not all(kept):
-        raise ValueError("a head keeps no token and there is no new one; there must be one to attend to")
+    if new_keys.shape[1] == 0:
+        kept = [sum(packed.heads[h].counts.num_tokens for packed in segments) for h in range(num_kv_heads)]
+        if not all(kept):
+            raise ValueError("a head keeps no token and there is no new one; there must be one to attend to")

@@ -1,27 +1,20 @@
-"""TriZone attention in torch, head by head and tile by tile: heads are ragged, and no more than one tile of
-codes is ever unpacked at a time. Arguments are checked by the dispatch in `__init__.py`.
+"""TriZone attention in torch: softmax and new tokens for all heads at once; codes head by head, because heads
+are ragged, and no more than one tile of them as floats at a time. Arguments are checked by the dispatch in
+`__init__.py`.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels.packed import PackedHead, PackedLayer
-from kvferry.kernels.packed.key_words import BLOCK_TOKENS, WIDTHS, add_key_products
+from kvferry.kernels.packed.key_products import write_key_products
+from kvferry.kernels.packed.tiles import as_floats, tile_rows
 from kvferry.kernels.packed.value_rows import add_value_products
-
-TILE_TOKENS = 32 * BLOCK_TOKENS
-"""Tokens whose codes are float32 at a time (2 MiB at D = 128)."""
-
-
-def trizone_decode(
-    queries: Tensor, packed: PackedLayer, new_keys: Tensor, new_values: Tensor, *, scaling: float
-) -> Tensor:
-    """As `kernels.trizone.trizone_decode`."""
-    return trizone_decode_segments(queries, (packed,), new_keys, new_values, scaling=scaling)
 
 
 def trizone_decode_segments(
@@ -33,55 +26,62 @@ def trizone_decode_segments(
     scaling: float,
 ) -> Tensor:
     """As `kernels.trizone.trizone_decode_segments`."""
+    num_kv_heads, group_size, _ = queries.shape
+    num_new = new_keys.shape[1]
+    counts = [[head.counts.num_tokens for head in packed.heads] for packed in segments]
+    lengths = [num_new + sum(of_head) for of_head in zip(*counts, strict=True)]
     scaled = queries.float() * scaling
-    new_logits = torch.bmm(scaled, new_keys.float().mT)
-    new_weights = torch.empty_like(new_logits)
-    attended = torch.empty_like(scaled)
-    for h in range(queries.shape[0]):
-        heads = [packed.heads[h] for packed in segments]
-        logits = [_packed_logits(head, scaled[h]) for head in heads]
-        weights = torch.cat([*logits, new_logits[h]], dim=1).softmax(dim=-1)
-        *kept, new_weights[h] = torch.split(
-            weights, [head.counts.num_tokens for head in heads] + [new_keys.shape[1]], dim=1
-        )
-        attended[h] = 0
-        for head, part in zip(heads, kept, strict=True):
-            _add_packed_values(head, part, attended[h])
-    return attended.baddbmm_(new_weights, new_values.float()).to(queries.dtype)
+    # new tokens first, then what is packed; a head that keeps fewer than another ends in what has no weight
+    logits = scaled.new_empty(num_kv_heads, group_size, max(lengths))
+    for h, length in enumerate(lengths):
+        if length < logits.shape[2]:
+            logits[h, :, length:] = -torch.inf
+    logits[:, :, :num_new] = torch.bmm(scaled, new_keys.float().mT)
+    starts = [num_new] * num_kv_heads
+    for packed, added in zip(segments, counts, strict=True):
+        _write_packed_logits(scaled, packed, logits, starts)
+        starts = list(map(operator.add, starts, added))
+
+    weights = logits.softmax(dim=-1)
+    attended = torch.bmm(weights[:, :, :num_new], new_values.float())
+    starts = [num_new] * num_kv_heads
+    for packed, added in zip(segments, counts, strict=True):
+        for h, head in enumerate(packed.heads):
+            _add_packed_values(head, weights[h, :, starts[h] : starts[h] + added[h]], attended[h])
+        starts = list(map(operator.add, starts, added))
+    return attended.to(queries.dtype)
 
 
-def _packed_logits(head: PackedHead, queries: Tensor) -> Tensor:
-    """Zone A's logits, float32 `[G, n]`. Args: queries float32 `[G, D]`, already scaled."""
-    counts = head.counts
-    coded = sum(counts.channels[:3])
-    permuted = queries[:, head.channels.long()]
-    bias = permuted[:, :coded] @ head.key_minima
-    permuted[:, :coded] *= head.key_scales
-    logits = bias[:, None].repeat(1, counts.num_tokens)
-    add_key_products(
-        permuted,
-        head.key_words,
-        counts.channels,
-        counts.num_tokens,
-        logits,
-        max_blocks=TILE_TOKENS // BLOCK_TOKENS,
-    )
-    return logits
+def _write_packed_logits(queries: Tensor, packed: PackedLayer, logits: Tensor, starts: Sequence[int]) -> None:
+    """Zone A's logits.
+
+    Args: queries float32 `[H_kv, G, D]` scaled; logits `[H_kv, G, n]`, out from each head's start on.
+    """
+    tables = packed.query_tables
+    permuted = queries.gather(2, tables.channels.expand(-1, queries.shape[1], -1))
+    biases = torch.bmm(permuted, tables.minima)
+    permuted *= tables.scales
+    for h, head in enumerate(packed.heads):
+        of_head = logits[h, :, starts[h] : starts[h] + head.counts.num_tokens]
+        write_key_products(permuted[h], head.key_tiles, biases[h], of_head)
 
 
-def _add_packed_values(head: PackedHead, probabilities: Tensor, output: Tensor) -> None:
-    """Add zones A's and B's values. Args: probabilities `[G, n]`, packed order; output in place, `[G, D]`."""
-    coded = sum(head.counts.tokens[:3])
-    output += (probabilities[:, :coded] @ head.value_minima)[:, None]
-    scaled = probabilities[:, :coded] * head.value_scales
+def _add_packed_values(head: PackedHead, weights: Tensor, output: Tensor) -> None:
+    """Add zones A's and B's values.
+
+    Args: weights `[G, n]`, tokens in packed order, changed; output `[G, D]`, in place.
+    """
+    coded = head.value_scales.shape[0]
+    if coded:
+        of_codes = weights[:, :coded]
+        output += torch.mv(of_codes, head.value_minima)[:, None]
+        of_codes *= head.value_scales
     start = 0
-    for width, rows in zip(
-        WIDTHS, (head.values_2, head.values_4, head.values_8, head.values_16), strict=True
-    ):
-        for tile in torch.split(rows, TILE_TOKENS) if len(rows) else ():
-            stop = start + len(tile)
-            if width == 16:
-                output.addmm_(probabilities[:, start:stop], tile.float())
-            else:
-                add_value_products(scaled[:, start:stop], tile, width, output)
-            start = stop
+    for width, rows in ((2, head.values_2), (4, head.values_4), (8, head.values_8)):
+        if rows.shape[0]:
+            add_value_products(weights[:, start : start + rows.shape[0]], rows, width, output)
+            start += rows.shape[0]
+    max_tokens = tile_rows(output.shape[1])
+    for first in range(0, head.values_16.shape[0], max_tokens):
+        tile = head.values_16[first : first + max_tokens]
+        output.addmm_(weights[:, start + first : start + first + tile.shape[0]], as_floats(tile))

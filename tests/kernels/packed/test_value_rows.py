@@ -5,7 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.kernels.packed.value_rows import pack_value_rows, unpack_value_rows, value_row_bytes
+from kvferry.kernels.packed import tiles
+from kvferry.kernels.packed.value_rows import (
+    add_value_products,
+    pack_value_rows,
+    unpack_value_rows,
+    value_row_bytes,
+)
 
 
 def make_codes(num_tokens, head_dim, bits, seed=0):
@@ -42,3 +48,17 @@ def test_padding_channels_are_never_read(bits, head_dim, padding):
     poisoned[:, -1] |= padding
     assert not torch.equal(poisoned, packed)
     assert torch.equal(unpack_value_rows(poisoned, bits, head_dim), codes.float())
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("head_dim", [1, 5, 16])
+def test_products_are_those_of_the_codes_however_many_tiles_they_take(bits, head_dim, monkeypatch):
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 2**bits, (41, head_dim), generator=generator, dtype=torch.uint8)
+    weights = torch.randn(3, 41, generator=generator)
+    packed = pack_value_rows(codes, bits)
+    for tile_elements in (tiles.TILE_ELEMENTS, 64):
+        monkeypatch.setattr(tiles, "TILE_ELEMENTS", tile_elements)
+        output = torch.ones(3, head_dim)
+        add_value_products(weights, packed, bits, output)
+        torch.testing.assert_close(output, 1 + weights @ codes.float(), atol=1e-4, rtol=1e-5)

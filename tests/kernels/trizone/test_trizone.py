@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.kernels.dense_decode import dense_decode
-from kvferry.kernels.packed import pack_layer, packed_layout, unpack_layer, view_packed_layer
+from kvferry.kernels.packed import pack_layer, packed_layout, tiles, unpack_layer, view_packed_layer
 from kvferry.kernels.packed.key_words import block_groups
-from kvferry.kernels.trizone import reference, torch_path, trizone_decode, trizone_decode_segments
+from kvferry.kernels.trizone import reference, trizone_decode, trizone_decode_segments
 
 WIDTHS = torch.tensor([0, 2, 4, 8, 16], dtype=torch.uint8)
 
@@ -96,10 +96,10 @@ def test_one_segment_is_the_packed_layer_itself():
 
 
 def test_tiles_change_nothing(monkeypatch):
-    arguments = make(2, 3, 700, 12, 2)
-    whole = trizone_decode(*arguments, scaling=0.3)
-    monkeypatch.setattr(torch_path, "TILE_TOKENS", 128)
-    torch.testing.assert_close(trizone_decode(*arguments, scaling=0.3), whole, atol=1e-6, rtol=1e-5)
+    whole = trizone_decode(*make(2, 3, 700, 12, 2), scaling=0.3)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 128 * 12)
+    cut = trizone_decode(*make(2, 3, 700, 12, 2), scaling=0.3)
+    torch.testing.assert_close(cut, whole, atol=1e-6, rtol=1e-5)
 
 
 def poison_padding(packed):
@@ -156,7 +156,8 @@ class LargestFloats(TorchDispatchMode):
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
 def test_no_more_than_a_tile_of_codes_is_unpacked_at_a_time(bits):
-    num_tokens, head_dim = 3 * torch_path.TILE_TOKENS + 5, 16
+    head_dim = 16
+    num_tokens = 3 * tiles.TILE_ELEMENTS // head_dim + 5
     generator = torch.Generator().manual_seed(bits)
     rows = torch.randn(1, num_tokens, head_dim, generator=generator)
     widths = torch.full((1, num_tokens), bits, dtype=torch.uint8)
@@ -164,7 +165,7 @@ def test_no_more_than_a_tile_of_codes_is_unpacked_at_a_time(bits):
     queries = torch.randn(1, 2, head_dim, generator=generator)
     with LargestFloats() as largest:
         trizone_decode(queries, packed, rows[:, :1], rows[:, :1], scaling=0.5)
-    assert largest.num_elements == torch_path.TILE_TOKENS * head_dim
+    assert largest.num_elements == tiles.TILE_ELEMENTS
 
 
 def test_a_head_that_keeps_nothing_attends_to_the_new_tokens():
