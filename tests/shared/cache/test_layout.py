@@ -63,7 +63,7 @@ layer_plans = st.builds(
 def auxiliary_shapes(attention, capacity, num_kv_heads, head_dim):
     match attention.name:
         case "hsa" | "quest" if attention.params["page_size"] > 1:
-            return [(num_kv_heads, math.ceil(capacity / attention.params["page_size"]), head_dim)] * 2
+            return [(2, num_kv_heads, math.ceil(capacity / attention.params["page_size"]), head_dim)]
         case "sparq":
             return [(num_kv_heads, head_dim)]
         case _:
