@@ -142,15 +142,17 @@ def our_step(
         batch.append(tuple(fill(cache, kept) for cache, kept in zip(views, compressed, strict=True)))
     token_ids = torch.full((batch_size,), 7)
     num_appended = 0
+    attention = BatchAttention.of(spec, batch, [0] * batch_size)
+    active = torch.ones(batch_size, dtype=torch.int64)
 
     def step() -> None:
         nonlocal num_appended, token_ids
-        attention = BatchAttention.of(spec, batch, [num_appended] * batch_size)
         positions = torch.full((batch_size,), min(num_tokens + num_appended, spec.max_model_len - 1))
         token_ids = model.decode(token_ids, positions, attention=attention).argmax(-1)
         for error in attention.errors.values():
             raise error
         num_appended += 1
+        attention.advance(active)
 
     packed_bytes = sum(cache.packed_bytes for cache in batch[0])
     rows = sum(cache.layout.rows for cache in batch[0])

@@ -23,6 +23,7 @@ from kvferry.kernels.decode_batch import (
 from kvferry.kernels.descriptors import shape_problem
 from kvferry.kernels.dispatch import decided_path, path_for
 from kvferry.kernels.hsa.descriptors import BLOCK_PAGES, FIELDS, MAX_PAGES, PAGE_SIZE, hsa_scratch
+from kvferry.kernels.hsa.torch_path import RankedQueries, rank_channels
 from kvferry.kernels.split_workspace import choose_num_splits
 
 _EMPTY = [int(column == PAGE_SIZE) for column in range(FIELDS)]
@@ -113,16 +114,25 @@ class HsaBatch:
             path_for("hsa", self._shape.device)
             return self._launch(layer, queries, keys, values, scaling)
         output = torch.zeros_like(queries)
+        ranked = _rank_together(self._layers[layer], queries)
         for slot, rows in self._layers[layer].items():
+            tensors = (queries[slot], keys[slot], values[slot])
             attended = alone(
-                slot, partial(self._attend_one, rows, queries[slot], keys[slot], values[slot], scaling)
+                slot, partial(self._attend_one, rows, *tensors, scaling=scaling, ranked=ranked.get(slot))
             )
             if attended is not None:
                 output[slot] = attended
         return output
 
     def _attend_one(
-        self, rows: SparseRows, queries: Tensor, key: Tensor, value: Tensor, scaling: float
+        self,
+        rows: SparseRows,
+        queries: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        ranked: RankedQueries | None,
     ) -> Tensor:
         length = rows.length + self._num_steps
         tensors = (rows.keys, rows.values, rows.page_max, rows.page_min)
@@ -135,6 +145,7 @@ class HsaBatch:
             num_channels=rows.num_channels,
             num_tokens=rows.num_tokens,
             scaling=scaling,
+            ranked=ranked,
         )
 
     def _fields(self, rows: SparseRows) -> tuple[list[int], list[int]]:
@@ -180,3 +191,22 @@ class HsaBatch:
             new_values=values.contiguous(),
         )
         return self._output
+
+
+def _rank_together(members: Mapping[int, SparseRows], queries: Tensor) -> dict[int, RankedQueries]:
+    """`rank_channels` of sequences that read equally many channels, by the same operators as one; nothing
+    where there is one sequence, which ranks its own.
+
+    Args: queries `[S, H_kv, G, D]`.
+    """
+    found: dict[int, RankedQueries] = {}
+    if len(members) == 1:
+        return found
+    num_kv_heads = queries.shape[1]
+    for num_channels in {rows.num_channels for rows in members.values()}:
+        slots = sorted(slot for slot, rows in members.items() if rows.num_channels == num_channels)
+        of_slots = queries if len(slots) == queries.shape[0] else queries[slots]
+        ranked = rank_channels(of_slots.flatten(0, 1), num_channels=num_channels)
+        for i, slot in enumerate(slots):
+            found[slot] = ranked.heads(i * num_kv_heads, (i + 1) * num_kv_heads)
+    return found

@@ -4,6 +4,8 @@ the dispatch in `__init__.py`; shapes are as documented there.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -40,59 +42,78 @@ def update_page_extremes(
         torch.minimum(lowest, key, out=lowest)
 
 
-def select_tokens(
-    queries: Tensor,
-    page_max: Tensor,
-    page_min: Tensor,
-    *,
-    length: int,
-    page_size: int,
-    num_channels: int,
-    num_tokens: int,
-) -> Tensor:
-    """Step 2 of Algorithm 1: int64 `[H_kv, k2]`, the newest token first, then by falling score."""
+@dataclass(frozen=True, kw_only=True)
+class RankedQueries:
+    """Some heads' queries over the channels that they rank highest.
+
+    Attributes:
+        channels: I1, int64 `[H_kv, k1]`.
+        queries: float32 `[H_kv, G, k1]`, divided by the temperature.
+        below: bool `[H_kv, k1]`, whether the channel reads Kmin.
+    """
+
+    channels: Tensor
+    queries: Tensor
+    below: Tensor
+
+    def heads(self, start: int, stop: int) -> RankedQueries:
+        """Those of KV heads `start` to `stop`."""
+        return RankedQueries(
+            channels=self.channels[start:stop], queries=self.queries[start:stop], below=self.below[start:stop]
+        )
+
+
+def rank_channels(queries: Tensor, *, num_channels: int) -> RankedQueries:
+    """The first part of step 2 of Algorithm 1, for the KV heads of one sequence or of several.
+
+    Args: queries `[H_kv, G, D]`.
+    """
     q = queries.float()
     _, group_size, head_dim = q.shape
     magnitudes = torch.linalg.vector_norm(q, ord=1, dim=1)
     channels = magnitudes.sort(dim=-1, descending=True, stable=True).indices[:, :num_channels]
     q_kept = q.gather(2, channels[:, None].expand(-1, group_size, -1))
-
+    below = q_kept.sum(1) < 0
     # 1 / temperature, sqrt(|q|_1 / (D |q_I1|_1)); a head that is zero on I1 has logits of zero whatever it is
     l1 = torch.linalg.vector_norm(q, ord=1, dim=-1, keepdim=True)
     l1_kept = torch.linalg.vector_norm(q_kept, ord=1, dim=-1, keepdim=True)
     shrink = torch.div(l1, l1_kept.clamp_(min=MIN_NORM)).mul_(1 / head_dim).sqrt_()
-    logits = _page_logits(q_kept, shrink, channels, page_max, page_min)
+    return RankedQueries(channels=channels, queries=q_kept.mul_(shrink), below=below)
 
+
+def select_tokens(
+    ranked: RankedQueries,
+    page_max: Tensor,
+    page_min: Tensor,
+    *,
+    length: int,
+    page_size: int,
+    num_tokens: int,
+) -> Tensor:
+    """The rest of step 2: int64 `[H_kv, k2]`, the newest token first, then by falling score."""
     # softmax over tokens: a page's term counts once for each token it holds, and all but the last hold P
-    weights = logits.softmax(dim=-1)
+    weights = _page_logits(ranked, page_max, page_min).softmax(dim=-1)
     missing = page_max.shape[1] * page_size - length
     if missing:
-        weights /= page_size - missing * weights[..., -1:]
+        weights /= torch.rsub(weights[..., -1:], page_size, alpha=missing)
     # summed over G: one token's share, or as many times as much for every token alike
     return top_tokens(weights.sum(1), num_tokens, length=length, page_size=page_size)
 
 
-def _page_logits(
-    q_kept: Tensor, shrink: Tensor, channels: Tensor, page_max: Tensor, page_min: Tensor
-) -> Tensor:
-    """`shrink * q_I1 . estimate` of each page, float32 `[H_kv, G, pages]`.
-
-    Args: q_kept float32 `[H_kv, G, k1]`, shrink float32 `[H_kv, G, 1]`, channels int64 `[H_kv, k1]`.
-    """
-    below = q_kept.sum(1) < 0
+def _page_logits(ranked: RankedQueries, page_max: Tensor, page_min: Tensor) -> Tensor:
+    """Each page's estimate, float32 `[H_kv, G, pages]`."""
+    q, channels, below = ranked.queries, ranked.channels, ranked.below
     lying = _channel_rows(page_max, page_min)
     if lying is not None:
         rows, first, apart = lying
         index = torch.add(channels + first, below, alpha=apart).flatten()
-        estimates = rows.index_select(0, index).view(*channels.shape, -1)
-        return torch.bmm(q_kept * shrink, estimates.float())
+        return torch.bmm(q, rows.index_select(0, index).view(*channels.shape, -1).float())
     # reading whole rows with zeros in q beats gathering single channels
-    wide = (channels.shape[0], q_kept.shape[1], page_max.shape[2])
-    index = channels[:, None].expand_as(q_kept)
-    q_max = (q_kept * shrink).masked_fill_(below[:, None], 0.0)
-    q_min = (q_kept * shrink).sub_(q_max)
-    logits = torch.bmm(q_max.new_zeros(wide).scatter_(2, index, q_max), page_max.float().mT)
-    return logits.baddbmm_(q_min.new_zeros(wide).scatter_(2, index, q_min), page_min.float().mT)
+    wide = (channels.shape[0], q.shape[1], page_max.shape[2])
+    index = channels[:, None].expand_as(q)
+    q_max = q.masked_fill(below[:, None], 0.0)
+    logits = torch.bmm(q.new_zeros(wide).scatter_(2, index, q_max), page_max.float().mT)
+    return logits.baddbmm_(q.new_zeros(wide).scatter_(2, index, q - q_max), page_min.float().mT)
 
 
 def _channel_rows(page_max: Tensor, page_min: Tensor) -> tuple[Tensor, Tensor, int] | None:
@@ -127,18 +148,21 @@ def attend(
     num_channels: int,
     num_tokens: int,
     scaling: float,
+    ranked: RankedQueries | None = None,
 ) -> Tensor:
-    """Steps 2 and 3 of Algorithm 1 over exactly the rows and pages given."""
+    """Steps 2 and 3 of Algorithm 1 over exactly the rows and pages given.
+
+    Args: ranked: `rank_channels` of the queries, where it is known already.
+    """
     length = keys.shape[1]
     if length <= num_tokens:
         return dense_decode(queries, keys, values, scaling=scaling)
     selected = select_tokens(
-        queries,
+        rank_channels(queries, num_channels=num_channels) if ranked is None else ranked,
         page_max,
         page_min,
         length=length,
         page_size=page_size,
-        num_channels=num_channels,
         num_tokens=num_tokens,
     )
     return attend_tokens(queries, keys, values, selected, scaling=scaling)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.hsa import num_pages
-from kvferry.kernels.hsa.torch_path import select_tokens, update_page_extremes
+from kvferry.kernels.hsa.torch_path import rank_channels, select_tokens, update_page_extremes
 from kvferry.kernels.packed import PackedHead, PackedLayer
 from kvferry.kernels.packed.key_words import gather_key_codes, key_tiles
 from kvferry.kernels.packed.value_rows import add_value_products
@@ -68,6 +68,7 @@ def attend(
 ) -> Tensor:
     """As `kernels.packed_hsa.attend`."""
     output = torch.empty_like(queries)
+    ranked = rank_channels(queries, num_channels=num_channels)
     for h, head in enumerate(packed.heads):
         length = head.counts.num_tokens + new_keys.shape[1]
         if length <= num_tokens:
@@ -75,12 +76,11 @@ def attend(
         else:
             pages = num_pages(length, page_size)
             chosen = select_tokens(
-                queries[h : h + 1],
+                ranked.heads(h, h + 1),
                 page_max[h : h + 1, :pages],
                 page_min[h : h + 1, :pages],
                 length=length,
                 page_size=page_size,
-                num_channels=num_channels,
                 num_tokens=num_tokens,
             )[0]
             chosen = chosen.sort().values

@@ -16,6 +16,10 @@ from kvferry.kernels.packed.key_products import write_key_products
 from kvferry.kernels.packed.tiles import as_floats, tile_rows
 from kvferry.kernels.packed.value_rows import add_value_products
 
+MIN_WEIGHT = 1e-30
+"""Softmax weights below this add nothing that float32 could hold, and where they are too small to be normal
+floats, products with them take many times as long."""
+
 
 def trizone_decode_segments(
     queries: Tensor,
@@ -42,7 +46,7 @@ def trizone_decode_segments(
         _write_packed_logits(scaled, packed, logits, starts)
         starts = list(map(operator.add, starts, added))
 
-    weights = logits.softmax(dim=-1)
+    weights = torch.threshold_(logits.softmax(dim=-1), MIN_WEIGHT, 0.0)
     attended = torch.bmm(weights[:, :, :num_new], new_values.float())
     starts = [num_new] * num_kv_heads
     for packed, added in zip(segments, counts, strict=True):

@@ -82,7 +82,10 @@ def test_selection_and_output_agree_with_the_reference_up_to_ties(
         return
     used = (page_max[:, :pages], page_min[:, :pages])
     scores = reference.token_scores(queries, *used, length=length, **sizes)
-    selected = torch_path.select_tokens(queries, *used, length=length, num_tokens=num_tokens, **sizes)
+    ranked = torch_path.rank_channels(queries, num_channels=num_channels)
+    selected = torch_path.select_tokens(
+        ranked, *used, length=length, page_size=page_size, num_tokens=num_tokens
+    )
     expected_selection = reference.select_tokens(scores, num_tokens=num_tokens)
     assert (selected[:, 0] == length - 1).all()
     for h in range(2):
@@ -118,9 +121,8 @@ def test_pages_that_lie_channel_by_channel_are_attended_as_those_that_lie_page_b
 
 def test_equal_scores_select_the_lowest_indices_and_the_newest_token():
     page_max = page_min = torch.ones(1, 4, 8)
-    selected = torch_path.select_tokens(
-        torch.ones(1, 2, 8), page_max, page_min, length=15, page_size=4, num_channels=3, num_tokens=6
-    )
+    ranked = torch_path.rank_channels(torch.ones(1, 2, 8), num_channels=3)
+    selected = torch_path.select_tokens(ranked, page_max, page_min, length=15, page_size=4, num_tokens=6)
     assert selected.sort().values.tolist() == [[0, 1, 2, 3, 4, 14]]
 
 
@@ -128,9 +130,8 @@ def test_channels_of_equal_magnitude_go_to_the_lowest_index():
     queries = torch.tensor([[[1.0, -1.0, 1.0, 1.0]]])
     # channel 0 favours page 0, channel 2 would favour page 1; only channel 0 may be read
     page_max = torch.tensor([[[5.0, 0.0, -9.0, 0.0], [0.0, 0.0, 9.0, 0.0], [0.0, 0.0, 0.0, 0.0]]])
-    selected = torch_path.select_tokens(
-        queries, page_max, -page_max, length=3, page_size=1, num_channels=1, num_tokens=2
-    )
+    ranked = torch_path.rank_channels(queries, num_channels=1)
+    selected = torch_path.select_tokens(ranked, page_max, -page_max, length=3, page_size=1, num_tokens=2)
     assert selected.tolist() == [[2, 0]]
 
 
@@ -142,7 +143,8 @@ def test_a_zero_sum_over_the_group_takes_the_maximum():
     flat = torch.softmax(torch.tensor([3.0, 0.0, 0.0]), 0) + torch.softmax(torch.tensor([-3.0, 0.0, 0.0]), 0)
     torch.testing.assert_close(scores[0], flat / 2)
     # page 0 stands out by its maximum (mean 0.466 of 1); by its minimum all would tie
-    selected = torch_path.select_tokens(queries, page_max, page_min, num_tokens=2, **kwargs)
+    ranked = torch_path.rank_channels(queries, num_channels=1)
+    selected = torch_path.select_tokens(ranked, page_max, page_min, length=3, page_size=1, num_tokens=2)
     assert selected.tolist() == [[2, 0]]
 
 

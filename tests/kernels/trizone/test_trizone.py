@@ -61,6 +61,15 @@ def test_output_equals_the_reference_for_any_allocation(num_tokens, head_dim, nu
     torch.testing.assert_close(output.float(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("sharpness", [20, 400])
+def test_weights_too_small_for_normal_floats_change_nothing(sharpness):
+    queries, packed, new_keys, new_values = make(2, 4, 300, 16, 3)
+    output = trizone_decode(sharpness * queries, packed, new_keys, new_values, scaling=0.25)
+    expected = reference.trizone_decode(sharpness * queries, packed, new_keys, new_values, scaling=0.25)
+    assert output.isfinite().all()
+    torch.testing.assert_close(output, expected, atol=2e-3, rtol=2e-3)
+
+
 def test_full_precision_equals_dense_attention_over_the_whole_cache():
     generator = torch.Generator().manual_seed(5)
     cache = torch.randn(2, 2, 203, 16, generator=generator).half().float()
