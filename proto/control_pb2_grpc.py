@@ -39,6 +39,11 @@ class DecodeStub:
                 request_serializer=kvferry_dot_proto_dot_control__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=kvferry_dot_proto_dot_control__pb2.GenerateEvent.FromString,
                 _registered_method=True)
+        self.Finish = channel.unary_unary(
+                '/kvferry.control.v1.Decode/Finish',
+                request_serializer=kvferry_dot_proto_dot_control__pb2.FinishRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_control__pb2.FinishResponse.FromString,
+                _registered_method=True)
         self.DropSession = channel.unary_unary(
                 '/kvferry.control.v1.Decode/DropSession',
                 request_serializer=kvferry_dot_proto_dot_control__pb2.SessionKey.SerializeToString,
@@ -56,6 +61,13 @@ class DecodeServicer:
 
     def Generate(self, request, context):
         """Reserve, receive, decode: one event stream a request. Cancelling it frees the request's memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Finish(self, request, context):
+        """End a completion with the tokens that it has: the stream ends as if they had been all that was wanted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -81,6 +93,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=kvferry_dot_proto_dot_control__pb2.GenerateRequest.FromString,
                     response_serializer=kvferry_dot_proto_dot_control__pb2.GenerateEvent.SerializeToString,
+            ),
+            'Finish': grpc.unary_unary_rpc_method_handler(
+                    servicer.Finish,
+                    request_deserializer=kvferry_dot_proto_dot_control__pb2.FinishRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_control__pb2.FinishResponse.SerializeToString,
             ),
             'DropSession': grpc.unary_unary_rpc_method_handler(
                     servicer.DropSession,
@@ -120,6 +137,33 @@ class Decode:
             '/kvferry.control.v1.Decode/Generate',
             kvferry_dot_proto_dot_control__pb2.GenerateRequest.SerializeToString,
             kvferry_dot_proto_dot_control__pb2.GenerateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Finish(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.control.v1.Decode/Finish',
+            kvferry_dot_proto_dot_control__pb2.FinishRequest.SerializeToString,
+            kvferry_dot_proto_dot_control__pb2.FinishResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,8 @@ class DecodeStub:
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_control_pb2.GenerateRequest, _control_pb2.GenerateEvent]
     """Reserve, receive, decode: one event stream a request. Cancelling it frees the request's memory."""
+    Finish: _grpc.UnaryUnaryMultiCallable[_control_pb2.FinishRequest, _control_pb2.FinishResponse]
+    """End a completion with the tokens that it has: the stream ends as if they had been all that was wanted."""
     DropSession: _grpc.UnaryUnaryMultiCallable[_control_pb2.SessionKey, _control_pb2.HistoryInfo]
     """Let go of what is held of a session."""
     Status: _grpc.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _control_pb2.WorkerStatus]
@@ -44,6 +46,8 @@ class DecodeAsyncStub(DecodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_control_pb2.GenerateRequest, _control_pb2.GenerateEvent]  # type: ignore[assignment]
     """Reserve, receive, decode: one event stream a request. Cancelling it frees the request's memory."""
+    Finish: _aio.UnaryUnaryMultiCallable[_control_pb2.FinishRequest, _control_pb2.FinishResponse]  # type: ignore[assignment]
+    """End a completion with the tokens that it has: the stream ends as if they had been all that was wanted."""
     DropSession: _aio.UnaryUnaryMultiCallable[_control_pb2.SessionKey, _control_pb2.HistoryInfo]  # type: ignore[assignment]
     """Let go of what is held of a session."""
     Status: _aio.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _control_pb2.WorkerStatus]  # type: ignore[assignment]
@@ -56,6 +60,14 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_control_pb2.GenerateEvent], _abc.AsyncIterator[_control_pb2.GenerateEvent]]:
         """Reserve, receive, decode: one event stream a request. Cancelling it frees the request's memory."""
+
+    @_abc_1.abstractmethod
+    def Finish(
+        self,
+        request: _control_pb2.FinishRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.FinishResponse, _abc.Awaitable[_control_pb2.FinishResponse]]:
+        """End a completion with the tokens that it has: the stream ends as if they had been all that was wanted."""
 
     @_abc_1.abstractmethod
     def DropSession(

@@ -99,7 +99,7 @@ class DecodeEngine:
         sequence.close(_closed())
 
     def wake(self) -> None:
-        """Any thread: look at `cancelled` flags now rather than at the end of an idle wait."""
+        """Any thread: look at `cancelled` and `cut_off` flags now rather than at the end of an idle wait."""
         with self._condition:
             self._condition.notify()
 
@@ -148,11 +148,22 @@ class DecodeEngine:
             sequence.close()
         self._waiting = deque(s for s in self._waiting if s.state is not SequenceState.CLOSED)
         self._running = [s for s in self._running if s.state is not SequenceState.CLOSED]
+        self._cut_off()
         while self._waiting and len(self._running) < self._max_batch_size:
             self._join(self._waiting.popleft())
         self._show_batch_size(len(self._running))
         if self._running:
             self._step()
+
+    def _cut_off(self) -> None:
+        """Finish those that are to end with the tokens that they have."""
+        if not any(sequence.cut_off for sequence in (*self._waiting, *self._running)):
+            return
+        self._land()
+        for sequence in [s for s in (*self._waiting, *self._running) if s.cut_off]:
+            self._finish(sequence, "length")
+        self._waiting = deque(s for s in self._waiting if not s.cut_off)
+        self._running = [s for s in self._running if not s.cut_off]
 
     def _begin(self, sequence: Sequence, first_token: SampledToken) -> None:
         """Count the token that prefill drew; it may already end the completion."""

@@ -76,6 +76,8 @@ class Sequence:
         self.lock = threading.RLock()
         self.state = SequenceState.RESERVED
         self.cancelled = False
+        self.cut_off = False
+        """Whether the completion is to end with the tokens that it has."""
         self.request = request
         self.resolved = resolved
         self.layout = layout

@@ -203,6 +203,13 @@ class DecodeService:
             sequence.cancel()
             self._engine.wake()
 
+    async def finish(self, request_id: str, *, timeout_s: float) -> None:
+        """See `DecodeControl.finish`. Before its blocks have come, a completion ends with its first token."""
+        for sequence in self._reservations.all():
+            if sequence.request.request_id == request_id:
+                sequence.cut_off = True
+        self._engine.wake()
+
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         """See `DecodeControl.drop_session`; tier "retained"."""
         return HistoryInfo(num_tokens=0, size_bytes=self._retained.drop(session), tier="retained")

@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 
 from kvferry.services.router.placement import Role, Worker
-from kvferry.services.router.turn_state import TurnProgress
+from kvferry.services.router.turn_state import CUT_OFF_S, TurnProgress
 from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
 from kvferry.shared.control.messages import (
     FirstToken,
@@ -86,13 +86,26 @@ class Attempt:
             async with aclosing(stream):
                 ticket = await self._blaming("decode", self._ticket(stream))
                 self._progress.admit()
-                await _both(
-                    self._blaming("decode", self._read_decode(stream)),
-                    self._blaming("prefill", self._read_prefill(ticket)),
-                )
+                cutting = asyncio.create_task(self._finish_when_cut())
+                try:
+                    await _both(
+                        self._blaming("decode", self._read_decode(stream)),
+                        self._blaming("prefill", self._read_prefill(ticket)),
+                    )
+                finally:
+                    cutting.cancel()
 
     def _remaining_s(self) -> float:
-        return max(0.001, self._request.deadline_s - asyncio.get_running_loop().time())
+        """For the workers; where a turn that is cut off goes on for a while, for them too."""
+        grace_s = CUT_OFF_S if self._request.keeps_cut_off else 0.0
+        return max(0.001, self._request.deadline_s + grace_s - asyncio.get_running_loop().time())
+
+    async def _finish_when_cut(self) -> None:
+        await self._progress.was_cut.wait()
+        try:
+            await self.decode.client.finish(self.worker_request_id, timeout_s=CUT_OFF_S)
+        except KvferryError as error:
+            self._log.warning("completion not cut off", error=error.message)
 
     async def _blaming(self, role: Role, work: Coroutine[Any, Any, Any]) -> Any:
         try:

@@ -13,6 +13,7 @@ from kvferry.services.router.placement import Role
 from kvferry.services.router.responses import TokenLogprob
 from kvferry.services.router.turn_state import TurnStats
 from kvferry.shared.control.messages import FinishReason
+from kvferry.shared.errors import KvferryError
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.sampling.params import SampledToken
@@ -76,6 +77,7 @@ class Choice:
     Args:
         emit: takes each delta.
         on_admitted, on_finished: told once.
+        on_cut_off: told why, where the turn's time is over in the midst of its completion.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Choice:
         emit: Callable[[ChoiceDelta], None],
         on_admitted: Callable[[], None],
         on_finished: Callable[[], None],
+        on_cut_off: Callable[[KvferryError], None],
     ) -> None:
         self.index = index
         self.text = ""
@@ -99,6 +102,7 @@ class Choice:
         self._emit = emit
         self._on_admitted = on_admitted
         self._on_finished = on_finished
+        self._on_cut_off = on_cut_off
         self._offset = 0
         self._last_token_s: float | None = None
 
@@ -126,6 +130,9 @@ class Choice:
             self._emit(ChoiceDelta(index=self.index, text=rest, logprobs=() if self._with_logprobs else None))
         self._emit(ChoiceDelta(index=self.index, finish_reason=reason))
         self._on_finished()
+
+    def cut_off(self, error: KvferryError) -> None:
+        self._on_cut_off(error)
 
     def recovered(self, role: Role) -> None:
         self._timer.recovered(role)

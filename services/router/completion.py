@@ -28,7 +28,7 @@ from kvferry.services.router.schemas import ChatRequest, TextRequest
 from kvferry.services.router.session_record import SessionRecord
 from kvferry.services.router.sessions import SessionLease, SessionStore
 from kvferry.services.router.turn import TurnRunner
-from kvferry.services.router.turn_state import TurnRequest, TurnStats
+from kvferry.services.router.turn_state import TurnProgress, TurnRequest, TurnStats
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import KvferryError, Overloaded
@@ -91,6 +91,7 @@ class Completion:
 
         session ─► prompt ─► turns ─► end ─► history home ─► commit ─► session free
         └─────────── cancelled if the client leaves ───┘└── goes on without it ───┘
+                          └─ a session's stream is cut off instead: what was delivered is its end
 
     Attributes:
         events: deltas, then one CompletionEnd or one error.
@@ -120,13 +121,21 @@ class Completion:
         self._deadline_s = asyncio.get_running_loop().time() + service.request_timeout_s
         self._chosen: ChosenPlan | None = None
         self._ended = False
+        self._cut_off = False
+        self._turns: list[TurnProgress] = []
         self._timer_closed = False
         self._admitted = False
         self._log = _logger.bind(request_id=request_id)
 
     def cancel(self) -> None:
-        """The client left. A completion that has ended goes on to its commit."""
-        if not self._ended and self.task is not None:
+        """The client left. A completion that has ended goes on to its commit, and so does what a session's
+        stream has delivered."""
+        if self._ended or self.task is None:
+            return
+        if self._cut_off or any(turn.cut() for turn in self._turns):
+            self._cut_off = True
+            self._close_timer()
+        else:
             self.task.cancel()
 
     async def run(self) -> None:
@@ -206,6 +215,7 @@ class Completion:
             session=self._session,
             document=named.history if named is not None and self._session is not None else None,
             has_history=record is not None,
+            keeps_cut_off=self._session is not None and bool(request.stream),
             prefer_prefill=prefer or (named.prefill_addresses if named is not None else ()),
             kept_bins=request.kv_kept_bins or 0,
             prefer_decode=(record.decode_address,) if record is not None else (),
@@ -222,15 +232,14 @@ class Completion:
                 emit=self.events.put_nowait,
                 on_admitted=self._on_admitted,
                 on_finished=self._on_finished,
+                on_cut_off=self._on_cut_off,
             )
             for index in range(request.n or 1)
         ]
+        self._turns = [TurnProgress(_for_choice(turn, choice.index), choice) for choice in self.choices]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(service.runner.run(_for_choice(turn, choice.index), choice))
-                    for choice in self.choices
-                ]
+                tasks = [group.create_task(service.runner.run(progress)) for progress in self._turns]
         except* KvferryError as failures:
             first = failures.exceptions[0]
             while isinstance(first, BaseExceptionGroup):
@@ -245,7 +254,15 @@ class Completion:
             self._admitted = True
             self.timer.admitted()
 
+    def _on_cut_off(self, error: KvferryError) -> None:
+        self._cut_off = True
+        self._close_timer()
+        self.events.put_nowait(error)
+
     def _on_finished(self) -> None:
+        if self._cut_off:  # for the session's sake; the client has gone, or has its error
+            self._ended = True
+            return
         if any(choice.finish_reason is None for choice in self.choices):
             return
         metrics, model, first = self._service.metrics, self._model.name, self.choices[0].stats

@@ -20,9 +20,15 @@ from kvferry.services.router.schemas import DocumentRequest, KvCompression
 from kvferry.services.router.session_record import SessionRecord, SessionSummary, document_key
 from kvferry.services.router.sessions import SessionStore
 from kvferry.services.router.turn import TurnRunner
-from kvferry.services.router.turn_state import TurnRequest, TurnStats
+from kvferry.services.router.turn_state import TurnProgress, TurnRequest, TurnStats
 from kvferry.shared.control.messages import FinishReason, SessionKey
-from kvferry.shared.errors import ContextLengthExceeded, DocumentNotFound, InvalidRequest, SessionNotFound
+from kvferry.shared.errors import (
+    ContextLengthExceeded,
+    DocumentNotFound,
+    InvalidRequest,
+    KvferryError,
+    SessionNotFound,
+)
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 
@@ -37,6 +43,9 @@ class _Unheard:
         return False
 
     def finished(self, reason: FinishReason, stats: TurnStats) -> None:
+        pass
+
+    def cut_off(self, error: KvferryError) -> None:
         pass
 
     def recovered(self, role: Role) -> None:
@@ -101,7 +110,7 @@ class DocumentService:
                 session=key,
                 prefer_prefill=before.prefill_addresses if before is not None else (),
             )
-            stats = await self.runner.run(turn, _Unheard())
+            stats = await self.runner.run(TurnProgress(turn, _Unheard()))
             await self.history.publish(lease, stats, token_ids)
             earlier = before.prefill_addresses if before is not None else ()
             await lease.commit(

@@ -13,7 +13,7 @@ import structlog
 
 from kvferry.services.router.placement import Role, served_model
 from kvferry.services.router.turn import TurnRunner
-from kvferry.services.router.turn_state import TurnRequest, TurnStats
+from kvferry.services.router.turn_state import TurnProgress, TurnRequest, TurnStats
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.control.messages import FinishReason
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
@@ -94,7 +94,7 @@ class Readiness:
             deadline_s=asyncio.get_running_loop().time() + _PROBE_TIMEOUT_S,
             probe=True,
         )
-        await self._runner.run(request, _Silent())
+        await self._runner.run(TurnProgress(request, _Silent()))
 
 
 class _Silent:
@@ -107,6 +107,9 @@ class _Silent:
         return False
 
     def finished(self, reason: FinishReason, stats: TurnStats) -> None:
+        pass
+
+    def cut_off(self, error: KvferryError) -> None:
         pass
 
     def recovered(self, role: Role) -> None:

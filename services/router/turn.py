@@ -16,7 +16,7 @@ import structlog
 from kvferry.services.router.attempt import Attempt
 from kvferry.services.router.placement import Role, WorkerPool
 from kvferry.services.router.tasks import BackgroundTasks
-from kvferry.services.router.turn_state import TurnProgress, TurnRequest, TurnSink, TurnStats
+from kvferry.services.router.turn_state import CUT_OFF_S, TurnProgress, TurnStats
 from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
 from kvferry.shared.errors import (
     CapacityExceeded,
@@ -47,20 +47,37 @@ class TurnRunner:
     backoff_s: float = 0.25
     recovery_wait_s: float = 20.0
 
-    async def run(self, request: TurnRequest, sink: TurnSink) -> TurnStats:
+    async def run(self, progress: TurnProgress) -> TurnStats:
         """Run a turn to its end: after `sink.finished`, also until generated KV is back at prefill.
 
-        Cancelling it frees everything that workers hold for it.
+        Cancelling it frees everything that workers hold for it. Where the deadline, or `progress.cut`, comes
+        in the midst of the completion, what was delivered goes home in bounded time.
 
         Raises: any KvferryError that ends the turn before `sink.finished`; none after it.
         """
-        progress = TurnProgress(request, sink)
+        loop = asyncio.get_running_loop()
+        late = DeadlineExceeded("The request's deadline passed before its completion ended")
         try:
-            async with asyncio.timeout_at(request.deadline_s):
-                await _Turn(self, progress).run()
+            async with asyncio.timeout_at(progress.request.deadline_s + CUT_OFF_S) as limit:
+
+                async def shorten() -> None:
+                    await progress.was_cut.wait()
+                    limit.reschedule(loop.time() + CUT_OFF_S)
+
+                def end() -> None:
+                    if not progress.cut(late):
+                        limit.reschedule(loop.time())
+
+                shortening = asyncio.create_task(shorten())
+                deadline = loop.call_at(progress.request.deadline_s, end)
+                try:
+                    await _Turn(self, progress).run()
+                finally:
+                    deadline.cancel()
+                    shortening.cancel()
         except TimeoutError:
             if not progress.finished:
-                raise DeadlineExceeded("The request's deadline passed before its completion ended") from None
+                raise late from None
         return progress.stats
 
 
@@ -89,6 +106,8 @@ class _Turn:
                 self._discard(attempt)
                 if self._progress.finished:
                     return
+                if self._progress.was_cut.is_set():
+                    raise
                 if not self._tries_elsewhere(error, attempt):
                     await self._recover(error, attempt)
             except asyncio.CancelledError:

@@ -5,14 +5,19 @@ Shared by `turn.py` (the turn over all its attempts) and `attempt.py` (one attem
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvferry.services.router.placement import Role
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.control.messages import FinishReason, HistoryWay, ReuseSource, SessionKey
+from kvferry.shared.errors import KvferryError
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
+
+CUT_OFF_S = 10.0
+"""How long what was delivered of a turn that was cut off may take to go home."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +32,7 @@ class TurnRequest:
         prefer_prefill: addresses that may hold the session's history, best first.
         kept_bins: stretches of the prompt whose kept fraction is wanted; 0 wants none.
         prefer_decode: addresses that may hold the session's last selection, best first.
+        keeps_cut_off: whether what was delivered of a completion that is cut off becomes the session's.
         deadline_s: when the whole turn must have ended, on the event loop's clock.
     """
 
@@ -39,6 +45,7 @@ class TurnRequest:
     session: SessionKey | None = None
     document: SessionKey | None = None
     has_history: bool = False
+    keeps_cut_off: bool = False
     prefer_prefill: tuple[str, ...] = ()
     prefer_decode: tuple[str, ...] = ()
     probe: bool = False
@@ -98,6 +105,11 @@ class TurnSink(Protocol):
         """No more tokens; `stats` are final but for `history_tokens`, which may still come home."""
         ...
 
+    def cut_off(self, error: KvferryError) -> None:
+        """The turn's time is over in the midst of its completion. What was delivered is kept; `finished` may
+        still come, for that alone."""
+        ...
+
     def recovered(self, role: Role) -> None:
         """A worker was lost and the turn is about to be replayed."""
         ...
@@ -107,6 +119,7 @@ class TurnProgress:
     """How far a turn has come, over all its attempts.
 
     waiting ──admit──► admitted ──deliver*──► finished
+                                     └─cut──► tokens are no longer delivered ──► finished
     """
 
     def __init__(self, request: TurnRequest, sink: TurnSink) -> None:
@@ -115,6 +128,8 @@ class TurnProgress:
         self.finished = False
         self.stopped = False
         """The text ended with the last token. Decode ends it there too, by the same rule."""
+        self.was_cut = asyncio.Event()
+        """The completion ends with what was delivered, for the session's sake: nobody reads on."""
         self._sink = sink
         self._admitted = False
 
@@ -123,7 +138,23 @@ class TurnProgress:
             self._admitted = True
             self._sink.admitted()
 
+    def cut(self, error: KvferryError | None = None) -> bool:
+        """End with the tokens delivered, where these are to be kept and there are any.
+
+        Args: error: why, for the sink; None where nobody is left to be told.
+        Returns: False where the turn is to be given up, or has ended.
+        """
+        if self.finished or not self.request.keeps_cut_off or not self.stats.token_ids:
+            return False
+        if not self.was_cut.is_set():
+            self.was_cut.set()
+            if error is not None:
+                self._sink.cut_off(error)
+        return True
+
     def deliver(self, token: SampledToken) -> None:
+        if self.was_cut.is_set():
+            return
         index = len(self.stats.token_ids)
         self.stats.token_ids.append(token.token_id)
         self.stopped = self._sink.token(replace(token, index=index), self.stats)

@@ -149,6 +149,15 @@ class GrpcDecodeClient(_Client):
             request_id=request.request_id,
         )
 
+    async def finish(self, request_id: str, *, timeout_s: float) -> None:
+        await self._unary(
+            "Finish",
+            request_id,
+            (codec.FINISH_REQUEST, codec.FINISH_RESPONSE),
+            timeout_s=timeout_s,
+            request_id=request_id,
+        )
+
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         codecs = (codec.SESSION_KEY, codec.HISTORY_INFO)
         return await self._unary("DropSession", session, codecs, timeout_s=timeout_s)

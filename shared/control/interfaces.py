@@ -30,6 +30,11 @@ class DecodeControl(Protocol):
         GenerationFinished and, where asked for, HistoryReturned."""
         ...
 
+    async def finish(self, request_id: str, *, timeout_s: float) -> None:
+        """End a completion with the tokens that it has; `generate` goes on to its last event. Unknown ids are
+        no error."""
+        ...
+
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         """Let go of the rows held of a session for its next turn; returns what was held."""
         ...

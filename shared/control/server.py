@@ -106,6 +106,7 @@ def _decode_methods(service: DecodeControl) -> dict[str, grpc.RpcMethodHandler[b
         "Generate": _streaming(
             "Decode/Generate", service.generate, codec.GENERATE_REQUEST, codec.GENERATE_EVENT
         ),
+        "Finish": _unary(service.finish, codec.FINISH_REQUEST, codec.FINISH_RESPONSE),
         "DropSession": _unary(service.drop_session, codec.SESSION_KEY, codec.HISTORY_INFO),
         "Status": _unary(_without_request(service.status), codec.STATUS_REQUEST, codec.WORKER_STATUS),
     }

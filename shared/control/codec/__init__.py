@@ -7,7 +7,12 @@ that what came is complete and typed (InvalidRequest if not); does not check ran
 from __future__ import annotations
 
 from kvferry.proto import control_pb2 as pb
-from kvferry.shared.control.codec.generation import GENERATE_EVENT, GENERATE_REQUEST
+from kvferry.shared.control.codec.generation import (
+    FINISH_REQUEST,
+    FINISH_RESPONSE,
+    GENERATE_EVENT,
+    GENERATE_REQUEST,
+)
 from kvferry.shared.control.codec.message import Codec
 from kvferry.shared.control.codec.prompt import (
     ABORT_TURN_REQUEST,
@@ -28,6 +33,8 @@ __all__ = [
     "ABORT_TURN_RESPONSE",
     "COMMIT_TURN_REQUEST",
     "DECODE_SERVICE",
+    "FINISH_REQUEST",
+    "FINISH_RESPONSE",
     "GENERATE_EVENT",
     "GENERATE_REQUEST",
     "HISTORY_INFO",

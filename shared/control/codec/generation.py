@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.proto import control_pb2 as pb
-from kvferry.shared.control.codec.message import make_codec, oneof, read_choice, require
+from kvferry.shared.control.codec.message import Codec, make_codec, oneof, read_choice, require
 from kvferry.shared.control.codec.parts import (
     read_plan,
     read_sampling,
@@ -102,3 +102,7 @@ def _read_generate_event(message: pb.GenerateEvent) -> GenerateEvent:
 
 GENERATE_REQUEST = make_codec(pb.GenerateRequest, _write_generate_request, _read_generate_request)
 GENERATE_EVENT = make_codec(pb.GenerateEvent, _write_generate_event, _read_generate_event)
+FINISH_REQUEST: Codec[str] = make_codec(
+    pb.FinishRequest, lambda request_id: pb.FinishRequest(request_id=request_id), lambda m: m.request_id
+)
+FINISH_RESPONSE: Codec[None] = make_codec(pb.FinishResponse, lambda _: pb.FinishResponse(), lambda _: None)

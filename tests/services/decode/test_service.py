@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import threading
 
 import pytest
@@ -453,3 +454,29 @@ async def test_a_stream_ends_after_its_last_event(harness, request_of):
     _, events = await made.run(request_of(store_history=True))
     assert isinstance(events[-1], HistoryReturned)
     assert events[-1].num_tokens == 0  # the manifest named no endpoint
+
+
+async def test_a_completion_ends_with_the_tokens_that_it_has_where_it_is_cut_off(harness, request_of):
+    made = await harness()
+    whole = await made.tokens(request_of(max_tokens=500))
+    reached, go_on, steps = threading.Event(), threading.Event(), itertools.count(1)
+
+    def before_step(token_ids):
+        if next(steps) == 3:
+            reached.set()
+            assert go_on.wait(60)
+
+    made.model.before_step = before_step
+    running = asyncio.create_task(made.run(request_of(max_tokens=500, store_history=True)))
+    assert await asyncio.to_thread(reached.wait, 60)
+    await made.service.finish("r", timeout_s=1)
+    await made.service.finish("nobody", timeout_s=1)
+    go_on.set()
+    first, (*generated, finished, returned) = await running
+    tokens = [first.token_id, *(event.token.token_id for event in generated if hasattr(event, "token"))]
+    # the step under way is taken up, and one more where steps run ahead
+    assert len(tokens) in {4, 5}
+    assert tokens == whole[: len(tokens)]
+    assert (finished.finish_reason, finished.num_tokens) == ("length", len(tokens))
+    assert isinstance(returned, HistoryReturned)
+    assert await made.arena_is_free(within_s=60)

@@ -147,6 +147,10 @@ class ScriptedDecode(_Worker):
         self.history_delay_s = 0.0
         self.history_error: KvferryError | None = None
         self.dropped: list[SessionKey] = []
+        self.finishing: set[str] = set()
+
+    async def finish(self, request_id: str, *, timeout_s: float) -> None:
+        self.finishing.add(request_id)
 
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         self.dropped.append(session)
@@ -172,7 +176,7 @@ class ScriptedDecode(_Worker):
             token = first
             for count in itertools.count(1):
                 stopped = assembler.push(token.token_id).stopped or token.token_id in ends
-                if stopped or count == sampling.max_tokens:
+                if stopped or count == sampling.max_tokens or request.request_id in self.finishing:
                     reason = "stop" if stopped else "length"
                     yield GenerationFinished(finish_reason=reason, num_tokens=count, cache_bytes=2048)
                     break

@@ -67,9 +67,37 @@ async def test_client_that_leaves_frees_both_workers_within_a_second(
     assert stack.metric("request_failure_total", category="cancelled") == 1
     assert stack.metric("requests_running", model="demo") == 0
     if session:
-        await eventually(lambda: len(stack.prefill[0].aborted) == 1)
+        if stream:  # what was delivered is a turn of the session
+            await eventually(lambda: len(stack.prefill[0].history) == 1)
+        else:
+            await eventually(lambda: len(stack.prefill[0].aborted) == 1)
+        assert stack.metric("request_success_total", model="demo") == 0
         stack.script.token_delay_s = 0.0
         assert (await stack.http.post("/v1/chat/completions", json={**BODY, **extra})).status_code == 200
+
+
+async def test_a_stream_cut_off_by_its_deadline_is_an_error_and_what_was_delivered_is_kept(
+    start_stack: Any,
+) -> None:
+    stack = await start_stack(request_timeout_s=6.0)
+    stack.script.token_delay_s = 0.5
+    body = {**BODY, "session_id": "s", "stream": True, "max_tokens": 500, "logit_bias": {"6": -100}}
+    reply = await stack.http.post("/v1/chat/completions", json=body)
+    *deltas, last = [json.loads(event[6:]) for event in events_of(reply.text)]
+    assert last["error"]["message"] == "The request's deadline passed before its completion ended"
+    said = "".join(delta["choices"][0]["delta"].get("content", "") for delta in deltas)
+    assert said
+    await eventually(lambda: len(stack.prefill[0].history) == 1)
+    assert stack.num_active == 0
+    stack.script.token_delay_s = 0.0
+    question = {"role": "user", "content": "and the garden ?"}
+    conversation = [*BODY["messages"], {"role": "assistant", "content": said}, question]
+    restated = {**BODY, "session_id": "s", "messages": conversation, "session_mode": "replace"}
+    next_turn = await stack.http.post("/v1/chat/completions", json=restated)
+    assert next_turn.status_code == 200
+    # the answer that was delivered is the recorded one, token by token
+    held = len(stack.prefill[0].requests[0].prompt_token_ids) + len(deltas) - 2
+    assert next_turn.json()["kv"]["reused_tokens"] >= held
 
 
 async def test_client_that_leaves_while_prefill_runs_frees_both_workers(stack: Any) -> None:

@@ -119,6 +119,7 @@ class DecodeService:
         self.timeout_s = 0.0
         self.closed: list[float] = []
         self.request_ids: list[str] = []
+        self.finished: list[str] = []
 
     async def generate(
         self, request: GenerateRequest, *, timeout_s: float
@@ -139,6 +140,9 @@ class DecodeService:
             yield GenerationFinished(finish_reason="length", num_tokens=index, cache_bytes=7)
         finally:
             self.closed.append(time.monotonic())
+
+    async def finish(self, request_id: str, *, timeout_s: float) -> None:
+        self.finished.append(request_id)
 
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         return HistoryInfo(num_tokens=len(session.session_id), size_bytes=2**40, tier="retained")
@@ -253,6 +257,8 @@ async def test_generate_streams_every_event(decode: DecodeService, decode_client
     ]
     assert decode.request_ids == ["request-1"]
     assert await decode_client.status(timeout_s=WAIT_S) == STATUS
+    await decode_client.finish("r-7", timeout_s=WAIT_S)
+    assert decode.finished == ["r-7"]
 
 
 async def test_prefill_answers_every_call(prefill: PrefillService, prefill_client: GrpcPrefillClient) -> None:

@@ -85,6 +85,8 @@ MESSAGES: dict[str, tuple[Codec[Any], Any]] = {
     "session": (codec.SESSION_KEY, SessionKey),
     "history": (codec.HISTORY_INFO, HistoryInfo),
     "status": (codec.WORKER_STATUS, WorkerStatus),
+    "finish": (codec.FINISH_REQUEST, str),
+    "finishing": (codec.FINISH_RESPONSE, type(None)),
     "abort": (codec.ABORT_TURN_REQUEST, str),
     "aborted": (codec.ABORT_TURN_RESPONSE, type(None)),
     "status request": (codec.STATUS_REQUEST, type(None)),
