@@ -74,7 +74,7 @@ def _served(redis_url: str, history_bytes: int) -> Iterator[str]:
                     # On a busy machine Redis is still what is to be measured, not giving up on it.
                     "--history-redis", redis_url,
                     "--history-redis-timeout-s", "30", "--history-redis-turn-timeout-s", "60",
-                    "--history-bytes", str(history_bytes),
+                    "--history-bytes", str(history_bytes), "--history-choice", "reuse",
                 ],
                 env={**os.environ, "PYTHONSAFEPATH": "1"}, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
