@@ -64,20 +64,18 @@ def field_floats(octets: Tensor, bits: int) -> Tensor:
         next call.
     """
     fields = _memory.view((8 // bits, *octets.shape), torch.uint8, octets.device)
-    masks, _ = _masks_and_scales(bits, octets.device)
-    torch.bitwise_and(octets, masks.view(-1, *[1] * octets.ndim), out=fields)
+    torch.bitwise_and(octets, _masks(bits, octets.ndim, octets.device), out=fields)
     return as_floats(fields)
 
 
+@functools.cache
 def field_scales(bits: int, device: torch.device) -> Tensor:
     """float32 `[8 / w, 1]`, powers of two that take `field_floats` to codes."""
-    return _masks_and_scales(bits, device)[1]
+    return torch.tensor([[2.0**-shift] for shift in range(0, 8, bits)], device=device)
 
 
 @functools.cache
-def _masks_and_scales(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """uint8 `[8 / w]` and float32 `[8 / w, 1]`."""
-    shifts = range(0, 8, bits)
-    masks = torch.tensor([((1 << bits) - 1) << shift for shift in shifts], dtype=torch.uint8)
-    scales = torch.tensor([[2.0**-shift] for shift in shifts])
-    return masks.to(device), scales.to(device)
+def _masks(bits: int, ndim: int, device: torch.device) -> Tensor:
+    """uint8 `[8 / w, 1, ...]`, for bytes of so many dimensions."""
+    masks = [((1 << bits) - 1) << shift for shift in range(0, 8, bits)]
+    return torch.tensor(masks, dtype=torch.uint8, device=device).view(-1, *[1] * ndim)

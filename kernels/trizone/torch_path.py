@@ -48,12 +48,14 @@ def trizone_decode_segments(
 
     weights = torch.threshold_(logits.softmax(dim=-1), MIN_WEIGHT, 0.0)
     attended = torch.bmm(weights[:, :, :num_new], new_values.float())
+    minima = torch.zeros_like(attended[:, :, 0])
     starts = [num_new] * num_kv_heads
     for packed, added in zip(segments, counts, strict=True):
         for h, head in enumerate(packed.heads):
-            _add_packed_values(head, weights[h, :, starts[h] : starts[h] + added[h]], attended[h])
+            of_head = weights[h, :, starts[h] : starts[h] + added[h]]
+            _add_packed_values(head, of_head, attended[h], minima[h])
         starts = list(map(operator.add, starts, added))
-    return attended.to(queries.dtype)
+    return attended.add_(minima[:, :, None]).to(queries.dtype)
 
 
 def _write_packed_logits(queries: Tensor, packed: PackedLayer, logits: Tensor, starts: Sequence[int]) -> None:
@@ -70,15 +72,16 @@ def _write_packed_logits(queries: Tensor, packed: PackedLayer, logits: Tensor, s
         write_key_products(permuted[h], head.key_tiles, biases[h], of_head)
 
 
-def _add_packed_values(head: PackedHead, weights: Tensor, output: Tensor) -> None:
+def _add_packed_values(head: PackedHead, weights: Tensor, output: Tensor, minima: Tensor) -> None:
     """Add zones A's and B's values.
 
-    Args: weights `[G, n]`, tokens in packed order, changed; output `[G, D]`, in place.
+    Args: weights `[G, n]`, tokens in packed order, changed; in place: output `[G, D]`, and minima `[G]`, what
+        all channels gain alike.
     """
     coded = head.value_scales.shape[0]
     if coded:
         of_codes = weights[:, :coded]
-        output += torch.mv(of_codes, head.value_minima)[:, None]
+        minima.addmv_(of_codes, head.value_minima)
         of_codes *= head.value_scales
     start = 0
     for width, rows in ((2, head.values_2), (4, head.values_4), (8, head.values_8)):
