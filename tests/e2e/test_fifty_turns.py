@@ -20,7 +20,7 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.oracle import OneProcessGenerator, OracleSession
 from kvferry.shared.sampling.params import SamplingParams
 
-pytestmark = pytest.mark.xdist_group("stack")
+pytestmark = [pytest.mark.xdist_group("stack"), pytest.mark.timeout(600)]
 
 NUM_TURNS = 50
 MAX_TOKENS = 6
