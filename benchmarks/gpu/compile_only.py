@@ -6,12 +6,16 @@ Needs no GPU and takes no times: registers, spills, shared memory, load widths, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from cases import Case, Model, chunk_case, dense_case, hsa_case, pack_case, trizone_case, window_case
+from case import MODELS, Case, Model
 from compiler import Facts, Launch, caught, compile_launch
+from dense_cases import append_case, dense_case
+from hsa_cases import HsaSize, hsa_cases
+from packed_cases import pack_case, trizone_case
+from score_cases import chunk_case, window_case
 
 ARCHITECTURES = (80, 90)
 MAX_REGISTERS = 255
@@ -25,23 +29,22 @@ class Gate:
     Attributes:
         registers: at most.
         wide_loads: 128-bit global loads, at least: of what it streams.
-        sm_80_stack_bytes: a thread's spilled registers on sm_80, at most; on sm_90 none may be.
         conversions: integers to floats, at most. A logarithm needs two; an unpack loop none.
     """
 
     registers: int
     wide_loads: int
     conversions: int
-    sm_80_stack_bytes: int = 0
 
 
 GATES = {
+    "_append_rows_kernel": Gate(registers=64, wide_loads=0, conversions=0),
     "_dense_decode_kernel": Gate(registers=255, wide_loads=8, conversions=8),
     "_score_pages_kernel": Gate(registers=224, wide_loads=2, conversions=8),
     "_select_tokens_kernel": Gate(registers=224, wide_loads=0, conversions=8),
     "_gather_attend_kernel": Gate(registers=255, wide_loads=8, conversions=8),
     "_prologue_kernel": Gate(registers=128, wide_loads=0, conversions=0),
-    "_trizone_kernel": Gate(registers=255, wide_loads=16, conversions=12, sm_80_stack_bytes=64),
+    "_trizone_kernel": Gate(registers=255, wide_loads=16, conversions=12),
     "_key_ranges_kernel": Gate(registers=168, wide_loads=0, conversions=0),
     "_pack_keys_kernel": Gate(registers=255, wide_loads=0, conversions=0),
     "_pack_values_kernel": Gate(registers=255, wide_loads=2, conversions=0),
@@ -52,9 +55,12 @@ GATES = {
 
 
 def models() -> tuple[Model, ...]:
-    """The models' shape in their dtype, and the ends of what is served."""
+    """The models' shapes with one KV head, and the ends of what is served.
+
+    Models of one attention shape compile to the same code; each is there by name.
+    """
     return (
-        Model(name="8B", num_kv_heads=1, group_size=4, head_dim=128),
+        *(replace(model, num_kv_heads=1) for model in MODELS),
         Model(name="wide", num_kv_heads=1, group_size=16, head_dim=256, dtype=torch.float16),
         Model(name="narrow", num_kv_heads=1, group_size=1, head_dim=64, dtype=torch.float16),
         Model(name="odd", num_kv_heads=1, group_size=7, head_dim=96),
@@ -65,17 +71,14 @@ def compile_cases(model: Model) -> list[Callable[[], Case]]:
     """Launches whose constants are those of a real shape, on as few rows as give them."""
     return [
         lambda: dense_case(model, batch_size=1, length=64, device=_CPU, seed=0, target=None),
-        lambda: hsa_case(
+        lambda: append_case(model, batch_size=1, device=_CPU, seed=0),
+        lambda: hsa_cases(
             model,
-            batch_size=1,
-            length=4096,
-            page_size=4,
-            num_channels=model.head_dim // 2,
-            num_tokens=256,
+            HsaSize(batch_size=1, length=4096, page_size=4, num_channels=model.head_dim // 2, num_tokens=256),
             device=_CPU,
             seed=0,
-            target=None,
-        ),
+            targets=(None, None),
+        )[-1],
         lambda: trizone_case(model, batch_size=1, kept=300, new=16, device=_CPU, seed=0, target=None),
         lambda: window_case(model, window=32, length=64, device=_CPU, seed=0, target=None),
         lambda: pack_case(model, length=300, device=_CPU, seed=0, target=None),
@@ -115,9 +118,8 @@ def breaks(facts: Facts) -> list[str]:
     found = []
     if facts.registers > min(gate.registers, MAX_REGISTERS):
         found.append(f"{facts.registers} registers; at most {gate.registers}")
-    allowed_stack = gate.sm_80_stack_bytes if facts.arch == "sm_80" else 0
-    if facts.stack_bytes > allowed_stack:
-        found.append(f"{facts.stack_bytes} bytes of spilled registers; at most {allowed_stack}")
+    if facts.stack_bytes:
+        found.append(f"{facts.stack_bytes} bytes of spilled registers; there must be none")
     if facts.wide_loads < gate.wide_loads:
         found.append(f"{facts.wide_loads} loads of 128 bits; at least {gate.wide_loads}")
     if facts.int_to_float > gate.conversions:

@@ -1,58 +1,196 @@
-"""Times on a GPU: a launch's median over replays of a CUDA graph, and the copy bandwidth of the same run.
+"""Clocks of the benchmark: a GPU's events and graphs, or the host's clock where `--check` has no GPU.
 
-A graph takes the host's launch time out. A large buffer is written between replays, so that a case finds its
-input in memory rather than in the cache.
+A launch's time is its median over replays of a CUDA graph, which takes the host's part out. A large buffer
+is written between replays, so that a case finds its input in memory rather than in the cache. Times by the
+host's clock are of the interpreter and say nothing; they are taken so that the code that takes them has run.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
+
+from kvferry.services.decode.step_device import CpuDevice, CudaDevice, StepDevice
+from kvferry.services.prefill.host_copies import HostCopies, host_copies
 
 FLUSH_BYTES = 512 << 20
 COPY_BYTES = 2 << 30
 REPEATS = 30
 
 
-def time_us(launch: Callable[[], object], *, captured: bool = True, repeats: int = REPEATS) -> float:
-    """Median microseconds of one launch, from an emptied cache. Args: captured: replay a CUDA graph of it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            launch()
-    torch.cuda.current_stream().wait_stream(stream)
-    run = launch
-    if captured:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            launch()
-        run = graph.replay
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    times = []
-    for _ in range(repeats):
-        flush.zero_()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+class Clock(Protocol):
+    """Times work on a device.
+
+    Attributes: device: where tensors are made.
+    """
+
+    device: torch.device
+
+    def launch_us(self, launch: Callable[[], object], *, captured: bool) -> float:
+        """Median microseconds of one launch. Args: captured: without the host's part."""
+        ...
+
+    def wait(self) -> None:
+        """Until the device has done all it was asked."""
+        ...
+
+    def copy_bytes_per_s(self) -> float:
+        """Bytes read and written a second by a copy on the device."""
+        ...
+
+    def bf16_flops_per_s(self) -> float:
+        """Multiplications and additions a second of a large product: the peak that can be had."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory that can be had."""
+        ...
+
+    def forget_peak(self) -> None:
+        """Begin to watch for the peak of memory in use."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """The most memory in use since `forget_peak`; 0 where nobody counts."""
+        ...
+
+    def step_device(self) -> StepDevice:
+        """What decode steps run on."""
+        ...
+
+    def copies(self) -> HostCopies:
+        """What brings a layer to the host."""
+        ...
+
+    def elapsed_s(self, work: Callable[[], object]) -> float:
+        """Seconds that some work takes from here to its end on the device."""
+        ...
+
+
+class CudaClock:
+    """Implements `Clock`."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda")
+
+    def launch_us(self, launch: Callable[[], object], *, captured: bool) -> float:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                launch()
+        torch.cuda.current_stream().wait_stream(stream)
+        run = launch
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                launch()
+            run = graph.replay
+        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        times = []
+        for _ in range(REPEATS):
+            flush.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3)
+        return statistics.median(times)
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+    def copy_bytes_per_s(self) -> float:
+        return copy_bytes_per_s(self, COPY_BYTES)
+
+    def bf16_flops_per_s(self) -> float:
+        return bf16_flops_per_s(self, 8192)
+
+    def free_bytes(self) -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+    def forget_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+    def step_device(self) -> StepDevice:
+        return CudaDevice(self.device)
+
+    def copies(self) -> HostCopies:
+        return host_copies(self.device)
+
+    def elapsed_s(self, work: Callable[[], object]) -> float:
+        self.wait()
+        begin_s = time.perf_counter()
+        work()
+        self.wait()
+        return time.perf_counter() - begin_s
+
+
+class RepeatingDevice(CpuDevice):
+    """Takes the path of a device that captures: what is repeated is the step's function itself."""
+
+    captures = True
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+        return run
 
 
-def copy_bytes_per_s() -> float:
-    """Bytes read and written a second by a device-to-device copy."""
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+class HostClock:
+    """Implements `Clock` on the CPU, with one repetition of everything."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def launch_us(self, launch: Callable[[], object], *, captured: bool) -> float:
+        return self.elapsed_s(launch) * 1e6
+
+    def wait(self) -> None:
+        """Nothing runs behind."""
+
+    def copy_bytes_per_s(self) -> float:
+        return copy_bytes_per_s(self, 1 << 20)
+
+    def bf16_flops_per_s(self) -> float:
+        return bf16_flops_per_s(self, 64)
+
+    def free_bytes(self) -> int:
+        return 64 << 20
+
+    def forget_peak(self) -> None:
+        """Nobody counts."""
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def step_device(self) -> StepDevice:
+        return RepeatingDevice()
+
+    def copies(self) -> HostCopies:
+        return host_copies(self.device)
+
+    def elapsed_s(self, work: Callable[[], object]) -> float:
+        begin_s = time.perf_counter()
+        work()
+        return time.perf_counter() - begin_s
+
+
+def copy_bytes_per_s(clock: Clock, size_bytes: int) -> float:
+    source = torch.empty(size_bytes, dtype=torch.uint8, device=clock.device)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / (time_us(lambda: target.copy_(source)) * 1e-6)
+    return 2 * size_bytes / (clock.launch_us(lambda: target.copy_(source), captured=True) * 1e-6)
 
 
-def bf16_flops_per_s() -> float:
-    """Multiplications and additions a second of a large bfloat16 product: the peak that can be had."""
-    size = 8192
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+def bf16_flops_per_s(clock: Clock, size: int) -> float:
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=clock.device) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * size**3 / (time_us(lambda: torch.mm(a, b, out=out)) * 1e-6)
+    return 2 * size**3 / (clock.launch_us(lambda: torch.mm(a, b, out=out), captured=True) * 1e-6)

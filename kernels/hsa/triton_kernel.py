@@ -277,35 +277,86 @@ def append_and_attend_batch(
         new_keys, new_values: contiguous `[B, H_kv, D]`, or both None: the rows are there already.
         output: out, contiguous `[B, H_kv, G, D]`.
     """
-    batch_size, num_kv_heads, group_size, head_dim = queries.shape
-    num_heads = batch_size * num_kv_heads
+    score_pages(
+        queries,
+        arena,
+        heads,
+        max_channels=max_channels,
+        page_stride=page_stride,
+        scratch=scratch,
+        new_keys=new_keys,
+        new_values=new_values,
+    )
+    select_tokens(heads, scratch, group_size=queries.shape[2])
+    attend_selected(
+        queries, arena, heads, scaling=scaling, scratch=scratch, num_splits=num_splits, output=output
+    )
+
+
+def score_pages(
+    queries: Tensor,
+    arena: Tensor,
+    heads: Tensor,
+    *,
+    max_channels: int,
+    page_stride: int,
+    scratch: HsaScratch,
+    new_keys: Tensor | None,
+    new_values: Tensor | None,
+) -> None:
+    """The first launch of `append_and_attend_batch`, whose arguments these are."""
+    group_size, head_dim = queries.shape[2:]
     max_pages, num_blocks = scratch.scores.shape[2], scratch.partial.shape[1]
-    block_d = max(triton.next_power_of_2(head_dim), 16)
-    block_n = block_tokens(queries.dtype, block_d)
-    align = ALIGNMENT_BYTES // queries.element_size()
-    dot = dot_dtype(queries.dtype)
-    _score_pages_kernel[(num_heads, num_blocks)](
+    _score_pages_kernel[(heads.shape[0], num_blocks)](
         queries, arena, queries if new_keys is None else new_keys,
         queries if new_values is None else new_values, heads, scratch.scores, scratch.partial,
         page_stride, max_pages,
-        G=group_size, BLOCK_G=MIN_BLOCK_G, D=head_dim, BLOCK_D=block_d,
+        G=group_size, BLOCK_G=MIN_BLOCK_G, D=head_dim, BLOCK_D=_block_d(head_dim),
         BLOCK_K1=max(triton.next_power_of_2(max_channels), 16), BLOCK_P=BLOCK_PAGES,
-        APPEND=new_keys is not None, FIELDS=FIELDS, ALIGN=align, DOT=dot, num_warps=8, num_stages=1,
+        APPEND=new_keys is not None, FIELDS=FIELDS, ALIGN=ALIGNMENT_BYTES // queries.element_size(),
+        DOT=dot_dtype(queries.dtype), num_warps=8, num_stages=1,
     )  # fmt: skip
-    _select_tokens_kernel[(num_heads,)](
+
+
+def select_tokens(heads: Tensor, scratch: HsaScratch, *, group_size: int) -> None:
+    """The second launch of `append_and_attend_batch`: `scratch.tokens` and `counts` from its scores."""
+    max_pages, num_blocks = scratch.scores.shape[2], scratch.partial.shape[1]
+    _select_tokens_kernel[(heads.shape[0],)](
         scratch.scores, scratch.partial, heads, scratch.tokens, scratch.counts, max_pages, num_blocks,
         BLOCK_PAGES, scratch.tokens.shape[1],
         G=group_size, BLOCK_P=max(triton.next_power_of_2(max_pages), 128),
         BLOCK_B=triton.next_power_of_2(num_blocks), FIELDS=FIELDS, num_warps=8, num_stages=1,
     )  # fmt: skip
-    _gather_attend_kernel[(num_heads, num_splits)](
+
+
+def attend_selected(
+    queries: Tensor,
+    arena: Tensor,
+    heads: Tensor,
+    *,
+    scaling: float,
+    scratch: HsaScratch,
+    num_splits: int,
+    output: Tensor,
+) -> None:
+    """The third launch of `append_and_attend_batch`: exact attention to `scratch.tokens`."""
+    group_size, head_dim = queries.shape[2:]
+    block_d = _block_d(head_dim)
+    block_n = block_tokens(queries.dtype, block_d)
+    _gather_attend_kernel[(heads.shape[0], num_splits)](
         queries, arena, heads, scratch.tokens, scratch.counts, scratch.splits.partial, scratch.splits.lse,
         scratch.splits.counters, output, scaling * LOG2_E, scratch.tokens.shape[1],
         G=group_size, BLOCK_G=MIN_BLOCK_G, D=head_dim, BLOCK_D=block_d, BLOCK_N=block_n,
         BLOCK_SPLITS=triton.next_power_of_2(num_splits),
         MIN_TILES=max(MIN_SPLIT_BYTES // (2 * block_n * head_dim * queries.element_size()), 1),
-        FIELDS=FIELDS, ALIGN=align, DOT=dot, num_warps=decode_warps(block_d), num_stages=3,
+        FIELDS=FIELDS, ALIGN=ALIGNMENT_BYTES // queries.element_size(), DOT=dot_dtype(queries.dtype),
+        num_warps=decode_warps(block_d), num_stages=3,
     )  # fmt: skip
+
+
+def _block_d(head_dim: int) -> int:
+    block_d: int = max(triton.next_power_of_2(head_dim), 16)
+    return block_d
 
 
 def attend(

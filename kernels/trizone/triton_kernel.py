@@ -121,9 +121,10 @@ def _logits(
     s0 = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
     s1, s2, s3, s4, s5, s6, s7 = s0, s0, s0, s0, s0, s0, s0
     at_16 = start + 16 * (n2 + 2 * n4 + 4 * n8)
-    # fewer at a time, because each is eight tiles
-    c16 = tl.arange(0, BLOCK_C // 4)
-    for c in range(0, n16, BLOCK_C // 4):
+    # fewer at a time, because each is eight tiles; 16 are what a product takes at least
+    BLOCK_H: tl.constexpr = 16
+    c16 = tl.arange(0, BLOCK_H)
+    for c in range(0, n16, BLOCK_H):
         inside = c + c16 < n16
         q = _queries_of(scaled_ptr, g, n2 + n4 + n8 + c + c16, inside, BLOCK_D)
         at = at_16[None, :] + (c + c16)[:, None] * 128
@@ -214,6 +215,9 @@ def _add_values(
         scale = tl.load(floats_ptr + scales + token, mask=ok, other=0.0) * norm
         lowest += tl.sum(p * tl.load(floats_ptr + minima + token, mask=ok, other=0.0)[None, :], 1)
         scaled = (p * scale[None, :]).to(tl.float16)
+        if VB == 2:
+            # eight accumulators: codes must not be unpacked before the minima are done with
+            tl.debug_barrier()
         low = tl.load(words_ptr + rows + at, mask=mask, other=0)
         high = high_byte(low, ASM)
         if VB == 2:
@@ -265,6 +269,9 @@ def _tile(
     b0, b1 = tl.load(statistics)[:, None], tl.load(statistics + 1)[:, None]
     b2, b3 = tl.load(statistics + 2)[:, None], tl.load(statistics + 3)[:, None]
     undo, shift = tl.load(statistics + 4)[:, None], tl.load(statistics + 5)[:, None]
+    if VB == 2:
+        # likewise: what the logits were made of is let go of first
+        tl.debug_barrier()
     logits = _side_by_side(
         s0 - b0, s1 - b1, s2 - b2, s3 - b3, s4 - b0, s5 - b1, s6 - b2, s7 - b3, BLOCK_G, BLOCK_N
     )  # fmt: skip

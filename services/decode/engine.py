@@ -61,7 +61,7 @@ class DecodeEngine:
         device: StepDevice | None = None,
     ) -> None:
         self._model = model
-        self._runner = StepRunner(model, device or step_device(model.device))
+        self._runner = StepRunner(model, device or step_device(model.device), warn=_warn_of_capture)
         self._metrics = metrics
         self._max_batch_size = max_batch_size
         self._clock = clock
@@ -154,6 +154,9 @@ class DecodeEngine:
         self._show_batch_size(len(self._running))
         if self._running:
             self._step()
+        if not self._running:
+            self._land()
+            self._release()
 
     def _cut_off(self) -> None:
         """Finish those that are to end with the tokens that they have."""
@@ -189,7 +192,6 @@ class DecodeEngine:
         if self._placed != self._running:
             self._land()
             if not self._running:
-                self._release()
                 return
             self._place()
         if self._flight is not None and all(sequence.num_left <= 1 for sequence in self._running):
@@ -200,9 +202,6 @@ class DecodeEngine:
             flight, self._flight = self._flight, flight
         if flight is not None:
             self._take_up(flight)
-        if not self._running:
-            self._land()
-            self._release()
 
     def _place(self) -> None:
         """Take up the batch as it is now. No step is under way."""
@@ -335,6 +334,10 @@ class DecodeEngine:
 
     def _show_batch_size(self, num_sequences: int) -> None:
         self._metrics.batch_size.labels(self._model.spec.name).set(num_sequences)
+
+
+def _warn_of_capture(reason: str) -> None:
+    _log.warning("a decode step cannot be captured; it runs eagerly", reason=reason)
 
 
 def _closed() -> WorkerUnavailable:

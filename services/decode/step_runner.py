@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import structlog
 from torch import Tensor
 
 from kvferry.kernels import dispatch
@@ -27,7 +26,6 @@ from kvferry.shared.model.interface import LanguageModel
 MAX_SHAPES = 24
 """Shapes whose memory and graphs are kept."""
 _POLL_S = 50e-6
-_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +86,15 @@ class Flight:
 class StepRunner:
     """One thread's steps. A batch is placed, then launched any number of times.
 
-    Args: model: on the device; used by this thread alone.
+    Args:
+        model: on the device; used by this thread alone.
+        warn: told why a step that should be captured cannot be.
     """
 
-    def __init__(self, model: LanguageModel, device: StepDevice) -> None:
+    def __init__(self, model: LanguageModel, device: StepDevice, *, warn: Callable[[str], None]) -> None:
         self._model = model
         self._device = device
+        self._warn = warn
         self._steps: OrderedDict[StepShape, _ShapedStep] = OrderedDict()
         self._step: _ShapedStep | None = None
         self._wants_logits = False
@@ -118,7 +119,7 @@ class StepRunner:
             members = Members.of(self._model.spec, caches, num_appended, num_slots=num_slots)
             shape = StepShape.of(members, inputs)
             if shape not in self._steps:
-                self._steps[shape] = _ShapedStep(self._model, members, shape, self._device)
+                self._steps[shape] = _ShapedStep(self._model, members, shape, self._device, self._warn)
                 if len(self._steps) > MAX_SHAPES:
                     self._steps.popitem(last=False)
             self._steps.move_to_end(shape)
@@ -152,14 +153,21 @@ class StepRunner:
 class _ShapedStep:
     """A step of one shape, with what repeats it where it could be captured."""
 
-    def __init__(self, model: LanguageModel, members: Members, shape: StepShape, device: StepDevice) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        members: Members,
+        shape: StepShape,
+        device: StepDevice,
+        warn: Callable[[str], None],
+    ) -> None:
         self.step = DecodeStep(model, members, shape)
         self._replay: Callable[[], None] | None = None
         self._calls: dict[tuple[str, dispatch.KernelPath], int] = {}
         self._names_alone: tuple[str, ...] = ()
         self._because = "" if device.captures else "cpu"
         if device.captures and self.step.is_launched:
-            self._capture(device)
+            self._capture(device, warn)
 
     @property
     def is_captured(self) -> bool:
@@ -183,12 +191,12 @@ class _ShapedStep:
         self._replay()
         dispatch.count(self._calls)
 
-    def _capture(self, device: StepDevice) -> None:
+    def _capture(self, device: StepDevice, warn: Callable[[str], None]) -> None:
         """While every slot is empty, so that the step's own runs write nothing."""
         try:
             replay = device.capture(self._run_recorded)
         except RuntimeError as error:
-            _log.warning("a decode step cannot be captured; it runs eagerly", reason=str(error))
+            warn(str(error))
             self._because = "capture_failed"
             return
         self._replay = replay

@@ -29,16 +29,98 @@ def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(1800)
-def test_every_kernel_agrees_with_its_reference_in_the_interpreter(tmp_path: Path) -> None:
-    output = tmp_path / "check.json"
-    done = run("--check", "--seed", "1", "--output", str(output))
+def test_all_of_it_runs_at_tiny_shapes_and_kernels_agree_with_their_references(tmp_path: Path) -> None:
+    """Kernels in the interpreter; the code that times, steps, prefills, tabulates and draws, on the CPU."""
+    output, tables, plots = tmp_path / "check.json", tmp_path / "tables.md", tmp_path / "plots"
+    done = run(
+        "--check", "--seed", "1", "--limit-s", "1600", "--output", str(output), "--markdown", str(tables),
+        "--plots", str(plots),
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rows = json.loads(output.read_text())["kernels"]
-    assert {row["row"] for row in rows} == {1, 4, 5, 6, 7, 8}
+    result = json.loads(output.read_text())
+    rows = result["kernels"]
+    assert {row["row"] for row in rows} == {1, 2, 3, 4, 5, 6, 7, 8}
     assert all(0 <= row["error"] <= row["tolerance"] for row in rows)
     # what the kernels were compared on was neither empty nor the answer itself
     assert any(row["error"] > 0 for row in rows)
-    assert done.stdout.splitlines()[0].split() == ["kernel", "model", "shape", "error", "tolerance"]
+    assert all(row["time_us"] > 0 for row in rows)
+    assert {row["method"]: row["same"] for row in result["tokens"]} == dict.fromkeys(
+        ("full", "rocketkv", "rdkv"), True
+    )
+    paths = {row["method"]: row["path"] for row in result["decode"]}
+    graphs = {"full", "full (torch SDPA)", "rocketkv", "rdkv"}
+    assert paths == dict.fromkeys(graphs, "graph") | {"rdkv-hsa": "eager", "d2o": "eager"}
+    assert all(row["ms_per_token"] > 0 and row["speedup"] > 0 for row in result["decode"])
+    assert {row["method"] for row in result["prefill"]} == {"rocketkv", "rdkv", "rdkv-hsa", "d2o"}
+    assert all(row["copied_bytes"] > 0 for row in result["prefill"])
+    assert not any("skipped" in row for row in (*result["tokens"], *result["decode"], *result["prefill"]))
+    assert "| rocketkv |" in tables.read_text()
+    assert {"kernels.png", "decode-largest.png", "prefill-overhead.png"} <= set(os.listdir(plots))
+
+
+def test_what_there_is_no_time_for_is_listed_as_skipped() -> None:
+    script = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "benchmarks" / "gpu")!r})
+import runs, timing
+
+class Over:
+    left_s = 0.0
+
+result = {{"failures": []}}
+runs.Run(result, timing.HostClock(), Over(), 1, tiny=True).end_to_end()
+assert len(result["decode"]) == 6 and len(result["prefill"]) == 4, result
+assert all(row["skipped"] == "no time left" for row in result["decode"] + result["prefill"]), result
+assert not result["failures"]
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_time_limit_ends_what_hangs_and_keeps_what_there_is(tmp_path: Path) -> None:
+    """In a process of its own, because it ends that."""
+    kept = tmp_path / "kept"
+    script = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT / "benchmarks" / "gpu")!r})
+import time_limit
+time_limit.GRACE_S = 0.2
+time_limit.TimeLimit(0.3, lambda: open({str(kept)!r}, "w").write("so far"))
+time.sleep(600)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 1
+    assert kept.read_text() == "so far"
+    assert "time limit" in done.stderr
+
+
+def test_it_needs_nothing_that_a_gpu_machine_lacks() -> None:
+    """Neither kvferry's installation nor the services' packages."""
+    missing = (
+        "structlog", "msgspec", "pydantic", "pydantic_settings", "fastapi", "uvicorn", "redis", "zmq",
+        "prometheus_client", "opentelemetry", "grpc", "google", "xxhash", "httpx", "orjson",
+    )  # fmt: skip
+    script = f"""
+import importlib.util, runpy, sys
+for name in {missing!r}:
+    sys.modules[name] = None
+sys.path.insert(0, {str(ROOT / "benchmarks" / "gpu")!r})
+main = runpy.run_path({str(ROOT / "benchmarks" / "gpu" / "__main__.py")!r}, run_name="benchmark")
+importlib.util.find_spec, found = lambda name: None, importlib.util.find_spec
+main["_find_package"]()
+importlib.util.find_spec = found
+import kvferry
+assert list(kvferry.__path__) == [{str(ROOT)!r}], kvferry.__path__
+import compile_only, plots, report, runs
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_a_gpu_it_measures_nothing_and_says_so() -> None:
@@ -56,12 +138,18 @@ def test_kernels_compile_for_both_architectures_within_their_gates(tmp_path: Pat
     """Compiled afresh; the stored table is what the same command wrote."""
     output = tmp_path / "compile.json"
     done = run(
-        "--compile", "--models", "8B", "--output", str(output), TRITON_CACHE_DIR=str(tmp_path / "cache")
+        "--compile",
+        "--models",
+        "Llama-3.1-8B",
+        "--output",
+        str(output),
+        TRITON_CACHE_DIR=str(tmp_path / "cache"),
     )
     assert done.returncode == 0, done.stderr
     fresh = json.loads(output.read_text())["kernels"]
     stored: list[dict[str, Any]] = json.loads(STORED.read_text())["kernels"]
     assert all(not row["breaks"] and row["registers"] <= 255 for row in stored)
-    assert not any(row["stack_bytes"] for row in stored if row["arch"] == "sm_90")
+    assert not any(row["stack_bytes"] for row in stored)
+    assert {"Llama-3.1-8B", "Qwen3-8B", "Mistral-7B"} <= {row["model"] for row in stored}
     assert {(row["kernel"], row["arch"]) for row in fresh} == {(row["kernel"], row["arch"]) for row in stored}
     assert {row["arch"] for row in fresh} == {"sm_80", "sm_90"}

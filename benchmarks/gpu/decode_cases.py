@@ -1,0 +1,358 @@
+"""Decode end to end: milliseconds a token and memory of whole steps, by method, context and batch.
+
+A step is the decode service's own (`services/decode/step_runner.py`): the whole model, attention to caches
+in one arena, sampling, captured where that can be. Caches are filled with random rows in the method's own
+layout; packed prompts are packed once, from random K and V, by the method itself. Prefill is not in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from timing import Clock
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvferry.kernels.packed import PackedLayer, view_packed_layer
+from kvferry.services.decode.step import StepInput
+from kvferry.services.decode.step_runner import StepRunner
+from kvferry.shared.cache.layout import LayerCache, SequenceLayout, sequence_layout, view_layers
+from kvferry.shared.compression.attention import packed_attention
+from kvferry.shared.compression.compress import compress_layer
+from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.plan import Budget, CompressionPlan, ResolvedPlan
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.model.bridge import TransformersModel
+from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.sampling.sampler import SequenceSampler
+
+WARM_UP_STEPS = 3
+STEP_TIMEOUT_S = 120.0
+SDPA = "full (torch SDPA)"
+LARGEST = 0
+"""In place of a batch size: the largest that fits."""
+MEMORY_SHARE = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A row of the table. Attributes: rows: the budget in tokens; None where everything is kept."""
+
+    name: str
+    preset: str
+    rows: int | None = None
+    overrides: tuple[tuple[str, int], ...] = ()
+
+    def plan(self) -> CompressionPlan:
+        budget = Budget(tokens=self.rows) if self.rows is not None else None
+        return plan_for(self.preset, budget=budget, overrides=dict(self.overrides))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeCase:
+    """One measurement. Attributes: batch_size: `LARGEST` for as many as fit."""
+
+    method: Method
+    context: int
+    batch_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """What is measured. Attributes: max_steps: timed steps; most: the largest batch tried."""
+
+    methods: tuple[Method, ...]
+    contexts: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    max_steps: int
+    most: int
+
+    def cases(self) -> list[DecodeCase]:
+        """Batch by batch and context by context, all methods of one beside one another."""
+        return [
+            DecodeCase(method=method, context=context, batch_size=batch_size)
+            for context in self.contexts
+            for batch_size in self.batch_sizes
+            for method in self.methods
+        ]
+
+
+def methods_of(rows: int, *, widths_window: int = 32) -> tuple[Method, ...]:
+    """The methods of the table, compressed ones with a budget of this many tokens."""
+    packed = (("rebudget_tokens", 0), ("window", widths_window))
+    return (
+        Method(name="full", preset="full"),
+        Method(name=SDPA, preset="full"),
+        Method(name="rocketkv", preset="rocketkv", rows=rows),
+        Method(name="rdkv", preset="rdkv", rows=rows, overrides=packed),
+        Method(name="rdkv-hsa", preset="rdkv-hsa", rows=rows, overrides=packed[1:]),
+        Method(name="d2o", preset="d2o", rows=rows),
+    )
+
+
+# the contexts that the targets speak of come first, should time run out
+GPU_GRID = Grid(
+    methods=methods_of(512),
+    contexts=(131072, 32768, 8192, 262144),
+    batch_sizes=(1, 8, LARGEST),
+    max_steps=24,
+    most=64,
+)
+TINY_GRID = Grid(
+    methods=methods_of(16, widths_window=4), contexts=(40,), batch_sizes=(LARGEST,), max_steps=1, most=2
+)
+
+
+class DecodeBench:
+    """Measures cases of one model."""
+
+    def __init__(self, model: TransformersModel, clock: Clock, grid: Grid, seed: int) -> None:
+        self._model = model
+        self._clock = clock
+        self._grid = grid
+        self._generator = torch.Generator(clock.device).manual_seed(seed)
+        self._packed: dict[tuple[str, int], PackedLayer] = {}
+
+    @torch.inference_mode()
+    def measure(self, case: DecodeCase, left_s: float) -> dict[str, Any]:
+        """One row. Args: left_s: what it may take."""
+        resolved = self._resolve(case)
+        layout = sequence_layout(self._model.spec, resolved)
+        batch_size = self._batch_size(case, layout)
+        row: dict[str, Any] = {
+            "method": case.method.name,
+            "context": case.context,
+            "batch": batch_size,
+            "largest": case.batch_size == LARGEST,
+            "budget_tokens": case.method.rows,
+            "cache_bytes": layout.size_bytes * batch_size,
+        }
+        if batch_size == 0:
+            return {**row, "skipped": "does not fit"}
+        self._clock.forget_peak()
+        if case.method.name == SDPA:
+            step, path = self._sdpa_step(case, batch_size), "graph"
+        else:
+            runner = self._placed(case, resolved, layout, batch_size)
+            path = runner.launch().path.name
+            step = self._runner_step(runner)
+        ms, num_steps = self._time(step, left_s)
+        return {
+            **row,
+            "path": path,
+            "ms_per_token": ms,
+            "tokens_per_s": 1e3 * batch_size / ms,
+            "steps": num_steps,
+            "peak_bytes": self._clock.peak_bytes(),
+        }
+
+    def _resolve(self, case: DecodeCase) -> ResolvedPlan:
+        return resolve_plan(
+            case.method.plan(),
+            num_prompt_tokens=case.context,
+            max_new_tokens=WARM_UP_STEPS + self._grid.max_steps + 2,
+            num_layers=self._model.spec.num_layers,
+            head_dim=self._model.spec.head_dim,
+        )
+
+    def _batch_size(self, case: DecodeCase, layout: SequenceLayout) -> int:
+        """The case's, or the largest power of two that fits; 0 where it does not."""
+        spec = self._model.spec
+        # logits and hidden states of a step, generously
+        beside = 16 * 8 * spec.vocab_size
+        fits = int(MEMORY_SHARE * self._clock.free_bytes()) // (layout.size_bytes + beside)
+        if case.batch_size != LARGEST:
+            return case.batch_size if case.batch_size <= fits else 0
+        fits = min(fits, self._grid.most)
+        return 1 << (fits.bit_length() - 1) if fits else 0
+
+    def _placed(
+        self, case: DecodeCase, resolved: ResolvedPlan, layout: SequenceLayout, batch_size: int
+    ) -> StepRunner:
+        """A runner with a batch of sequences after their prompts."""
+        size = layout.size_bytes
+        arena = torch.empty(batch_size * size, dtype=torch.uint8, device=self._clock.device)
+        first: tuple[LayerCache, ...] = ()
+        caches = []
+        for i in range(batch_size):
+            views = view_layers(layout, arena[i * size : (i + 1) * size])
+            filled = tuple(
+                self._filled(cache, resolved, layer, like=first[layer] if first else None)
+                for layer, cache in enumerate(views)
+            )
+            first = first or filled
+            caches.append(filled)
+        params = SamplingParams(max_tokens=resolved.max_new_tokens, temperature=0.0)
+        vocab_size = self._model.spec.vocab_size
+        inputs = [
+            StepInput(
+                token_id=1 + i % (vocab_size - 1),
+                position=case.context,
+                num_left=resolved.max_new_tokens - 1,
+                stop_ids=frozenset(),
+                sampler=SequenceSampler(params, (1,), vocab_size),
+            )
+            for i in range(batch_size)
+        ]
+        runner = StepRunner(self._model, self._clock.step_device(), warn=_refuse)
+        runner.place(caches, [0] * batch_size, inputs)
+        return runner
+
+    def _filled(
+        self, cache: LayerCache, resolved: ResolvedPlan, layer: int, like: LayerCache | None
+    ) -> LayerCache:
+        """A layer as the receiver would leave it; what is costly to make is copied from one that has it."""
+        kind, rows = cache.layout.attention, cache.layout.rows
+        for tensor in (cache.keys[:, :rows], cache.values[:, :rows]):
+            tensor.normal_(generator=self._generator)
+        if cache.layout.packed is not None:
+            return self._with_packed(cache, resolved, layer, like)
+        if kind.evicts:
+            size = kind.state_size(num_kv_heads=cache.keys.shape[0], num_rows=rows)
+            state = torch.rand(size, generator=self._generator, device=cache.keys.device)
+            kind.load(cache.auxiliary, positions=None, state=state, length=rows)
+        else:
+            kind.build(cache.keys, cache.values, cache.auxiliary, length=rows)
+        return cache
+
+    def _with_packed(
+        self, cache: LayerCache, resolved: ResolvedPlan, layer: int, like: LayerCache | None
+    ) -> LayerCache:
+        packed = self._packed_prompt(resolved)
+        assert cache.layout.packed is not None
+        size = packed.layout.size_bytes
+        # the zone lies before the layer's K, and is not among its views
+        zone = packed_zone(cache, size)
+        zone.copy_(packed.buffer)
+        placed = view_packed_layer(packed.layout, zone)
+        if like is None:
+            packed_attention(cache.layout.attention).build_packed(placed, cache.auxiliary)
+        else:
+            for own, other in zip(cache.auxiliary, like.auxiliary, strict=True):
+                own.copy_(other)
+        return replace(cache, packed=placed)
+
+    def _packed_prompt(self, resolved: ResolvedPlan) -> PackedLayer:
+        """One layer, packed by the method from random K and V."""
+        key = (resolved.method, resolved.num_prompt_tokens)
+        if key not in self._packed:
+            self._packed.clear()
+            compressed = compress_layer(resolved, self.inputs(resolved.num_prompt_tokens))
+            assert compressed.packed is not None
+            self._packed[key] = compressed.packed
+        return self._packed[key]
+
+    def inputs(self, num_tokens: int) -> LayerInputs:
+        """One layer of a prompt, as prefill has it."""
+        spec = self._model.spec
+        dtype, device = getattr(torch, spec.dtype), self._clock.device
+        shape = (spec.num_kv_heads, num_tokens, spec.head_dim)
+
+        def random(*size: int) -> Tensor:
+            return torch.randn(size, generator=self._generator, device=device, dtype=dtype)
+
+        return LayerInputs(
+            layer=spec.num_layers - 1,
+            queries=random(spec.num_kv_heads, spec.group_size, num_tokens, spec.head_dim),
+            keys=random(*shape),
+            values=random(*shape),
+            scaling=spec.head_dim**-0.5,
+            unrotate=lambda keys: keys.float(),
+        )
+
+    def _runner_step(self, runner: StepRunner) -> Callable[[], None]:
+        def step() -> None:
+            flight = runner.launch()
+            if not runner.runs_ahead:
+                flight.wait(STEP_TIMEOUT_S)
+            for error in flight.errors.values():
+                raise error
+
+        return step
+
+    def _sdpa_step(self, case: DecodeCase, batch_size: int) -> Callable[[], None]:
+        """The same model with torch's attention over full K and V, captured like ours."""
+        attention = _SdpaAttention(self._model, batch_size, case.context + 1, self._generator)
+        device = self._clock.step_device()
+        token_ids, positions = (
+            torch.full((batch_size,), value, device=self._clock.device) for value in (1, case.context)
+        )
+
+        def step() -> None:
+            logits = self._model.decode(token_ids, positions, attention=attention)
+            token_ids.copy_(logits.argmax(1))
+
+        with device.scope():
+            device.follow()
+            replay = device.capture(step)
+
+        def launch() -> None:
+            with device.scope():
+                replay()
+
+        return launch
+
+    def _time(self, step: Callable[[], None], left_s: float) -> tuple[float, int]:
+        """Mean milliseconds of a step, one after the other, and how many were timed."""
+        for _ in range(WARM_UP_STEPS - 1):
+            step()
+        began_s = time.perf_counter()
+        one_s = self._clock.elapsed_s(step)
+        left_s -= time.perf_counter() - began_s
+        num_steps = max(min(self._grid.max_steps, int(left_s / max(one_s, 1e-6))), 1)
+
+        def steps() -> None:
+            for _ in range(num_steps):
+                step()
+
+        return 1e3 * self._clock.elapsed_s(steps) / num_steps, num_steps
+
+
+class _SdpaAttention:
+    """Full K and V `[B, H_kv, n, D]` of every layer, the last row the step's own, by torch's attention."""
+
+    def __init__(
+        self, model: TransformersModel, batch_size: int, length: int, generator: torch.Generator
+    ) -> None:
+        spec = model.spec
+        size = (spec.num_layers, 2, batch_size, spec.num_kv_heads, length, spec.head_dim)
+        self._rows = torch.empty(size, dtype=model.dtype, device=model.device)
+        for layer in self._rows:
+            layer.normal_(generator=generator)
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        all_keys, all_values = self._rows[layer]
+        all_keys[:, :, -1] = keys
+        all_values[:, :, -1] = values
+        # the G heads of a group share rows: they take the place of query positions
+        return scaled_dot_product_attention(queries, all_keys, all_values, scale=scaling)
+
+
+def packed_zone(cache: LayerCache, size: int) -> Tensor:
+    """The first bytes of a layer's packed zone, which lies in the arena where its layout says."""
+    assert cache.layout.packed is not None
+    start = cache.keys.storage_offset() * cache.keys.element_size() - cache.layout.keys.offset
+    whole = torch.empty(0, dtype=torch.uint8, device=cache.keys.device).set_(cache.keys.untyped_storage())
+    return whole[start + cache.layout.packed.offset :][:size]
+
+
+def _refuse(reason: str) -> None:
+    raise RuntimeError(f"a step that should be captured cannot be: {reason}")
+
+
+def speedups(rows: Sequence[dict[str, Any]]) -> None:
+    """Add to every row how many times faster than our full KV it is, at the same context and batch."""
+    full = {
+        (row["context"], row["batch"]): row["ms_per_token"]
+        for row in rows
+        if row["method"] == "full" and "ms_per_token" in row
+    }
+    for row in rows:
+        base = full.get((row["context"], row["batch"]))
+        if base is not None and "ms_per_token" in row:
+            row["speedup"] = base / row["ms_per_token"]

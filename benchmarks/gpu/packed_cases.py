@@ -1,0 +1,151 @@
+"""Rows 6 and 7: packing, and attention to what is packed."""
+
+from __future__ import annotations
+
+import torch
+from case import Case, Device, Model, attend_all, tolerance_of
+from torch import Tensor
+
+from kvferry.kernels import dispatch
+from kvferry.kernels.packed import PackedLayer, pack_layer, unpack_layer, view_packed_layer
+from kvferry.kernels.packed import triton_kernel as pack
+from kvferry.kernels.split_workspace import choose_num_splits, split_workspace
+from kvferry.kernels.trizone import triton_kernel as trizone
+from kvferry.kernels.trizone.work_list import balanced_item_bytes, work_list
+
+
+def trizone_case(
+    model: Model, *, batch_size: int, kept: int, new: int, device: Device, seed: int, target: float | None,
+    target_us: float | None = None,
+) -> Case:  # fmt: skip
+    """Row 7: zones A, B and C of ragged heads, K and V at 2 and 4 bits with some at 8 and 16."""
+    generator = torch.Generator(device).manual_seed(seed)
+    heads, group, head_dim = model.num_kv_heads, model.group_size, model.head_dim
+    widths = torch.tensor([0, 2, 2, 2, 4, 4, 8, 16], dtype=torch.uint8, device=device)
+    one = packed_layer(generator, widths, heads, kept, head_dim, device)
+    # every sequence has bytes of its own; packing one is slow enough
+    size = one.layout.size_bytes
+    codes = one.buffer.repeat(batch_size)
+    layers = [[view_packed_layer(one.layout, codes[b * size : (b + 1) * size])] for b in range(batch_size)]
+    rows = torch.randn(batch_size, heads, 2, new, head_dim, generator=generator, device=device)
+    rows = rows.to(model.dtype)
+    table = torch.tensor(
+        [(2 * i * new * head_dim, (2 * i + 1) * new * head_dim, new) for i in range(batch_size * heads)],
+        device=device,
+    )
+    programs = 4 * choose_num_splits(1, device) if device.type == "cuda" else 8
+    work = work_list(layers, codes, row_splits=1, item_bytes=balanced_item_bytes(layers, programs))
+    queries = torch.randn(batch_size, heads, group, head_dim, generator=generator, device=device)
+    queries = queries.to(model.dtype)
+    num_entries, block_d = work.entries.shape[0], 1 << (head_dim - 1).bit_length()
+    scaled = torch.empty(num_entries, 16, block_d, dtype=torch.float16, device=device)
+    statistics = torch.empty(num_entries, 16, trizone.STATISTICS, device=device)
+    workspace = split_workspace(
+        num_heads=batch_size * heads,
+        num_slots=work.items.shape[0],
+        group_size=group,
+        head_dim=head_dim,
+        device=device,
+    )
+    output = torch.full_like(queries, torch.nan)
+
+    def launch() -> Tensor:
+        trizone.trizone_decode_batch(
+            queries,
+            rows.view(-1),
+            rows.view(-1),
+            table,
+            codes,
+            work,
+            row_stride=head_dim,
+            scaling=head_dim**-0.5,
+            scaled=scaled,
+            statistics=statistics,
+            workspace=workspace,
+            output=output,
+        )
+        return output
+
+    def expected() -> Tensor:
+        inflated = unpack_layer(one)
+        return torch.stack(
+            [
+                torch.cat(
+                    [
+                        attend_all(
+                            queries[b, h][None],
+                            torch.cat([keys, rows[b, h, 0].float()])[None],
+                            torch.cat([values, rows[b, h, 1].float()])[None],
+                            head_dim**-0.5,
+                        )
+                        for h, (keys, values, _) in enumerate(inflated)
+                    ]
+                )
+                for b in range(batch_size)
+            ]
+        )
+
+    return Case(
+        row=7,
+        kernel="trizone",
+        model=model.name,
+        shape=f"B={batch_size} kept={kept} new={new}",
+        num_bytes=batch_size * size + rows.numel() * rows.element_size(),
+        launch=launch,
+        expected=expected,
+        tolerance=max(2e-3, tolerance_of(model.dtype)),
+        kernels=(trizone._prologue_kernel, trizone._trizone_kernel),
+        target=target,
+        target_us=target_us,
+    )
+
+
+def packed_layer(
+    generator: torch.Generator, widths: Tensor, heads: int, kept: int, head_dim: int, device: Device
+) -> PackedLayer:
+    """Random K and V at random widths."""
+    keys, values = torch.randn(2, heads, kept, head_dim, generator=generator, device=device)
+    bits = [
+        widths[torch.randint(len(widths), (heads, count), generator=generator, device=device)]
+        for count in (head_dim, kept)
+    ]
+    return pack_layer(keys, values, *bits)
+
+
+def pack_case(model: Model, *, length: int, device: Device, seed: int, target: float | None) -> Case:
+    """Row 6: ranges, codes and packing of one prompt's layer, byte by byte as the torch path's."""
+    generator = torch.Generator(device).manual_seed(seed)
+    widths = torch.tensor([0, 2, 2, 2, 4, 4, 8, 16], dtype=torch.uint8, device=device)
+    shape = (model.num_kv_heads, length, model.head_dim)
+    keys, values = torch.randn(2, *shape, generator=generator, device=device).to(model.dtype)
+    bits = [
+        widths[torch.randint(len(widths), (model.num_kv_heads, count), generator=generator, device=device)]
+        for count in (model.head_dim, length)
+    ]
+    mode = dispatch.mode()
+    dispatch.configure("torch", device)
+    packed = pack_layer(keys, values, *bits)
+    dispatch.configure(mode, device)
+    expected = packed.buffer.float()
+    # the index stays, all else is written anew
+    start, _ = packed.layout.kinds["index"]
+    packed.buffer[:start] = 0
+
+    def launch() -> Tensor:
+        pack.fill(packed, keys, values)
+        return packed.buffer
+
+    return Case(
+        row=6,
+        kernel="pack",
+        model=model.name,
+        shape=f"T={length}",
+        # K is read for its ranges and again for its codes
+        num_bytes=3 * keys.numel() * keys.element_size() + packed.layout.size_bytes,
+        launch=launch,
+        expected=lambda: expected,
+        tolerance=1e-3,
+        kernels=(pack._key_ranges_kernel, pack._pack_keys_kernel, pack._pack_values_kernel),
+        target=target,
+        captured=False,
+    )

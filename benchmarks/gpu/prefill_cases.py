@@ -1,0 +1,136 @@
+"""Prefill end to end: what each method adds to a prompt's pass, and how much of the copies hides behind it.
+
+The pass is the whole model over one prompt, as the prefill service runs it; after each layer the method
+compresses, and what is kept goes to the host as the service brings it there. Nothing is shipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from decode_cases import Method
+from timing import Clock
+from torch import Tensor
+
+from kvferry.services.prefill.host_copies import Arrived, HostCopies
+from kvferry.shared.compression.compress import compress_held, compress_layer
+from kvferry.shared.compression.interface import CompressedLayer, LayerInputs
+from kvferry.shared.compression.measured import HeldLayer, hold_layer, is_measured
+from kvferry.shared.compression.plan import ResolvedPlan
+from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.model.bridge import TransformersModel
+
+
+class _Observer:
+    """Compresses each layer and copies what is kept, one layer behind; or does less of it.
+
+    Args: resolved: None where nothing is compressed; copies: None where nothing is copied.
+    """
+
+    def __init__(
+        self, model: TransformersModel, resolved: ResolvedPlan | None, copies: HostCopies | None
+    ) -> None:
+        self._model = model
+        self._resolved = resolved
+        self._copies = copies
+        self._leaving: list[Arrived] = []
+        self._held: list[HeldLayer] = []
+        self.num_bytes = 0
+
+    def history(self, layer: int) -> None:
+        return None
+
+    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        if self._resolved is None:
+            return
+        inputs = LayerInputs(
+            layer=layer,
+            queries=queries,
+            keys=keys,
+            values=values,
+            scaling=scaling,
+            unrotate=lambda rows: self._model.pre_rope_keys(layer, rows),
+        )
+        if is_measured(self._resolved):
+            self._held.append(hold_layer(self._resolved, inputs))
+        else:
+            self._copy(compress_layer(self._resolved, inputs))
+
+    def _copy(self, kept: CompressedLayer) -> None:
+        if self._copies is None:
+            return
+        tensors = [kept.keys, kept.values] if kept.packed is None else [kept.packed.buffer]
+        self.num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self._leaving.append(self._copies.start(tensors))
+        while len(self._leaving) > self._copies.layers_behind:
+            self._leaving.pop(0)()
+
+    def finish(self) -> None:
+        if self._held:
+            assert self._resolved is not None
+            for kept in compress_held(self._resolved, self._held)[1]:
+                self._copy(kept)
+        while self._leaving:
+            self._leaving.pop(0)()
+
+
+class PrefillBench:
+    """Measures methods on one model and one prompt of random tokens."""
+
+    def __init__(self, model: TransformersModel, clock: Clock, num_tokens: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(1, model.spec.vocab_size, (num_tokens,), generator=generator)
+        self._model = model
+        self._clock = clock
+        self._ids = ids.to(clock.device)
+        self._base_s: float | None = None
+
+    @torch.inference_mode()
+    def measure(self, method: Method) -> dict[str, Any]:
+        """One row."""
+        if self._base_s is None:
+            self._pass(None, None)  # the first compiles, allocates and chooses algorithms
+            self._base_s, _ = self._pass(None, None)
+        spec, copies = self._model.spec, self._clock.copies()
+        resolved = resolve_plan(
+            method.plan(),
+            num_prompt_tokens=len(self._ids),
+            max_new_tokens=2,
+            num_layers=spec.num_layers,
+            head_dim=spec.head_dim,
+        )
+        self._pass(resolved, None)
+        compressed_s, _ = self._pass(resolved, None)
+        copied_s, num_bytes = self._pass(resolved, copies)
+        alone_s = self._copies_alone_s(num_bytes, copies)
+        return {
+            "method": method.name,
+            "tokens": len(self._ids),
+            "prefill_s": self._base_s,
+            "with_method_s": compressed_s,
+            "overhead_percent": 100 * (compressed_s / self._base_s - 1),
+            "with_copies_s": copied_s,
+            "copied_bytes": num_bytes,
+            "copies_alone_s": alone_s,
+            "copies_hidden": 1 - (copied_s - compressed_s) / alone_s,
+        }
+
+    def _pass(self, resolved: ResolvedPlan | None, copies: HostCopies | None) -> tuple[float, int]:
+        observer = _Observer(self._model, resolved, copies)
+
+        def run() -> None:
+            self._model.prefill(self._ids, start=0, observer=observer)
+            observer.finish()
+
+        return self._clock.elapsed_s(run), observer.num_bytes
+
+    def _copies_alone_s(self, num_bytes: int, copies: HostCopies) -> float:
+        """The same bytes to the host in as many copies, nothing beside them."""
+        layers: Sequence[Tensor] = [
+            torch.zeros(max(num_bytes // self._model.spec.num_layers, 1), dtype=torch.uint8).to(
+                self._clock.device
+            )
+        ] * self._model.spec.num_layers
+        return self._clock.elapsed_s(lambda: [copies.start([layer])() for layer in layers])

@@ -1,0 +1,141 @@
+"""The demo model's greedy tokens on the device against the CPU's torch path, in float32.
+
+The CPU runs and compresses the prompt, as prefill would; both then decode from the same rows: the CPU by
+the one-process oracle, the device by the decode service's steps. Where they part, the CPU's own logits say
+whether the two tokens were as good as equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from decode_cases import STEP_TIMEOUT_S, packed_zone
+from timing import Clock
+
+from kvferry.kernels import dispatch
+from kvferry.kernels.packed import view_packed_layer
+from kvferry.services.decode.step import StepInput
+from kvferry.services.decode.step_runner import StepRunner
+from kvferry.shared.cache.layout import LayerCache, sequence_layout, view_layers
+from kvferry.shared.compression.attention import packed_attention
+from kvferry.shared.compression.interface import CompressedLayer
+from kvferry.shared.compression.plan import Budget
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.model.bridge import TransformersModel
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.oracle import Continuation, OneProcessGenerator
+from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.sampling.sampler import SequenceSampler
+
+PROMPT_TOKENS = 200
+BUDGET_TOKENS = 64
+TIE = 1e-4
+"""Of the largest logit: how near two logits are that rounding may order either way."""
+METHODS = ("full", "rocketkv", "rdkv", "rdkv-hsa", "h2o", "d2o", "snapkv")
+TINY_METHODS = ("full", "rocketkv", "rdkv")
+OVERRIDES = {"rdkv": {"rebudget_tokens": 0}}
+
+
+class TokenComparison:
+    """Args: num_tokens: compared for each method."""
+
+    def __init__(self, clock: Clock, num_tokens: int) -> None:
+        self._clock = clock
+        self._num_tokens = num_tokens
+        self._cpu = load_model("demo", device="cpu", dtype="float32")
+        self._model = load_model("demo", device=clock.device.type, dtype="float32")
+        self._prompt = [(i * i + 3 * i) % 90 + 4 for i in range(PROMPT_TOKENS)]
+
+    @torch.inference_mode()
+    def compare(self, method: str) -> dict[str, Any]:
+        """One row: the tokens of both, and the gap between their logits where they part first."""
+        mode = dispatch.mode()
+        dispatch.configure("torch", torch.device("cpu"))
+        oracle = OneProcessGenerator(self._cpu)
+        captured = oracle.capture(self._prompt)
+        plan = plan_for(method, budget=None if method == "full" else Budget(tokens=BUDGET_TOKENS),
+                        overrides=OVERRIDES.get(method, {}))  # fmt: skip
+        start = oracle.compress(captured, plan=plan, max_new_tokens=self._num_tokens + 2)
+        first = int(captured.logits.argmax())
+        expected, logits = self._by_oracle(start.fork(), first)
+        dispatch.configure(mode, self._clock.device)
+        drawn, path = self._by_steps(start, first)
+        parted = next(
+            (i for i, pair in enumerate(zip(drawn, expected, strict=True)) if pair[0] != pair[1]), None
+        )
+        row: dict[str, Any] = {
+            "method": method, "tokens": drawn, "cpu_tokens": expected, "path": path, "same": parted is None,
+        }  # fmt: skip
+        if parted is not None:
+            here = logits[parted]
+            gap = (here[expected[parted]] - here[drawn[parted]]) / here.abs().max()
+            row |= {"parted_at": parted, "gap": float(gap)}
+        return row
+
+    def _by_oracle(self, continuation: Continuation, first: int) -> tuple[list[int], list[torch.Tensor]]:
+        tokens, logits = [first], []
+        for _ in range(self._num_tokens):
+            logits.append(continuation.step(tokens[-1]))
+            tokens.append(int(logits[-1].argmax()))
+        return tokens[1:], logits
+
+    def _by_steps(self, start: Continuation, first: int) -> tuple[list[int], str]:
+        model, resolved = self._model, start.resolved
+        layout = sequence_layout(model.spec, resolved)
+        arena = torch.zeros(layout.size_bytes, dtype=torch.uint8, device=self._clock.device)
+        caches = tuple(
+            _filled(cache, kept)
+            for cache, kept in zip(view_layers(layout, arena), start.compressed, strict=True)
+        )
+        runner = _runner(model, self._clock)
+        params = SamplingParams(max_tokens=self._num_tokens + 1, temperature=0.0)
+        given = StepInput(
+            token_id=first,
+            position=PROMPT_TOKENS,
+            num_left=self._num_tokens,
+            stop_ids=frozenset(),
+            sampler=SequenceSampler(params, (1,), model.spec.vocab_size),
+        )
+        runner.place([caches], [0], [given])
+        tokens = []
+        for _ in range(self._num_tokens):
+            flight = runner.launch()
+            flight.wait(STEP_TIMEOUT_S)
+            for error in flight.errors.values():
+                raise error
+            tokens.append(flight.drawn()[0][0])
+        return tokens, flight.path.name
+
+
+def is_tie(row: dict[str, Any]) -> bool:
+    """Whether a row's tokens part, if they do, where the CPU's logits are as good as equal."""
+    return bool(row["same"] or row["gap"] <= TIE)
+
+
+def _runner(model: TransformersModel, clock: Clock) -> StepRunner:
+    def refuse(reason: str) -> None:
+        raise RuntimeError(f"a step that should be captured cannot be: {reason}")
+
+    return StepRunner(model, clock.step_device(), warn=refuse)
+
+
+def _filled(cache: LayerCache, kept: CompressedLayer) -> LayerCache:
+    """A layer as the receiver leaves it."""
+    kind, rows = cache.layout.attention, cache.layout.rows
+    cache.keys[:, :rows], cache.values[:, :rows] = kept.keys, kept.values
+    if kept.packed is not None:
+        zone = packed_zone(cache, kept.packed.layout.size_bytes)
+        zone.copy_(kept.packed.buffer)
+        placed = view_packed_layer(kept.packed.layout, zone)
+        packed_attention(kind).build_packed(placed, cache.auxiliary)
+        return replace(cache, packed=placed)
+    if kind.evicts:
+        assert kept.state is not None
+        device = cache.keys.device
+        positions = kept.positions.to(device) if kept.positions is not None else None
+        kind.load(cache.auxiliary, positions=positions, state=kept.state.to(device), length=rows)
+    else:
+        kind.build(cache.keys, cache.values, cache.auxiliary, length=rows)
+    return cache
