@@ -23,9 +23,6 @@ from kvferry.shared.errors import ConfigurationError
 _CONSTANT_FEATURE = 4.0
 """Embedding dimension 0 at initialisation, in standard deviations of the other dimensions."""
 
-_QUERY_BLOCK = 256
-"""Queries that attend together on a CPU: blocks above the diagonal are then never computed."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
@@ -89,33 +86,18 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
 
-def _masked_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+def _masked_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
     """Explicit grouped attention.
 
     Args: queries `[B, H_kv, G, S, D]`, already scaled; keys and values `[B, H_kv, T, D]`; bias `[..., S, T]`.
 
-    On a CPU two batched matrix products in bf16 beat the fused kernel, whose backward pass is slow.
+    On a CPU no fused kernel takes a mask and is fast; two batched matrix products in bf16 are.
     """
     b, h, g, s, d = queries.shape
     scores = torch.bmm(queries.reshape(b * h, g * s, d), keys.reshape(b * h, -1, d).transpose(1, 2))
-    scores = scores.view(b, h, g, s, -1)
-    if bias is not None:
-        scores = scores + bias
+    scores = scores.view(b, h, g, s, -1) + bias
     weights = torch.softmax(scores, -1, dtype=scores.dtype)
     return torch.bmm(weights.view(b * h, g * s, -1), values.reshape(b * h, -1, d)).view(b, h, g, s, d)
-
-
-def _causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention in blocks of queries, each over the keys up to its own end."""
-    num_tokens = queries.shape[3]
-    outputs = []
-    for start in range(0, num_tokens, _QUERY_BLOCK):
-        end = min(start + _QUERY_BLOCK, num_tokens)
-        bias = queries.new_full((end - start, end), -math.inf).triu(start + 1)
-        outputs.append(
-            _masked_attention(queries[..., start:end, :], keys[:, :, :end], values[:, :, :end], bias)
-        )
-    return torch.cat(outputs, 3) if len(outputs) > 1 else outputs[0]
 
 
 class RMSNorm(nn.Module):
@@ -191,22 +173,15 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor | N
     """Queries `[B, H, S, D]` over keys and values `[B, H_kv, T, D]`; returns `[B, S, H * D]`."""
     b, heads, s, d = queries.shape
     h_kv, t = keys.shape[1], keys.shape[2]
-    bias = None
-    if positions is not None:
+    if positions is None:
+        # Repeating a small model's KV costs little, and every device has a fused kernel for it.
+        keys, values = (x.repeat_interleave(heads // h_kv, 1) for x in (keys, values))
+        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+    else:
         later = torch.arange(t, device=keys.device) > positions[..., None]  # [B, S, T]
         bias = torch.zeros_like(later, dtype=queries.dtype).masked_fill_(later, -math.inf)
-    if queries.device.type == "cpu":
         grouped = (queries * d**-0.5).view(b, h_kv, heads // h_kv, s, d)
-        if bias is None:
-            out = _causal_attention(grouped, keys, values)
-        else:
-            out = _masked_attention(grouped, keys, values, bias[:, None, None])
-        out = out.view(b, heads, s, d)
-    else:
-        # No fused kernel takes both a mask and grouped heads; repeating a small model's KV costs little.
-        keys, values = (x.repeat_interleave(heads // h_kv, 1) for x in (keys, values))
-        mask = None if bias is None else bias[:, None]
-        out = F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=mask is None)
+        out = _masked_attention(grouped, keys, values, bias[:, None, None]).view(b, heads, s, d)
     return out.transpose(1, 2).reshape(b, s, heads * d)
 
 

@@ -9,17 +9,23 @@ from pathlib import Path
 
 import structlog
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
 
 from kvferry.models.recall.gradients import StepResult
 from kvferry.models.recall.network import RecallNetwork, save_folder
 from kvferry.models.recall.recipe import RECIPES, Recipe, load_recipe
 from kvferry.models.recall.tokenizer import save_tokenizer
 from kvferry.models.recall.trainer import Trainer, load_network
+from kvferry.models.recall.vocabulary import PAD_ID
 from kvferry.shared.errors import ConfigurationError, KvferryError
 
 _log = structlog.get_logger(__name__)
+
+_SAME_DIRECTION = 0.6
+"""Cosine to the pad token's embedding from which on a word counts as unused."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,11 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--init", type=Path, help="exported folder or checkpoint.pt to start from, instead of random weights"
     )
     parser.add_argument(
-        "--fresh-words-from",
-        type=int,
-        default=0,
-        metavar="ID",
-        help="with --init: token ids from here on get new embeddings (their words are new)",
+        "--renew-unused-words",
+        action="store_true",
+        help="with --init: draw new embeddings for words that the training so far never saw",
     )
     parser.add_argument("--from-stage", help="name of the first stage to run (default: the recipe's first)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
@@ -55,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(1)
     trainer = Trainer(
         recipe,
-        _initial_network(recipe, args.init, args.fresh_words_from),
+        _initial_network(recipe, args.init, renew=args.renew_unused_words),
         folder=args.out,
         device=device,
         num_shards=num_threads if device.type == "cpu" else 1,
@@ -104,7 +108,7 @@ def _device_name(name: str) -> str:
     return name
 
 
-def _initial_network(recipe: Recipe, folder: Path | None, fresh_words_from: int) -> RecallNetwork:
+def _initial_network(recipe: Recipe, folder: Path | None, *, renew: bool) -> RecallNetwork:
     generator = torch.Generator().manual_seed(recipe.init_seed)
     if folder is None:
         network = RecallNetwork(recipe.network, generator=generator)
@@ -115,18 +119,31 @@ def _initial_network(recipe: Recipe, folder: Path | None, fresh_words_from: int)
         raise ConfigurationError(
             f"--init {folder} has {network.config}; recipe {recipe.name!r} wants {recipe.network}"
         )
-    if fresh_words_from:
-        renew_embeddings(network, fresh_words_from, generator)
+    if renew:
+        ids = unused_words(network)
+        renew_embeddings(network, ids, generator)
+        _log.info("embeddings drawn anew", words=len(ids))
     return network
 
 
 @torch.no_grad()
-def renew_embeddings(network: RecallNetwork, first_id: int, generator: torch.Generator) -> None:
-    """Draw the embeddings of token ids >= first_id anew, with the older words' mean and spread."""
+def unused_words(network: RecallNetwork) -> Tensor:
+    """Ids, int64 `[N]`, of the words that training never saw, as input or as answer; ascending.
+
+    Tied embeddings get a gradient for never being the next token, which is the same for all of these: they
+    end up in one direction, where the pad token lies too, and the network cannot tell one from another.
+    """
+    weight = network.embed_tokens.weight[:, 1:]  # dimension 0 is a constant
+    return (F.cosine_similarity(weight, weight[PAD_ID : PAD_ID + 1]) > _SAME_DIRECTION).nonzero().flatten()
+
+
+@torch.no_grad()
+def renew_embeddings(network: RecallNetwork, ids: Tensor, generator: torch.Generator) -> None:
+    """Draw the embeddings of some ids, int64 `[N]`, anew, with the other words' mean and spread."""
     weight = network.embed_tokens.weight
-    old = weight[:first_id]
-    noise = torch.randn(weight[first_id:].shape, generator=generator)
-    weight[first_id:] = old.mean(0) + old.std(0) * noise
+    others = torch.ones(len(weight), dtype=torch.bool).index_fill(0, ids, False)
+    mean, spread = weight[others].mean(0), weight[others].std(0)
+    weight[ids] = mean + spread * torch.randn(len(ids), weight.shape[1], generator=generator)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

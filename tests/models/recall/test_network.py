@@ -8,10 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvferry.models.recall import network as network_module
 from kvferry.models.recall.network import NetworkConfig, RecallNetwork, load_folder, save_folder
-from kvferry.models.recall.train import renew_embeddings
-from kvferry.models.recall.vocabulary import VOCABULARY
+from kvferry.models.recall.train import renew_embeddings, unused_words
+from kvferry.models.recall.vocabulary import CONVERSATION, PAD_ID, VARIABLES, VOCABULARY
 from kvferry.shared.errors import ConfigurationError
 
 SMALL = NetworkConfig(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=96)
@@ -61,15 +60,6 @@ def test_shipped_model_gives_the_same_logits_through_transformers(demo_model_dir
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("num_tokens", [1, 5, 256, 257, 600])
-def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
-    network, token_ids = structured(), some_tokens(2, num_tokens)
-    in_blocks = network(token_ids)
-    monkeypatch.setattr(network_module, "_QUERY_BLOCK", 4096)
-    torch.testing.assert_close(network(token_ids), in_blocks, atol=1e-4, rtol=1e-4)
-
-
-@torch.no_grad()
 def test_last_layer_at_positions_equals_those_rows_of_all() -> None:
     network, token_ids = structured(), some_tokens(2, 70)
     positions = torch.tensor([[0, 3, 69], [12, 12, 5]])
@@ -103,12 +93,25 @@ def test_structured_heads_attend_to_their_own_offset() -> None:
         assert best == 39 - 1 - head
 
 
-def test_new_words_get_new_embeddings_and_old_ones_stay() -> None:
-    network = structured()
-    before = network.embed_tokens.weight.detach().clone()
-    renew_embeddings(network, 600, torch.Generator().manual_seed(1))
-    assert network.embed_tokens.weight[:600].equal(before[:600])
-    assert not torch.isclose(network.embed_tokens.weight[600:], before[600:]).all(1).any()
+@torch.no_grad()
+def test_words_that_training_never_saw_are_found_and_drawn_anew() -> None:
+    network, generator = structured(), torch.Generator().manual_seed(1)
+    weight = network.embed_tokens.weight
+    never = torch.tensor([PAD_ID, 5, 77, 600])
+    direction = torch.randn(weight.shape[1], generator=generator)
+    weight[never] = direction + 0.1 * torch.randn(4, weight.shape[1], generator=generator)
+    before = weight.detach().clone()
+    assert unused_words(network).tolist() == never.tolist()
+    renew_embeddings(network, never, generator)
+    seen = torch.ones(len(weight), dtype=torch.bool).index_fill(0, never, False)
+    assert weight[seen].equal(before[seen])
+    assert unused_words(network).tolist() == [PAD_ID]
+
+
+@torch.no_grad()
+def test_the_shipped_model_can_tell_its_words_apart(demo_model_dir: Path) -> None:
+    unused = {VOCABULARY[i] for i in unused_words(load_folder(demo_model_dir)).tolist()}
+    assert unused.isdisjoint(VARIABLES + CONVERSATION)
 
 
 def test_heads_must_divide_into_kv_heads() -> None:
