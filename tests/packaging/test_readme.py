@@ -80,8 +80,7 @@ def test_curl_line_python_snippet_and_chat_work_one_after_the_other(address: str
     first, first_kv, second, second_kv = run(
         [sys.executable, "-P", "-c", snippet.replace(DEFAULT_ADDRESS, address)]
     ).splitlines()
-    assert first
-    assert second
+    assert f"It answers `{first}` and `{second}`." in README
     turns = [ast.literal_eval(text) for text in (first_kv, second_kv)]
     assert [turn["method"] for turn in turns] == ["rocketkv", "rocketkv"]
     assert turns[0]["reused_tokens"] == 0
@@ -94,6 +93,26 @@ def test_curl_line_python_snippet_and_chat_work_one_after_the_other(address: str
     )
     assert "session hello" in shown
     assert "shipped" in shown
+
+
+def test_the_transcript_is_a_real_one(address: str) -> None:
+    (transcript,) = blocks("text")
+    lines = transcript.splitlines()
+    asked, answered = lines[::2], lines[1::2]
+    assert all(line.startswith("> ") for line in asked)
+    given = "".join(f"{line.removeprefix('> ')}\n" for line in asked)
+    shown = run(
+        [
+            f"{Path(sys.executable).parent}/kvferry",
+            "chat",
+            "--session",
+            "transcript",
+            "--url",
+            f"http://{address}",
+        ],
+        given=given,
+    )
+    assert [line.rstrip() for line in shown.splitlines() if line.rstrip() in answered] == answered
 
 
 def test_options_of_commands_exist() -> None:

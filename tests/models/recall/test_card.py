@@ -1,0 +1,33 @@
+"""The model card's tables are those of the result files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvferry.models.recall.evaluate import Cell, markdown_table
+
+REPOSITORY = Path(__file__).parents[3]
+RESULTS = REPOSITORY / "benchmarks/results/demo-model/accuracy"
+
+
+def cells(name: str) -> list[Cell]:
+    result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return [
+        Cell(**{k: v for k, v in cell.items() if k not in ("accuracy", "half_width")})
+        for cell in result["cells"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "names"), [("accuracy", ("standard", "long", "longest")), ("held-out", ("held-out",))]
+)
+def test_tables_are_those_of_the_files(section: str, names: tuple[str, ...], demo_model_dir: Path) -> None:
+    card = (demo_model_dir / "README.md").read_text(encoding="utf-8")
+    shown = card.partition(f"<!-- {section} -->\n")[2].partition(f"<!-- end of {section} -->")[0]
+    measured = [cell for name in names for cell in cells(name)]
+    assert shown.strip() == markdown_table(measured).strip()
+    assert all(cell.num_examples >= 200 for cell in measured)
+    assert {cell.held_out for cell in measured} == {section == "held-out"}
