@@ -65,7 +65,8 @@ PRESETS: Mapping[str, CompressionPlan] = {
         method="d2o",
         scorer=Part(name="accumulated_attention"),
         attention=Part(name="merge"),
-        layer_allocation=Part(name="attention_variance", params={"normalisation": "mean"}),
+        # the authors' code; the paper's F, also over its mean, starves a layer with sharp attention
+        layer_allocation=Part(name="attention_variance", params={"normalisation": "minmax"}),
         # a fifth of the cache, as most of the paper's tables
         budget=Budget(retention=0.2),
     ),
@@ -73,7 +74,7 @@ PRESETS: Mapping[str, CompressionPlan] = {
         method="rocketkv-d2o",
         scorer=Part(name="window_attention", params={"window": 32, "pooling": "max", "kernel_size": 63}),
         attention=Part(name="hsa"),
-        layer_allocation=Part(name="attention_variance", params={"normalisation": "mean"}),
+        layer_allocation=Part(name="attention_variance", params={"normalisation": "minmax"}),
         budget=Budget(tokens=512),
     ),
     "pyramidkv": CompressionPlan(

@@ -48,7 +48,8 @@ def layer_retentions(
     Deviation: the paper's `softmax(-F) L rho` can exceed 1 and gives next to nothing to all but one layer on
     real prompts (F grows with T). So F is divided by its mean over layers ("mean"; "raw" and "minmax" take
     it as it is), alpha is clipped to [lo, 1], lo = min(lowest, rho), and one factor e^mu for all layers makes
-    up for what clipping takes or gives.
+    up for what clipping takes or gives. The presets take "minmax", which never differs between layers by more
+    than a factor of e: with "mean" a layer whose attention is sharp can be left with next to nothing.
 
     Args:
         variances: F of each layer, L >= 1, at least 0; for "minmax" made with the same normalisation.

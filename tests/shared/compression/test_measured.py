@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -79,24 +80,36 @@ def test_measured_allocations_are_allocations() -> None:
 
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("num_tokens", [1, 2, W - 1, W, W + 1, 97])
-def test_d2o_equals_the_paper_layer_by_layer(num_tokens: int, group: int) -> None:
+@pytest.mark.parametrize("normalisation", ["minmax", "mean"])
+def test_d2o_equals_the_paper_layer_by_layer(
+    normalisation: Literal["minmax", "mean"], num_tokens: int, group: int
+) -> None:
     layers = make_layers(num_tokens, group)
-    resolved = resolve(plan_for("d2o", budget=Budget(tokens=11)), num_tokens)
+    plan = (
+        shared_by_variance("d2o", tokens=11)
+        if normalisation == "mean"
+        else plan_for("d2o", budget=Budget(tokens=11))
+    )
+    resolved = resolve(plan, num_tokens)
     settled, kept = compress_prompt(resolved, layers)
     if num_tokens <= 11:
         assert (resolved.method, settled) == ("full", resolved)
         assert all(layer.state is None and layer.positions is None for layer in kept)
         return
     measured = [column_sums_reference(i.queries, i.keys, i.scaling) for i in layers]
-    variances = [float(v.mean()) for _, v in measured]
-    budgets = layer_budgets(variances, num_tokens=num_tokens, rows=11)
+    per_head = [v.double() for _, v in measured]
+    if normalisation == "minmax":  # the authors' code
+        per_head = [(v - v.min()) / (v.max() - v.min()) for v in per_head]
+    variances = [float(v.mean()) for v in per_head]
+    budgets = layer_budgets(variances, num_tokens=num_tokens, rows=11, normalisation=normalisation)
     rows = [layer.rows for layer in settled.layers]
     assert sum(rows) == LAYERS * 11
     # float32 sums may move a share across a rounding
     assert all(abs(mine - theirs) <= 1 for mine, theirs in zip(rows, budgets, strict=True))
     by_evenness = [rows[layer] for layer in sorted(range(LAYERS), key=lambda layer: variances[layer])]
     assert by_evenness == sorted(rows, reverse=True)
-    assert max(rows) > min(rows)
+    if (normalisation, group) != ("minmax", 1):  # two heads are 0 and 1 in every layer
+        assert max(rows) > min(rows)
     for inputs, (sums, _), layer, size in zip(layers, measured, kept, rows, strict=True):
         assert layer.state is not None
         assert layer.state.shape == (HEADS * (size + 1),)
