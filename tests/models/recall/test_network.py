@@ -9,8 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvferry.models.recall.network import NetworkConfig, RecallNetwork, load_folder, save_folder
+from kvferry.models.recall.questions import UNKNOWN_ANSWER
+from kvferry.models.recall.small_talk import SMALL_TALK
 from kvferry.models.recall.train import renew_embeddings, unused_words
-from kvferry.models.recall.vocabulary import CONVERSATION, PAD_ID, VARIABLES, VOCABULARY
+from kvferry.models.recall.vocabulary import PAD_ID, VARIABLES, VOCABULARY
 from kvferry.shared.errors import ConfigurationError
 
 SMALL = NetworkConfig(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=96)
@@ -111,7 +113,8 @@ def test_words_that_training_never_saw_are_found_and_drawn_anew() -> None:
 @torch.no_grad()
 def test_the_shipped_model_can_tell_its_words_apart(demo_model_dir: Path) -> None:
     unused = {VOCABULARY[i] for i in unused_words(load_folder(demo_model_dir)).tolist()}
-    assert unused.isdisjoint(VARIABLES + CONVERSATION)
+    answers = " ".join([UNKNOWN_ANSWER, *(talk.reply for talk in SMALL_TALK)])
+    assert unused.isdisjoint([*VARIABLES, *answers.split()])
 
 
 def test_heads_must_divide_into_kv_heads() -> None:
