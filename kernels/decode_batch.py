@@ -8,14 +8,17 @@ only the device knows, so a step can be captured: lengths lie on the device and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels.descriptors import LENGTH
+from kvferry.kernels.dispatch import path_for
 
 Alone = Callable[[int, Callable[[], Tensor]], Tensor | None]
 """(slot, attend) -> what `attend` returns; None where the slot has failed, now or before."""
@@ -53,35 +56,7 @@ class CachedRows:
     length: int
 
 
-class LaunchBatch(Protocol):
-    """Decode attention of a batch's slots of one kind.
-
-    Made for its first step; `advance` goes from one step to the next.
-    """
-
-    @property
-    def is_launched(self) -> bool:
-        """Whether kernels serve it, so that a step asks the device for nothing."""
-        ...
-
-    def release(self) -> None:
-        """Hold nothing of the batch any more."""
-        ...
-
-    def advance(self, active: Tensor) -> None:
-        """The next step: one more row in every slot that is active. Args: active: int64 `[S]`, 0 or 1."""
-        ...
-
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, alone: Alone
-    ) -> Tensor:
-        """Append a row to every slot of this kind and attend.
-
-        Args: queries `[S, H_kv, G, D]`; keys, values `[S, H_kv, D]`; alone: runs one slot's part where slots
-        are attended one after another.
-        Returns: `[S, H_kv, G, D]`, zero in the other slots; valid until the next call.
-        """
-        ...
+Rows = TypeVar("Rows", bound=CachedRows)
 
 
 class HeadTables:
@@ -117,7 +92,7 @@ class HeadTables:
         self._grows.copy_((table[..., LENGTH] > 0).long(), non_blocking=True)
 
     def advance(self, active: Tensor) -> None:
-        """See `LaunchBatch.advance`."""
+        """See `SlotBatch.advance`."""
         heads = active[:, None].expand(-1, self._shape.num_kv_heads).reshape(1, -1)
         self._lengths += self._grows * heads
         torch.mul(self._lengths, heads, out=self._table[..., LENGTH])
@@ -125,6 +100,93 @@ class HeadTables:
     def layer(self, layer: int) -> Tensor:
         """int64 `[S * H_kv, F]`."""
         return self._table[layer]
+
+
+class SlotBatch(ABC, Generic[Rows]):
+    """Decode attention of a batch's slots of one kind; a kind is a subclass.
+
+        made: every slot empty ──fill──► every layer once ──advance──► every layer once ...
+
+    Args:
+        op: as `dispatch.py` names it.
+        base: what descriptors count from, one-dimensional in the rows' dtype; the arena.
+        is_launched: whether kernels serve it, so that a step asks the device for nothing.
+        empty: see `HeadTables`.
+    """
+
+    def __init__(
+        self, op: str, shape: BatchShape, base: Tensor, *, is_launched: bool, empty: Sequence[int]
+    ) -> None:
+        self.is_launched = is_launched
+        self._op, self._shape, self._base = op, shape, base
+        self._layers: Sequence[Mapping[int, Rows]] = ()
+        self._num_steps = 1
+        if is_launched:
+            size = (shape.num_slots, shape.num_kv_heads, shape.group_size, shape.head_dim)
+            self._tables = HeadTables(shape, empty)
+            self._output = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+    def fill(self, layers: Sequence[Mapping[int, Rows]]) -> None:
+        """Place a batch before its first step. Args: layers: for each, the rows of this kind's slots."""
+        self._layers = layers
+        self._num_steps = 1
+        if self.is_launched:
+            self._tables.fill(
+                [{slot: self._fields(rows) for slot, rows in layer.items()} for layer in layers]
+            )
+
+    def release(self) -> None:
+        """Hold nothing of the batch any more."""
+        self._layers = ()
+
+    def advance(self, active: Tensor) -> None:
+        """The next step: one more row in every slot that is active. Args: active: int64 `[S]`, 0 or 1."""
+        self._num_steps += 1
+        if self.is_launched:
+            self._tables.advance(active)
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, alone: Alone
+    ) -> Tensor:
+        """Append a row to every slot of this kind and attend.
+
+        Args: queries `[S, H_kv, G, D]`; keys, values `[S, H_kv, D]`; alone: runs one slot's part where slots
+        are attended one after another.
+        Returns: `[S, H_kv, G, D]`, zero in the other slots; valid until the next call.
+        """
+        if self.is_launched:
+            path_for(self._op, self._shape.device)
+            self._launch(layer, queries.contiguous(), keys.contiguous(), values.contiguous(), scaling)
+            return self._output
+        output = torch.zeros_like(queries)
+        for slot, attend in self._attend_each(layer, queries, keys, values, scaling):
+            attended = alone(slot, attend)
+            if attended is not None:
+                output[slot] = attended
+        return output
+
+    def _attend_each(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float
+    ) -> Iterator[tuple[int, Callable[[], Tensor]]]:
+        """Slots, and what attends in torch for each."""
+        for slot, rows in self._layers[layer].items():
+            yield (
+                slot,
+                partial(self._attend_one, rows, queries[slot], keys[slot], values[slot], scaling=scaling),
+            )
+
+    def _fields(self, rows: Rows) -> tuple[list[int], list[int]]:
+        """A descriptor, as `HeadTables.fill` takes it."""
+        return row_fields(self._base, rows)
+
+    @abstractmethod
+    def _attend_one(
+        self, rows: Rows, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float
+    ) -> Tensor: ...
+
+    @abstractmethod
+    def _launch(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        """Append and attend for all slots into `_output`; everything is contiguous."""
 
 
 def elements_from(base: Tensor, tensor: Tensor) -> int:

@@ -3,25 +3,23 @@ launches of a layer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from kvferry.kernels import hsa
 from kvferry.kernels.decode_batch import (
-    Alone,
     BatchShape,
     CachedRows,
-    HeadTables,
+    SlotBatch,
     elements_from,
     in_buckets,
     row_fields,
 )
 from kvferry.kernels.descriptors import shape_problem
-from kvferry.kernels.dispatch import decided_path, path_for
+from kvferry.kernels.dispatch import decided_path
 from kvferry.kernels.hsa.descriptors import BLOCK_PAGES, FIELDS, MAX_PAGES, PAGE_SIZE, hsa_scratch
 from kvferry.kernels.hsa.torch_path import RankedQueries, rank_channels
 from kvferry.kernels.split_workspace import choose_num_splits
@@ -70,59 +68,37 @@ def is_too_long(rows: SparseRows) -> bool:
     return rows.page_max.shape[1] > MAX_PAGES
 
 
-class HsaBatch:
-    """Implements `LaunchBatch` by `hsa.append_row` and `hsa.attend`.
+class HsaBatch(SlotBatch[SparseRows]):
+    """A `SlotBatch` by `hsa.append_row` and `hsa.attend`.
 
-    Args: base: what descriptors count from, one-dimensional in the rows' dtype; the arena.
+    Args: size: of every batch that it is filled with.
     """
 
     def __init__(self, shape: BatchShape, base: Tensor, size: SparseSize) -> None:
-        self._shape = shape
-        self._base = base
-        self._size = size
-        self._layers: Sequence[Mapping[int, SparseRows]] = ()
-        self._num_steps = 1
         problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim)
-        self.is_launched = decided_path("hsa", shape.device, problem) != "torch"
-        if self.is_launched:
-            self._allocate()
-
-    def fill(self, layers: Sequence[Mapping[int, SparseRows]]) -> None:
-        """Place a batch of this size. Args: layers: for each, the rows of the slots that are sparse there."""
-        self._layers = layers
-        self._num_steps = 1
-        if self.is_launched:
-            self._tables.fill(
-                [{slot: self._fields(rows) for slot, rows in layer.items()} for layer in layers]
+        is_launched = decided_path("hsa", shape.device, problem) != "torch"
+        super().__init__("hsa", shape, base, is_launched=is_launched, empty=_EMPTY)
+        self._max_channels = size.max_channels
+        if is_launched:
+            self._num_splits = choose_num_splits(shape.num_heads, shape.device)
+            self._scratch = hsa_scratch(
+                num_heads=shape.num_heads,
+                group_size=shape.group_size,
+                head_dim=shape.head_dim,
+                max_pages=size.max_pages,
+                max_tokens=size.max_tokens,
+                num_splits=self._num_splits,
+                device=shape.device,
             )
 
-    def release(self) -> None:
-        """See `LaunchBatch.release`."""
-        self._layers = ()
-
-    def advance(self, active: Tensor) -> None:
-        """See `LaunchBatch.advance`."""
-        self._num_steps += 1
-        if self.is_launched:
-            self._tables.advance(active)
-
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, alone: Alone
-    ) -> Tensor:
-        """See `LaunchBatch.attend`."""
-        if self.is_launched:
-            path_for("hsa", self._shape.device)
-            return self._launch(layer, queries, keys, values, scaling)
-        output = torch.zeros_like(queries)
+    def _attend_each(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float
+    ) -> Iterator[tuple[int, Callable[[], Tensor]]]:
+        """See `SlotBatch`; channels are ranked together."""
         ranked = _rank_together(self._layers[layer], queries)
         for slot, rows in self._layers[layer].items():
             tensors = (queries[slot], keys[slot], values[slot])
-            attended = alone(
-                slot, partial(self._attend_one, rows, *tensors, scaling=scaling, ranked=ranked.get(slot))
-            )
-            if attended is not None:
-                output[slot] = attended
-        return output
+            yield slot, partial(self._attend_one, rows, *tensors, scaling=scaling, ranked=ranked.get(slot))
 
     def _attend_one(
         self,
@@ -132,7 +108,7 @@ class HsaBatch:
         value: Tensor,
         *,
         scaling: float,
-        ranked: RankedQueries | None,
+        ranked: RankedQueries | None = None,
     ) -> Tensor:
         length = rows.length + self._num_steps
         tensors = (rows.keys, rows.values, rows.page_max, rows.page_min)
@@ -156,41 +132,24 @@ class HsaBatch:
         first += [rows.page_max.stride(2), rows.page_size, rows.num_channels, rows.num_tokens]
         return first, [*step, 0, 0, 0, 0]
 
-    def _allocate(self) -> None:
-        shape = self._shape
-        self._tables = HeadTables(shape, _EMPTY)
-        self._num_splits = choose_num_splits(shape.num_heads, shape.device)
-        self._scratch = hsa_scratch(
-            num_heads=shape.num_heads,
-            group_size=shape.group_size,
-            head_dim=shape.head_dim,
-            max_pages=self._size.max_pages,
-            max_tokens=self._size.max_tokens,
-            num_splits=self._num_splits,
-            device=shape.device,
-        )
-        size = (shape.num_slots, shape.num_kv_heads, shape.group_size, shape.head_dim)
-        self._output = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-
-    def _launch(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def _launch(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         # Here, because a CPU install has no Triton.
         from kvferry.kernels.hsa.triton_kernel import append_and_attend_batch
 
         append_and_attend_batch(
-            queries.contiguous(),
+            queries,
             self._base,
             self._tables.layer(layer),
-            max_channels=self._size.max_channels,
+            max_channels=self._max_channels,
             # pages lie one after another, each with all its channels
             page_stride=self._shape.head_dim,
             scaling=scaling,
             scratch=self._scratch,
             num_splits=self._num_splits,
             output=self._output,
-            new_keys=keys.contiguous(),
-            new_values=values.contiguous(),
+            new_keys=keys,
+            new_values=values,
         )
-        return self._output
 
 
 def _rank_together(members: Mapping[int, SparseRows], queries: Tensor) -> dict[int, RankedQueries]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvferry.kernels.decode_batch import Alone, BatchShape, CachedRows, HeadTables, in_buckets, row_fields
+from kvferry.kernels.decode_batch import BatchShape, CachedRows, SlotBatch, in_buckets
 from kvferry.kernels.descriptors import ROW_FIELDS, shape_problem
-from kvferry.kernels.dispatch import decided_path, path_for
+from kvferry.kernels.dispatch import decided_path
 from kvferry.kernels.packed import PackedLayer
 from kvferry.kernels.split_workspace import choose_num_splits, split_workspace
 from kvferry.kernels.trizone import trizone_decode
@@ -78,22 +77,17 @@ def packed_work(
     return tuple(works)
 
 
-class TriZoneBatch:
-    """Implements `LaunchBatch` by `trizone_decode`.
+class TriZoneBatch(SlotBatch[PackedRows]):
+    """A `SlotBatch` by `trizone_decode`.
 
     Args:
-        base: what descriptors of new rows count from, one-dimensional in the rows' dtype; the arena.
-        codes: the same memory as uint8.
+        codes: the arena as uint8.
         size: of the work; None where torch serves the op.
     """
 
     def __init__(self, shape: BatchShape, base: Tensor, codes: Tensor, size: PackedSize | None) -> None:
-        self._shape = shape
-        self._base = base
+        super().__init__("trizone", shape, base, is_launched=size is not None, empty=[0] * ROW_FIELDS)
         self._codes = codes
-        self._layers: Sequence[Mapping[int, PackedRows]] = ()
-        self._num_steps = 1
-        self.is_launched = size is not None
         if size is not None:
             self._allocate(size)
 
@@ -103,50 +97,16 @@ class TriZoneBatch:
         problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim)
         return decided_path("trizone", shape.device, problem) != "torch"
 
-    def fill(self, layers: Sequence[Mapping[int, PackedRows]], works: Sequence[WorkList] = ()) -> None:
-        """Place a batch of this size. Args: layers: for each, its packed slots; works: `packed_work` of it,
-        nothing where torch serves the op."""
-        self._layers = layers
-        self._num_steps = 1
-        if not self.is_launched:
-            return
-        self._tables.fill(
-            [{slot: row_fields(self._base, rows) for slot, rows in layer.items()} for layer in layers]
-        )
+    def take_up(self, works: Sequence[WorkList]) -> None:
+        """Beside `fill`, where kernels serve the op. Args: works: `packed_work` of the batch."""
         self._entries.zero_()
         self._items.copy_(self._idle)
         for layer, work in enumerate(works):
             self._entries[layer, : work.entries.shape[0]].copy_(work.entries, non_blocking=True)
             self._items[layer, : work.items.shape[0]].copy_(work.items, non_blocking=True)
 
-    def release(self) -> None:
-        """See `LaunchBatch.release`."""
-        self._layers = ()
-
-    def advance(self, active: Tensor) -> None:
-        """See `LaunchBatch.advance`."""
-        self._num_steps += 1
-        if self.is_launched:
-            self._tables.advance(active)
-
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, alone: Alone
-    ) -> Tensor:
-        """See `LaunchBatch.attend`."""
-        if self.is_launched:
-            path_for("trizone", self._shape.device)
-            return self._launch(layer, queries, keys, values, scaling)
-        output = torch.zeros_like(queries)
-        for slot, rows in self._layers[layer].items():
-            attended = alone(
-                slot, partial(self._attend_one, rows, queries[slot], keys[slot], values[slot], scaling)
-            )
-            if attended is not None:
-                output[slot] = attended
-        return output
-
     def _attend_one(
-        self, rows: PackedRows, queries: Tensor, key: Tensor, value: Tensor, scaling: float
+        self, rows: PackedRows, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float
     ) -> Tensor:
         length = rows.length + self._num_steps
         rows.keys[:, length - 1] = key
@@ -161,7 +121,6 @@ class TriZoneBatch:
         from kvferry.kernels.trizone.triton_kernel import STATISTICS
 
         shape, device = self._shape, self._shape.device
-        self._tables = HeadTables(shape, [0] * ROW_FIELDS)
         per_layer = (shape.num_layers, size.num_entries, ENTRY_FIELDS)
         self._entries = torch.zeros(per_layer, dtype=torch.int64, device=device)
         self._idle = torch.tensor([KIND_IDLE] + [0] * (ITEM_FIELDS - 1), dtype=torch.int32).to(device)
@@ -186,18 +145,16 @@ class TriZoneBatch:
             head_dim=shape.head_dim,
             device=device,
         )
-        output = (shape.num_slots, shape.num_kv_heads, shape.group_size, shape.head_dim)
-        self._output = torch.zeros(output, dtype=shape.dtype, device=device)
 
-    def _launch(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def _launch(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         # Here, because a CPU install has no Triton.
         from kvferry.kernels.append_rows import append_rows
         from kvferry.kernels.trizone.triton_kernel import trizone_decode_batch
 
         heads = self._tables.layer(layer)
-        append_rows(self._base, heads, keys.contiguous(), values.contiguous())
+        append_rows(self._base, heads, keys, values)
         trizone_decode_batch(
-            queries.contiguous(),
+            queries,
             self._base,
             self._base,
             heads,
@@ -210,4 +167,3 @@ class TriZoneBatch:
             workspace=self._workspace,
             output=self._output,
         )
-        return self._output

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvferry.kernels.decode_batch import CachedRows, LaunchBatch
+from kvferry.kernels.decode_batch import CachedRows, SlotBatch
 from kvferry.kernels.dense_decode.batch import DenseBatch
 from kvferry.kernels.hsa.batch import HsaBatch
 from kvferry.kernels.trizone.batch import TriZoneBatch
@@ -45,7 +46,7 @@ class BatchAttention:
         self._packed = (
             TriZoneBatch(shape, base, members.codes, members.packed_size) if any(members.packed) else None
         )
-        kinds: list[tuple[LaunchBatch | None, Sequence[Mapping[int, CachedRows]]]] = [
+        kinds: list[tuple[SlotBatch[Any] | None, Sequence[Mapping[int, CachedRows]]]] = [
             (self._dense, members.dense),
             (self._sparse, members.sparse),
             (self._packed, members.packed),
@@ -74,7 +75,9 @@ class BatchAttention:
         if self._sparse is not None:
             self._sparse.fill(members.sparse)
         if self._packed is not None:
-            self._packed.fill(members.packed, members.works)
+            self._packed.fill(members.packed)
+            if self._packed.is_launched:
+                self._packed.take_up(members.works)
 
     def release(self) -> None:
         """Hold nothing of the batch any more."""
