@@ -17,10 +17,16 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch
+from hypothesis import settings
 
 from kvferry.models import DEMO_MODEL
 
 torch.set_num_threads(1)
+
+# A change is judged by the same examples each time; "search" looks for new ones (CONTRIBUTING.md).
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("search", print_blob=True)
+settings.load_profile("repeatable")
 
 
 def _load(module: str) -> ModuleType:

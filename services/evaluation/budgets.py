@@ -29,7 +29,8 @@ _INDEX_BYTES = 4
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _FORMS = "a share of the full KV (10% or 0.1), tokens (256t) or bytes (65536B, 64KiB, 1MiB)"
 _REFINE = 16
-"""Neighbours of the bisection's answer that are tried too: page sizes jump, sizes are not quite monotone."""
+"""How far around the bisection's answer, and past every budget found, others are tried: sizes are not quite
+monotone, since page sizes jump and rows go from one zone to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +173,14 @@ def _matched_tokens(
             low = middle
         else:
             high = middle - 1
-    near = range(min(low + _REFINE, num_tokens), max(low - _REFINE, 0), -1)
-    return next((tokens for tokens in near if size(tokens) <= size_bytes), None)
+    near = range(max(low - _REFINE, 1), num_tokens + 1)
+    best = None
+    for tokens in near:
+        if size(tokens) <= size_bytes:
+            best = tokens
+        elif tokens >= (best or low) + _REFINE:
+            break
+    return best
 
 
 @dataclass(frozen=True)
