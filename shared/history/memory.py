@@ -7,18 +7,18 @@ returned rows are appended; the router's commit publishes. Does not know models,
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import structlog
 from torch import Tensor
 
-from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
+from kvferry.shared.control.messages import HistoryInfo, SessionKey
 from kvferry.shared.errors import HistoryMiss, InvalidRequest, SessionBusy, SessionNotFound
 from kvferry.shared.history.interface import HistoryRecord
 from kvferry.shared.history.precision import LayerKV, RowChunk, RowPrecision, chunk_bytes
-from kvferry.shared.history.prefix import BLOCK_TOKENS, PrefixIndex, common_prefix
+from kvferry.shared.history.prefix import common_prefix
+from kvferry.shared.history.records import RecordTable
 from kvferry.shared.history.segment import Piece, Segment, chunk_rows, first_pieces, piece_chunks
 from kvferry.shared.history.turn import MemoryHistoryTurn, StagedTurn, StoredRecord, TurnState
 
@@ -63,26 +63,23 @@ class MemoryHistoryStore:
         """
         self._on_miss = on_miss
         self._precision = precision or RowPrecision()
-        self._max_bytes = max_bytes
         self._num_layers = num_layers
         self._turn_lease_s = turn_lease_s
         self._clock = clock
         self._lock = threading.RLock()
-        self._sessions: OrderedDict[SessionKey, StoredRecord] = OrderedDict()
         self._turns: dict[str, StagedTurn] = {}
-        self._prefixes: PrefixIndex[SessionKey, StoredRecord] = PrefixIndex()
-        self._size_bytes = 0
+        self._records = RecordTable(max_bytes=max_bytes)
 
     # ---- the store's side --------------------------------------------------------------------------------
 
     @property
     def size_bytes(self) -> int:
         with self._lock:
-            return self._size_bytes
+            return self._records.size_bytes
 
     @property
     def max_bytes(self) -> int:
-        return self._max_bytes
+        return self._records.max_bytes
 
     @property
     def tier_bytes(self) -> dict[str, Callable[[], int]]:
@@ -92,7 +89,7 @@ class MemoryHistoryStore:
     def record(self, session: SessionKey) -> HistoryRecord | None:
         """The session's committed record."""
         with self._lock:
-            stored = self._sessions.get(session)
+            stored = self._records.get(session)
         if stored is None:
             return None
         return HistoryRecord(session=session, token_ids=stored.token_ids, version=stored.version)
@@ -123,12 +120,14 @@ class MemoryHistoryStore:
                 raise InvalidRequest(f"request id {request_id!r} is in use by another session's turn")
             if former is not None:
                 self.abort_turn(former)
-            source, record, reused = self._continued_from(session, prompt_token_ids, document, num_observed)
+            source, record, reused = self._records.continued_from(
+                session, prompt_token_ids, document, num_observed
+            )
             turn = StagedTurn(
                 session=session,
                 request_id=request_id,
                 prompt_token_ids=prompt_token_ids,
-                base=self._sessions.get(session),
+                base=self._records.get(session),
                 pieces=first_pieces(record.pieces, reused) if record is not None else (),
                 reused_tokens=reused,
                 num_exact_reused=min(reused, record.num_exact_tokens) if record is not None else 0,
@@ -136,7 +135,7 @@ class MemoryHistoryStore:
                 staged=[[] for _ in range(self._num_layers)],
                 deadline_s=self._clock() + self._turn_lease_s,
             )
-            self._retain(turn.pieces)
+            self._records.retain(turn.pieces)
             self._turns[request_id] = turn
         if has_history and turn.base is None:
             self._on_miss("absent")
@@ -151,13 +150,13 @@ class MemoryHistoryStore:
     def info(self, session: SessionKey) -> HistoryInfo:
         """See `HistoryStore.info`; tier "none" where nothing is held."""
         with self._lock:
-            return _info(self._sessions.get(session))
+            return _info(self._records.get(session))
 
     def drop(self, session: SessionKey) -> HistoryInfo:
         """See `HistoryStore.drop`. Wins over turns under way: their commits raise SessionNotFound."""
         with self._lock:
-            info = _info(self._sessions.get(session))
-            self._forget(session)
+            info = _info(self._records.get(session))
+            self._records.forget(session)
             for turn in self._turns.values():
                 if turn.session == session and turn.under_way:
                     self._close(turn, TurnState.DROPPED)
@@ -166,21 +165,21 @@ class MemoryHistoryStore:
     def evict(self, session: SessionKey) -> None:
         """Forget a session's record; unlike `drop`, a turn under way for it goes on, but will not commit."""
         with self._lock:
-            self._forget(session)
+            self._records.forget(session)
 
     @contextmanager
     def pinned(self, session: SessionKey) -> Iterator[StoredRecord | None]:
         """The session's record, its rows kept and counted until the block ends."""
         with self._lock:
-            record = self._sessions.get(session)
+            record = self._records.get(session)
             if record is not None:
-                self._retain(record.pieces)
+                self._records.retain(record.pieces)
         try:
             yield record
         finally:
             if record is not None:
                 with self._lock:
-                    self._release(record.pieces)
+                    self._records.release(record.pieces)
 
     def close(self) -> None:
         """See `HistoryStore.close`: nothing to do."""
@@ -214,8 +213,8 @@ class MemoryHistoryStore:
         """See `HistoryTurn.limit`."""
         with self._lock:
             pieces = first_pieces(turn.pieces, num_tokens)
-            self._retain(pieces)
-            self._release(turn.pieces)
+            self._records.retain(pieces)
+            self._records.release(turn.pieces)
             turn.pieces = pieces
             turn.reused_tokens = min(turn.reused_tokens, num_tokens)
             turn.num_exact_reused = min(turn.num_exact_reused, num_tokens)
@@ -245,7 +244,7 @@ class MemoryHistoryStore:
         """See `HistoryTurn.restart`."""
         with self._lock:
             self._unstage(turn)
-            self._release(turn.pieces)
+            self._records.release(turn.pieces)
             turn.pieces, turn.reused_tokens, turn.num_exact_reused = (), 0, 0
             turn.adopted = False
 
@@ -300,71 +299,45 @@ class MemoryHistoryStore:
 
     # ---- lock held ---------------------------------------------------------------------------------------
 
+    def _busy(self) -> set[SessionKey]:
+        return {turn.session for turn in self._turns.values()}
+
     def _stage(self, turn: StagedTurn, layer: int, chunk: RowChunk) -> None:
         if turn.state is not TurnState.OPEN:
             return
-        if not self._make_room(chunk_bytes(chunk)):
+        if not self._records.make_room(chunk_bytes(chunk), busy=self._busy()):
             log.warning("history has no room for a turn", request_id=turn.request_id)
             self._unstage(turn)
             turn.state = TurnState.OVERFLOWED
             return
-        self._size_bytes += chunk_bytes(chunk)
+        self._records.size_bytes += chunk_bytes(chunk)
         turn.staged[layer].append(chunk)
         turn.deadline_s = self._clock() + self._turn_lease_s
 
     def _check_commit(self, turn: StagedTurn, token_ids: tuple[int, ...]) -> None:
-        if self._sessions.get(turn.session) is not turn.base:
+        if self._records.get(turn.session) is not turn.base:
             raise SessionBusy(f"session {turn.session.session_id!r} was changed by another turn")
         prompt = turn.prompt_token_ids
         if common_prefix(prompt, token_ids) < min(len(prompt), len(token_ids)):
             raise InvalidRequest(f"the turn's token ids differ from request {turn.request_id}'s prompt")
 
-    def _continued_from(
-        self,
-        session: SessionKey,
-        prompt: tuple[int, ...],
-        document: SessionKey | None,
-        num_observed: int | None,
-    ) -> tuple[ReuseSource, StoredRecord | None, int]:
-        """The record that saves the prompt most tokens, and how many; its own unless another saves a block
-        more."""
-        own = self._sessions.get(session)
-        if own is not None:
-            self._sessions.move_to_end(session)
-        source: ReuseSource = "session"
-        record, reused = own, min(common_prefix(own.token_ids, prompt), len(prompt) - 1) if own else 0
-        held = self._sessions.get(document) if document is not None else None
-        if document is not None and held is not None:
-            length = min(common_prefix(held.token_ids, prompt), held.num_exact_tokens, len(prompt) - 1)
-            if length > reused:
-                self._sessions.move_to_end(document)
-                source, record, reused = "document", held, length
-        found = self._prefixes.longest(session.owner, prompt) if num_observed is not None else None
-        if found is not None and num_observed is not None:
-            other, held, length = found
-            length = min(length, len(prompt) - max(1, num_observed))
-            if other != session and length >= reused + BLOCK_TOKENS:
-                self._sessions.move_to_end(other)
-                source, record, reused = "prefix", held, length
-        return source, record, reused
-
     def _publish(
         self, turn: StagedTurn, token_ids: tuple[int, ...], reused: tuple[Piece, ...]
     ) -> HistoryInfo:
         """Swap the session's record: the base prefix, then the staged rows as one segment."""
-        reused, num_reused = self._with_room(first_pieces(reused, len(token_ids)))
+        reused, num_reused = self._records.with_room(first_pieces(reused, len(token_ids)), busy=self._busy())
         num_tokens = num_reused
         if num_reused == turn.reused_tokens:
             num_tokens = min(len(token_ids), num_reused + turn.num_staged_tokens)
         pieces = reused
         if num_tokens > num_reused:
             segment = Segment(turn.staged, num_tokens - num_reused)
-            self._size_bytes += segment.size_bytes
+            self._records.size_bytes += segment.size_bytes
             pieces = (*pieces, Piece(segment=segment, length=num_tokens - num_reused))
-        self._retain(pieces)
-        former = self._sessions.get(turn.session)
+        self._records.retain(pieces)
+        former = self._records.get(turn.session)
         version = former.version + 1 if former is not None else 1
-        self._forget(turn.session)
+        self._records.forget(turn.session)
         record = None
         if num_tokens > 0:
             exact = turn.num_exact_reused
@@ -376,68 +349,21 @@ class MemoryHistoryStore:
                 pieces=pieces,
                 num_exact_tokens=min(exact, num_tokens),
             )
-            self._sessions[turn.session] = record
-            self._prefixes.add(turn.session.owner, turn.session, record)
+            self._records.add(turn.session, record)
         self._close(turn, TurnState.COMMITTED)
         del self._turns[turn.request_id]
         return _info(record)
 
-    def _with_room(self, pieces: tuple[Piece, ...]) -> tuple[tuple[Piece, ...], int]:
-        """Count the pieces that are new copies; where one has no room, it and those after it are left out.
-        Returns the pieces and their tokens."""
-        kept: list[Piece] = []
-        for piece in pieces:
-            if piece.segment.references == 0:
-                if not self._make_room(piece.segment.size_bytes):
-                    break
-                self._size_bytes += piece.segment.size_bytes
-            kept.append(piece)
-        return tuple(kept), sum(piece.length for piece in kept)
-
-    def _forget(self, session: SessionKey) -> None:
-        """Take a session's record out of the store, if it has one."""
-        record = self._sessions.pop(session, None)
-        if record is not None:
-            self._prefixes.remove(session.owner, session, record)
-            self._release(record.pieces)
-
     def _close(self, turn: StagedTurn, state: TurnState) -> None:
         """Let go of everything that the turn holds. Idempotent."""
         self._unstage(turn)
-        self._release(turn.pieces)
+        self._records.release(turn.pieces)
         turn.pieces = ()
         turn.state = state
 
     def _unstage(self, turn: StagedTurn) -> None:
-        self._size_bytes -= turn.staged_bytes
+        self._records.size_bytes -= turn.staged_bytes
         turn.staged = [[] for _ in range(self._num_layers)]
-
-    def _retain(self, pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
-            piece.segment.references += 1
-
-    def _release(self, pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
-            piece.segment.references -= 1
-            assert piece.segment.references >= 0, piece
-            if piece.segment.references == 0:
-                self._size_bytes -= piece.segment.size_bytes
-
-    def _make_room(self, num_bytes: int) -> bool:
-        """Evict sessions without a turn until `num_bytes` fit; evicts none if that cannot help."""
-        busy = {turn.session for turn in self._turns.values()}
-        idle = [session for session in self._sessions if session not in busy]
-        named = Counter(piece.segment for session in idle for piece in self._sessions[session].pieces)
-        evictable_bytes = sum(
-            segment.size_bytes for segment, count in named.items() if count == segment.references
-        )
-        if self._size_bytes - evictable_bytes + num_bytes > self._max_bytes:
-            return False
-        for session in idle:
-            if self._size_bytes + num_bytes <= self._max_bytes:
-                break
-            self._forget(session)
-        return True
 
 
 def _info(record: StoredRecord | None) -> HistoryInfo:

@@ -197,4 +197,4 @@ def test_random_conversations_load_right_rows_and_return_every_byte(data: st.Dat
     for session in sessions:
         store.drop(session)
     assert store.size_bytes == 0
-    assert len(store._prefixes) == 0
+    assert len(store._records._prefixes) == 0
