@@ -1,0 +1,199 @@
+"""Generated rows on their way back to prefill: as the model made them, freed whatever happens."""
+
+import asyncio
+import contextlib
+import threading
+
+import pytest
+import torch
+
+from kvferry.shared.control.messages import (
+    GenerationFinished,
+    HistoryReturned,
+)
+from kvferry.shared.oracle import OneProcessGenerator, OracleSession
+from kvferry.shared.wire.messages import Section
+
+REBUDGETED = {"method": "rdkv", "tokens": 5, "overrides": {"rebudget_tokens": 32, "window": 5}}
+
+
+class HistorySink:
+    """A prefill worker's end of the history return."""
+
+    def __init__(self):
+        self.manifest = None
+        self.sections = {}
+        self.committed = threading.Event()
+        self.aborted = threading.Event()
+        self.opened = threading.Event()
+        self.proceed = threading.Event()
+        self.proceed.set()
+
+    def open(self, manifest):
+        self.manifest = manifest
+        self.opened.set()
+
+    def write(self, header, payload):
+        self.proceed.wait(20)
+        self.sections.setdefault((header.layer, header.section), bytearray()).extend(payload)
+
+    def commit(self, end):
+        self.end = end
+        self.committed.set()
+
+    def abort(self, key, reason):
+        self.aborted.set()
+
+
+@contextlib.contextmanager
+def history_server(made):
+    sink = HistorySink()
+    server = made.hub.server(sink)
+    try:
+        yield sink, server.endpoint
+    finally:
+        sink.proceed.set()
+        server.close()
+
+
+async def test_closing_a_stream_that_returns_history_aborts_the_return_and_frees_it(harness, request_of):
+    made = await harness()
+    with history_server(made) as (sink, endpoint):
+        sink.proceed.clear()
+        request = request_of(store_history=True, max_tokens=5)
+        stream = made.service.generate(request, timeout_s=30)
+        ticket = (await anext(stream)).ticket
+        # the end cannot be under way yet when the stream closes: the credit is spent long before
+        await asyncio.to_thread(
+            made.shipper.ship, request, ticket, history_endpoint=endpoint, history_credit_bytes=64
+        )
+        while not isinstance(await anext(stream), GenerationFinished):
+            pass
+        await asyncio.to_thread(sink.opened.wait, 10)
+        await stream.aclose()
+        assert await made.arena_is_free()
+        sink.proceed.set()
+        assert await asyncio.to_thread(sink.aborted.wait, 10)
+        assert not sink.committed.is_set()
+    assert made.value("history_returned_bytes_total") == 0
+
+
+async def test_returns_that_wait_for_a_thread_are_freed_when_their_stream_closes(harness, request_of):
+    made = await harness(history_threads=1)
+    with history_server(made) as (sink, endpoint):
+        sink.proceed.clear()
+        streams = []
+        for i in range(2):
+            request = request_of(store_history=True, max_tokens=5, request_id=str(i))
+            stream = made.service.generate(request, timeout_s=30)
+            ticket = (await anext(stream)).ticket
+            await asyncio.to_thread(
+                made.shipper.ship, request, ticket, history_endpoint=endpoint, history_credit_bytes=1 << 20
+            )
+            while not isinstance(await anext(stream), GenerationFinished):
+                pass
+            streams.append(stream)
+        assert made.service.arena.bytes_by_state()["running"] > 0
+        await streams[1].aclose()
+        assert await made.arena_is_free()
+        sink.proceed.set()
+        assert (await anext(streams[0])).num_tokens == 4
+
+
+async def test_returned_rows_of_an_evicting_cache_are_counted_beside_it(harness, request_of):
+    made = await harness()
+    prompt = [i * 7 % 50 for i in range(100)]
+    sizes = {}
+    for store_history in (False, True):
+        request = request_of(prompt, method="d2o", tokens=16, max_tokens=6, store_history=store_history)
+        with history_server(made) as (_, endpoint):
+            _, events = await made.run(request, history_endpoint=endpoint, history_credit_bytes=1 << 20)
+        sizes[store_history] = next(e.cache_bytes for e in events if isinstance(e, GenerationFinished))
+    # layers, K and V, heads, rows, head_dim, bytes
+    assert sizes[True] - sizes[False] == 2 * 2 * 2 * 5 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    "method", ["full", "rocketkv", "rdkv", "h2o", "d2o", "adakv", "snapkv-think", "snapkv-kivi"]
+)
+async def test_generated_rows_return_to_prefill_as_the_model_made_them(
+    harness, request_of, small_model, method
+):
+    made = await harness()
+    prompt = [i * 7 % 50 for i in range(100)]
+    tokens = None if method == "full" else 16
+    request = request_of(prompt, method=method, tokens=tokens, max_tokens=6, store_history=True)
+    session = OracleSession()
+    OneProcessGenerator(small_model()).generate(
+        prompt, plan=request.plan, sampling=request.sampling, session=session
+    )
+    with history_server(made) as (sink, endpoint):
+        _, events = await made.run(request, history_endpoint=endpoint, history_credit_bytes=1 << 20)
+        assert [type(e) for e in events[-2:]] == [GenerationFinished, HistoryReturned]
+        assert events[-1].num_tokens == 5
+        assert sink.committed.is_set()
+    assert (sink.manifest.purpose, sink.manifest.start, sink.manifest.num_tokens) == ("history", 100, 5)
+    assert sink.manifest.layer_rows == (5, 5)
+    assert sink.manifest.resolved is None
+    assert sink.end.first_token is None
+    for layer, (keys, values) in enumerate(session.layers):
+        for section, full in ((Section.KEYS, keys), (Section.VALUES, values)):
+            sent = torch.frombuffer(sink.sections[layer, section], dtype=torch.float32).view(2, 5, 8)
+            assert torch.equal(sent, full[:, 100:])
+    assert made.value("history_returned_bytes_total", model="small") == 5 * 256
+    assert await made.arena_is_free()
+
+
+@pytest.mark.parametrize("max_tokens", [33, 34, 66])
+async def test_rows_of_packed_tokens_return_to_prefill_as_the_model_made_them(
+    harness, request_of, small_model, max_tokens
+):
+    made = await harness()
+    prompt = [i * 7 % 50 for i in range(150)]
+    request = request_of(prompt, **REBUDGETED, max_tokens=max_tokens, store_history=True)
+    session = OracleSession()
+    OneProcessGenerator(small_model()).generate(
+        prompt, plan=request.plan, sampling=request.sampling, session=session
+    )
+    with history_server(made) as (sink, endpoint):
+        await made.run(request, timeout_s=120, history_endpoint=endpoint, history_credit_bytes=1 << 20)
+        assert sink.committed.is_set()
+    num_tokens = max_tokens - 1
+    assert sink.manifest.num_tokens == num_tokens
+    for layer, (keys, values) in enumerate(session.layers):
+        for section, full in ((Section.KEYS, keys), (Section.VALUES, values)):
+            sent = torch.frombuffer(sink.sections[layer, section], dtype=torch.float32).view(2, -1, 8)
+            assert torch.equal(sent, full[:, 150:])
+    assert await made.arena_is_free()
+
+
+async def test_a_completion_of_one_token_has_no_rows_to_return(harness, request_of):
+    made = await harness()
+    with history_server(made) as (sink, endpoint):
+        _, events = await made.run(
+            request_of(max_tokens=1, store_history=True), history_endpoint=endpoint, history_credit_bytes=1
+        )
+        assert events[-1] == HistoryReturned(num_tokens=0)
+        assert sink.manifest is None
+    assert await made.arena_is_free()
+
+
+async def test_a_return_that_fails_is_no_error_for_the_client(harness, request_of):
+    made = await harness()
+    _, events = await made.run(
+        request_of(store_history=True), history_endpoint="inproc://nobody", history_credit_bytes=1 << 20
+    )
+    assert events[-1] == HistoryReturned(num_tokens=0)
+    assert await made.arena_is_free()
+
+
+async def test_a_probes_return_moves_no_byte_counter(harness, request_of):
+    made = await harness()
+    with history_server(made) as (_, endpoint):
+        _, events = await made.run(
+            request_of(store_history=True, probe=True),
+            history_endpoint=endpoint,
+            history_credit_bytes=1 << 20,
+        )
+    assert events[-1].num_tokens == 7
+    assert made.value("history_returned_bytes_total") == 0
