@@ -17,7 +17,7 @@ from cases import gpu_cases, tiny_cases
 from decode_cases import GPU_GRID, TINY_GRID, DecodeBench, DecodeCase, Grid, Method, speedups
 from prefill_cases import PrefillBench
 from random_model import LLAMA_8B, TINY, Shape, random_model
-from same_tokens import METHODS, TINY_METHODS, TokenComparison, is_tie
+from same_tokens import METHODS, PREFILLS, TINY_METHODS, TokenComparison, is_tie
 from time_limit import TimeLimit
 from timing import Clock
 
@@ -89,12 +89,17 @@ class Run:
         comparison = TokenComparison(self._clock, TINY_TOKENS if self._tiny else TOKENS)
         methods = TINY_METHODS if self._tiny else METHODS
         rows = self._result.setdefault("tokens", [])
-        cases = [({"method": method}, partial(comparison.compare, method)) for method in methods]
+        cases = [
+            ({"method": method, "prefill": prefill}, partial(comparison.compare, method, prefill))
+            for method in methods
+            for prefill in PREFILLS
+        ]
         self._measured(rows, cases, leave_s=0.0)
         for row in rows:
             if "skipped" not in row and not is_tie(row):
                 self._fail(
-                    f"{row['method']}: tokens part at {row['parted_at']}, logits {row['gap']:.1e} apart"
+                    f"{row['method']}, prompt run by {row['prefill']}: tokens part at {row['parted_at']}, "
+                    f"logits {row['gap']:.1e} apart"
                 )
 
     def end_to_end(self) -> None:

@@ -1,18 +1,20 @@
 """The demo model's greedy tokens on the device against the CPU's torch path, in float32.
 
-The CPU runs and compresses the prompt, as prefill would; both then decode from the same rows: the CPU by
-the one-process oracle, the device by the decode service's steps. Where they part, the CPU's own logits say
-whether the two tokens were as good as equal.
+The CPU runs and compresses the prompt and decodes by the one-process oracle; the device decodes by the decode
+service's steps, once from the CPU's rows and once from a prompt that it ran and compressed itself, so that a
+fault of its steps and one of its prefill are told apart. Where tokens part, the CPU's own logits say whether
+the two were as good as equal.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from decode_cases import STEP_TIMEOUT_S, packed_zone
 from timing import Clock
+from torch import Tensor
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.packed import view_packed_layer
@@ -21,7 +23,7 @@ from kvferry.services.decode.step_runner import StepRunner
 from kvferry.shared.cache.layout import LayerCache, sequence_layout, view_layers
 from kvferry.shared.compression.attention import packed_attention
 from kvferry.shared.compression.interface import CompressedLayer
-from kvferry.shared.compression.plan import Budget
+from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.loading import load_model
@@ -31,6 +33,8 @@ from kvferry.shared.sampling.sampler import SequenceSampler
 
 PROMPT_TOKENS = 200
 BUDGET_TOKENS = 64
+Prefill = Literal["cpu", "device"]
+PREFILLS: tuple[Prefill, ...] = ("cpu", "device")
 TIE = 1e-4
 """Of the largest logit: how near two logits are that rounding may order either way."""
 METHODS = ("full", "rocketkv", "rdkv", "rdkv-hsa", "h2o", "d2o", "snapkv")
@@ -39,7 +43,7 @@ OVERRIDES = {"rdkv": {"rebudget_tokens": 0}}
 
 
 class TokenComparison:
-    """Args: num_tokens: compared for each method."""
+    """Args: num_tokens: compared for each method after the first, which the prompt's own logits give."""
 
     def __init__(self, clock: Clock, num_tokens: int) -> None:
         self._clock = clock
@@ -49,37 +53,47 @@ class TokenComparison:
         self._prompt = [(i * i + 3 * i) % 90 + 4 for i in range(PROMPT_TOKENS)]
 
     @torch.inference_mode()
-    def compare(self, method: str) -> dict[str, Any]:
-        """One row: the tokens of both, and the gap between their logits where they part first."""
+    def compare(self, method: str, prefill: Prefill) -> dict[str, Any]:
+        """One row: the tokens of both, and the gap between their logits where they part first.
+
+        Args: prefill: whose rows the device decodes from.
+        """
         mode = dispatch.mode()
         dispatch.configure("torch", torch.device("cpu"))
-        oracle = OneProcessGenerator(self._cpu)
-        captured = oracle.capture(self._prompt)
         plan = plan_for(method, budget=None if method == "full" else Budget(tokens=BUDGET_TOKENS),
                         overrides=OVERRIDES.get(method, {}))  # fmt: skip
-        start = oracle.compress(captured, plan=plan, max_new_tokens=self._num_tokens + 2)
-        first = int(captured.logits.argmax())
-        expected, logits = self._by_oracle(start.fork(), first)
+        start, first_logits = self._compressed(self._cpu, plan)
+        expected, logits = self._by_oracle(start.fork(), first_logits)
         dispatch.configure(mode, self._clock.device)
-        drawn, path = self._by_steps(start, first)
+        row: dict[str, Any] = {"method": method, "prefill": prefill}
+        if prefill == "device":
+            kept = start
+            start, first_logits = self._compressed(self._model, plan)
+            row["kept_elsewhere"] = _num_kept_elsewhere(kept, start)
+        drawn, path = self._by_steps(start, int(first_logits.argmax()))
         parted = next(
             (i for i, pair in enumerate(zip(drawn, expected, strict=True)) if pair[0] != pair[1]), None
         )
-        row: dict[str, Any] = {
-            "method": method, "tokens": drawn, "cpu_tokens": expected, "path": path, "same": parted is None,
-        }  # fmt: skip
+        row |= {"tokens": drawn, "cpu_tokens": expected, "path": path, "same": parted is None}
         if parted is not None:
             here = logits[parted]
             gap = (here[expected[parted]] - here[drawn[parted]]) / here.abs().max()
             row |= {"parted_at": parted, "gap": float(gap)}
         return row
 
-    def _by_oracle(self, continuation: Continuation, first: int) -> tuple[list[int], list[torch.Tensor]]:
-        tokens, logits = [first], []
+    def _compressed(self, model: TransformersModel, plan: CompressionPlan) -> tuple[Continuation, Tensor]:
+        """The prompt as a model's own device runs and compresses it, and the logits after it."""
+        oracle = OneProcessGenerator(model)
+        captured = oracle.capture(self._prompt)
+        start = oracle.compress(captured, plan=plan, max_new_tokens=self._num_tokens + 2)
+        assert captured.logits is not None  # only a prefix has none
+        return start, captured.logits
+
+    def _by_oracle(self, continuation: Continuation, first: Tensor) -> tuple[list[int], list[Tensor]]:
+        logits = [first]
         for _ in range(self._num_tokens):
-            logits.append(continuation.step(tokens[-1]))
-            tokens.append(int(logits[-1].argmax()))
-        return tokens[1:], logits
+            logits.append(continuation.step(int(logits[-1].argmax())))
+        return [int(each.argmax()) for each in logits], logits
 
     def _by_steps(self, start: Continuation, first: int) -> tuple[list[int], str]:
         model, resolved = self._model, start.resolved
@@ -99,7 +113,7 @@ class TokenComparison:
             sampler=SequenceSampler(params, (1,), model.spec.vocab_size),
         )
         runner.place([caches], [0], [given])
-        tokens = []
+        tokens = [first]
         for _ in range(self._num_tokens):
             flight = runner.launch()
             flight.wait(STEP_TIMEOUT_S)
@@ -112,6 +126,17 @@ class TokenComparison:
 def is_tie(row: dict[str, Any]) -> bool:
     """Whether a row's tokens part, if they do, where the CPU's logits are as good as equal."""
     return bool(row["same"] or row["gap"] <= TIE)
+
+
+def _num_kept_elsewhere(one: Continuation, other: Continuation) -> int:
+    """Rows, over layers and KV heads, that the one keeps and the other does not."""
+    pairs = zip(one.compressed, other.compressed, strict=True)
+    return sum(
+        int((~torch.isin(mine, theirs)).sum())
+        for a, b in pairs
+        if a.positions is not None and b.positions is not None
+        for mine, theirs in zip(a.positions.cpu(), b.positions.cpu(), strict=True)
+    )
 
 
 def _runner(model: TransformersModel, clock: Clock) -> StepRunner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -44,9 +45,11 @@ def test_all_of_it_runs_at_tiny_shapes_and_kernels_agree_with_their_references(t
     # what the kernels were compared on was neither empty nor the answer itself
     assert any(row["error"] > 0 for row in rows)
     assert all(row["time_us"] > 0 for row in rows)
-    assert {row["method"]: row["same"] for row in result["tokens"]} == dict.fromkeys(
-        ("full", "rocketkv", "rdkv"), True
+    methods, prefills = ("full", "rocketkv", "rdkv"), ("cpu", "device")
+    assert {(row["method"], row["prefill"]): row["same"] for row in result["tokens"]} == dict.fromkeys(
+        itertools.product(methods, prefills), True
     )
+    assert {row.get("kept_elsewhere", 0) for row in result["tokens"]} == {0}
     paths = {row["method"]: row["path"] for row in result["decode"]}
     graphs = {"full", "full (torch SDPA)", "rocketkv", "rdkv"}
     assert paths == dict.fromkeys(graphs, "graph") | {"rdkv-hsa": "eager", "d2o": "eager"}

@@ -41,7 +41,9 @@ def run(tmp_path: Path, part: str) -> dict[str, Any]:
 
 
 def test_the_demo_models_tokens_are_the_cpus_or_part_at_a_tie(tmp_path: Path) -> None:
-    rows = {row["method"]: row for row in run(tmp_path, "tokens")["tokens"]}
+    result = run(tmp_path, "tokens")["tokens"]
+    rows = {row["method"]: row for row in result}
+    assert {row["prefill"] for row in result} == {"cpu", "device"}
     assert {"full", "rocketkv", "rdkv", "rdkv-hsa", "h2o", "d2o", "snapkv"} <= set(rows)
     assert {rows[method]["path"] for method in ("full", "rocketkv", "rdkv", "snapkv")} == {"graph"}
     assert {rows[method]["path"] for method in ("rdkv-hsa", "h2o", "d2o")} == {"eager"}
