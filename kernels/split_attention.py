@@ -78,6 +78,14 @@ def finish_split(
 
 
 @triton.jit
+def store_part(partial_ptr, slot, value, g, channel, ok, G: tl.constexpr, D: tl.constexpr):
+    """Some channels of one split's normalised output. Args: value `[BLOCK_G, channels]`; ok `[channels]`."""
+    mask = (g[:, None] < G) & ok[None, :] & (channel[None, :] < D)
+    at = (slot * G + g[:, None]).to(tl.int64) * D + channel[None, :]
+    tl.store(partial_ptr + at, value, mask=mask)
+
+
+@triton.jit
 def combine_if_last(
     partial_ptr, lse_ptr, counter_ptr, out_ptr, bh, first_slot, num_slots, d,
     G: tl.constexpr, D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from kvferry.kernels.hsa import triton_kernel as hsa
 from kvferry.kernels.hsa.descriptors import HsaScratch, hsa_scratch
+from kvferry.kernels.hsa.gather_attend import _gather_attend_kernel
+from kvferry.kernels.hsa.page_scores import _score_pages_kernel
+from kvferry.kernels.hsa.token_selection import _select_tokens_kernel
 from kvferry.kernels.split_workspace import choose_num_splits
 
 
@@ -193,13 +196,13 @@ def hsa_cases(
 
     return [
         case(2, "hsa_score", inputs.score, inputs.expected_logits, score_bytes,
-             (hsa._score_pages_kernel,), targets[0], us[0]),
+             (_score_pages_kernel,), targets[0], us[0]),
         case(3, "hsa_select", inputs.select, inputs.shares_best, select_bytes,
-             (hsa._select_tokens_kernel,), None, us[1], checked=selected),
+             (_select_tokens_kernel,), None, us[1], checked=selected),
         case(4, "hsa_attend", inputs.attend, inputs.expected_output, attend_bytes,
-             (hsa._gather_attend_kernel,), targets[1], None),
+             (_gather_attend_kernel,), targets[1], None),
         case(4, "hsa", inputs.whole, inputs.expected_output, score_bytes + attend_bytes,
-             (hsa._score_pages_kernel, hsa._select_tokens_kernel, hsa._gather_attend_kernel), None, us[2]),
+             (_score_pages_kernel, _select_tokens_kernel, _gather_attend_kernel), None, us[2]),
     ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from kvferry.kernels.packed import PackedLayer, pack_layer, unpack_layer, view_p
 from kvferry.kernels.packed import triton_kernel as pack
 from kvferry.kernels.split_workspace import choose_num_splits, split_workspace
 from kvferry.kernels.trizone import triton_kernel as trizone
+from kvferry.kernels.trizone.scaled_queries import STATISTICS, _prologue_kernel
 from kvferry.kernels.trizone.work_list import balanced_item_bytes, work_list
 
 
@@ -39,7 +40,7 @@ def trizone_case(
     queries = queries.to(model.dtype)
     num_entries, block_d = work.entries.shape[0], 1 << (head_dim - 1).bit_length()
     scaled = torch.empty(num_entries, 16, block_d, dtype=torch.float16, device=device)
-    statistics = torch.empty(num_entries, 16, trizone.STATISTICS, device=device)
+    statistics = torch.empty(num_entries, 16, STATISTICS, device=device)
     workspace = split_workspace(
         num_heads=batch_size * heads,
         num_slots=work.items.shape[0],
@@ -94,7 +95,7 @@ def trizone_case(
         launch=launch,
         expected=expected,
         tolerance=max(2e-3, tolerance_of(model.dtype)),
-        kernels=(trizone._prologue_kernel, trizone._trizone_kernel),
+        kernels=(_prologue_kernel, trizone._trizone_kernel),
         target=target,
         target_us=target_us,
     )

@@ -118,7 +118,7 @@ class TriZoneBatch(SlotBatch[PackedRows]):
     def _allocate(self, size: PackedSize) -> None:
         # Here, because a CPU install has no Triton.
         from kvferry.kernels.split_attention import MIN_BLOCK_G
-        from kvferry.kernels.trizone.triton_kernel import STATISTICS
+        from kvferry.kernels.trizone.scaled_queries import STATISTICS
 
         shape, device = self._shape, self._shape.device
         per_layer = (shape.num_layers, size.num_entries, ENTRY_FIELDS)
