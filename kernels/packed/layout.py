@@ -61,7 +61,7 @@ class HeadCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """One tensor's place: bytes from the layer's start, and its shape."""
+    """One tensor's place: bytes from the buffer's start, and its shape."""
 
     offset: int
     shape: tuple[int, ...]
@@ -72,6 +72,7 @@ class Region:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, buffer: Tensor) -> Tensor:
+        """The region of a uint8 buffer as a typed tensor; writes go to the buffer."""
         return buffer[self.offset : self.offset + self.size_bytes].view(self.dtype).view(self.shape)
 
 

@@ -15,13 +15,13 @@ places, not who owns them (`arena.py`) nor what is in them.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels.packed import PackedLayer
+from kvferry.kernels.packed.layout import Region
 from kvferry.shared.cache.segments import PackedSegments
 from kvferry.shared.compression.attention import make_attention, packed_attention
 from kvferry.shared.compression.attention.interface import AttentionKind, TensorSpec
@@ -43,23 +43,6 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 def align(size_bytes: int) -> int:
     """The next multiple of ALIGNMENT_BYTES."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-@dataclass(frozen=True, kw_only=True)
-class Region:
-    """One tensor's place: bytes from the sequence's start (a multiple of ALIGNMENT_BYTES), and its shape."""
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def view(self, buffer: Tensor) -> Tensor:
-        """The region of a sequence's uint8 buffer as a typed tensor; writes go to the buffer."""
-        return buffer[self.offset : self.offset + self.size_bytes].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
