@@ -9,27 +9,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-
-import structlog
-import torch
+from functools import partial
 
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
-from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.control.server import serve_control
-from kvferry.shared.kernel_paths import KernelCalls, choose_kernels
-from kvferry.shared.logging import setup_logging
+from kvferry.shared.kernel_paths import KernelCalls
 from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.location import resolve_model_path
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.serving import Announce, announce_ready, close_within, serve_metrics, wait_for_signal
-from kvferry.shared.telemetry import setup_tracing
+from kvferry.shared.serving import Announce, close_within, serve_metrics
 from kvferry.shared.wire.interfaces import BlockSender, BlockServer, BlockSink
 from kvferry.shared.wire.zmq import ZmqBlockSender, ZmqBlockServer
+from kvferry.shared.worker import run_worker
 
-_log = structlog.get_logger(__name__)
 _CLOSE_TIMEOUT_S = 30.0
 
 
@@ -61,41 +55,15 @@ def build_service(
 
 
 async def run(config: DecodeConfig, announce: Announce | None = None) -> None:
-    """Serve until SIGINT or SIGTERM.
-
-    Args: announce: told once, with the addresses, that the worker listens; the ready file is written besides.
-    Raises: ConfigurationError, UnsupportedModel: the worker cannot start.
-    """
-    setup_logging(config.log_level, config.log_format, "decode")
-    install_tables(config.epsilon_tables)
-    stop_tracing = setup_tracing(config.otlp_endpoint, "decode")
-    async with AsyncExitStack() as stack:
-        stack.callback(stop_tracing)
-        info = await _start(config, stack)
-        announce_ready(config.ready_file, info)
-        if announce is not None:
-            announce(info)
-        _log.info("decode listens", **info)
-        await wait_for_signal()
-        _log.info("decode stops")
+    """Serve until SIGINT or SIGTERM; see `run_worker`."""
+    await run_worker(config, "decode", partial(_start, config), announce)
 
 
-async def _start(config: DecodeConfig, stack: AsyncExitStack) -> dict[str, str]:
+async def _start(config: DecodeConfig, model: LanguageModel, stack: AsyncExitStack) -> dict[str, str]:
     """Start everything, leaving its closing on the stack; returns the addresses."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    model = await asyncio.to_thread(
-        load_model,
-        config.model,
-        name=config.model_name,
-        device=config.device,
-        dtype=config.dtype,
-        max_model_len=config.max_model_len,
-    )
     tokenizer = await asyncio.to_thread(
         lambda: ChatTokenizer.load(resolve_model_path(config.model, weights=False))
     )
-    choose_kernels(config.kernels, model.device)
     metrics = DecodeMetrics()
     KernelCalls("decode", model.device).register(metrics.registry)
 

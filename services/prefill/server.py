@@ -6,30 +6,22 @@ holds all services.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-
-import structlog
-import torch
+from functools import partial
 
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.history import build_store
 from kvferry.services.prefill.service import PrefillService
-from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.control.server import serve_control
-from kvferry.shared.kernel_paths import KernelCalls, choose_kernels
-from kvferry.shared.logging import setup_logging
+from kvferry.shared.kernel_paths import KernelCalls
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.model.loading import load_model
-from kvferry.shared.serving import Announce, announce_ready, close_within, serve_metrics, wait_for_signal
-from kvferry.shared.telemetry import setup_tracing
+from kvferry.shared.serving import Announce, close_within, serve_metrics
 from kvferry.shared.wire.interfaces import BlockSender, BlockServer, BlockSink
 from kvferry.shared.wire.zmq import ZmqBlockSender, ZmqBlockServer
-
-log = structlog.get_logger(__name__)
+from kvferry.shared.worker import run_worker
 
 _CLOSE_TIMEOUT_S = 30.0
 
@@ -60,38 +52,12 @@ def build_service(
 
 
 async def run(config: PrefillConfig, announce: Announce | None = None) -> None:
-    """Serve until SIGINT or SIGTERM.
-
-    Args: announce: told once, with the addresses, that the worker listens; the ready file is written besides.
-    Raises: ConfigurationError, UnsupportedModel: the worker cannot start.
-    """
-    setup_logging(config.log_level, config.log_format, "prefill")
-    install_tables(config.epsilon_tables)
-    stop_tracing = setup_tracing(config.otlp_endpoint, "prefill")
-    async with AsyncExitStack() as stack:
-        stack.callback(stop_tracing)
-        info = await _start(config, stack)
-        announce_ready(config.ready_file, info)
-        if announce is not None:
-            announce(info)
-        log.info("prefill listens", **info)
-        await wait_for_signal()
-        log.info("prefill stops")
+    """Serve until SIGINT or SIGTERM; see `run_worker`."""
+    await run_worker(config, "prefill", partial(_start, config), announce)
 
 
-async def _start(config: PrefillConfig, stack: AsyncExitStack) -> dict[str, str]:
+async def _start(config: PrefillConfig, model: LanguageModel, stack: AsyncExitStack) -> dict[str, str]:
     """Start everything, leaving its closing on the stack; returns the addresses."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    model = await asyncio.to_thread(
-        load_model,
-        config.model,
-        name=config.model_name,
-        device=config.device,
-        dtype=config.dtype,
-        max_model_len=config.max_model_len,
-    )
-    choose_kernels(config.kernels, model.device)
     metrics = PrefillMetrics()
     KernelCalls("prefill", model.device).register(metrics.registry)
 
