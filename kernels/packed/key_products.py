@@ -1,109 +1,139 @@
-"""Products of queries with one head's K codes, tile by tile; the codes stay in the order in which they lie.
+"""Products of queries with one head's K codes, laid down as tiles; codes below 16 bits stay in the order in
+which they lie.
 
-The torch path of `trizone` calls it at every step. `key_words.py` says how the codes lie.
+The torch path of `trizone` goes through them at every step. `key_words.py` says how the codes lie.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels.packed.key_words import BLOCK_TOKENS, WIDTHS, block_groups
-from kvferry.kernels.packed.tiles import as_floats, field_floats, field_scales, tile_rows
+from kvferry.kernels.packed.tiles import FieldProducts, RowProducts, Tiles, field_scales, scratch, tile_rows
+
+Blocks = tuple[Tensor, int]
+"""Some neighbouring blocks, uint8 `[num_blocks, block bytes]`, and their R."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeyTile:
-    """Views of some neighbouring blocks' words.
-
-    Attributes:
-        start, stop: tokens, those of padding left out.
-        lanes: R of these blocks.
-        parts: of each width that has channels: the width, its first channel in packed order, and its bytes
-            `[blocks, c_w, w R]`, or its float16 values `[blocks, c_16, 8 R]`.
-    """
-
-    start: int
-    stop: int
-    lanes: int
-    parts: tuple[tuple[int, int, Tensor], ...]
+def padded_tokens(num_tokens: int) -> int:
+    """Tokens with those of padding, for which `lay_key_products` has products too."""
+    return -(-num_tokens // 8) * 8
 
 
-def view_key_tiles(words: Tensor, num_channels: Sequence[int], num_tokens: int) -> tuple[KeyTile, ...]:
-    """One head's words as tiles of at most `TILE_ELEMENTS` codes, or of one block. Args: as `key_tiles`."""
-    tiles, start, byte = [], 0, 0
-    block_bits = sum(w * c for w, c in zip(WIDTHS, num_channels, strict=True))
-    max_blocks = tile_rows(BLOCK_TOKENS * sum(num_channels))
-    for num_blocks, lanes in block_groups(num_tokens):
-        blocks = words[byte : byte + num_blocks * lanes * block_bits].view(num_blocks, lanes * block_bits)
-        byte += num_blocks * lanes * block_bits
-        for tile in torch.split(blocks, max_blocks):
-            stop = min(start + len(tile) * 8 * lanes, num_tokens)
-            parts = tuple(_view_parts(tile, num_channels, lanes))
-            tiles.append(KeyTile(start=start, stop=stop, lanes=lanes, parts=parts))
-            start = stop
-    return tuple(tiles)
-
-
-def _view_parts(blocks: Tensor, num_channels: Sequence[int], lanes: int) -> Iterator[tuple[int, int, Tensor]]:
-    """`KeyTile.parts` of blocks uint8 `[num_blocks, block bytes]`."""
-    byte, channel = 0, 0
-    for width, count in zip(WIDTHS, num_channels, strict=True):
-        segment = blocks[:, byte : byte + count * width * lanes]
-        if count and width == 16:
-            yield width, channel, segment.view(torch.float16).view(len(blocks), count, 8 * lanes)
-        elif count:
-            yield width, channel, segment.view(len(blocks), count, width * lanes)
-        byte += count * width * lanes
-        channel += count
-
-
-def write_key_products(weights: Tensor, tiles: Sequence[KeyTile], bias: Tensor, products: Tensor) -> None:
-    """`weights @ codes + bias` of one head, a tile at a time.
+def lay_key_products(
+    tiles: Tiles,
+    words: Tensor,
+    num_channels: Sequence[int],
+    num_tokens: int,
+    *,
+    weights: Tensor,
+    bias: Tensor,
+    products: Tensor,
+) -> None:
+    """Lay down `weights @ codes + bias` of one head.
 
     Codes become float32 in the order in which they lie: it is the few products that are put into the tokens'
     order, not the codes.
 
-    Args: weights float32 `[G, c]`, channels in their packed order; bias float32 `[G, 1]`; products float32
-        `[G, n]`, out.
+    Args:
+        words, num_channels, num_tokens: as `key_words.key_tiles`.
+        weights: float32 `[G, c]`, channels in their packed order; bias float32 `[G, 1]`: read at each run.
+        products: float32 `[G, padded_tokens]`, out; of padding anything.
     """
-    wide_bias = bias.view(-1, 1, 1, 1, 1, 1)
-    for tile in tiles:
-        num_tokens = tile.stop - tile.start
-        target = products[:, tile.start : tile.stop]
-        if not tile.parts:
-            target.copy_(bias)
-        for i, (width, channel, words) in enumerate(tile.parts):
-            num_blocks, count, _ = words.shape
-            lying = _part_products(weights[:, channel : channel + count], words, width, tile.lanes)
-            if num_blocks * 8 * tile.lanes > num_tokens:
-                if width < 8:
-                    lying = lying * field_scales(width, words.device)
-                torch.add(lying.flatten(1)[:, :num_tokens], target if i else bias, out=target)
-                continue
-            wide = target.view(lying.shape)
-            if width < 8:
-                scales = field_scales(width, words.device)
-                torch.addcmul(wide if i else wide_bias, lying, scales, out=wide)
-            else:
-                torch.add(lying, wide if i else wide_bias, out=wide)
+    if not any(num_channels):
+        if num_tokens:
+            tiles.reserve(0)
+            empty = RowProducts(
+                weights=weights,
+                codes=tiles.floats(0, num_tokens),
+                addend=bias,
+                target=products[:, :num_tokens],
+            )
+            tiles.multiply(empty)
+        return
+    start = 0
+    for run in _runs(words, num_channels, num_tokens):
+        run_tokens = sum(len(blocks) * 8 * lanes for blocks, lanes in run)
+        tiles.reserve(sum(num_channels) * run_tokens)
+        target = products[:, start : start + run_tokens]
+        addend, byte, channel = bias, 0, 0
+        for width, count in zip(WIDTHS, num_channels, strict=True):
+            if count:
+                segments = [
+                    (blocks[:, byte * lanes : (byte + count * width) * lanes], lanes) for blocks, lanes in run
+                ]
+                of_width = weights[:, channel : channel + count]
+                lay = _lay_halves if width == 16 else _lay_fields
+                lay(tiles, segments, width, of_width, addend, target)
+                addend = target
+            byte += count * width
+            channel += count
+        start += run_tokens
 
 
-def _part_products(weights: Tensor, words: Tensor, width: int, lanes: int) -> Tensor:
-    """Products of one width in the tokens' order, of which their memory has another; of 2 and 4 bits to be
-    multiplied by `field_scales`.
+def _runs(words: Tensor, num_channels: Sequence[int], num_tokens: int) -> Iterator[list[Blocks]]:
+    """A head's blocks, as many at a time as make a tile."""
+    block_bits = sum(w * c for w, c in zip(WIDTHS, num_channels, strict=True))
+    left = max_blocks = tile_rows(BLOCK_TOKENS * sum(num_channels))
+    run: list[Blocks] = []
+    byte = 0
+    for num_blocks, lanes in block_groups(num_tokens):
+        size = num_blocks * lanes * block_bits
+        blocks = words[byte : byte + size].view(num_blocks, lanes * block_bits)
+        byte += size
+        while len(blocks):
+            if not left:
+                yield run
+                run, left = [], max_blocks
+            run.append((blocks[:left], lanes))
+            blocks, left = blocks[left:], left - len(blocks[:left])
+    if run:
+        yield run
 
-    Returns: float32 `[G, blocks, w / 2, bytes of a word, fields of a byte, R]`; of 16 bits with its halves in
-        the last dimension alone.
+
+def _lay_fields(
+    tiles: Tiles, segments: Sequence[Blocks], width: int, weights: Tensor, addend: Tensor, target: Tensor
+) -> None:
+    """One width below 16 bits. Args: segments: its bytes of each block; the rest as `_lay_halves`."""
+    (group_size, count), per_byte, start = weights.shape, 8 // width, 0
+    scales = field_scales(width, weights.device)
+    for blocks, lanes in segments:
+        num_blocks, row = len(blocks), width * lanes
+        fields = tiles.fields(blocks.view(num_blocks, count, row), width)
+        products = scratch("products", (per_byte * num_blocks, group_size, row), weights.device)
+        # [fields of a byte, blocks, G, w / 2, R, bytes of a word]
+        lying = products.view(per_byte, num_blocks, group_size, width // 2, lanes, 2).permute(
+            2, 1, 3, 5, 0, 4
+        )
+        part = target[:, start : start + num_blocks * 8 * lanes].view(lying.shape)
+        base = part if addend is target else addend.view(-1, *[1] * 5)
+        tiles.multiply(
+            FieldProducts(
+                weights=weights.expand(per_byte * num_blocks, -1, -1),
+                codes=fields.flatten(0, 1),
+                products=products,
+                sums=((base, lying, scales, part),),
+            )
+        )
+        start += num_blocks * 8 * lanes
+
+
+def _lay_halves(
+    tiles: Tiles, segments: Sequence[Blocks], width: int, weights: Tensor, addend: Tensor, target: Tensor
+) -> None:
+    """16 bits, which lie in the tokens' order.
+
+    Args: segments: their bytes of each block; weights `[G, c_w]`; addend: what products are added to, the
+        target itself or as wide as one token; target `[G, tokens of the blocks]`, out.
     """
-    num_blocks, count, row = words.shape
-    group_size, per_byte = weights.shape[0], max(8 // width, 1)
-    floats = as_floats(words) if width >= 8 else field_floats(words, width).view(-1, count, row)
-    products = torch.bmm(weights.expand(per_byte * num_blocks, -1, -1), floats)
-    if width == 16:
-        return products.view(num_blocks, group_size, 1, 1, 1, row).transpose(0, 1)
-    lying = products.view(per_byte, num_blocks, group_size, width // 2, lanes, 2)
-    return lying.permute(2, 1, 3, 5, 0, 4)
+    count, start = weights.shape[1], 0
+    floats = tiles.floats(count, target.shape[1])
+    for blocks, lanes in segments:
+        halves = blocks.view(torch.float16).view(len(blocks), count, 8 * lanes)
+        stop = start + len(blocks) * 8 * lanes
+        tiles.convert(halves.transpose(0, 1), floats[:, start:stop].view(count, len(blocks), 8 * lanes))
+        start = stop
+    tiles.multiply(RowProducts(weights=weights, codes=floats, addend=addend, target=target))

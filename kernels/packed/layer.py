@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels.descriptors import shape_problem
 from kvferry.kernels.dispatch import path_for
-from kvferry.kernels.packed.key_products import KeyTile, view_key_tiles
 from kvferry.kernels.packed.key_words import (
     WIDTHS,
     half_tiles,
@@ -54,11 +54,6 @@ class PackedHead:
     channels: Tensor
     positions: Tensor
 
-    @cached_property
-    def key_tiles(self) -> tuple[KeyTile, ...]:
-        """`key_words` as a torch path goes through them; views, made once."""
-        return view_key_tiles(self.key_words, self.counts.channels, self.counts.num_tokens)
-
 
 @dataclass(frozen=True, kw_only=True)
 class QueryTables:
@@ -96,6 +91,11 @@ class PackedLayer:
             scales[h, coded:count] = 1
             minima[h, :coded] = head.key_minima
         return QueryTables(channels=channels[:, None], scales=scales[:, None], minima=minima[:, :, None])
+
+    @cached_property
+    def plans(self) -> dict[int, Any]:
+        """What the torch path lays down for its steps, by thread; it is this layer's as long as it lives."""
+        return {}
 
     @cached_property
     def largest_value_scales(self) -> tuple[float, ...]:

@@ -6,10 +6,12 @@ bits 0, w, ...; channels at D and beyond are padding, zeros when written and any
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed.tiles import as_floats, field_floats, field_scales, tile_rows
+from kvferry.kernels.packed.tiles import FieldProducts, RowProducts, Tiles, field_scales, scratch, tile_rows
 
 
 def value_row_bytes(bits: int, head_dim: int) -> int:
@@ -38,23 +40,80 @@ def unpack_value_rows(packed: Tensor, bits: int, head_dim: int) -> Tensor:
     return codes.flatten(1)[:, :head_dim]
 
 
+def lay_value_products(
+    tiles: Tiles, weights: Tensor, rows: Sequence[tuple[int, Tensor]], output: Tensor
+) -> None:
+    """Lay down what adds `weights @ codes` to an output; codes become float32 in the order in which they lie.
+
+    Args:
+        weights: float32 `[G, n]`, read at each run.
+        rows: the tokens in the weights' order: of each width, rising, uint8 `[n_w, value_row_bytes]` and
+            float16 `[n_16, D]`.
+        output: float32 `[G, D]`, in place.
+    """
+    start = 0
+    whole: list[Tensor] = []
+    for width, packed in rows:
+        if width < 8:
+            of_width = weights[:, start : start + len(packed)]
+            _lay_fields(tiles, of_width, packed, width, output)
+            start += len(packed)
+        else:
+            whole.append(packed)
+    _lay_rows(tiles, weights[:, start:], whole, output)
+
+
 def add_value_products(weights: Tensor, packed: Tensor, bits: int, output: Tensor) -> None:
-    """Add `weights @ codes`; the codes become float32, a tile at a time, in the order in which they lie.
+    """Add `weights @ codes`, a tile of them at a time.
 
     Args: weights float32 `[G, n]`; packed uint8 `[n, value_row_bytes]`; output float32 `[G, D]`, in place.
     """
-    num_tokens, row_bytes = packed.shape
+    tiles = Tiles(packed.device)
+    lay_value_products(tiles, weights, [(bits, packed)], output)
+    tiles.run()
+
+
+def _lay_fields(tiles: Tiles, weights: Tensor, packed: Tensor, bits: int, output: Tensor) -> None:
+    row_bytes = packed.shape[1]
     group_size, head_dim = output.shape
     per_byte = 8 // bits
     max_tokens = tile_rows(per_byte * row_bytes)
+    products = scratch("products", (per_byte, group_size, row_bytes), packed.device)
+    scales = field_scales(bits, packed.device)
+    if per_byte * row_bytes == head_dim:
+        part = output.view(group_size, per_byte, row_bytes)
+        sums = [(part, products.transpose(0, 1), scales, part)]
+    else:
+        # the last channels of the last fields are padding
+        parts = torch.split(output, row_bytes, dim=1)
+        sums = [(part, products[p, :, : part.shape[1]], scales[p], part) for p, part in enumerate(parts)]
+    for start in range(0, len(packed), max_tokens):
+        tile = packed[start : start + max_tokens]
+        tiles.reserve(per_byte * tile.numel())
+        tiles.multiply(
+            FieldProducts(
+                weights=weights[:, start : start + max_tokens].expand(per_byte, -1, -1),
+                codes=tiles.fields(tile, bits),
+                products=products,
+                sums=tuple(sums),
+            )
+        )
+
+
+def _lay_rows(tiles: Tiles, weights: Tensor, rows: Sequence[Tensor], output: Tensor) -> None:
+    """Tokens whose codes are numbers in themselves. Args: rows: bytes or halves, `[n, D]` each."""
+    head_dim = output.shape[1]
+    num_tokens, max_tokens = sum(map(len, rows)), tile_rows(head_dim)
     for start in range(0, num_tokens, max_tokens):
-        tile, of_tile = packed[start : start + max_tokens], weights[:, start : start + max_tokens]
-        if bits == 8:
-            output.addmm_(of_tile, as_floats(tile))
-            continue
-        of_fields = torch.bmm(of_tile.expand(per_byte, -1, -1), field_floats(tile, bits)).transpose(0, 1)
-        scales = field_scales(bits, packed.device)
-        if per_byte * row_bytes == head_dim:
-            output.view(group_size, per_byte, row_bytes).addcmul_(of_fields, scales)
-        else:
-            output += (of_fields * scales).flatten(1)[:, :head_dim]
+        stop = min(start + max_tokens, num_tokens)
+        tiles.reserve((stop - start) * head_dim)
+        floats = tiles.floats(stop - start, head_dim)
+        first = 0
+        for packed in rows:
+            lower, upper = max(start, first), min(stop, first + len(packed))
+            if lower < upper:
+                tiles.convert(packed[lower - first : upper - first], floats[lower - start : upper - start])
+            first += len(packed)
+        tiles.multiply(
+            RowProducts(weights=weights[:, start:stop], codes=floats, addend=output, target=output)
+        )

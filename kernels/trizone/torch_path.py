@@ -5,20 +5,25 @@ are ragged, and no more than one tile of them as floats at a time. Arguments are
 
 from __future__ import annotations
 
-import operator
+import threading
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels.packed import PackedHead, PackedLayer
-from kvferry.kernels.packed.key_products import write_key_products
-from kvferry.kernels.packed.tiles import as_floats, tile_rows
-from kvferry.kernels.packed.value_rows import add_value_products
+from kvferry.kernels.packed.key_products import lay_key_products, padded_tokens
+from kvferry.kernels.packed.layer import QueryTables
+from kvferry.kernels.packed.tiles import Tiles, scratch
+from kvferry.kernels.packed.value_rows import lay_value_products
 
 MIN_WEIGHT = 1e-30
 """Softmax weights below this add nothing that float32 could hold, and where they are too small to be normal
 floats, products with them take many times as long."""
+NEW_TOKENS = 64
+"""A plan has room for a multiple of so many new tokens."""
 
 
 def trizone_decode_segments(
@@ -30,65 +35,135 @@ def trizone_decode_segments(
     scaling: float,
 ) -> Tensor:
     """As `kernels.trizone.trizone_decode_segments`."""
-    num_kv_heads, group_size, _ = queries.shape
+    plans, thread = segments[0].plans, threading.get_ident()
+    plan: DecodePlan | None = plans.get(thread)
     num_new = new_keys.shape[1]
-    counts = [[head.counts.num_tokens for head in packed.heads] for packed in segments]
-    lengths = [num_new + sum(of_head) for of_head in zip(*counts, strict=True)]
-    scaled = queries.float() * scaling
-    # new tokens first, then what is packed; a head that keeps fewer than another ends in what has no weight
-    logits = scaled.new_empty(num_kv_heads, group_size, max(lengths))
-    for h, length in enumerate(lengths):
-        if length < logits.shape[2]:
-            logits[h, :, length:] = -torch.inf
-    logits[:, :, :num_new] = torch.bmm(scaled, new_keys.float().mT)
-    starts = [num_new] * num_kv_heads
-    for packed, added in zip(segments, counts, strict=True):
-        _write_packed_logits(scaled, packed, logits, starts)
-        starts = list(map(operator.add, starts, added))
-
-    weights = torch.threshold_(logits.softmax(dim=-1), MIN_WEIGHT, 0.0)
-    attended = torch.bmm(weights[:, :, :num_new], new_values.float())
-    minima = torch.zeros_like(attended[:, :, 0])
-    starts = [num_new] * num_kv_heads
-    for packed, added in zip(segments, counts, strict=True):
-        for h, head in enumerate(packed.heads):
-            of_head = weights[h, :, starts[h] : starts[h] + added[h]]
-            _add_packed_values(head, of_head, attended[h], minima[h])
-        starts = list(map(operator.add, starts, added))
-    return attended.add_(minima[:, :, None]).to(queries.dtype)
+    if plan is None or not plan.serves(segments, queries.shape[1], num_new):
+        plans[thread] = plan = DecodePlan(segments, queries.shape[1], num_new)
+    attended = plan.attend(queries.float() * scaling, new_keys.float(), new_values.float())
+    return attended.to(queries.dtype)
 
 
-def _write_packed_logits(queries: Tensor, packed: PackedLayer, logits: Tensor, starts: Sequence[int]) -> None:
-    """Zone A's logits.
+@dataclass(frozen=True, kw_only=True)
+class _Keys:
+    """Zone A's logits of one segment.
 
-    Args: queries float32 `[H_kv, G, D]` scaled; logits `[H_kv, G, n]`, out from each head's start on.
+    Attributes:
+        channels: `tables.channels`, for each query.
+        queries: the queries' channels in packed order, times K's scales; bias: the minima's part.
     """
-    tables = packed.query_tables
-    permuted = queries.gather(2, tables.channels.expand(-1, queries.shape[1], -1))
-    biases = torch.bmm(permuted, tables.minima)
-    permuted *= tables.scales
-    for h, head in enumerate(packed.heads):
-        of_head = logits[h, :, starts[h] : starts[h] + head.counts.num_tokens]
-        write_key_products(permuted[h], head.key_tiles, biases[h], of_head)
+
+    tables: QueryTables
+    channels: Tensor
+    queries: Tensor
+    bias: Tensor
+    tiles: Tiles
 
 
-def _add_packed_values(head: PackedHead, weights: Tensor, output: Tensor, minima: Tensor) -> None:
-    """Add zones A's and B's values.
+class DecodePlan:
+    """All views that a step of some segments takes, made once: of their bytes, and of the memory of the
+    thread that makes it, which alone may use it.
 
-    Args: weights `[G, n]`, tokens in packed order, changed; in place: output `[G, D]`, and minima `[G]`, what
-        all channels gain alike.
+    Logits lie by head: room for new tokens, then what is packed; what a head has no token for is minus
+    infinity.
     """
-    coded = head.value_scales.shape[0]
-    if coded:
-        of_codes = weights[:, :coded]
-        minima.addmv_(of_codes, head.value_minima)
-        of_codes *= head.value_scales
-    start = 0
-    for width, rows in ((2, head.values_2), (4, head.values_4), (8, head.values_8)):
-        if rows.shape[0]:
-            add_value_products(weights[:, start : start + rows.shape[0]], rows, width, output)
-            start += rows.shape[0]
-    max_tokens = tile_rows(output.shape[1])
-    for first in range(0, head.values_16.shape[0], max_tokens):
-        tile = head.values_16[first : first + max_tokens]
-        output.addmm_(weights[:, start + first : start + first + tile.shape[0]], as_floats(tile))
+
+    def __init__(self, segments: Sequence[PackedLayer], group_size: int, num_new: int) -> None:
+        first, device = segments[0], segments[0].buffer.device
+        # no reference to the first segment, which keeps the plan
+        self._others = [weakref.ref(segment) for segment in segments[1:]]
+        self._group_size = group_size
+        self._room = -(-num_new // NEW_TOKENS) * NEW_TOKENS
+        num_kv_heads, head_dim = len(first.heads), first.layout.head_dim
+        starts = self._starts(segments)
+        width = self._room + max(
+            start + padded_tokens(head.counts.num_tokens)
+            for segment, of_segment in zip(segments, starts, strict=False)
+            for head, start in zip(segment.heads, of_segment, strict=True)
+        )
+        shape = (num_kv_heads, group_size, width)
+        self._logits = scratch("logits", shape, device)
+        self._weights = scratch("weights", shape, device)
+        self._attended = scratch("attended", (num_kv_heads, group_size, head_dim), device)
+        self._minima = scratch("minima", (num_kv_heads, group_size), device)
+        self._idle = [self._logits[:, :, : self._room]]
+        for h, length in enumerate(starts[-1]):
+            if self._room + length < width:
+                self._idle.append(self._logits[h, :, self._room + length :])
+        self._keys = [
+            self._lay_keys(segment, of_segment) for segment, of_segment in zip(segments, starts, strict=False)
+        ]
+        self._scaled: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._values = Tiles(device)
+        for segment, of_segment in zip(segments, starts, strict=False):
+            for h, head in enumerate(segment.heads):
+                start = self._room + of_segment[h]
+                weights = self._weights[h, :, start : start + head.counts.num_tokens]
+                self._lay_values(head, weights, self._minima[h], self._attended[h])
+
+    def serves(self, segments: Sequence[PackedLayer], group_size: int, num_new: int) -> bool:
+        """Whether it is laid down for a step. Args: segments: the first the one that keeps it."""
+        return (
+            group_size == self._group_size
+            and self._room - NEW_TOKENS < num_new <= self._room
+            and len(segments) == len(self._others) + 1
+            and all(of() is segment for of, segment in zip(self._others, segments[1:], strict=True))
+        )
+
+    def attend(self, queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
+        """A step. Args: float32; queries `[H_kv, G, D]`, scaled. Returns: float32 `[H_kv, G, D]`."""
+        num_new = new_keys.shape[1]
+        for keys in self._keys:
+            torch.gather(queries, 2, keys.channels, out=keys.queries)
+            torch.bmm(keys.queries, keys.tables.minima, out=keys.bias)
+            keys.queries.mul_(keys.tables.scales)
+            keys.tiles.run()
+        for idle in self._idle:
+            idle.fill_(-torch.inf)
+        self._logits[:, :, :num_new] = torch.bmm(queries, new_keys.mT)
+        torch.softmax(self._logits, -1, out=self._weights)
+        torch.threshold_(self._weights, MIN_WEIGHT, 0.0)
+        torch.bmm(self._weights[:, :, :num_new], new_values, out=self._attended)
+        self._minima.zero_()
+        for of_codes, minima, of_minima, scales in self._scaled:
+            of_minima.addmv_(of_codes, minima)
+            of_codes.mul_(scales)
+        self._values.run()
+        return self._attended + self._minima[:, :, None]
+
+    def _starts(self, segments: Sequence[PackedLayer]) -> list[list[int]]:
+        """Of each segment, and of one after the last: the first token of each head, packed ones counted."""
+        starts = [[0] * len(segments[0].heads)]
+        for segment in segments:
+            counts = [head.counts.num_tokens for head in segment.heads]
+            starts.append([start + count for start, count in zip(starts[-1], counts, strict=True)])
+        return starts
+
+    def _lay_keys(self, segment: PackedLayer, starts: Sequence[int]) -> _Keys:
+        tables, device = segment.query_tables, segment.buffer.device
+        num_kv_heads, _, most = tables.channels.shape
+        queries = scratch("queries", (num_kv_heads, self._group_size, most), device)
+        bias = scratch("bias", (num_kv_heads, self._group_size, 1), device)
+        tiles = Tiles(device)
+        for h, head in enumerate(segment.heads):
+            start, counts = self._room + starts[h], head.counts
+            lay_key_products(
+                tiles,
+                head.key_words,
+                counts.channels,
+                counts.num_tokens,
+                weights=queries[h, :, : counts.num_channels],
+                bias=bias[h],
+                products=self._logits[h, :, start : start + padded_tokens(counts.num_tokens)],
+            )
+        channels = tables.channels.expand(-1, self._group_size, -1)
+        return _Keys(tables=tables, channels=channels, queries=queries, bias=bias, tiles=tiles)
+
+    def _lay_values(self, head: PackedHead, weights: Tensor, minima: Tensor, output: Tensor) -> None:
+        """Zones A's and B's values. Args: weights `[G, n]`, tokens in packed order, changed at each step; in
+        place: minima `[G]`, what all channels gain alike; output `[G, D]`."""
+        coded = len(head.value_scales)
+        if coded:
+            self._scaled.append((weights[:, :coded], head.value_minima, minima, head.value_scales))
+        rows = ((2, head.values_2), (4, head.values_4), (8, head.values_8), (16, head.values_16))
+        lay_value_products(self._values, weights, rows, output)

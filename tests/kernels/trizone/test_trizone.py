@@ -1,5 +1,8 @@
 """Attention on packed bytes equals attention over the dequantised tensors, and reads no padding."""
 
+import threading
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.packed import pack_layer, packed_layout, tiles, unpack_layer, view_packed_layer
 from kvferry.kernels.packed.key_words import block_groups
-from kvferry.kernels.trizone import reference, trizone_decode, trizone_decode_segments
+from kvferry.kernels.trizone import reference, torch_path, trizone_decode, trizone_decode_segments
 
 WIDTHS = torch.tensor([0, 2, 4, 8, 16], dtype=torch.uint8)
 
@@ -149,6 +152,58 @@ def test_new_rows_may_be_a_slice_of_a_longer_cache_whose_rest_is_nan():
     cache[0, :, :3], cache[1, :, :3] = new_keys, new_values
     output = trizone_decode(queries, packed, cache[0, :, :3], cache[1, :, :3], scaling=0.3)
     assert torch.equal(output, trizone_decode(queries, packed, new_keys, new_values, scaling=0.3))
+
+
+def test_a_layer_is_attended_again_and_again_while_others_are_in_between():
+    room = torch_path.NEW_TOKENS
+    queries, packed, new_keys, new_values = make(2, 3, 150, 9, 2 * room + 1, seed=3)
+    another = make(3, 1, 700, 12, 5)
+    for num_new in (0, 1, 2, room, room + 1, 2 * room + 1, 3):
+        for group_size in (3, 2):
+            step = (queries[:, :group_size], packed, new_keys[:, :num_new], new_values[:, :num_new])
+            output = trizone_decode(*step, scaling=0.3)
+            expected = reference.trizone_decode(*step, scaling=0.3)
+            torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
+            trizone_decode(*another, scaling=0.3)
+
+
+def test_segments_may_change_behind_the_first():
+    queries, first, new_keys, new_values = make(3, 2, 97, 20, 2, seed=1)
+    others = [make(3, 2, n, 20, 0, seed=n)[1] for n in (130, 40, 7)]
+    for segments in ([first], [first, others[0]], [first, others[1]], [first, *others], [first]):
+        output = trizone_decode_segments(queries, segments, new_keys, new_values, scaling=0.3)
+        packed = [unpack_layer(packed) for packed in segments]
+        for h in range(3):
+            keys = torch.cat([*(heads[h][0] for heads in packed), new_keys[h]])
+            values = torch.cat([*(heads[h][1] for heads in packed), new_values[h]])
+            expected = (0.3 * queries[h] @ keys.T).softmax(dim=-1) @ values
+            torch.testing.assert_close(output[h], expected, atol=1e-3, rtol=1e-3)
+
+
+def test_threads_attend_to_one_layer_each_in_its_own_memory():
+    step = make(2, 3, 300, 16, 2)
+    expected = trizone_decode(*step, scaling=0.3)
+    outputs: list[torch.Tensor] = []
+
+    def attend() -> None:
+        outputs.extend(trizone_decode(*step, scaling=0.3) for _ in range(20))
+
+    threads = [threading.Thread(target=attend) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(outputs) == 60
+    assert all(torch.equal(output, expected) for output in outputs)
+
+
+def test_a_layer_is_freed_with_what_was_laid_down_for_it():
+    queries, packed, new_keys, new_values = make(2, 2, 40, 8, 3)
+    another = make(2, 2, 10, 8, 0)[1]
+    trizone_decode_segments(queries, [packed, another], new_keys, new_values, scaling=0.3)
+    left = [weakref.ref(packed), weakref.ref(another)]
+    del packed, another
+    assert [of() for of in left] == [None, None]
 
 
 class LargestFloats(TorchDispatchMode):
