@@ -55,6 +55,15 @@ class CachedRows:
     values: Tensor
     length: int
 
+    def append(self, key: Tensor, value: Tensor, *, position: int) -> tuple[Tensor, Tensor]:
+        """Write a row. Args: key, value `[H_kv, D]`. Returns: K and V up to it, `[H_kv, position + 1, D]`.
+
+        Raises: IndexError: there is no such row.
+        """
+        self.keys.select(1, position).copy_(key)
+        self.values.select(1, position).copy_(value)
+        return self.keys.narrow(1, 0, position + 1), self.values.narrow(1, 0, position + 1)
+
 
 Rows = TypeVar("Rows", bound=CachedRows)
 
@@ -154,26 +163,37 @@ class SlotBatch(ABC, Generic[Rows]):
         are attended one after another.
         Returns: `[S, H_kv, G, D]`, zero in the other slots; valid until the next call.
         """
+        path_for(self._op, self._shape.device)
         if self.is_launched:
-            path_for(self._op, self._shape.device)
             self._launch(layer, queries.contiguous(), keys.contiguous(), values.contiguous(), scaling)
             return self._output
+        attended = [
+            (slot, alone(slot, attend))
+            for slot, attend in self._attend_each(layer, queries, keys, values, scaling)
+        ]
+        outputs = [output for _, output in attended if output is not None]
+        if len(outputs) == queries.shape[0]:
+            return torch.stack(outputs) if len(outputs) > 1 else outputs[0].unsqueeze(0)
         output = torch.zeros_like(queries)
-        for slot, attend in self._attend_each(layer, queries, keys, values, scaling):
-            attended = alone(slot, attend)
-            if attended is not None:
-                output[slot] = attended
+        for slot, of_slot in attended:
+            if of_slot is not None:
+                output[slot] = of_slot
         return output
 
     def _attend_each(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float
     ) -> Iterator[tuple[int, Callable[[], Tensor]]]:
-        """Slots, and what attends in torch for each."""
+        """Slots, in rising order, and what attends in torch for each."""
+        for slot, rows, tensors in self._slots(layer, queries, keys, values):
+            yield slot, partial(self._attend_one, rows, *tensors, scaling=scaling)
+
+    def _slots(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> Iterator[tuple[int, Rows, tuple[Tensor, Tensor, Tensor]]]:
+        """Slots, in rising order, with their rows, and their queries, K and V."""
+        by_slot = list(zip(queries.unbind(0), keys.unbind(0), values.unbind(0), strict=True))
         for slot, rows in self._layers[layer].items():
-            yield (
-                slot,
-                partial(self._attend_one, rows, queries[slot], keys[slot], values[slot], scaling=scaling),
-            )
+            yield slot, rows, by_slot[slot]
 
     def _fields(self, rows: Rows) -> tuple[list[int], list[int]]:
         """A descriptor, as `HeadTables.fill` takes it."""

@@ -7,6 +7,7 @@ Checks nothing: arguments come from those dispatches.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,16 +25,32 @@ def top_tokens(scores: Tensor, num_tokens: int, *, length: int | None = None, pa
             share it; the newest token's own does not count.
         length: n, at least num_tokens; not needed where every token has a score.
 
-    Returns: int64 `[H_kv, num_tokens]`, the newest first, then by falling score.
+    Returns: int64 `[H_kv, num_tokens]`, in no particular order.
     """
-    # torch.topk leaves the order of ties open, so no two keys are equal: floats of at least 0 order as their
-    # bits do, and of equal ones the lower index has the higher key
-    bits = scores.view(torch.int32)[:, :, None]
-    keys = torch.add(_falling(scores.shape[1], page_size, scores.device), bits, alpha=1 << 32).flatten(1)
+    keys = _distinct_keys(scores, page_size)
     if length is not None:
         keys = keys[:, :length]
-    keys[:, -1] = _NEWEST
-    return keys.topk(num_tokens, dim=-1).indices
+    keys.select(1, -1).fill_(_NEWEST)
+    return keys.topk(num_tokens, dim=-1, sorted=False).indices
+
+
+def top_indices(scores: Tensor, count: int) -> Tensor:
+    """The best of each row; of equal scores the lowest index wins.
+
+    Args: scores: float32 `[n, m]`, at least 0.
+    Returns: int64 `[n, count]`, in no particular order.
+    """
+    return _distinct_keys(scores, 1).topk(count, dim=-1, sorted=False).indices
+
+
+def _distinct_keys(scores: Tensor, page_size: int) -> Tensor:
+    """int64 `[n, m * page_size]` that order as scores do. Args: scores: as of `top_tokens`.
+
+    torch.topk leaves the order of ties open, so no two keys are equal: floats of at least 0 order as their
+    bits do, and of equal ones the lower index has the higher key.
+    """
+    bits = scores.view(torch.int32).unsqueeze(2)
+    return torch.add(_falling(scores.shape[1], page_size, scores.device), bits, alpha=1 << 32).flatten(1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -48,35 +65,62 @@ def head_starts(num_kv_heads: int, apart: int, device: torch.device) -> Tensor:
     return torch.arange(0, num_kv_heads * apart, apart, device=device)[:, None]
 
 
-def attend_tokens(queries: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, *, scaling: float) -> Tensor:
+def attend_tokens(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tokens: Tensor,
+    *,
+    scaling: float,
+    joint: JointRows | None = None,
+) -> Tensor:
     """Exact attention to the chosen tokens of each KV head.
 
-    Args: queries `[H_kv, G, D]`, keys and values `[H_kv, n, D]`, tokens int64 `[H_kv, k]`.
+    Args: queries `[H_kv, G, D]`, keys and values `[H_kv, n, D]`, tokens int64 `[H_kv, k]`; joint: keys and
+    values as rows of one tensor, if that is known already.
     Returns: `[H_kv, G, D]` in the queries' dtype.
     """
-    chosen_keys, chosen_values = _gather_rows(keys, values, tokens)
+    joint = joint or JointRows.of(keys, values)
+    if joint is None:
+        wide = tokens[:, :, None].expand(-1, -1, keys.shape[2])
+        chosen_keys, chosen_values = keys.gather(1, wide), values.gather(1, wide)
+    else:
+        chosen_keys, chosen_values = joint.gather(tokens)
     return dense_decode(queries, chosen_keys, chosen_values, scaling=scaling)
 
 
-def _gather_rows(keys: Tensor, values: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Each head's chosen rows, copied whole: `[H_kv, k, D]` each. Args: as `attend_tokens`.
+@dataclass(frozen=True, kw_only=True)
+class JointRows:
+    """K and V of all heads as rows of one tensor: an index of several parts, such as a head and a token, is
+    taken apart again for every element.
 
-    Where they lie together, by one index into all rows of both: an index of several parts is taken apart
-    again for every element.
+    Attributes:
+        rows: `[n, D]`.
+        starts: int64 `[2, H_kv, 1]`: the rows that each head's keys and values begin at.
     """
-    num_kv_heads, num_rows, head_dim = keys.shape
-    head_stride, row, one = keys.stride()
-    apart = values.storage_offset() - keys.storage_offset()
-    together = values.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
-    together &= values.stride() == keys.stride() and (row, one) == (head_dim, 1) and apart >= 0
-    if not together or apart % head_dim or head_stride % head_dim:
-        wide = tokens[:, :, None].expand(-1, -1, head_dim)
-        return keys.gather(1, wide), values.gather(1, wide)
-    size = (apart + (num_kv_heads - 1) * head_stride) // head_dim + num_rows
-    rows = keys.as_strided((size, head_dim), (head_dim, 1))
-    starts = _starts(num_kv_heads, head_stride // head_dim, apart // head_dim, keys.device)
-    chosen = rows.index_select(0, (tokens + starts).flatten()).view(2, *tokens.shape, head_dim)
-    return chosen[0], chosen[1]
+
+    rows: Tensor
+    starts: Tensor
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> JointRows | None:
+        """Args: keys, values `[H_kv, n, D]`. Returns: None where they do not lie in one storage so."""
+        num_kv_heads, num_rows, head_dim = keys.shape
+        head_stride, row, one = keys.stride()
+        apart = values.storage_offset() - keys.storage_offset()
+        together = values.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
+        together &= values.stride() == keys.stride() and (row, one) == (head_dim, 1) and apart >= 0
+        if not together or apart % head_dim or head_stride % head_dim:
+            return None
+        size = (apart + (num_kv_heads - 1) * head_stride) // head_dim + num_rows
+        starts = _starts(num_kv_heads, head_stride // head_dim, apart // head_dim, keys.device)
+        return cls(rows=keys.as_strided((size, head_dim), (head_dim, 1)), starts=starts)
+
+    def gather(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Each head's chosen rows, copied whole: `[H_kv, k, D]` each. Args: tokens int64 `[H_kv, k]`."""
+        chosen = self.rows.index_select(0, (tokens + self.starts).view(-1))
+        keys, values = chosen.view(2, *tokens.shape, self.rows.shape[1]).unbind(0)
+        return keys, values
 
 
 @functools.lru_cache(maxsize=256)

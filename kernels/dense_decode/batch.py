@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, SlotBatch
-from kvferry.kernels.dense_decode import dense_decode
+from kvferry.kernels.dense_decode.torch_path import dense_decode
 from kvferry.kernels.descriptors import ROW_FIELDS, shape_problem
 from kvferry.kernels.dispatch import decided_path
 from kvferry.kernels.split_workspace import choose_num_splits, split_workspace
 
 
 class DenseBatch(SlotBatch[CachedRows]):
-    """A `SlotBatch` by `dense_decode`."""
+    """A `SlotBatch` by dense attention."""
 
     def __init__(self, shape: BatchShape, base: Tensor) -> None:
         problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim)
@@ -31,10 +31,8 @@ class DenseBatch(SlotBatch[CachedRows]):
     def _attend_one(
         self, rows: CachedRows, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float
     ) -> Tensor:
-        length = rows.length + self._num_steps
-        rows.keys[:, length - 1] = key
-        rows.values[:, length - 1] = value
-        return dense_decode(queries, rows.keys[:, :length], rows.values[:, :length], scaling=scaling)
+        keys, values = rows.append(key, value, position=rows.length + self._num_steps - 1)
+        return dense_decode(queries, keys, values, scaling=scaling)
 
     def _launch(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         # Here, because a CPU install has no Triton.

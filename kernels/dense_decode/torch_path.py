@@ -12,4 +12,5 @@ def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: floa
     The G heads of a group take the place of the query length: they share one KV head's rows, and nothing is
     masked, so no KV row is repeated G times.
     """
-    return scaled_dot_product_attention(queries[None], keys[None], values[None], scale=scaling)[0]
+    batched = (queries.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0))
+    return scaled_dot_product_attention(*batched, scale=scaling).squeeze(0)

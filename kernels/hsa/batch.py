@@ -9,7 +9,6 @@ from functools import partial
 
 from torch import Tensor
 
-from kvferry.kernels import hsa
 from kvferry.kernels.decode_batch import (
     BatchShape,
     CachedRows,
@@ -20,8 +19,15 @@ from kvferry.kernels.decode_batch import (
 )
 from kvferry.kernels.descriptors import shape_problem
 from kvferry.kernels.dispatch import decided_path
+from kvferry.kernels.hsa import num_pages
 from kvferry.kernels.hsa.descriptors import BLOCK_PAGES, FIELDS, MAX_PAGES, PAGE_SIZE, hsa_scratch
-from kvferry.kernels.hsa.torch_path import RankedQueries, rank_channels
+from kvferry.kernels.hsa.torch_path import (
+    CacheViews,
+    RankedQueries,
+    attend,
+    rank_channels,
+    update_page_extremes,
+)
 from kvferry.kernels.split_workspace import choose_num_splits
 
 _EMPTY = [int(column == PAGE_SIZE) for column in range(FIELDS)]
@@ -79,6 +85,7 @@ class HsaBatch(SlotBatch[SparseRows]):
         is_launched = decided_path("hsa", shape.device, problem) != "torch"
         super().__init__("hsa", shape, base, is_launched=is_launched, empty=_EMPTY)
         self._max_channels = size.max_channels
+        self._views: list[dict[int, CacheViews]] = []
         if is_launched:
             self._num_splits = choose_num_splits(shape.num_heads, shape.device)
             self._scratch = hsa_scratch(
@@ -91,14 +98,37 @@ class HsaBatch(SlotBatch[SparseRows]):
                 device=shape.device,
             )
 
+    def fill(self, layers: Sequence[Mapping[int, SparseRows]]) -> None:
+        """See `SlotBatch.fill`."""
+        super().fill(layers)
+        if not self.is_launched:
+            self._views = [
+                {slot: CacheViews.of(*_tensors(rows)) for slot, rows in layer.items()} for layer in layers
+            ]
+
+    def release(self) -> None:
+        """See `SlotBatch.release`."""
+        super().release()
+        self._views = []
+
     def _attend_each(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float
     ) -> Iterator[tuple[int, Callable[[], Tensor]]]:
         """See `SlotBatch`; channels are ranked together."""
         ranked = _rank_together(self._layers[layer], queries)
-        for slot, rows in self._layers[layer].items():
-            tensors = (queries[slot], keys[slot], values[slot])
-            yield slot, partial(self._attend_one, rows, *tensors, scaling=scaling, ranked=ranked.get(slot))
+        views = self._views[layer]
+        for slot, rows, tensors in self._slots(layer, queries, keys, values):
+            yield (
+                slot,
+                partial(
+                    self._attend_one,
+                    rows,
+                    *tensors,
+                    scaling=scaling,
+                    ranked=ranked.get(slot),
+                    views=views[slot],
+                ),
+            )
 
     def _attend_one(
         self,
@@ -109,19 +139,25 @@ class HsaBatch(SlotBatch[SparseRows]):
         *,
         scaling: float,
         ranked: RankedQueries | None = None,
+        views: CacheViews | None = None,
     ) -> Tensor:
-        length = rows.length + self._num_steps
-        tensors = (rows.keys, rows.values, rows.page_max, rows.page_min)
-        hsa.append_row(*tensors, key, value, position=length - 1, page_size=rows.page_size)
-        return hsa.attend(
+        length, page_size = rows.length + self._num_steps, rows.page_size
+        keys, values = rows.append(key, value, position=length - 1)
+        page_max, page_min = rows.page_max, rows.page_min
+        update_page_extremes(page_max, page_min, key, position=length - 1, page_size=page_size)
+        pages = num_pages(length, page_size)
+        return attend(
             queries,
-            *tensors,
-            length=length,
-            page_size=rows.page_size,
+            keys,
+            values,
+            page_max.narrow(1, 0, pages),
+            page_min.narrow(1, 0, pages),
+            page_size=page_size,
             num_channels=rows.num_channels,
             num_tokens=rows.num_tokens,
             scaling=scaling,
             ranked=ranked,
+            views=views,
         )
 
     def _fields(self, rows: SparseRows) -> tuple[list[int], list[int]]:
@@ -150,6 +186,10 @@ class HsaBatch(SlotBatch[SparseRows]):
             new_keys=keys,
             new_values=values,
         )
+
+
+def _tensors(rows: SparseRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return rows.keys, rows.values, rows.page_max, rows.page_min
 
 
 def _rank_together(members: Mapping[int, SparseRows], queries: Tensor) -> dict[int, RankedQueries]:

@@ -4,16 +4,17 @@ the dispatch in `__init__.py`; shapes are as documented there.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels.dense_decode.torch_path import dense_decode
-from kvferry.kernels.top_tokens import attend_tokens, head_starts, top_tokens
+from kvferry.kernels.top_tokens import JointRows, attend_tokens, head_starts, top_indices, top_tokens
 
-MIN_NORM = 1e-30
-"""What |q_I1|_1 of a head that is zero on I1 is taken for."""
+MIN_MAGNITUDE = 1e-30
+"""What each |q| is raised by, so that no norm is zero."""
 
 
 def write_page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, page_size: int) -> None:
@@ -33,7 +34,8 @@ def update_page_extremes(
     page_max: Tensor, page_min: Tensor, key: Tensor, *, position: int, page_size: int
 ) -> None:
     """Fold one new row into its page; the first row of a page starts it."""
-    highest, lowest = page_max[:, position // page_size], page_min[:, position // page_size]
+    page = position // page_size
+    highest, lowest = page_max.select(1, page), page_min.select(1, page)
     if position % page_size == 0:
         highest.copy_(key)
         lowest.copy_(key)
@@ -66,18 +68,21 @@ class RankedQueries:
 def rank_channels(queries: Tensor, *, num_channels: int) -> RankedQueries:
     """The first part of step 2 of Algorithm 1, for the KV heads of one sequence or of several.
 
+    Operators on so few numbers take as long as their code takes to reach the core: of two that say the same,
+    the one that a step has run already is the faster.
+
     Args: queries `[H_kv, G, D]`.
     """
     q = queries.float()
-    _, group_size, head_dim = q.shape
-    magnitudes = torch.linalg.vector_norm(q, ord=1, dim=1)
-    channels = magnitudes.sort(dim=-1, descending=True, stable=True).indices[:, :num_channels]
-    q_kept = q.gather(2, channels[:, None].expand(-1, group_size, -1))
+    # a head that is zero on I1 has logits of zero, whatever it is divided by, but for zero
+    magnitudes = q.abs().add_(MIN_MAGNITUDE)
+    channels = top_indices(magnitudes.sum(1), num_channels)
+    index = channels.unsqueeze(1).expand(-1, q.shape[1], -1)
+    q_kept = q.gather(2, index)
     below = q_kept.sum(1) < 0
-    # 1 / temperature, sqrt(|q|_1 / (D |q_I1|_1)); a head that is zero on I1 has logits of zero whatever it is
-    l1 = torch.linalg.vector_norm(q, ord=1, dim=-1, keepdim=True)
-    l1_kept = torch.linalg.vector_norm(q_kept, ord=1, dim=-1, keepdim=True)
-    shrink = torch.div(l1, l1_kept.clamp_(min=MIN_NORM)).mul_(1 / head_dim).sqrt_()
+    # 1 / temperature, sqrt(|q|_1 / (D |q_I1|_1))
+    l1_kept = magnitudes.gather(2, index).sum(-1, keepdim=True)
+    shrink = torch.div(l1_kept, magnitudes.mean(-1, keepdim=True)).rsqrt_()
     return RankedQueries(channels=channels, queries=q_kept.mul_(shrink), below=below)
 
 
@@ -89,25 +94,34 @@ def select_tokens(
     length: int,
     page_size: int,
     num_tokens: int,
+    rows: ChannelRows | None = None,
 ) -> Tensor:
-    """The rest of step 2: int64 `[H_kv, k2]`, the newest token first, then by falling score."""
+    """The rest of step 2: int64 `[H_kv, k2]`, in no particular order.
+
+    Args: page_max, page_min: of the first `length` rows; rows: of them, if that is known already.
+    """
+    num_pages = page_max.shape[1]
+    logits = _page_logits(ranked, page_max, page_min, rows or ChannelRows.of(page_max, page_min))
     # softmax over tokens: a page's term counts once for each token it holds, and all but the last hold P
-    weights = _page_logits(ranked, page_max, page_min).softmax(dim=-1)
-    missing = page_max.shape[1] * page_size - length
-    if missing:
-        weights /= torch.rsub(weights[..., -1:], page_size, alpha=missing)
+    in_last = length - (num_pages - 1) * page_size
+    if in_last == 1:
+        # the newest, whose score decides nothing
+        logits.select(2, -1).sub_(math.log(page_size))
+    weights = logits.softmax(dim=-1)
+    if 1 < in_last < page_size:
+        weights /= torch.rsub(weights[..., -1:], page_size, alpha=page_size - in_last)
     # summed over G: one token's share, or as many times as much for every token alike
-    return top_tokens(weights.sum(1), num_tokens, length=length, page_size=page_size)
+    scores = weights.sum(1)
+    return top_tokens(scores, num_tokens, length=length, page_size=page_size)
 
 
-def _page_logits(ranked: RankedQueries, page_max: Tensor, page_min: Tensor) -> Tensor:
+def _page_logits(
+    ranked: RankedQueries, page_max: Tensor, page_min: Tensor, rows: ChannelRows | None
+) -> Tensor:
     """Each page's estimate, float32 `[H_kv, G, pages]`."""
     q, channels, below = ranked.queries, ranked.channels, ranked.below
-    lying = _channel_rows(page_max, page_min)
-    if lying is not None:
-        rows, first, apart = lying
-        index = torch.add(channels + first, below, alpha=apart).flatten()
-        return torch.bmm(q, rows.index_select(0, index).view(*channels.shape, -1).float())
+    if rows is not None:
+        return torch.bmm(q, rows.gather(channels, below, num_pages=page_max.shape[1]).float())
     # reading whole rows with zeros in q beats gathering single channels
     wide = (channels.shape[0], q.shape[1], page_max.shape[2])
     index = channels[:, None].expand_as(q)
@@ -116,25 +130,57 @@ def _page_logits(ranked: RankedQueries, page_max: Tensor, page_min: Tensor) -> T
     return logits.baddbmm_(q.new_zeros(wide).scatter_(2, index, q - q_max), page_min.float().mT)
 
 
-def _channel_rows(page_max: Tensor, page_min: Tensor) -> tuple[Tensor, Tensor, int] | None:
-    """Both extremes as rows of one channel each, where they lie so: channel by channel in one storage, at
-    equal distances; None where not.
+@dataclass(frozen=True, kw_only=True)
+class ChannelRows:
+    """Both extremes of all heads as rows of one channel each.
 
-    Returns: `[n, pages]`; the row of each head's channel 0 of Kmax, int64 `[H_kv, 1]`; how many rows after it
-        the same channel of Kmin lies.
+    Attributes:
+        rows: `[n, pages]`.
+        first: int64 `[H_kv, 1]`, the row of each head's channel 0 of Kmax.
+        apart: how many rows after a channel of Kmax the same one of Kmin lies.
     """
-    num_kv_heads, num_pages, head_dim = page_max.shape
-    head_stride, page_stride, row = page_max.stride()
-    if page_stride != 1 or row < num_pages or page_min.stride() != page_max.stride():
-        return None
-    if page_min.untyped_storage().data_ptr() != page_max.untyped_storage().data_ptr():
-        return None
-    apart = page_min.storage_offset() - page_max.storage_offset()
-    if apart < 0 or apart % row or head_stride % row:
-        return None
-    size = (apart + (num_kv_heads - 1) * head_stride) // row + head_dim
-    first = head_starts(num_kv_heads, head_stride // row, page_max.device)
-    return page_max.as_strided((size, num_pages), (row, 1)), first, apart // row
+
+    rows: Tensor
+    first: Tensor
+    apart: int
+
+    @classmethod
+    def of(cls, page_max: Tensor, page_min: Tensor) -> ChannelRows | None:
+        """None where they do not lie so: channel by channel in one storage, at equal distances."""
+        num_kv_heads, num_pages, head_dim = page_max.shape
+        head_stride, page_stride, row = page_max.stride()
+        if page_stride != 1 or row < num_pages or page_min.stride() != page_max.stride():
+            return None
+        if page_min.untyped_storage().data_ptr() != page_max.untyped_storage().data_ptr():
+            return None
+        apart = page_min.storage_offset() - page_max.storage_offset()
+        if apart < 0 or apart % row or head_stride % row:
+            return None
+        size = (apart + (num_kv_heads - 1) * head_stride) // row + head_dim
+        first = head_starts(num_kv_heads, head_stride // row, page_max.device)
+        return cls(rows=page_max.as_strided((size, num_pages), (row, 1)), first=first, apart=apart // row)
+
+    def gather(self, channels: Tensor, below: Tensor, *, num_pages: int) -> Tensor:
+        """Some channels' extremes `[H_kv, k1, pages]`. Args: as of `RankedQueries`."""
+        index = torch.add(channels + self.first, below, alpha=self.apart)
+        rows = self.rows.narrow(1, 0, num_pages)
+        return rows.index_select(0, index.view(-1)).view(*channels.shape, num_pages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheViews:
+    """One sequence's cache in one layer as a step reads it, made once.
+
+    Attributes: `ChannelRows` and `JointRows` of all its pages and rows, None where they do not lie so.
+    """
+
+    channels: ChannelRows | None
+    rows: JointRows | None
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, page_max: Tensor, page_min: Tensor) -> CacheViews:
+        """Args: `[H_kv, cap, D]`, and `[H_kv, ceil(cap / P), D]`."""
+        return cls(channels=ChannelRows.of(page_max, page_min), rows=JointRows.of(keys, values))
 
 
 def attend(
@@ -149,20 +195,24 @@ def attend(
     num_tokens: int,
     scaling: float,
     ranked: RankedQueries | None = None,
+    views: CacheViews | None = None,
 ) -> Tensor:
     """Steps 2 and 3 of Algorithm 1 over exactly the rows and pages given.
 
-    Args: ranked: `rank_channels` of the queries, where it is known already.
+    Args: ranked: `rank_channels` of the queries; views: of the cache that they are part of; where they are
+    known already.
     """
     length = keys.shape[1]
     if length <= num_tokens:
         return dense_decode(queries, keys, values, scaling=scaling)
     selected = select_tokens(
-        rank_channels(queries, num_channels=num_channels) if ranked is None else ranked,
+        ranked or rank_channels(queries, num_channels=num_channels),
         page_max,
         page_min,
         length=length,
         page_size=page_size,
         num_tokens=num_tokens,
+        rows=views.channels if views else None,
     )
-    return attend_tokens(queries, keys, values, selected, scaling=scaling)
+    joint = views.rows if views else None
+    return attend_tokens(queries, keys, values, selected, scaling=scaling, joint=joint)

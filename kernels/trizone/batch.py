@@ -14,7 +14,7 @@ from kvferry.kernels.descriptors import ROW_FIELDS, shape_problem
 from kvferry.kernels.dispatch import decided_path
 from kvferry.kernels.packed import PackedLayer
 from kvferry.kernels.split_workspace import choose_num_splits, split_workspace
-from kvferry.kernels.trizone import trizone_decode
+from kvferry.kernels.trizone.torch_path import trizone_decode_segments
 from kvferry.kernels.trizone.work_list import (
     ENTRY_FIELDS,
     ITEM_FIELDS,
@@ -78,7 +78,7 @@ def packed_work(
 
 
 class TriZoneBatch(SlotBatch[PackedRows]):
-    """A `SlotBatch` by `trizone_decode`.
+    """A `SlotBatch` by attention on packed bytes.
 
     Args:
         codes: the arena as uint8.
@@ -108,12 +108,8 @@ class TriZoneBatch(SlotBatch[PackedRows]):
     def _attend_one(
         self, rows: PackedRows, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float
     ) -> Tensor:
-        length = rows.length + self._num_steps
-        rows.keys[:, length - 1] = key
-        rows.values[:, length - 1] = value
-        return trizone_decode(
-            queries, rows.packed, rows.keys[:, :length], rows.values[:, :length], scaling=scaling
-        )
+        keys, values = rows.append(key, value, position=rows.length + self._num_steps - 1)
+        return trizone_decode_segments(queries, (rows.packed,), keys, values, scaling=scaling)
 
     def _allocate(self, size: PackedSize) -> None:
         # Here, because a CPU install has no Triton.

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed import PackedHead, PackedLayer
+from kvferry.kernels.packed import PackedLayer
 from kvferry.kernels.packed.key_products import lay_key_products, padded_tokens
-from kvferry.kernels.packed.layer import QueryTables
 from kvferry.kernels.packed.tiles import Tiles, scratch
 from kvferry.kernels.packed.value_rows import lay_value_products
 
@@ -38,10 +37,9 @@ def trizone_decode_segments(
     plans, thread = segments[0].plans, threading.get_ident()
     plan: DecodePlan | None = plans.get(thread)
     num_new = new_keys.shape[1]
-    if plan is None or not plan.serves(segments, queries.shape[1], num_new):
-        plans[thread] = plan = DecodePlan(segments, queries.shape[1], num_new)
-    attended = plan.attend(queries.float() * scaling, new_keys.float(), new_values.float())
-    return attended.to(queries.dtype)
+    if plan is None or not plan.serves(segments, queries.shape[1], num_new, scaling):
+        plans[thread] = plan = DecodePlan(segments, queries.shape[1], num_new, scaling)
+    return plan.attend(queries.float(), new_keys.float(), new_values.float()).to(queries.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +47,43 @@ class _Keys:
     """Zone A's logits of one segment.
 
     Attributes:
-        channels: `tables.channels`, for each query.
-        queries: the queries' channels in packed order, times K's scales; bias: the minima's part.
+        channels: int64 `[H_kv, G, C]`, of `PackedLayer.query_tables`.
+        scales, minima: likewise, times the softmax scale.
+        queries: out, `[H_kv, G, C]`: the queries' channels in packed order, times scales.
+        bias: out, `[H_kv, G, 1]`: the minima's part.
     """
 
-    tables: QueryTables
     channels: Tensor
+    scales: Tensor
+    minima: Tensor
     queries: Tensor
     bias: Tensor
     tiles: Tiles
+
+    def run(self, queries: Tensor) -> None:
+        torch.gather(queries, 2, self.channels, out=self.queries)
+        torch.bmm(self.queries, self.minima, out=self.bias)
+        self.queries.mul_(self.scales)
+        self.tiles.run()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scales:
+    """The scales of zone A's values, of heads that keep equally many.
+
+    Attributes:
+        weights: in place, `[h, G, n]`, times scales `[h, 1, n]`.
+        minima: `[h, n, 1]`; sums: in place, `[h, G, 1]`, what all channels gain alike.
+    """
+
+    weights: Tensor
+    scales: Tensor
+    minima: Tensor
+    sums: Tensor
+
+    def run(self) -> None:
+        self.sums.baddbmm_(self.weights, self.minima)
+        self.weights.mul_(self.scales)
 
 
 class DecodePlan:
@@ -68,11 +94,13 @@ class DecodePlan:
     infinity.
     """
 
-    def __init__(self, segments: Sequence[PackedLayer], group_size: int, num_new: int) -> None:
+    def __init__(
+        self, segments: Sequence[PackedLayer], group_size: int, num_new: int, scaling: float
+    ) -> None:
         first, device = segments[0], segments[0].buffer.device
         # no reference to the first segment, which keeps the plan
         self._others = [weakref.ref(segment) for segment in segments[1:]]
-        self._group_size = group_size
+        self._group_size, self._scaling = group_size, scaling
         self._room = -(-num_new // NEW_TOKENS) * NEW_TOKENS
         num_kv_heads, head_dim = len(first.heads), first.layout.head_dim
         starts = self._starts(segments)
@@ -85,7 +113,7 @@ class DecodePlan:
         self._logits = scratch("logits", shape, device)
         self._weights = scratch("weights", shape, device)
         self._attended = scratch("attended", (num_kv_heads, group_size, head_dim), device)
-        self._minima = scratch("minima", (num_kv_heads, group_size), device)
+        self._minima = scratch("minima", (num_kv_heads, group_size, 1), device)
         self._idle = [self._logits[:, :, : self._room]]
         for h, length in enumerate(starts[-1]):
             if self._room + length < width:
@@ -93,43 +121,37 @@ class DecodePlan:
         self._keys = [
             self._lay_keys(segment, of_segment) for segment, of_segment in zip(segments, starts, strict=False)
         ]
-        self._scaled: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._scales: list[_Scales] = []
         self._values = Tiles(device)
         for segment, of_segment in zip(segments, starts, strict=False):
-            for h, head in enumerate(segment.heads):
-                start = self._room + of_segment[h]
-                weights = self._weights[h, :, start : start + head.counts.num_tokens]
-                self._lay_values(head, weights, self._minima[h], self._attended[h])
+            self._lay_values(segment, of_segment)
 
-    def serves(self, segments: Sequence[PackedLayer], group_size: int, num_new: int) -> bool:
+    def serves(self, segments: Sequence[PackedLayer], group_size: int, num_new: int, scaling: float) -> bool:
         """Whether it is laid down for a step. Args: segments: the first the one that keeps it."""
         return (
-            group_size == self._group_size
+            (group_size, scaling) == (self._group_size, self._scaling)
             and self._room - NEW_TOKENS < num_new <= self._room
             and len(segments) == len(self._others) + 1
             and all(of() is segment for of, segment in zip(self._others, segments[1:], strict=True))
         )
 
     def attend(self, queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
-        """A step. Args: float32; queries `[H_kv, G, D]`, scaled. Returns: float32 `[H_kv, G, D]`."""
+        """A step. Args: float32; queries `[H_kv, G, D]`. Returns: float32 `[H_kv, G, D]`."""
         num_new = new_keys.shape[1]
         for keys in self._keys:
-            torch.gather(queries, 2, keys.channels, out=keys.queries)
-            torch.bmm(keys.queries, keys.tables.minima, out=keys.bias)
-            keys.queries.mul_(keys.tables.scales)
-            keys.tiles.run()
+            keys.run(queries)
         for idle in self._idle:
             idle.fill_(-torch.inf)
-        self._logits[:, :, :num_new] = torch.bmm(queries, new_keys.mT)
+        new_logits = self._logits.narrow(2, 0, num_new)
+        torch.mul(torch.bmm(queries, new_keys.mT), self._scaling, out=new_logits)
         torch.softmax(self._logits, -1, out=self._weights)
         torch.threshold_(self._weights, MIN_WEIGHT, 0.0)
-        torch.bmm(self._weights[:, :, :num_new], new_values, out=self._attended)
+        torch.bmm(self._weights.narrow(2, 0, num_new), new_values, out=self._attended)
         self._minima.zero_()
-        for of_codes, minima, of_minima, scales in self._scaled:
-            of_minima.addmv_(of_codes, minima)
-            of_codes.mul_(scales)
+        for scales in self._scales:
+            scales.run()
         self._values.run()
-        return self._attended + self._minima[:, :, None]
+        return self._attended + self._minima
 
     def _starts(self, segments: Sequence[PackedLayer]) -> list[list[int]]:
         """Of each segment, and of one after the last: the first token of each head, packed ones counted."""
@@ -156,14 +178,53 @@ class DecodePlan:
                 bias=bias[h],
                 products=self._logits[h, :, start : start + padded_tokens(counts.num_tokens)],
             )
-        channels = tables.channels.expand(-1, self._group_size, -1)
-        return _Keys(tables=tables, channels=channels, queries=queries, bias=bias, tiles=tiles)
+        return _Keys(
+            channels=tables.channels.expand(-1, self._group_size, -1),
+            scales=tables.scales * self._scaling,
+            minima=tables.minima * self._scaling,
+            queries=queries,
+            bias=bias,
+            tiles=tiles,
+        )
 
-    def _lay_values(self, head: PackedHead, weights: Tensor, minima: Tensor, output: Tensor) -> None:
-        """Zones A's and B's values. Args: weights `[G, n]`, tokens in packed order, changed at each step; in
-        place: minima `[G]`, what all channels gain alike; output `[G, D]`."""
-        coded = len(head.value_scales)
-        if coded:
-            self._scaled.append((weights[:, :coded], head.value_minima, minima, head.value_scales))
-        rows = ((2, head.values_2), (4, head.values_4), (8, head.values_8), (16, head.values_16))
-        lay_value_products(self._values, weights, rows, output)
+    def _lay_values(self, segment: PackedLayer, starts: Sequence[int]) -> None:
+        """Zones A's and B's values."""
+        for heads in _equal_heads(segment, starts):
+            coded = len(segment.heads[heads.start].value_scales)
+            begin = self._room + starts[heads.start]
+            if coded:
+                self._scales.append(
+                    _Scales(
+                        weights=self._weights[heads.start : heads.stop, :, begin : begin + coded],
+                        scales=_stacked(segment, heads, "value_scales")[:, None],
+                        minima=_stacked(segment, heads, "value_minima")[:, :, None],
+                        sums=self._minima[heads.start : heads.stop],
+                    )
+                )
+        for h, head in enumerate(segment.heads):
+            begin = self._room + starts[h]
+            weights = self._weights[h, :, begin : begin + head.counts.num_tokens]
+            rows = ((2, head.values_2), (4, head.values_4), (8, head.values_8), (16, head.values_16))
+            lay_value_products(self._values, weights, rows, self._attended[h])
+
+
+def _equal_heads(segment: PackedLayer, starts: Sequence[int]) -> list[range]:
+    """Neighbours whose regions have the same sizes, and so lie at equal distances; and that start alike."""
+    runs: list[range] = []
+    for h, head in enumerate(segment.heads):
+        last = runs[-1].start if runs else 0
+        if runs and (head.counts, starts[h]) == (segment.heads[last].counts, starts[last]):
+            runs[-1] = range(last, h + 1)
+        else:
+            runs.append(range(h, h + 1))
+    return runs
+
+
+def _stacked(segment: PackedLayer, heads: range, name: str) -> Tensor:
+    """One region of equal heads, `[h, n]`; nothing is copied."""
+    first: Tensor = getattr(segment.heads[heads.start], name)
+    if len(heads) == 1:
+        return first[None]
+    second: Tensor = getattr(segment.heads[heads.start + 1], name)
+    apart = second.storage_offset() - first.storage_offset()
+    return first.as_strided((len(heads), len(first)), (apart, 1))

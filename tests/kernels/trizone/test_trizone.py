@@ -84,6 +84,21 @@ def test_full_precision_equals_dense_attention_over_the_whole_cache():
     torch.testing.assert_close(output, expected, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("num_tokens", [3, 141])
+def test_heads_that_keep_alike_are_attended_together(bits, num_tokens):
+    generator = torch.Generator().manual_seed(bits)
+    rows = torch.randn(2, 4, num_tokens, 12, generator=generator)
+    widths = torch.full((4, num_tokens), bits, dtype=torch.uint8)
+    widths[3, 0] = 16  # the last is another
+    packed = pack_layer(rows[0], rows[1], widths[:, :1].expand(-1, 12).clone(), widths)
+    queries = torch.randn(4, 2, 12, generator=generator)
+    step = (queries, packed, rows[0, :, :2], rows[1, :, :2])
+    output = trizone_decode(*step, scaling=0.3)
+    expected = reference.trizone_decode(*step, scaling=0.3)
+    torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("num_new", [0, 1, 7])
 def test_segments_are_attended_as_one_run_of_dequantised_tokens(num_new):
     queries, first, new_keys, new_values = make(3, 2, 97, 20, num_new, seed=1)
@@ -178,6 +193,15 @@ def test_segments_may_change_behind_the_first():
             values = torch.cat([*(heads[h][1] for heads in packed), new_values[h]])
             expected = (0.3 * queries[h] @ keys.T).softmax(dim=-1) @ values
             torch.testing.assert_close(output[h], expected, atol=1e-3, rtol=1e-3)
+
+
+def test_what_was_laid_down_in_inference_mode_serves_outside_it():
+    step = make(2, 3, 300, 16, 2)
+    with torch.inference_mode():
+        expected = trizone_decode(*step, scaling=0.3)
+    assert torch.equal(trizone_decode(*step, scaling=0.3), expected)
+    with torch.inference_mode():
+        assert torch.equal(trizone_decode(*step, scaling=0.3), expected)
 
 
 def test_threads_attend_to_one_layer_each_in_its_own_memory():
