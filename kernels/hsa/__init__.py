@@ -19,7 +19,6 @@ from kvferry.kernels.descriptors import alignment_problem, shape_problem
 from kvferry.kernels.dispatch import path_for
 from kvferry.kernels.hsa import torch_path
 from kvferry.kernels.hsa.descriptors import MAX_PAGES
-from kvferry.kernels.hsa.torch_path import RankedQueries
 
 
 def num_pages(length: int, page_size: int) -> int:
@@ -89,7 +88,6 @@ def attend(
     num_channels: int,
     num_tokens: int,
     scaling: float,
-    ranked: RankedQueries | None = None,
 ) -> Tensor:
     """Attend exactly to the k2 tokens that page extremes rank highest, chosen per KV head (Algorithm 1).
 
@@ -107,7 +105,6 @@ def attend(
         num_channels: k1, 1 to D.
         num_tokens: k2, at least 1.
         scaling: the softmax scale of the exact attention.
-        ranked: `rank_channels` of the queries, where it is known already; kernels do without.
 
     Returns:
         `[H_kv, G, D]` in the queries' dtype.
@@ -156,7 +153,6 @@ def attend(
         num_channels=num_channels,
         num_tokens=num_tokens,
         scaling=scaling,
-        ranked=ranked,
     )
 
 

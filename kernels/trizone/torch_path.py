@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvferry.kernels.decode_batch import in_buckets
 from kvferry.kernels.packed import PackedLayer
 from kvferry.kernels.packed.key_products import lay_key_products, padded_tokens
 from kvferry.kernels.packed.tiles import Tiles, scratch
@@ -22,7 +23,7 @@ MIN_WEIGHT = 1e-30
 """Softmax weights below this add nothing that float32 could hold, and where they are too small to be normal
 floats, products with them take many times as long."""
 NEW_TOKENS = 64
-"""A plan has room for a multiple of so many new tokens."""
+"""A plan has room for so many new tokens, or for a power of two of more."""
 
 
 def trizone_decode_segments(
@@ -101,7 +102,7 @@ class DecodePlan:
         # no reference to the first segment, which keeps the plan
         self._others = [weakref.ref(segment) for segment in segments[1:]]
         self._group_size, self._scaling = group_size, scaling
-        self._room = -(-num_new // NEW_TOKENS) * NEW_TOKENS
+        self._room = in_buckets(num_new, least=NEW_TOKENS)
         num_kv_heads, head_dim = len(first.heads), first.layout.head_dim
         starts = self._starts(segments)
         width = self._room + max(
@@ -130,7 +131,7 @@ class DecodePlan:
         """Whether it is laid down for a step. Args: segments: the first the one that keeps it."""
         return (
             (group_size, scaling) == (self._group_size, self._scaling)
-            and self._room - NEW_TOKENS < num_new <= self._room
+            and in_buckets(num_new, least=NEW_TOKENS) == self._room
             and len(segments) == len(self._others) + 1
             and all(of() is segment for of, segment in zip(self._others, segments[1:], strict=True))
         )
