@@ -3,10 +3,12 @@
     python benchmarks/cpu_decode.py [--models demo wide] [--contexts 2048 4096 8192] [--batch-sizes 1 4]
         [--steps 15] [--threads N] [--clock wall|cpu] [--output FILE]
 
-All variants of one model, context and batch size take turns, one step at a time, so that whatever else the
-machine does falls on all of them. A step is the model's forward pass with its attention and the likeliest
-next token; transformers' is the same with its `DynamicCache`, without the rest of `generate`. "demo" is the
-demo model with K and V of a prompt; "wide" has more and wider layers, of random weights, and random K and V.
+All variants of one model, context and batch size take turns of a few steps in a row, as a worker makes them,
+again and again, so that whatever else the machine does falls on all of them; a turn's first step, which finds
+another variant's code and data in the caches, is not counted. A step is the model's forward pass with its
+attention and the likeliest next token; transformers' is the same with its `DynamicCache`, without the rest of
+`generate`. "demo" is the demo model with K and V of a prompt; "wide" has more and wider layers, of random
+weights, and random K and V.
 What a step costs depends on their values only through RDKV's allocation. Medians of one run, in milliseconds.
 On a machine that others use too, `--clock cpu --threads 1` counts what the process itself was given.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -44,7 +47,8 @@ from kvferry.shared.oracle import OneProcessGenerator
 
 METHODS = ("full", "rocketkv", "rdkv")
 TRANSFORMERS = "transformers"
-WARM_UP_STEPS = 2
+TURN_STEPS = 5
+"""Steps of a turn that are counted."""
 WIDE_SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 1024,
@@ -183,13 +187,14 @@ def transformers_step(
 
 
 def measure(variants: dict[str, Step], steps: int, clock: Callable[[], float]) -> dict[str, float]:
-    """The median step of each variant in milliseconds."""
+    """The median of so many steps of each variant in milliseconds."""
     taken: dict[str, list[float]] = {name: [] for name in variants}
-    for i in range(WARM_UP_STEPS + steps):
+    for done in range(0, steps, TURN_STEPS):
         for name, step in variants.items():
-            started_s = clock()
             step()
-            if i >= WARM_UP_STEPS:
+            for _ in range(min(TURN_STEPS, steps - done)):
+                started_s = clock()
+                step()
                 taken[name].append(1e3 * (clock() - started_s))
     return {name: statistics.median(times) for name, times in taken.items()}
 
@@ -201,7 +206,7 @@ def measure_model(name: str, folder: Path, arguments: argparse.Namespace) -> lis
     model = load_model(folder, name=name, device="cpu")
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     cells = []
-    total_steps = WARM_UP_STEPS + arguments.steps
+    total_steps = arguments.steps + math.ceil(arguments.steps / TURN_STEPS)
     for num_tokens in arguments.contexts:
         prompt = (demo_prompt if name == "demo" else random_prompt)(model, num_tokens)
         for batch_size in arguments.batch_sizes:
