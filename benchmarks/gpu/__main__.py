@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import sys
 import time
@@ -72,6 +71,8 @@ def _compile(result: dict[str, Any], only: str, models: tuple[str, ...]) -> None
     from compile_only import compile_all
     from report import write_table
 
+    # lines of the source are looked up, and Triton's cache may hold code from a copy of it elsewhere
+    triton.knobs.compilation.always_compile = True
     rows = compile_all(only, models)
     columns = ("kernel", "arch", "model", "registers", "stack_bytes", "wide_loads", "int_to_float")
     write_table(rows, columns)
@@ -111,7 +112,7 @@ def _run(result: dict[str, Any], arguments: argparse.Namespace) -> None:
 
 def _write(result: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Everything there is, in every form that was asked for."""
-    from report import COLUMNS, markdown, write_table
+    from report import COLUMNS, as_json, markdown, write_table
 
     if result.get("mode") != "compile":
         for name, columns in COLUMNS.items():
@@ -119,7 +120,7 @@ def _write(result: dict[str, Any], arguments: argparse.Namespace) -> None:
                 sys.stdout.write(f"\n{name}\n")
                 write_table(result[name], columns)
     if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.output.write_text(as_json(result))
     if arguments.markdown:
         arguments.markdown.write_text(markdown(result))
     if arguments.plots:

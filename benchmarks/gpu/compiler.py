@@ -6,13 +6,14 @@ compiled is what would be launched: the same constants, warps and stages. Needs 
 
 from __future__ import annotations
 
+import linecache
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ _TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+_LOAD_BITS = {"128": 128, "64": 64, "U16": 16, "S16": 16, "U8": 8, "S8": 8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +47,29 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What one kernel compiled to.
+class Instruction:
+    """One machine instruction, and the text of the source line that it was compiled from."""
 
-    Attributes:
-        stack_bytes: a thread's local memory; more than 0 means spilled registers.
-        wide_loads, narrow_loads: global load instructions of 128 bits, and of fewer.
-        int_to_float: conversions of integers, those of integer divisions (rounded up, `.RP`) left out.
-    """
+    opcode: str
+    source: str
+
+    @property
+    def load_bits(self) -> int:
+        """Of a load from global memory, how much a thread gets; 0 for any other instruction."""
+        name, *suffixes = self.opcode.split(".")
+        if name not in ("LDG", "LDGSTS"):
+            return 0
+        return next((bits for suffix, bits in _LOAD_BITS.items() if suffix in suffixes), 32)
+
+    @property
+    def is_conversion(self) -> bool:
+        """Whether it makes a float of an integer; not for a division of integers, which rounds up (`.RP`)."""
+        return self.opcode.startswith("I2F") and ".RP" not in self.opcode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What one kernel compiled to. Attributes: stack_bytes: a thread's; above 0 where registers spill."""
 
     kernel: str
     arch: str
@@ -60,14 +77,33 @@ class Facts:
     registers: int
     stack_bytes: int
     shared_bytes: int
-    wide_loads: int
-    narrow_loads: int
-    int_to_float: int
-    tensor_core_ops: int
-    instructions: int
+    code: tuple[Instruction, ...]
+
+    def loads(self, fragment: str = "") -> list[int]:
+        """Bits of each global load that comes from a source line with this in it."""
+        return [i.load_bits for i in self.code if i.load_bits and fragment in i.source]
+
+    def conversions(self, excused: Sequence[str] = ()) -> int:
+        """Integers made floats on lines that have none of these in them."""
+        return sum(i.is_conversion and not any(text in i.source for text in excused) for i in self.code)
 
     def row(self) -> dict[str, Any]:
-        return asdict(self)
+        """For a table. wide_loads, narrow_loads: global loads of 128 bits, and of fewer."""
+        families = Counter(i.opcode.partition(".")[0] for i in self.code)
+        wide = self.loads().count(128)
+        return {
+            "kernel": self.kernel,
+            "arch": self.arch,
+            "num_warps": self.num_warps,
+            "registers": self.registers,
+            "stack_bytes": self.stack_bytes,
+            "shared_bytes": self.shared_bytes,
+            "wide_loads": wide,
+            "narrow_loads": len(self.loads()) - wide,
+            "int_to_float": self.conversions(),
+            "tensor_core_ops": families["HMMA"] + families["HGMMA"],
+            "instructions": len(self.code),
+        }
 
 
 @contextmanager
@@ -100,22 +136,17 @@ def caught(kernels: list[Any]) -> Iterator[list[Launch]]:
 
 def compile_launch(launch: Launch, arch: int) -> Facts:
     """Args: arch: 80 or 90. Raises: whatever the compiler raises where a kernel does not compile."""
-    signature, constants, attributes = _specialise(launch)
+    signature, constants, attributes = specialised(launch)
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, WARP_SIZE), options=launch.options)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         usage = _tool("cuobjdump", "-res-usage", str(cubin))
-        opcodes = re.findall(
-            r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", _tool("nvdisasm", "-c", str(cubin)), re.M
-        )
+        code = tuple(_instructions(_tool("nvdisasm", "-c", "-g", str(cubin))))
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    if found is None or not opcodes:
+    if found is None or not any(instruction.source for instruction in code):
         raise RuntimeError(f"the disassembler says nothing of {launch.kernel.__name__}: {usage[:200]}")
-    loads = [op for op in opcodes if op.startswith(("LDG", "LDGSTS"))]
-    conversions = [op for op in opcodes if op.startswith(("I2F", "I2FP")) and ".RP" not in op]
-    families = Counter(op.partition(".")[0] for op in opcodes)
     return Facts(
         kernel=launch.kernel.__name__,
         arch=f"sm_{arch}",
@@ -123,15 +154,21 @@ def compile_launch(launch: Launch, arch: int) -> Facts:
         registers=int(found[1]),
         stack_bytes=int(found[2]),
         shared_bytes=compiled.metadata.shared,
-        wide_loads=sum(".128" in op for op in loads),
-        narrow_loads=sum(".128" not in op for op in loads),
-        int_to_float=len(conversions),
-        tensor_core_ops=families["HMMA"] + families["HGMMA"],
-        instructions=len(opcodes),
+        code=code,
     )
 
 
-def _specialise(launch: Launch) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], list[Any]]]:
+def _instructions(listing: str) -> Iterator[Instruction]:
+    """Args: listing: of the disassembler, with a remark where an instruction's source line is another."""
+    source = ""
+    for line in listing.splitlines():
+        if place := re.search(r'//## File "([^"]+)", line (\d+)', line):
+            source = linecache.getline(place[1], int(place[2])).strip()
+        elif found := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", line):
+            yield Instruction(opcode=found[1], source=source)
+
+
+def specialised(launch: Launch) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], list[Any]]]:
     """Signature, constants and divisibility, as Triton's own launcher derives them from the arguments."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}

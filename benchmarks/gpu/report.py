@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,6 +31,18 @@ def write_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
         sys.stdout.write("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() + "\n")
+
+
+def as_json(result: dict[str, Any]) -> str:
+    """A row of a table is a line."""
+    parts = []
+    for name, value in result.items():
+        if isinstance(value, list) and value:
+            value = "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in value) + "\n ]"
+        else:
+            value = json.dumps(value)
+        parts.append(f" {json.dumps(name)}: {value}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def markdown(result: dict[str, Any]) -> str:

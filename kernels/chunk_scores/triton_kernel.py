@@ -15,6 +15,9 @@ from kvferry.kernels.dense_decode.triton_kernel import dot_dtype
 from kvferry.kernels.dispatch import interpreting
 from kvferry.kernels.split_attention import LOG2_E
 
+MAX_REGISTERS = {4: 168, 8: 128}
+"""A thread's, by warps a program: three programs an SM, or two, as shared memory has room for."""
+
 
 @triton.jit
 def _load_rows(ptr, start, index, count, stride_row, d, D: tl.constexpr, DOT: tl.constexpr):
@@ -88,12 +91,14 @@ def chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: f
     lse = torch.empty(num_kv_heads * num_chunks * group_size * rows, dtype=torch.float32, device=device)
     block_d = max(triton.next_power_of_2(head_dim), 16)
     largest = 256 if interpreting() else 64
+    num_warps = 8 if block_d > 128 else 4
     _chunk_scores_kernel[(num_kv_heads, num_chunks)](
         queries.contiguous(), keys, lse, scores, scaling * LOG2_E, chunk, num_tokens, num_queries,
         keys.stride(0), keys.stride(1),
         G=group_size, D=head_dim, BLOCK_D=block_d,
         BLOCK_M=min(max(triton.next_power_of_2(rows), 16), largest),
         BLOCK_N=min(max(triton.next_power_of_2(chunk), 16), largest),
-        SHARED=shared, DOT=dot_dtype(queries.dtype), num_warps=8 if block_d > 128 else 4, num_stages=2,
+        SHARED=shared, DOT=dot_dtype(queries.dtype), num_warps=num_warps, num_stages=2,
+        maxnreg=MAX_REGISTERS[num_warps],
     )  # fmt: skip
     return scores

@@ -25,6 +25,9 @@ from kvferry.kernels.split_workspace import SplitWorkspace, choose_num_splits, s
 
 MIN_SPLIT_BYTES = 32 << 10
 """K and V bytes that a split is worth."""
+MAX_REGISTERS = 128
+"""A thread's: with so many, an SM holds 16 warps, `CTAS_PER_SM` programs of four. Left to itself the compiler
+spills a register for more programs than the shared memory of one has room for."""
 
 
 @triton.jit
@@ -106,6 +109,7 @@ def dense_decode_batch(
         MIN_TILES=max(MIN_SPLIT_BYTES // (block_n * row_bytes), 1),
         PAGE_ROWS=0 if page_table is None else page_rows, ALIGN=ALIGNMENT_BYTES // queries.element_size(),
         FIELDS=heads.shape[1], DOT=dot_dtype(queries.dtype), num_warps=decode_warps(block_d), num_stages=3,
+        maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from kvferry.kernels.dense_decode.triton_kernel import (
+    MAX_REGISTERS,
     MIN_SPLIT_BYTES,
     block_tokens,
     decode_warps,
@@ -129,7 +130,7 @@ def attend_selected(
         BLOCK_SPLITS=triton.next_power_of_2(num_splits),
         MIN_TILES=max(MIN_SPLIT_BYTES // (2 * block_n * head_dim * queries.element_size()), 1),
         FIELDS=FIELDS, ALIGN=ALIGNMENT_BYTES // queries.element_size(), DOT=dot_dtype(queries.dtype),
-        num_warps=decode_warps(block_d), num_stages=3,
+        num_warps=decode_warps(block_d), num_stages=3, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Quantising and packing a layer in Triton: ranges of K channels, K words, V rows; three launches a layer.
 
-    _key_ranges_kernel   (head, chunk of tokens): smallest and largest value of each kept channel
+    _key_ranges_kernel   (head, chunk of tokens): smallest and largest value of each channel
     _pack_keys_kernel    (item): quantises and packs some token blocks of one head
     _pack_values_kernel  (item): each row's range, then its codes, of some tokens of one head and width
 
@@ -43,29 +43,28 @@ def _codes(x, minimum, scale, LEVELS: tl.constexpr):
 
 @triton.jit
 def _key_ranges_kernel(
-    key_ptr, words_ptr, ints_ptr, entries_ptr, range_ptr, stride_head, stride_row,
-    BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    key_ptr, ints_ptr, entries_ptr, range_ptr, stride_head, stride_row,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):  # fmt: skip
     head, chunk = tl.program_id(0), tl.program_id(1)
     row = entries_ptr + head * FIELDS
-    kept = tl.load(row + 1) + tl.load(row + 2) + tl.load(row + 3) + tl.load(row + 4)
     num_tokens = (tl.load(row + 5) + tl.load(row + 6) + tl.load(row + 7) + tl.load(row + 8)).to(tl.int32)
-    c = tl.arange(0, BLOCK_D)
-    channel = tl.load(words_ptr + tl.load(row + 10) + c, mask=c < kept, other=0).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
     lowest = tl.full([BLOCK_D], float("inf"), tl.float32)
     highest = tl.full([BLOCK_D], float("-inf"), tl.float32)
     for start in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, num_tokens), BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         position = tl.load(ints_ptr + tl.load(row + 19) + t, mask=t < num_tokens, other=0).to(tl.int64)
-        at = head.to(tl.int64) * stride_head + position[:, None] * stride_row + channel[None, :]
-        ok = (t < num_tokens)[:, None] & (c < kept)[None, :]
+        at = head.to(tl.int64) * stride_head + position[:, None] * stride_row + d[None, :]
+        ok = (t < num_tokens)[:, None] & (d < D)[None, :]
         x = tl.load(key_ptr + at, mask=ok, other=0.0).to(tl.float32)
         # a maximum passes NaN over; an infinite range is refused
         highest = tl.maximum(
             highest, tl.max(tl.where(ok, tl.where(x == x, x, float("inf")), float("-inf")), 0)
         )
         lowest = tl.minimum(lowest, tl.min(tl.where(ok, tl.where(x == x, x, float("-inf")), float("inf")), 0))
-    at = (head * tl.num_programs(1) + chunk) * 2 * BLOCK_D + c
+    at = (head * tl.num_programs(1) + chunk) * 2 * BLOCK_D + d
     tl.store(range_ptr + at, lowest)
     tl.store(range_ptr + at + BLOCK_D, highest)
 
@@ -237,7 +236,7 @@ def fill(packed: PackedLayer, keys: Tensor, values: Tensor) -> None:
     words, ints, floats, halves = (
         buffer.view(dtype) for dtype in (torch.int16, torch.int32, torch.float32, torch.float16)
     )
-    _fill_key_ranges(packed, keys, words, ints, entries)
+    _fill_key_ranges(packed, keys, ints, entries)
     key_items, value_items = _items(packed, keys.element_size())
     if key_items:
         _pack_keys_kernel[(len(key_items),)](
@@ -245,11 +244,11 @@ def fill(packed: PackedLayer, keys: Tensor, values: Tensor) -> None:
             keys.stride(0), keys.stride(1), BLOCK_C=32, FIELDS=FIELDS, num_warps=4,
         )  # fmt: skip
         head_dim = packed.layout.head_dim
+        block_d = triton.next_power_of_2(head_dim)
         _pack_values_kernel[(len(value_items),)](
             values, buffer, halves, ints, floats, entries,
             torch.tensor(value_items, dtype=torch.int32).to(device), values.stride(0), values.stride(1),
-            D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_T=128 if interpreting() else 32,
-            FIELDS=FIELDS, num_warps=4,
+            D=head_dim, BLOCK_D=block_d, BLOCK_T=_tile_tokens(block_d), FIELDS=FIELDS, num_warps=4,
         )  # fmt: skip
     checked: tuple[tuple[Kind, torch.dtype], ...] = (("scales", torch.float32), ("rows", torch.float16))
     for kind, dtype in checked:
@@ -258,22 +257,24 @@ def fill(packed: PackedLayer, keys: Tensor, values: Tensor) -> None:
             raise ValueError("rows hold a value that is not finite, or too large for how it is kept")
 
 
-def _fill_key_ranges(packed: PackedLayer, keys: Tensor, words: Tensor, ints: Tensor, entries: Tensor) -> None:
+def _fill_key_ranges(packed: PackedLayer, keys: Tensor, ints: Tensor, entries: Tensor) -> None:
     """Write the scales and minima of K's coded channels."""
     num_heads, block_d = len(packed.heads), max(triton.next_power_of_2(keys.shape[2]), 16)
-    block_t, chunk = (128, 512) if interpreting() else (16, 512)
+    chunk = 512
     longest = max(head.counts.num_tokens for head in packed.heads)
     num_chunks = max(triton.cdiv(longest, chunk), 1)
     ranges = torch.empty(num_heads, num_chunks, 2, block_d, dtype=torch.float32, device=keys.device)
     _key_ranges_kernel[(num_heads, num_chunks)](
-        keys, words, ints, entries, ranges, keys.stride(0), keys.stride(1),
-        BLOCK_D=block_d, BLOCK_T=block_t, CHUNK=chunk, FIELDS=FIELDS, num_warps=4,
+        keys, ints, entries, ranges, keys.stride(0), keys.stride(1),
+        D=keys.shape[2], BLOCK_D=block_d, BLOCK_T=_tile_tokens(block_d), CHUNK=chunk,
+        FIELDS=FIELDS, num_warps=4,
     )  # fmt: skip
     lowest, highest = ranges[:, :, 0].amin(1), ranges[:, :, 1].amax(1)
     for h, head in enumerate(packed.heads):
         start = 0
+        channels = head.channels.long()
         for width, count in zip(WIDTHS, head.counts.channels, strict=True):
-            low, high = lowest[h, start : start + count], highest[h, start : start + count]
+            low, high = (ranges[h, channels[start : start + count]] for ranges in (lowest, highest))
             if width == 16:
                 if not bool((low.half().isfinite() & high.half().isfinite()).all()):
                     raise ValueError(
@@ -287,6 +288,11 @@ def _fill_key_ranges(packed: PackedLayer, keys: Tensor, words: Tensor, ints: Ten
             head.key_scales[start : start + count] = torch.where(scales > 0, scales, 1.0)
             head.key_minima[start : start + count] = low
             start += count
+
+
+def _tile_tokens(block_d: int) -> int:
+    """Tokens a tile: 64 bytes of 16-bit rows for each of 128 threads; the interpreter gets larger ones."""
+    return 128 if interpreting() else min(4096 // block_d, 64)
 
 
 def _items(packed: PackedLayer, element_bytes: int) -> tuple[list[list[int]], list[list[int]]]:

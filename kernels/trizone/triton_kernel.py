@@ -173,7 +173,7 @@ def trizone_decode_batch(
         statistics,
         scale_log2,
         **shape,
-        num_warps=4,
+        num_warps=4 if block_d <= 128 else 8,
         num_stages=1,
     )
     _trizone_kernel[(work.items.shape[0],)](
