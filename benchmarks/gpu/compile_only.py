@@ -19,6 +19,9 @@ from hsa_cases import HsaSize, hsa_cases
 from packed_cases import pack_case, trizone_case
 from score_cases import chunk_case, window_case
 
+from kvferry.kernels.hsa.descriptors import MAX_PAGES
+from kvferry.kernels.split_workspace import MAX_SPLITS
+
 ARCHITECTURES = (80, 90)
 HEAD_DIMS = (64, 96, 128, 256)
 GROUP_SIZES = (1, 4, 5, 7, 8, 16)
@@ -36,13 +39,13 @@ def models() -> Iterator[Model]:
 
 
 def compile_cases(model: Model) -> list[Callable[[], Case]]:
-    """Launches whose constants are those of a real shape, on as few rows as give them."""
+    """Launches whose constants are the largest of a shape's, on as few rows as give them."""
     return [
         lambda: dense_case(model, batch_size=1, length=64, device=_CPU, seed=0, target=None),
         lambda: append_case(model, batch_size=1, device=_CPU, seed=0),
         lambda: hsa_cases(
             model,
-            HsaSize(batch_size=1, length=4096, page_size=4, num_channels=model.head_dim // 2, num_tokens=256),
+            HsaSize(batch_size=1, length=MAX_PAGES, page_size=1, num_channels=model.head_dim, num_tokens=256),
             device=_CPU,
             seed=0,
             targets=(None, None),
@@ -55,9 +58,14 @@ def compile_cases(model: Model) -> list[Callable[[], Case]]:
 
 
 def launches_of(case: Case) -> list[Launch]:
+    """What a case launches, with splits as many as a batch of one has on a GPU."""
     with caught(list(case.kernels)) as launches:
         case.launch()
-    return launches
+    splits = {"BLOCK_SPLITS": MAX_SPLITS}
+    return [
+        replace(launch, arguments=launch.arguments | splits) if splits.keys() & launch.arguments else launch
+        for launch in launches
+    ]
 
 
 def compile_all(only: str = "", model_names: tuple[str, ...] = ()) -> list[dict[str, Any]]:
@@ -85,5 +93,12 @@ def compile_all(only: str = "", model_names: tuple[str, ...] = ()) -> list[dict[
                     compiled[key] = compile_launch(launch, arch)
                 facts = compiled[key]
                 shape = {"model": name, "head_dim": model.head_dim, "group_size": model.group_size}
-                rows.append({**shape, "dtype": str(model.dtype), **facts.row(), "breaks": breaks(facts)})
+                rows.append(
+                    {
+                        **shape,
+                        "dtype": str(model.dtype),
+                        **facts.row(),
+                        "breaks": breaks(facts, model.head_dim),
+                    }
+                )
     return rows

@@ -17,59 +17,71 @@ class Gate:
 
     Attributes:
         registers: a thread's, at most.
-        streams: the loads of what it streams, by a part of their source line: bits a thread gets, at least.
+        streams: the loads of what it streams, by a part of their source line. A thread gets 128 bits at
+            least, or what is said here by head_dim.
         conversions: source lines, by a part of them, that may make floats of integers; no other may.
     """
 
     registers: int
-    streams: Mapping[str, int] = field(default_factory=dict)
+    streams: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     conversions: tuple[str, ...] = (_LOGARITHM,)
 
+
+_WIDE: Mapping[int, int] = {}
+_FOUR_WARPS = {256: 64}
+"""K words of a tile are 1024 bytes: 128 bits for each thread of two warps, 64 of four."""
+_SHORT_ROWS = {96: 64}
+"""A row of V at 2 bits has 24 bytes, so every other one begins between two pieces of 16."""
+_SCATTERED = {64: 32, 96: 32, 128: 32, 256: 16}
+"""K channels kept at 16 bits are read field by field, 256 bytes at a time."""
 
 GATES = {
     "_append_rows_kernel": Gate(registers=64),
     "_dense_decode_kernel": Gate(
         registers=128,
-        streams={"tl.load(key_ptr + key_offset + at": 128, "tl.load(value_ptr + value_offset + at": 128},
+        streams={"tl.load(key_ptr + key_offset + at": _WIDE, "tl.load(value_ptr + value_offset + at": _WIDE},
     ),
     "_score_pages_kernel": Gate(
-        registers=224, streams={"arena_ptr + start[:, None]": 128}, conversions=(_TOKENS_OF_A_PAGE,)
+        registers=224, streams={"arena_ptr + start[:, None]": _WIDE}, conversions=(_TOKENS_OF_A_PAGE,)
     ),
     "_select_tokens_kernel": Gate(registers=128),
     "_gather_attend_kernel": Gate(
         registers=128,
-        streams={"tl.load(arena_ptr + key_offset + at": 128, "tl.load(arena_ptr + value_offset + at": 128},
+        streams={
+            "tl.load(arena_ptr + key_offset + at": _WIDE,
+            "tl.load(arena_ptr + value_offset + at": _WIDE,
+        },
     ),
     "_prologue_kernel": Gate(registers=128),
     "_trizone_kernel": Gate(
         registers=255,
         streams={
-            # 64 channels of 16 words by 256 threads
-            "tl.load(words_ptr + start[None": 64,
-            "tl.load(words_ptr + at": 64,
-            # a row of 2-bit codes has 8 words at head_dim 64
-            "tl.load(words_ptr + rows + at": 64,
-            "tl.load(halves_ptr + rows + at": 128,
-            "tl.load(key_ptr + key_offset + at": 128,
-            "tl.load(value_ptr + value_offset + at": 128,
+            "tl.load(words_ptr + start[None": _FOUR_WARPS,
+            "tl.load(words_ptr + at": _FOUR_WARPS,
+            "tl.load(halves_ptr + at": _SCATTERED,
+            "tl.load(words_ptr + rows + at": _SHORT_ROWS,
+            "tl.load(halves_ptr + rows + at": _WIDE,
+            "tl.load(key_ptr + key_offset + at": _WIDE,
+            "tl.load(value_ptr + value_offset + at": _WIDE,
         },
     ),
-    "_key_ranges_kernel": Gate(registers=128, streams={"x = tl.load(key_ptr + at": 128}),
+    "_key_ranges_kernel": Gate(registers=128, streams={"x = tl.load(key_ptr + at": _WIDE}),
     "_pack_keys_kernel": Gate(registers=255),
     "_pack_values_kernel": Gate(
-        registers=128, streams={"tl.load(values_ptr + position": 128, "tl.load(from_row + p * STRIDE": 128}
+        registers=128,
+        streams={"tl.load(values_ptr + position": _WIDE, "tl.load(from_row + p * STRIDE": _WIDE},
     ),
     "_row_lse_kernel": Gate(
-        registers=255, streams={"q = tl.load(query_ptr + row": 128, "k = tl.load(key_ptr + at": 128}
+        registers=255, streams={"q = tl.load(query_ptr + row": _WIDE, "k = tl.load(key_ptr + at": _WIDE}
     ),
     "_column_sums_kernel": Gate(
-        registers=255, streams={"q = tl.load(query_ptr + row": 128, "k = tl.load(key_ptr + at": 128}
+        registers=255, streams={"q = tl.load(query_ptr + row": _WIDE, "k = tl.load(key_ptr + at": _WIDE}
     ),
-    "_chunk_scores_kernel": Gate(registers=168, streams={"tl.load(ptr + at": 128}),
+    "_chunk_scores_kernel": Gate(registers=168, streams={"tl.load(ptr + at": _WIDE}),
 }
 
 
-def breaks(facts: Facts) -> list[str]:
+def breaks(facts: Facts, head_dim: int) -> list[str]:
     """What a kernel's machine code does not keep to, in words."""
     gate = GATES[facts.kernel]
     found = []
@@ -77,10 +89,10 @@ def breaks(facts: Facts) -> list[str]:
         found.append(f"{facts.registers} registers; at most {gate.registers}")
     if facts.stack_bytes:
         found.append(f"{facts.stack_bytes} bytes of spilled registers; there must be none")
-    for fragment, bits in gate.streams.items():
-        loads = facts.loads(fragment)
-        if min(loads, default=0) < bits:
-            found.append(f"loads of {sorted(set(loads))} bits at `{fragment}`; at least {bits}")
+    for fragment, narrower in gate.streams.items():
+        loads, least = facts.loads(fragment), narrower.get(head_dim, 128)
+        if min(loads, default=0) < least:
+            found.append(f"loads of {sorted(set(loads))} bits at `{fragment}`; at least {least}")
     if conversions := facts.conversions(gate.conversions):
         found.append(f"{conversions} conversions of integers to floats outside {gate.conversions}; none")
     return found

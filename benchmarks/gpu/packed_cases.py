@@ -9,6 +9,8 @@ from torch import Tensor
 from kvferry.kernels import dispatch
 from kvferry.kernels.packed import PackedLayer, pack_layer, unpack_layer, view_packed_layer
 from kvferry.kernels.packed import triton_kernel as pack
+from kvferry.kernels.packed.key_packing import _key_ranges_kernel, _pack_keys_kernel
+from kvferry.kernels.packed.value_packing import _pack_values_kernel
 from kvferry.kernels.split_workspace import choose_num_splits, split_workspace
 from kvferry.kernels.trizone import triton_kernel as trizone
 from kvferry.kernels.trizone.scaled_queries import STATISTICS, _prologue_kernel
@@ -146,7 +148,7 @@ def pack_case(model: Model, *, length: int, device: Device, seed: int, target: f
         launch=launch,
         expected=lambda: expected,
         tolerance=1e-3,
-        kernels=(pack._key_ranges_kernel, pack._pack_keys_kernel, pack._pack_values_kernel),
+        kernels=(_key_ranges_kernel, _pack_keys_kernel, _pack_values_kernel),
         target=target,
         captured=False,
     )

@@ -87,25 +87,28 @@ def score_pages(
     """The first launch of `append_and_attend_batch`, whose arguments these are."""
     group_size, head_dim = queries.shape[2:]
     max_pages, num_blocks = scratch.scores.shape[2], scratch.partial.shape[1]
+    block_k1 = max(triton.next_power_of_2(max_channels), 16)
     _score_pages_kernel[(heads.shape[0], num_blocks)](
         queries, arena, queries if new_keys is None else new_keys,
         queries if new_values is None else new_values, heads, scratch.scores, scratch.partial,
         page_stride, max_pages,
         G=group_size, BLOCK_G=MIN_BLOCK_G, D=head_dim, BLOCK_D=_block_d(head_dim),
-        BLOCK_K1=max(triton.next_power_of_2(max_channels), 16), BLOCK_P=BLOCK_PAGES,
+        BLOCK_K1=block_k1, BLOCK_P=BLOCK_PAGES,
         APPEND=new_keys is not None, FIELDS=FIELDS, ALIGN=ALIGNMENT_BYTES // queries.element_size(),
-        DOT=dot_dtype(queries.dtype), num_warps=8, num_stages=1,
+        DOT=dot_dtype(queries.dtype), num_warps=8 if block_k1 <= 128 else 16, num_stages=1,
     )  # fmt: skip
 
 
 def select_tokens(heads: Tensor, scratch: HsaScratch, *, group_size: int) -> None:
     """The second launch of `append_and_attend_batch`: `scratch.tokens` and `counts` from its scores."""
     max_pages, num_blocks = scratch.scores.shape[2], scratch.partial.shape[1]
+    block_p = max(triton.next_power_of_2(max_pages), 128)
     _select_tokens_kernel[(heads.shape[0],)](
         scratch.scores, scratch.partial, heads, scratch.tokens, scratch.counts, max_pages, num_blocks,
         BLOCK_PAGES, scratch.tokens.shape[1],
-        G=group_size, BLOCK_P=max(triton.next_power_of_2(max_pages), 128),
-        BLOCK_B=triton.next_power_of_2(num_blocks), FIELDS=FIELDS, num_warps=8, num_stages=1,
+        G=group_size, BLOCK_P=block_p, BLOCK_B=triton.next_power_of_2(num_blocks), FIELDS=FIELDS,
+        # registers for 16 pages a thread at most
+        num_warps=8 if block_p <= 2048 else 16, num_stages=1,
     )  # fmt: skip
 
 

@@ -16,14 +16,14 @@ from kvferry.kernels.trizone.unpack import half_of, high_byte
 
 @triton.jit
 def key_logits(
-    scaled_ptr, halves_ptr, words_ptr, words, n2, n4, n8, n16, ratio, block, ok, g, nb, r,
+    scaled_ptr, halves_ptr, words_ptr, words, n2, n4, n8, n16, ratio, block, r, ok, g,
     BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Eight tiles of `sum_c q~_c v_c`, v the codes as `half_of` reads them, biases still in."""
     halves_ptr += words
     words_ptr += words
-    start = (block + nb) * (16 * (n2 + 2 * n4 + 4 * n8 + 8 * n16)) + r
+    start = block * (16 * (n2 + 2 * n4 + 4 * n8 + 8 * n16)) + r
     c0 = tl.arange(0, BLOCK_C)
     s0 = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
     s1, s2, s3, s4, s5, s6, s7 = s0, s0, s0, s0, s0, s0, s0

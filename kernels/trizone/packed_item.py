@@ -13,20 +13,20 @@ from kvferry.kernels.trizone.value_sums import add_values
 
 @triton.jit
 def _tile(
-    scaled_ptr, statistics_ptr, halves_ptr, words_ptr, floats_ptr, row, block, end, zone_start, zone_stop,
+    scaled_ptr, statistics_ptr, halves_ptr, words_ptr, floats_ptr, row, first, end, zone_start, zone_stop,
     rows, scales, minima, norm, j, highest, total, lowest, a0, a1, a2, a3, a4, a5, a6, a7,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     VB: tl.constexpr, ROW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """One online-softmax step over the zone's tokens of the full blocks from `block` up to `end`."""
+    """One online-softmax step over the zone's tokens of BLOCK_N lanes from `first`, up to block `end`."""
     g, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
-    nb, r = n // 16, n % 16
+    lane = first + n
     n2, n4 = tl.load(row + 1).to(tl.int32), tl.load(row + 2).to(tl.int32)
     n8, n16 = tl.load(row + 3).to(tl.int32), tl.load(row + 4).to(tl.int32)
     statistics = statistics_ptr + g * 8
     s0, s1, s2, s3, s4, s5, s6, s7 = key_logits(
         scaled_ptr, halves_ptr, words_ptr, tl.multiple_of(tl.load(row + 9), 8), n2, n4, n8, n16,
-        tl.load(statistics + 6)[:, None], block, block + nb < end, g, nb, r,
+        tl.load(statistics + 6)[:, None], lane // 16, lane % 16, lane // 16 < end, g,
         BLOCK_D, BLOCK_G, BLOCK_N, BLOCK_C, ASM,
     )  # fmt: skip
     b0, b1 = tl.load(statistics)[:, None], tl.load(statistics + 1)[:, None]
@@ -39,10 +39,10 @@ def _tile(
         s0 - b0, s1 - b1, s2 - b2, s3 - b3, s4 - b0, s5 - b1, s6 - b2, s7 - b3, BLOCK_G, BLOCK_N
     )  # fmt: skip
     i = tl.arange(0, 8 * BLOCK_N)
-    # lane r of field f holds token 16 f + r of its block
-    own_block = block + i // 128
-    token = own_block * 128 + (i % 8) * 16 + (i // 8) % 16
-    ok = (own_block < end) & (token >= zone_start) & (token < zone_stop)
+    # field f of a block's lane r holds its token 16 f + r
+    lane = first + i // 8
+    token = (lane // 16) * 128 + (i % 8) * 16 + lane % 16
+    ok = (lane // 16 < end) & (token >= zone_start) & (token < zone_stop)
     logits = tl.where(ok[None, :], logits * undo + shift, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(logits, 1))
     base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
@@ -76,7 +76,6 @@ def packed_item(
     PER_WORD: tl.constexpr = 16 // VB
     ROW: tl.constexpr = D // PER_WORD
     BLOCK_W: tl.constexpr = BLOCK_D // PER_WORD
-    BLOCK_TILES: tl.constexpr = BLOCK_N // 16
     t2, t4, t8 = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
     if VB == 2:
         zone_start, zone_stop, field = 0, t2.to(tl.int32), 15
@@ -97,10 +96,11 @@ def packed_item(
     lowest = tl.zeros([BLOCK_G], tl.float32)
     a0 = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
     a1, a2, a3, a4, a5, a6, a7 = a0, a0, a0, a0, a0, a0, a0
-    for block in range(begin, end, BLOCK_TILES):
+    for first in range(begin * 16, end * 16, BLOCK_N):
         highest, total, lowest, a0, a1, a2, a3, a4, a5, a6, a7 = _tile(
-            scaled_ptr, statistics_ptr, halves_ptr, words_ptr, floats_ptr, row, block, end, zone_start,
-            zone_stop, rows, scales, minima, norm, j, highest, total, lowest, a0, a1, a2, a3, a4, a5, a6, a7,
+            scaled_ptr, statistics_ptr, halves_ptr, words_ptr, floats_ptr, row,
+            tl.multiple_of(first, BLOCK_N), end, zone_start, zone_stop, rows, scales, minima, norm, j,
+            highest, total, lowest, a0, a1, a2, a3, a4, a5, a6, a7,
             BLOCK_G, BLOCK_D, BLOCK_N, BLOCK_C, VB, ROW, ASM,
         )  # fmt: skip
     share = (1.0 / tl.where(total > 0, total, 1.0))[:, None]

@@ -17,6 +17,7 @@ STATISTICS = 8
 
 @triton.jit
 def power_of_two(exponent):
+    """2^exponent, of -126 to 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -71,4 +72,5 @@ def _prologue_kernel(
 
 @triton.jit
 def queries_of(scaled_ptr, g, c, ok, BLOCK_D: tl.constexpr):
+    """`[BLOCK_G, channels]` of one entry's scaled queries, zero where not ok `[channels]`."""
     return tl.load(scaled_ptr + g[:, None] * BLOCK_D + c[None, :], mask=ok[None, :], other=0.0)

@@ -41,7 +41,14 @@ from kvferry.kernels.trizone.work_list import (
 )
 
 BLOCK_CHANNELS = 64
-"""Channels a tile: with 16 words each, 8 bytes for each of 256 threads; four warps spill registers."""
+"""K channels a tile."""
+BLOCK_LANES = 8
+"""Lanes a tile, half a token block. The products of a tile are too small to be shared out: every warp has all
+of them, and with 16 lanes they take more registers than there are."""
+INTERPRETED_LANES = 64
+"""The interpreter, slow by the operation rather than by the element, gets larger tiles."""
+MAX_REGISTERS = 255
+"""A thread's. Left to itself the compiler spills for one more program an SM."""
 
 
 @triton.jit
@@ -180,11 +187,13 @@ def trizone_decode_batch(
         queries, keys, values, heads, halves, words, codes, floats, work.entries, work.items, scaled,
         statistics, workspace.partial, workspace.lse, workspace.counters, output, scale_log2, row_stride,
         **shape,
-        BLOCK_N=64 if interpreting() else 16, BLOCK_C=BLOCK_CHANNELS,
+        BLOCK_N=INTERPRETED_LANES if interpreting() else BLOCK_LANES, BLOCK_C=BLOCK_CHANNELS,
         BLOCK_R=block_tokens(queries.dtype, block_d),
         BLOCK_SPLITS=triton.next_power_of_2(work.max_items_per_head), ITEM=ITEM_FIELDS,
         HEAD_FIELDS=heads.shape[1], ALIGN=ALIGNMENT_BYTES // queries.element_size(),
-        DOT=dot_dtype(queries.dtype), ASM=not interpreting(), num_warps=8, num_stages=2,
+        DOT=dot_dtype(queries.dtype), ASM=not interpreting(),
+        # as few as hold the accumulators: what one warp computes, the others compute again
+        num_warps=2 if block_d <= 128 else 4, num_stages=2, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from kvferry.kernels.append_rows import append_rows
 
 
-def test_every_head_gets_its_row_and_empty_heads_none() -> None:
-    head_dim, capacity = 24, 5
+@pytest.mark.parametrize("head_dim", [24, 96, 256])
+def test_every_head_gets_its_row_and_empty_heads_none(head_dim: int) -> None:
+    capacity = 5
     buffer = torch.full((3 * 2 * capacity * head_dim,), torch.nan)
     cache = buffer.view(3, 2, capacity, head_dim)
     lengths = [4, 0, 1]

@@ -17,6 +17,8 @@ from kvferry.kernels.chunk_scores.reference import chunk_scores_reference, share
         (torch.float16, 1, 90, 40, 128),
         (torch.bfloat16, 2, 1, 64, 64),
         (torch.float32, 1, 0, 4, 16),
+        (torch.float16, 16, 21, 13, 96),
+        (torch.bfloat16, 1, 35, 20, 256),
     ],
 )
 def test_scores_equal_the_reference(

@@ -16,6 +16,8 @@ from kvferry.kernels.column_sums.reference import column_sums_reference
         (torch.float32, 3, 300, 300, 32),
         (torch.float16, 1, 150, 290, 64),
         (torch.float32, 2, 1, 1, 16),
+        (torch.bfloat16, 16, 5, 33, 96),
+        (torch.float16, 1, 7, 19, 256),
     ],
 )
 def test_sums_and_variances_equal_the_reference(

@@ -29,6 +29,8 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
         (torch.float16, 3, 1, 1, 64),
         (torch.bfloat16, 1, 8, 33, 256),
         (torch.float32, 1, 2, 7, 16),
+        (torch.float16, 1, 16, 75, 256),
+        (torch.float16, 2, 1, 41, 96),
     ],
 )
 def test_attention_equals_the_reference(

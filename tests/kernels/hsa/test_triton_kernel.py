@@ -27,6 +27,8 @@ def channel_major(num_kv_heads: int, num_pages: int, head_dim: int, dtype: torch
         (torch.float32, 2, 300, 32, 1, 7, 9, True),
         (torch.float32, 2, 1, 64, 4, 8, 1, False),
         (torch.float32, 3, 13, 64, 4, 64, 1, False),
+        (torch.float16, 16, 37, 256, 1, 256, 11, True),
+        (torch.bfloat16, 7, 29, 256, 4, 130, 29, False),
     ],
 )
 def test_attention_equals_the_reference(

@@ -30,6 +30,8 @@ def pack_by(
         (torch.bfloat16, 3, 9, 16, (0, 0, 8, 16)),
         (torch.float32, 1, 1, 32, (4,)),
         (torch.float32, 2, 5, 16, (0,)),
+        (torch.bfloat16, 1, 37, 256, (0, 2, 4, 8, 16)),
+        (torch.float16, 1, 3, 128, (2, 16)),
     ],
 )
 def test_bytes_equal_those_of_the_torch_path(
@@ -48,6 +50,20 @@ def test_bytes_equal_those_of_the_torch_path(
     assert len(bits) == 2
     ours, theirs = (pack_by(mode, keys, values, bits) for mode in ("triton", "torch"))
     assert ours.layout == theirs.layout
+    assert torch.equal(ours.buffer, theirs.buffer)
+
+
+def test_what_is_not_kept_need_not_be_finite() -> None:
+    keys, values = torch.randn(2, 1, 20, 32)
+    keys[:, :, 3] = torch.nan
+    keys[:, 7] = torch.inf
+    values[:, 7] = torch.inf
+    key_bits, value_bits = (
+        torch.full((1, 32), 4, dtype=torch.uint8),
+        torch.full((1, 20), 2, dtype=torch.uint8),
+    )
+    key_bits[:, 3] = value_bits[:, 7] = 0
+    ours, theirs = (pack_by(mode, keys, values, (key_bits, value_bits)) for mode in ("triton", "torch"))
     assert torch.equal(ours.buffer, theirs.buffer)
 
 

@@ -59,6 +59,8 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
         (torch.float32, 2, 1, 9, 64, 1, (0,)),
         (torch.float32, 1, 2, 1, 64, 1, (4,)),
         (torch.float16, 1, 2, 64, 256, 2, (2, 8)),
+        (torch.float16, 1, 16, 261, 256, 1, (0, 2, 4, 8, 16)),
+        (torch.bfloat16, 1, 1, 135, 96, 40, (2, 4)),
     ],
 )
 def test_attention_equals_the_reference(
@@ -82,6 +84,19 @@ def test_attention_equals_the_reference(
     )
     assert result.dtype == dtype
     assert relative_error(result, expected) < (8e-3 if dtype == torch.bfloat16 else TOLERANCE)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_attention_by_half_blocks_as_on_a_gpu_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's own tiles are larger."""
+    monkeypatch.setattr(triton_kernel, "INTERPRETED_LANES", triton_kernel.BLOCK_LANES)
+    generator = torch.Generator().manual_seed(2)
+    packed = packed_of(generator, num_kv_heads=1, num_tokens=270, head_dim=64, widths=(0, 2, 4, 8, 16))
+    queries = torch.randn(1, 5, 64, generator=generator)
+    rows = torch.randn(2, 1, 1, 64, generator=generator)
+    result = trizone_decode(queries, packed, *rows, scaling=0.2)
+    expected = reference.trizone_decode(queries, packed, *rows, scaling=0.2)
+    assert relative_error(result, expected) < TOLERANCE
 
 
 def test_a_batch_with_several_packed_layers_a_head_is_one_launch() -> None:

@@ -18,6 +18,7 @@ from kvferry.kernels.window_scores.reference import window_scores_reference
         (torch.bfloat16, 1, 1, 5, 33, 96),
         (torch.float32, 1, 2, 1, 1, 16),
         (torch.float32, 1, 2, 40, 40, 256),
+        (torch.float16, 1, 16, 3, 50, 256),
     ],
 )
 def test_scores_equal_the_reference(

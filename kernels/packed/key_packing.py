@@ -1,0 +1,120 @@
+"""Packing K in Triton: ranges of channels, then codes of whole token blocks.
+
+    _key_ranges_kernel  (head, chunk of tokens): smallest and largest value of each channel
+    _pack_keys_kernel   (item): quantises and packs some token blocks of one head
+
+Imported by the Triton modules of this folder only, because it imports Triton.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _nearest(x):
+    """The nearest integer, half to even, of 0 <= x < 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def codes_of(x, minimum, scale, LEVELS: tl.constexpr):
+    """Integers 0 .. LEVELS of x, `round((x - minimum) / scale)`."""
+    steps = _nearest(tl.div_rn(x - minimum, scale))
+    return tl.minimum(tl.maximum(steps, 0.0), LEVELS).to(tl.int32)
+
+
+@triton.jit
+def _key_ranges_kernel(
+    key_ptr, ints_ptr, entries_ptr, range_ptr, stride_head, stride_row,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr,
+    FIELDS: tl.constexpr,
+):  # fmt: skip
+    head, chunk = tl.program_id(0), tl.program_id(1)
+    row = entries_ptr + head * FIELDS
+    num_tokens = (tl.load(row + 5) + tl.load(row + 6) + tl.load(row + 7) + tl.load(row + 8)).to(tl.int32)
+    d = tl.arange(0, BLOCK_D)
+    lowest = tl.full([BLOCK_D], float("inf"), tl.float32)
+    highest = tl.full([BLOCK_D], float("-inf"), tl.float32)
+    for start in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, num_tokens), BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        position = tl.load(ints_ptr + tl.load(row + 19) + t, mask=t < num_tokens, other=0).to(tl.int64)
+        at = head.to(tl.int64) * stride_head + position[:, None] * stride_row + d[None, :]
+        ok = (t < num_tokens)[:, None] & (d < D)[None, :]
+        x = tl.load(key_ptr + at, mask=ok, other=0.0).to(tl.float32)
+        # a maximum passes NaN over; an infinite range is refused
+        highest = tl.maximum(
+            highest, tl.max(tl.where(ok, tl.where(x == x, x, float("inf")), float("-inf")), 0)
+        )
+        lowest = tl.minimum(lowest, tl.min(tl.where(ok, tl.where(x == x, x, float("-inf")), float("inf")), 0))
+    at = (head * tl.num_programs(1) + chunk) * 2 * BLOCK_D + d
+    tl.store(range_ptr + at, lowest)
+    tl.store(range_ptr + at + BLOCK_D, highest)
+
+
+@triton.jit
+def _pack_key_words(
+    keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, before, first, count, block, lanes, num_tokens,
+    stride_row, BLOCK_C: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """The words of one block and width. Args: base: the block's; before: words a lane ahead of the width;
+    first, count: its channels in packed order."""
+    FIELDS: tl.constexpr = 16 // W
+    r = tl.arange(0, 16)
+    for c0 in range(0, count, BLOCK_C):
+        c = c0 + tl.arange(0, BLOCK_C)
+        inside = c < count
+        channel = tl.load(words_ptr + tl.load(row + 10) + first + c, mask=inside, other=0).to(tl.int64)
+        if W < 16:
+            scale = tl.load(floats_ptr + tl.load(row + 11) + first + c, mask=inside, other=1.0)[:, None]
+            minimum = tl.load(floats_ptr + tl.load(row + 12) + first + c, mask=inside, other=0.0)[:, None]
+        for j in range(0, W // 2):
+            word = tl.zeros([BLOCK_C, 16], tl.int32)
+            for f in tl.static_range(FIELDS):
+                t = block * 128 + (j * FIELDS + f) * lanes + r
+                there = (r < lanes) & (t < num_tokens)
+                position = tl.load(ints_ptr + tl.load(row + 19) + t, mask=there, other=0).to(tl.int64)
+                ok = inside[:, None] & there[None, :]
+                at = position[None, :] * stride_row + channel[:, None]
+                x = tl.load(keys_ptr + at, mask=ok, other=0.0).to(tl.float32)
+                if W == 16:
+                    word = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+                else:
+                    code = codes_of(x, minimum, scale, (1 << W) - 1)
+                    word |= tl.where(ok, code, 0) << (f * W)
+            at = base + lanes * before + (c[:, None] * (W // 2) + j) * lanes + r[None, :]
+            tl.store(words_ptr + at, word.to(tl.int16), mask=inside[:, None] & (r < lanes)[None, :])
+
+
+@triton.jit
+def _pack_keys_kernel(
+    key_ptr, words_ptr, ints_ptr, floats_ptr, entries_ptr, items_ptr, stride_head, stride_row,
+    BLOCK_C: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    item = items_ptr + tl.program_id(0) * 3
+    head, begin, end = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    row = entries_ptr + head * FIELDS
+    n2, n4 = tl.load(row + 1).to(tl.int32), tl.load(row + 2).to(tl.int32)
+    n8, n16 = tl.load(row + 3).to(tl.int32), tl.load(row + 4).to(tl.int32)
+    num_tokens = (tl.load(row + 5) + tl.load(row + 6) + tl.load(row + 7) + tl.load(row + 8)).to(tl.int32)
+    keys_ptr = key_ptr + head.to(tl.int64) * stride_head
+    for block in range(begin, end):
+        lanes = tl.minimum((num_tokens - block * 128 + 7) // 8, 16)
+        base = tl.load(row + 9) + block * (16 * (n2 + 2 * n4 + 4 * n8 + 8 * n16))
+        _pack_key_words(
+            keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, 0, 0, n2, block, lanes, num_tokens,
+            stride_row, BLOCK_C, 2,
+        )  # fmt: skip
+        _pack_key_words(
+            keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, n2, n2, n4, block, lanes, num_tokens,
+            stride_row, BLOCK_C, 4,
+        )  # fmt: skip
+        _pack_key_words(
+            keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, n2 + 2 * n4, n2 + n4, n8, block, lanes,
+            num_tokens, stride_row, BLOCK_C, 8,
+        )  # fmt: skip
+        _pack_key_words(
+            keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, n2 + 2 * n4 + 4 * n8, n2 + n4 + n8, n16,
+            block, lanes, num_tokens, stride_row, BLOCK_C, 16,
+        )  # fmt: skip
