@@ -40,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --init: draw new embeddings for words that the training so far never saw",
     )
+    parser.add_argument(
+        "--average-init",
+        action="store_true",
+        help="with --init: export the mean of the trained weights and those of --init",
+    )
     parser.add_argument("--from-stage", help="name of the first stage to run (default: the recipe's first)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
@@ -52,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, or resume training, and export; returns the process's exit code."""
+    if args.average_init and args.init is None:
+        raise ConfigurationError("--average-init needs --init, the folder whose weights are averaged in")
     recipe = load_recipe(_recipe_path(args.recipe))
     device = torch.device(_device_name(args.device))
     num_threads = args.threads or torch.get_num_threads()
@@ -70,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.restart and trainer.resume():
         _log.info("resumed", stage=trainer.position.stage, step=trainer.position.step)
     _train(recipe, trainer)
+    if args.average_init:
+        average_weights(trainer.network, load_network(args.init))
     save_folder(trainer.network, args.out / "model")
     save_tokenizer(args.out / "model")
     _log.info("exported", folder=str(args.out / "model"), total_tokens=trainer.position.total_tokens)
@@ -144,6 +153,18 @@ def renew_embeddings(network: RecallNetwork, ids: Tensor, generator: torch.Gener
     others = torch.ones(len(weight), dtype=torch.bool).index_fill(0, ids, False)
     mean, spread = weight[others].mean(0), weight[others].std(0)
     weight[ids] = mean + spread * torch.randn(len(ids), weight.shape[1], generator=generator)
+
+
+@torch.no_grad()
+def average_weights(network: RecallNetwork, other: RecallNetwork) -> None:
+    """Replace a network's weights by the mean of its own and another's of the same shape.
+
+    Of a network and the one that its training began with, the mean keeps more of what the training no longer
+    asked for than its end does (Wortsman et al. 2022, https://arxiv.org/abs/2109.01903).
+    """
+    weights = other.state_dict()
+    for name, tensor in network.state_dict().items():
+        tensor.lerp_(weights[name].to(tensor), 0.5)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
