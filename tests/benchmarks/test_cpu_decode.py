@@ -44,3 +44,23 @@ def test_each_method_is_measured_against_full_and_transformers(
         # so many tokens' K and V in float32
         assert cell["cache_bytes"]["full"] == 640 * 4 * 2 * 2 * 64 * 4
         assert cell["cache_bytes"]["rdkv"] < cell["cache_bytes"]["full"]
+
+
+def test_stored_steps_are_ahead_where_their_readme_says_so() -> None:
+    folder = REPOSITORY / "benchmarks" / "results" / "cpu-decode"
+    measured = json.loads((folder / "steps.json").read_text(encoding="utf-8"))["cells"]
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert len(measured) == 12
+    assert all(cell["full_speedup_over_transformers"] > 1 for cell in measured)
+    behind = [
+        (cell["model"], cell["context"], cell["batch_size"], method)
+        for cell in measured
+        for method, ratio in cell["speedup_over_full"].items()
+        if ratio <= 1
+    ]
+    assert behind == [("demo", 2048, 1, "rocketkv")]
+    for cell in measured:
+        ratios = [cell["full_speedup_over_transformers"], *cell["speedup_over_full"].values()]
+        row = f"| {cell['model']} | {cell['context']:,} | {cell['batch_size']} |"
+        (line,) = (line for line in text.splitlines() if line.startswith(row))
+        assert line.endswith("| " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")

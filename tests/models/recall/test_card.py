@@ -31,3 +31,18 @@ def test_tables_are_those_of_the_files(section: str, names: tuple[str, ...], dem
     assert shown.strip() == markdown_table(measured).strip()
     assert all(cell.num_examples >= 200 for cell in measured)
     assert {cell.held_out for cell in measured} == {section == "held-out"}
+
+
+@pytest.mark.parametrize(
+    ("task", "num_tokens", "floor"),
+    [
+        ("single_needle", 512, 0.98),
+        ("single_needle", 1024, 0.98),
+        ("single_needle", 2048, 0.98),
+        ("multi_key_8", 512, 0.93),
+        ("third_turn", 1024, 0.92),
+    ],
+)
+def test_floors_that_count_as_reached_are(task: str, num_tokens: int, floor: float) -> None:
+    (cell,) = (c for c in cells("standard") if (c.task, c.num_tokens) == (task, num_tokens))
+    assert cell.accuracy >= floor
