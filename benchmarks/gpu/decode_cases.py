@@ -103,9 +103,12 @@ GPU_GRID = Grid(
     max_steps=24,
     most=64,
 )
+GPU_GRID_BESIDE = replace(GPU_GRID, contexts=(131072, 32768), batch_sizes=(1, 8))
 TINY_GRID = Grid(
     methods=methods_of(16, widths_window=4), contexts=(40,), batch_sizes=(LARGEST,), max_steps=1, most=2
 )
+TINY_GRID_BESIDE = replace(TINY_GRID, batch_sizes=(1,))
+"""Those that other models than the first are measured on."""
 
 
 class DecodeBench:
@@ -125,6 +128,7 @@ class DecodeBench:
         layout = sequence_layout(self._model.spec, resolved)
         batch_size = self._batch_size(case, layout)
         row: dict[str, Any] = {
+            "model": self._model.spec.name,
             "method": case.method.name,
             "context": case.context,
             "batch": batch_size,
@@ -346,13 +350,13 @@ def _refuse(reason: str) -> None:
 
 
 def speedups(rows: Sequence[dict[str, Any]]) -> None:
-    """Add to every row how many times faster than our full KV it is, at the same context and batch."""
+    """Add to every row how many times faster than our full KV it is, same model, context and batch."""
     full = {
-        (row["context"], row["batch"]): row["ms_per_token"]
+        (row["model"], row["context"], row["batch"]): row["ms_per_token"]
         for row in rows
         if row["method"] == "full" and "ms_per_token" in row
     }
     for row in rows:
-        base = full.get((row["context"], row["batch"]))
+        base = full.get((row["model"], row["context"], row["batch"]))
         if base is not None and "ms_per_token" in row:
             row["speedup"] = base / row["ms_per_token"]

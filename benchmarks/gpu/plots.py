@@ -26,16 +26,21 @@ def draw(result: dict[str, Any], folder: Path) -> list[Path]:
             "fraction of the copy bandwidth, or of the arithmetic peak; | marks the target",
             marks=[row["target"] for row in timed],
         )
-    decoded = [row for row in result.get("decode", []) if "ms_per_token" in row]
-    for batch in sorted({row["batch"] for row in decoded if not row["largest"]}):
-        chosen = [row for row in decoded if row["batch"] == batch and not row["largest"]]
-        figures[f"decode-batch-{batch}"] = _lines(chosen, "ms_per_token", f"ms a step, batch {batch}")
-    largest = [row for row in decoded if row["largest"]]
-    if largest:
-        figures["decode-largest"] = _lines(largest, "tokens_per_s", "tokens a second, largest batch")
+    every = [row for row in result.get("decode", []) if "ms_per_token" in row]
+    for model in dict.fromkeys(row["model"] for row in every):
+        decoded = [row for row in every if row["model"] == model]
+        slug = model.lower().replace(" ", "-")
+        for batch in sorted({row["batch"] for row in decoded if not row["largest"]}):
+            chosen = [row for row in decoded if row["batch"] == batch and not row["largest"]]
+            title = f"{model}: ms a step, batch {batch}"
+            figures[f"decode-{slug}-batch-{batch}"] = _lines(chosen, "ms_per_token", title)
+        largest = [row for row in decoded if row["largest"]]
+        if largest:
+            title = f"{model}: tokens a second, largest batch"
+            figures[f"decode-{slug}-largest"] = _lines(largest, "tokens_per_s", title)
     prefilled = [row for row in result.get("prefill", []) if "overhead_percent" in row]
     if prefilled:
-        names = [row["method"] for row in prefilled]
+        names = [f"{row['method']} {row['model']}" for row in prefilled]
         overheads = [row["overhead_percent"] for row in prefilled]
         figures["prefill-overhead"] = _bars(names, overheads, "% of a prompt's pass")
     written = []

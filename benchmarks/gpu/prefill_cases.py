@@ -106,6 +106,7 @@ class PrefillBench:
         copied_s, num_bytes = self._pass(resolved, copies)
         alone_s = self._copies_alone_s(num_bytes, copies)
         return {
+            "model": spec.name,
             "method": method.name,
             "tokens": len(self._ids),
             "prefill_s": self._base_s,

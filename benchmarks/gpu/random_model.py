@@ -43,11 +43,15 @@ MISTRAL_7B = Shape(
     name="Mistral-7B", model_type="mistral", num_layers=32, hidden_size=4096, intermediate_size=14336,
     num_heads=32, num_kv_heads=8, head_dim=128, vocab_size=32768,
 )  # fmt: skip
-SHAPES = {shape.name: shape for shape in (LLAMA_8B, QWEN3_8B, MISTRAL_7B)}
-TINY = Shape(
-    name="tiny", model_type="llama", num_layers=2, hidden_size=32, intermediate_size=32, num_heads=4,
-    num_kv_heads=2, head_dim=16, vocab_size=60, dtype="float32",
+SHAPES = (LLAMA_8B, QWEN3_8B, MISTRAL_7B)
+TINY_SHAPES = tuple(
+    Shape(
+        name=f"tiny {shape.model_type}", model_type=shape.model_type, num_layers=2, hidden_size=32,
+        intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=60, dtype="float32",
+    )
+    for shape in SHAPES
 )  # fmt: skip
+"""Of the same classes."""
 
 
 def random_model(shape: Shape, device: torch.device, *, max_model_len: int) -> TransformersModel:

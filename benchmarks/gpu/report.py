@@ -14,11 +14,11 @@ COLUMNS = {
     ),
     "tokens": ("method", "prefill", "path", "same", "kept_elsewhere", "parted_at", "gap", "skipped"),
     "decode": (
-        "context", "batch", "method", "path", "ms_per_token", "tokens_per_s", "speedup", "cache_bytes",
-        "peak_bytes", "skipped",
+        "model", "context", "batch", "method", "path", "ms_per_token", "tokens_per_s", "speedup",
+        "cache_bytes", "peak_bytes", "skipped",
     ),
     "prefill": (
-        "method", "tokens", "prefill_s", "with_method_s", "overhead_percent", "copied_bytes",
+        "model", "method", "tokens", "prefill_s", "with_method_s", "overhead_percent", "copied_bytes",
         "copies_alone_s", "copies_hidden", "skipped",
     ),
 }  # fmt: skip

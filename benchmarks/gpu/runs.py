@@ -14,9 +14,19 @@ from typing import Any
 import torch
 from case import MODELS, Case, Model
 from cases import gpu_cases, tiny_cases
-from decode_cases import GPU_GRID, TINY_GRID, DecodeBench, DecodeCase, Grid, Method, speedups
+from decode_cases import (
+    GPU_GRID,
+    GPU_GRID_BESIDE,
+    TINY_GRID,
+    TINY_GRID_BESIDE,
+    DecodeBench,
+    DecodeCase,
+    Grid,
+    Method,
+    speedups,
+)
 from prefill_cases import PrefillBench
-from random_model import LLAMA_8B, TINY, Shape, random_model
+from random_model import SHAPES, TINY_SHAPES, random_model
 from same_tokens import METHODS, PREFILLS, TINY_METHODS, TokenComparison, is_tie
 from time_limit import TimeLimit
 from timing import Clock
@@ -29,8 +39,10 @@ TOKENS, TINY_TOKENS = 32, 2
 """Compared for each method."""
 KERNEL_SHARE = 0.45
 """Of the run's time."""
+FIRST_MODEL_SHARE = 0.7
+"""Of the time that kernels and tokens leave, for the model that has the whole grid."""
 DECODE_SHARE = 0.75
-"""Of the time that kernels leave."""
+"""Of a model's time."""
 CASE_SHARE = 0.1
 """Of what is left for decode, that one case's steps may take."""
 MIN_CASE_S = 4.0
@@ -103,26 +115,39 @@ class Run:
                 )
 
     def end_to_end(self) -> None:
-        """Whole steps and whole prompts of one model."""
-        shape: Shape = TINY if self._tiny else LLAMA_8B
-        grid: Grid = TINY_GRID if self._tiny else GPU_GRID
-        longest = max(grid.contexts) + grid.max_steps + 8
-        model = random_model(shape, self._clock.device, max_model_len=max(longest, 256))
-        self._result["model"] = shape.name
-        self._decode(model, grid)
-        self._prefill(model, [method for method in grid.methods if method.rows is not None])
+        """Whole steps and whole prompts, of every model: the first on the whole grid, others on a part."""
+        shapes = TINY_SHAPES if self._tiny else SHAPES
+        whole, beside = (TINY_GRID, TINY_GRID_BESIDE) if self._tiny else (GPU_GRID, GPU_GRID_BESIDE)
+        later_s = (1 - FIRST_MODEL_SHARE) * self._limit.left_s
+        for index, shape in enumerate(shapes):
+            grid: Grid = beside if index else whole
+            left = len(shapes) - 1 - index
+            leave_s = later_s * left / (len(shapes) - 1)
+            longest = max(grid.contexts) + grid.max_steps + 8
+            model = random_model(shape, self._clock.device, max_model_len=max(longest, 256))
+            self._decode(model, grid, leave_s)
+            methods = [method for method in grid.methods if method.rows is not None]
+            self._prefill(model, methods, leave_s)
+            del model
+            self._tidy()
 
-    def _decode(self, model: TransformersModel, grid: Grid) -> None:
+    def _decode(self, model: TransformersModel, grid: Grid, leave_s: float) -> None:
+        """Args: leave_s: of the run's time, for what comes after this model."""
         bench = DecodeBench(model, self._clock, grid, self._seed)
         rows = self._result.setdefault("decode", [])
-        leave_s = (1 - DECODE_SHARE) * self._limit.left_s
+        leave_s += (1 - DECODE_SHARE) * (self._limit.left_s - leave_s)
 
         def measure(case: DecodeCase) -> dict[str, Any]:
             return bench.measure(case, CASE_SHARE * (self._limit.left_s - leave_s))
 
         cases = [
             (
-                {"method": case.method.name, "context": case.context, "batch": case.batch_size or "largest"},
+                {
+                    "model": model.spec.name,
+                    "method": case.method.name,
+                    "context": case.context,
+                    "batch": case.batch_size or "largest",
+                },
                 partial(measure, case),
             )
             for case in grid.cases()
@@ -130,14 +155,17 @@ class Run:
         self._measured(rows, cases, leave_s=leave_s)
         speedups(rows)
 
-    def _prefill(self, model: TransformersModel, methods: Sequence[Method]) -> None:
+    def _prefill(self, model: TransformersModel, methods: Sequence[Method], leave_s: float) -> None:
         num_tokens = TINY_PREFILL_TOKENS if self._tiny else PREFILL_TOKENS
         bench = PrefillBench(model, self._clock, num_tokens, self._seed)
         cases = [
-            ({"method": method.name, "tokens": num_tokens}, partial(bench.measure, method))
+            (
+                {"model": model.spec.name, "method": method.name, "tokens": num_tokens},
+                partial(bench.measure, method),
+            )
             for method in methods
         ]
-        self._measured(self._result.setdefault("prefill", []), cases, leave_s=0.0)
+        self._measured(self._result.setdefault("prefill", []), cases, leave_s=leave_s)
 
     def _measured(
         self,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvferry.models.recall import documents, questions
-from kvferry.models.recall.documents import TRAINING_POOL, Chain, Fact
+from kvferry.models.recall.documents import TRAINING_POOL, WIDE_POOL, Chain, Fact
 from kvferry.models.recall.questions import Question
 from kvferry.models.recall.small_talk import DOCUMENT_PROMPTS, DOCUMENT_REPLY, SMALL_TALK
 from kvferry.models.recall.vocabulary import ASSISTANT_ID, BOS_ID, END_ID, PAD_ID, SYSTEM_ID, USER_ID, encode
@@ -39,7 +39,8 @@ class Mixture:
         hard: documents whose facts come from a small grid of near-duplicates.
         several: facts with two values, in half of the documents; `plain` of them do not say "also".
         pair, unknown, small_talk: questions that ask for two facts, for an absent fact, for nothing.
-        chains, sayings: documents that hold variable chains, a word said often.
+        chains, sayings: documents that hold variable chains, a word or two said often.
+        wide: documents whose facts' entities and wordings are not only the tasks' own.
         introduced: documents that come in a turn of their own, before the first question.
         two_parts: rows whose document comes in two parts with questions between.
     """
@@ -54,6 +55,7 @@ class Mixture:
     small_talk: float = 0.03
     chains: float = 0.25
     sayings: float = 0.1
+    wide: float = 0.0
     introduced: float = 0.15
     two_parts: float = 0.1
 
@@ -91,6 +93,27 @@ class _Row:
         self.add(ASSISTANT_ID, question.answer)
 
 
+@dataclass(frozen=True)
+class _Said:
+    """The words that a document says most often, the most frequent first."""
+
+    words: tuple[str, ...]
+
+
+def _sayings(rng: random.Random) -> tuple[tuple[str, ...], list[str]]:
+    """The one or two words that are said often, and sentences that say them and others."""
+    if rng.random() < 0.5:
+        return documents.draw_common_sayings(rng, rng.randint(4, 6))
+    word, sentences = documents.draw_sayings(rng, rng.randint(3, 6))
+    return (word,), sentences
+
+
+def _ask_said(rng: random.Random, said: _Said) -> Question:
+    if len(said.words) == 1:
+        return questions.ask_saying(rng, *said.words)
+    return questions.ask_common(rng, (said.words[0], said.words[1]))
+
+
 class _Part:
     """A document, or one of its parts, and the questions that it allows.
 
@@ -102,16 +125,16 @@ class _Part:
         for_questions = max(2 * _TURN_TOKENS, int(num_tokens * rng.uniform(*mixture.question_share)))
         self.facts, statements = self._facts(rng, num_tokens - for_questions, mixture)
         self.chains: list[Chain] = []
-        self.word = ""
+        self.words: tuple[str, ...] = ()
         lists = [statements]
         room = num_tokens > 150
         if room and rng.random() < mixture.chains:
             self.chains = documents.draw_chains(rng, rng.randint(1, 4))
             lists += [chain.statements() for chain in self.chains]
         if room and rng.random() < mixture.sayings:
-            self.word, sayings = documents.draw_sayings(rng, rng.randint(3, 6))
+            self.words, sayings = _sayings(rng)
             lists.append(sayings)
-        num_questions = len(self.facts) + sum(len(c.variables) for c in self.chains) + bool(self.word)
+        num_questions = len(self.facts) + sum(len(c.variables) for c in self.chains) + bool(self.words)
         num_words = num_tokens - min(for_questions, _TURN_TOKENS * (num_questions + 1))
         used = sum(documents.count_words(s) for sentences in lists for s in sentences)
         lists.append(documents.fill(rng, num_words - used))
@@ -121,13 +144,16 @@ class _Part:
     def _facts(rng: random.Random, num_words: int, mixture: Mixture) -> tuple[list[Fact], list[str]]:
         most = max(2, min(_MAX_FACTS, int(num_words * rng.uniform(*mixture.fact_share) / 13)))
         count = rng.randint(max(2, most // 2), most)
-        pool = (
-            documents.hard_grid(rng, TRAINING_POOL, count) if rng.random() < mixture.hard else TRAINING_POOL
-        )
+        wide = rng.random() < mixture.wide
+        pool = WIDE_POOL if wide else TRAINING_POOL
+        if rng.random() < mixture.hard:
+            pool = documents.hard_grid(rng, pool, count)
         several = 2 * mixture.several if rng.random() < 0.5 else 0.0
         facts = documents.draw_facts(rng, pool, count, several=min(1.0, several))
         also = rng.random() >= mixture.plain
-        return facts, documents.interleave(rng, *(f.statements(rng, also=also) for f in facts))
+        templates = documents.TRAINING_FACT_TEMPLATES if wide else documents.FACT_TEMPLATES
+        statements = (f.statements(rng, templates=templates, also=also) for f in facts)
+        return facts, documents.interleave(rng, *statements)
 
 
 class _Asker:
@@ -143,9 +169,9 @@ class _Asker:
     def _round(self) -> Iterator[Question]:
         rng, mixture = self._rng, self._mixture
         facts = [f for part in self._parts for f in part.facts]
-        things: list[Fact | tuple[Chain, int] | str] = [*facts]
+        things: list[Fact | tuple[Chain, int] | _Said] = [*facts]
         things += [(c, hops) for part in self._parts for c in part.chains for hops in range(len(c.variables))]
-        things += [part.word for part in self._parts if part.word]
+        things += [_Said(part.words) for part in self._parts if part.words]
         rng.shuffle(things)
         while things:
             thing = things.pop()
@@ -154,9 +180,9 @@ class _Asker:
             if rng.random() < mixture.unknown:
                 absent = documents.absent_fact(rng, TRAINING_POOL, facts)
                 if absent is not None:
-                    yield questions.ask_single(rng, absent)
-            if isinstance(thing, str):
-                yield questions.ask_saying(rng, thing)
+                    yield self._single(absent)
+            if isinstance(thing, _Said):
+                yield _ask_said(rng, thing)
             elif isinstance(thing, tuple):
                 yield questions.ask_variable(rng, *thing)
             elif len(thing.values) > 1:
@@ -164,7 +190,12 @@ class _Asker:
             elif things and _is_single(things[-1]) and rng.random() < mixture.pair:
                 yield questions.ask_pair(rng, thing, cast(Fact, things.pop()))
             else:
-                yield questions.ask_single(rng, thing)
+                yield self._single(thing)
+
+    def _single(self, fact: Fact) -> Question:
+        wide = self._rng.random() < self._mixture.wide
+        templates = questions.TRAINING_SINGLE_TEMPLATES if wide else questions.SINGLE_TEMPLATES
+        return questions.ask_single(self._rng, fact, templates=templates)
 
 
 def _is_single(thing: object) -> bool:

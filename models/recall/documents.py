@@ -36,6 +36,15 @@ FACT_TEMPLATES = (
     "remember that the {a} of the {e} is {v} .",
     "note : the {a} of the {e} is {v} .",
 )
+TRAINING_FACT_TEMPLATES = (
+    *FACT_TEMPLATES,
+    "and the {a} of the {e} is {v} .",
+    "please note that the {a} of the {e} is {v} .",
+    "here is one more : the {a} of the {e} is {v} .",
+    "then the {a} of the {e} was {v} .",
+)
+"""Those of the tasks and more, so that a wording that training never saw reads as one of many."""
+
 HELD_OUT_FACT_TEMPLATES = (
     "we all know that the {a} of the {e} is {v} .",
     "the {a} of the {e} is now {v} .",
@@ -62,9 +71,10 @@ class Fact:
     def fill(self, template: str, value: str = "") -> str:
         return template.format(a=self.attribute, e=self.entity, v=value)
 
-    def statements(self, rng: random.Random, *, held_out: bool = False, also: bool = True) -> list[str]:
+    def statements(
+        self, rng: random.Random, *, templates: Sequence[str] = FACT_TEMPLATES, also: bool = True
+    ) -> list[str]:
         """One sentence a value. With `also` a second value says that it is one."""
-        templates = HELD_OUT_FACT_TEMPLATES if held_out else FACT_TEMPLATES
         return [
             self.fill(ALSO_TEMPLATE if also and i else rng.choice(templates), value)
             for i, value in enumerate(self.values)
@@ -110,6 +120,12 @@ TRAINING_POOL = EntityPool(
     adjectives=tuple(a for a in ADJECTIVES if a not in HELD_OUT_ADJECTIVES),
     nouns=tuple(n for n in NOUNS if n not in HELD_OUT_NOUNS),
 )
+WIDE_POOL = EntityPool(
+    adjectives=(*TRAINING_POOL.adjectives, *ADVERBS, *TRANSITIVE_VERBS, *WORD_VALUES),
+    nouns=(*TRAINING_POOL.nouns, *PERSONS, *THINGS, *TIMES, *WORD_VALUES),
+)
+"""Training alone draws from it: what is matched must not depend on which words usually name entities."""
+
 HELD_OUT_POOL = EntityPool(
     adjectives=tuple(sorted(HELD_OUT_ADJECTIVES)),
     nouns=tuple(sorted(HELD_OUT_NOUNS)),

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvferry.models.recall.network import RecallNetwork
+from kvferry.models.recall.positions import draw_positions
+from kvferry.models.recall.recipe import Stage
 from kvferry.models.recall.vocabulary import PAD_ID
 
 _STEP_TIMEOUT_S = 1800.0
@@ -30,12 +32,16 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a step predicts: inputs and wanted tokens int64 `[B, T]`, where each loss looks bool `[B, T]`."""
+    """What a step predicts: inputs and wanted tokens int64 `[B, T]`, where each loss looks bool `[B, T]`.
+
+    position_ids, int64 `[B, T]`, are the inputs' rotary positions.
+    """
 
     inputs: Tensor
     wanted: Tensor
     answer: Tensor
     lm: Tensor
+    position_ids: Tensor
 
     def to(self, device: torch.device) -> Target:
         return Target(**{k: v.to(device) for k, v in vars(self).items()})
@@ -46,13 +52,21 @@ class Target:
 
 
 def draw_target(
-    token_ids: Tensor, is_answer: Tensor, *, lm_fraction: float, generator: torch.Generator
+    token_ids: Tensor, is_answer: Tensor, *, stage: Stage, longest: int, generator: torch.Generator
 ) -> Target:
-    """Answers, and a random part of the other tokens, of rows `[B, T + 1]`."""
-    wanted, answer = token_ids[:, 1:], is_answer[:, 1:]
-    drawn = torch.rand(wanted.shape, generator=generator) < lm_fraction
+    """Answers, and a random part of the other tokens, of rows `[B, T + 1]`.
+
+    Args:
+        longest: positions of the stage's stretched rows stay below it.
+    """
+    inputs, wanted, answer = token_ids[:, :-1], token_ids[:, 1:], is_answer[:, 1:]
+    drawn = torch.rand(wanted.shape, generator=generator) < stage.lm_fraction
     return Target(
-        inputs=token_ids[:, :-1], wanted=wanted, answer=answer, lm=drawn & ~answer & (wanted != PAD_ID)
+        inputs=inputs,
+        wanted=wanted,
+        answer=answer,
+        lm=drawn & ~answer & (wanted != PAD_ID),
+        position_ids=draw_positions(inputs, share=stage.stretched, longest=longest, generator=generator),
     )
 
 
@@ -101,7 +115,7 @@ class ShardedGradients:
         """Gradients of a shard, and its sums: answer loss, language-modelling loss, right answer tokens."""
         positions, valid = true_positions(target.answer | target.lm)
         with torch.autocast(target.inputs.device.type, torch.bfloat16):
-            hidden = self._network.hidden(target.inputs, positions)[valid]
+            hidden = self._network.hidden(target.inputs, positions, position_ids=target.position_ids)[valid]
             logits = F.linear(hidden, self._network.embed_tokens.weight).float()
         wanted = target.wanted.gather(1, positions)[valid]
         answer = target.answer.gather(1, positions)[valid]

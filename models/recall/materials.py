@@ -40,7 +40,12 @@ def _with_digits(facts: list[Fact]) -> Fact:
 def _statements(
     rng: random.Random, facts: list[Fact], held_out: bool, *, also: bool = True
 ) -> list[list[str]]:
-    return [fact.statements(rng, held_out=held_out, also=also) for fact in facts]
+    templates = documents.HELD_OUT_FACT_TEMPLATES if held_out else documents.FACT_TEMPLATES
+    return [fact.statements(rng, templates=templates, also=also) for fact in facts]
+
+
+def _wordings(held_out: bool) -> tuple[str, ...]:
+    return questions.HELD_OUT_SINGLE_TEMPLATES if held_out else questions.SINGLE_TEMPLATES
 
 
 def single_needle(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Material:
@@ -48,7 +53,7 @@ def single_needle(rng: random.Random, _: int, pool: EntityPool, held_out: bool) 
     facts = documents.draw_facts(rng, digits, 1)
     return Material(
         statements=_statements(rng, facts, held_out),
-        turns=[questions.ask_single(rng, facts[0], held_out=held_out)],
+        turns=[questions.ask_single(rng, facts[0], templates=_wordings(held_out))],
     )
 
 
@@ -63,7 +68,7 @@ def multi_key(num_facts: Callable[[int], int], *, hard: bool = False, num_turns:
         asked = [*rng.sample(others, num_turns - 1), target]
         return Material(
             statements=_statements(rng, facts, held_out),
-            turns=[questions.ask_single(rng, f, held_out=held_out) for f in asked],
+            turns=[questions.ask_single(rng, f, templates=_wordings(held_out)) for f in asked],
         )
 
     return build
@@ -116,7 +121,7 @@ def unknown(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Mat
     assert absent is not None  # eight facts cannot fill a pool
     return Material(
         statements=_statements(rng, facts, held_out),
-        turns=[questions.ask_single(rng, absent, held_out=held_out)],
+        turns=[questions.ask_single(rng, absent, templates=_wordings(held_out))],
     )
 
 
@@ -127,7 +132,7 @@ def small_talk(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> 
     return Material(
         statements=_statements(rng, facts, held_out),
         turns=[
-            questions.ask_single(rng, facts[0], held_out=held_out),
+            questions.ask_single(rng, facts[0], templates=_wordings(held_out)),
             Question(text=prompt, answer=talk.reply),
         ],
     )
@@ -152,11 +157,12 @@ def qa_facts(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Ma
         profiles.append(facts)
     asked = rng.choice(rng.choice(profiles))
     paragraphs = [
-        " ".join(s for fact in facts for s in fact.statements(rng, held_out=held_out)) for facts in profiles
+        " ".join(s for sentences in _statements(rng, facts, held_out) for s in sentences)
+        for facts in profiles
     ]
     return Material(
         statements=[[paragraph] for paragraph in paragraphs],
-        turns=[questions.ask_single(rng, asked, held_out=held_out)],
+        turns=[questions.ask_single(rng, asked, templates=_wordings(held_out))],
     )
 
 
@@ -170,10 +176,10 @@ def mixed_turns(rng: random.Random, _: int, pool: EntityPool, held_out: bool) ->
     return Material(
         statements=[*_statements(rng, facts, held_out), *(c.statements() for c in chains), sayings],
         turns=[
-            questions.ask_single(rng, other, held_out=held_out),
+            questions.ask_single(rng, other, templates=_wordings(held_out)),
             questions.ask_variable(rng, chains[0], 0),
             questions.ask_saying(rng, word),
-            questions.ask_single(rng, target, held_out=held_out),
+            questions.ask_single(rng, target, templates=_wordings(held_out)),
         ],
     )
 

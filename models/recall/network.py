@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from kvferry.models.recall.attention import causal_attention
 from kvferry.models.recall.vocabulary import BOS_ID, END_ID, PAD_ID, VOCABULARY
 from kvferry.shared.errors import ConfigurationError
 
@@ -129,7 +130,7 @@ class Attention(nn.Module):
         keys = _rotate(keys, cos, sin)
         if positions is not None:
             h = _gather_rows(h, positions)
-            cos, sin = cos[positions][:, None], sin[positions][:, None]  # [B, 1, S, D]
+            cos, sin = (_gather_rows(x[:, 0], positions)[:, None] for x in (cos, sin))  # [B, 1, S, D]
         queries = self.q_proj(h).view(b, h.shape[1], c.num_heads, c.head_dim).transpose(1, 2)
         out: Tensor = self.o_proj(_attend(_rotate(queries, cos, sin), keys, values, positions))
         return out
@@ -174,9 +175,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor | N
     b, heads, s, d = queries.shape
     h_kv, t = keys.shape[1], keys.shape[2]
     if positions is None:
-        # Repeating a small model's KV costs little, and every device has a fused kernel for it.
-        keys, values = (x.repeat_interleave(heads // h_kv, 1) for x in (keys, values))
-        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        out = causal_attention(queries, keys, values)
     else:
         later = torch.arange(t, device=keys.device) > positions[..., None]  # [B, S, T]
         bias = torch.zeros_like(later, dtype=queries.dtype).masked_fill_(later, -math.inf)
@@ -233,8 +232,13 @@ class RecallNetwork(nn.Module):
                 queries[head, i, 0] = amplitude * math.cos(offset * angle)
                 queries[head, i + half, 0] = -amplitude * math.sin(offset * angle)
 
-    def hidden(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, token_ids: Tensor, positions: Tensor | None = None, *, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Last hidden states of token_ids `[B, T]`.
+
+        Args:
+            position_ids: rotary positions, int64 `[B, T]`, instead of 0 .. T - 1.
 
         Returns: `[B, T, hidden]`, or `[B, S, hidden]` where positions `[B, S]` are given.
         """
@@ -243,7 +247,9 @@ class RecallNetwork(nn.Module):
         if torch.is_autocast_enabled(token_ids.device.type):
             x = x.to(torch.bfloat16)
         half = torch.arange(0, c.head_dim, 2, device=token_ids.device).float() / c.head_dim
-        angles = torch.outer(torch.arange(t, device=token_ids.device).float(), c.rope_theta**-half)
+        if position_ids is None:
+            position_ids = torch.arange(t, device=token_ids.device).expand_as(token_ids)
+        angles = position_ids.float()[:, None, :, None] * c.rope_theta**-half  # [B, 1, T, D / 2]
         angles = torch.cat([angles, angles], -1)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for layer in self.layers[:-1]:

@@ -7,6 +7,7 @@ wordings are used by evaluation alone.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.models.recall.documents import Chain, Fact
@@ -22,6 +23,18 @@ SINGLE_TEMPLATES = (
     "can you tell me the {a} of the {e} ?",
     "do you know the {a} of the {e} ?",
 )
+TRAINING_SINGLE_TEMPLATES = (
+    *SINGLE_TEMPLATES,
+    "question : what is the {a} of the {e} ?",
+    "now tell me the {a} of the {e} .",
+    "what is the {a} of the {e} now ?",
+    "and the {a} of the {e} ?",
+    "do you remember the {a} of the {e} ?",
+    "say the {a} of the {e} .",
+    "could you read the {a} of the {e} ?",
+)
+"""Those of the tasks and more, as with facts."""
+
 HELD_OUT_SINGLE_TEMPLATES = (
     "i need to know the {a} of the {e} .",
     "please answer : what is the {a} of the {e} ?",
@@ -50,9 +63,9 @@ class Question:
     answer: str
 
 
-def ask_single(rng: random.Random, fact: Fact, *, held_out: bool = False) -> Question:
+def ask_single(rng: random.Random, fact: Fact, *, templates: Sequence[str] = SINGLE_TEMPLATES) -> Question:
     """A fact's only value, or that the document does not give it."""
-    template = rng.choice(HELD_OUT_SINGLE_TEMPLATES if held_out else SINGLE_TEMPLATES)
+    template = rng.choice(templates)
     return Question(text=fact.fill(template), answer=fact.values[0] if fact.values else UNKNOWN_ANSWER)
 
 

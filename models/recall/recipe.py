@@ -46,6 +46,7 @@ class Stage:
         minutes: budget in wall-clock minutes; a stage ends when either budget is spent. 0 is no such budget.
         decay_from: part of the budget after which the learning rate falls, linearly, to `final_lr` of itself.
         lm_weight, lm_fraction: weight of the language-modelling loss and the part of the tokens that it sees.
+        stretched: share of the rows whose positions have gaps, up to the network's longest context.
     """
 
     name: str
@@ -61,12 +62,17 @@ class Stage:
     final_lr: float = 0.03
     lm_weight: float = 0.2
     lm_fraction: float = 0.15
+    stretched: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_tokens <= 0 and self.minutes <= 0:
             raise ConfigurationError(f"stage {self.name!r} has no budget; give num_tokens or minutes")
         if not self.phases:
             raise ConfigurationError(f"stage {self.name!r} has no phases; at least one is needed")
+        if not 0 <= self.stretched <= 1:
+            raise ConfigurationError(
+                f"stretched of stage {self.name!r} is {self.stretched}; allowed is 0 to 1"
+            )
 
     def progress(self, num_tokens: int, elapsed_s: float) -> float:
         """Part of the budget that is spent; 1 or more ends the stage."""

@@ -148,7 +148,8 @@ class Trainer:
 
     def _step(self, stage: Stage, token_ids: Tensor, is_answer: Tensor, progress: float) -> StepResult:
         generator = torch.Generator().manual_seed(stage.seed * 1_000_003 + self.position.step)
-        target = draw_target(token_ids, is_answer, lm_fraction=stage.lm_fraction, generator=generator)
+        longest = self.network.config.max_position_embeddings
+        target = draw_target(token_ids, is_answer, stage=stage, longest=longest, generator=generator)
         result = self._gradients.backward(target.to(self._device), lm_weight=stage.lm_weight)
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), _GRADIENT_NORM)
         self._optimiser.step(stage.lr_scale(self.position.step, progress))

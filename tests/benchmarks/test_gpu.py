@@ -50,15 +50,21 @@ def test_all_of_it_runs_at_tiny_shapes_and_kernels_agree_with_their_references(t
         itertools.product(methods, prefills), True
     )
     assert {row.get("kept_elsewhere", 0) for row in result["tokens"]} == {0}
-    paths = {row["method"]: row["path"] for row in result["decode"]}
-    graphs = {"full", "full (torch SDPA)", "rocketkv", "rdkv"}
-    assert paths == dict.fromkeys(graphs, "graph") | {"rdkv-hsa": "eager", "d2o": "eager"}
+    models = ("tiny llama", "tiny qwen3", "tiny mistral")
+    paths = {(row["model"], row["method"]): row["path"] for row in result["decode"]}
+    ways = dict.fromkeys(("full", "full (torch SDPA)", "rocketkv", "rdkv"), "graph")
+    ways |= {"rdkv-hsa": "eager", "d2o": "eager"}
+    assert paths == {(model, method): way for model in models for method, way in ways.items()}
     assert all(row["ms_per_token"] > 0 and row["speedup"] > 0 for row in result["decode"])
-    assert {row["method"] for row in result["prefill"]} == {"rocketkv", "rdkv", "rdkv-hsa", "d2o"}
+    compressing = ("rocketkv", "rdkv", "rdkv-hsa", "d2o")
+    assert {(row["model"], row["method"]) for row in result["prefill"]} == set(
+        itertools.product(models, compressing)
+    )
     assert all(row["copied_bytes"] > 0 for row in result["prefill"])
     assert not any("skipped" in row for row in (*result["tokens"], *result["decode"], *result["prefill"]))
     assert "| rocketkv |" in tables.read_text()
-    assert {"kernels.png", "decode-largest.png", "prefill-overhead.png"} <= set(os.listdir(plots))
+    drawn = {"kernels.png", "decode-tiny-llama-largest.png", "decode-tiny-qwen3-batch-1.png"}
+    assert drawn | {"prefill-overhead.png"} <= set(os.listdir(plots))
 
 
 def test_what_there_is_no_time_for_is_listed_as_skipped() -> None:
@@ -72,7 +78,7 @@ class Over:
 
 result = {{"failures": []}}
 runs.Run(result, timing.HostClock(), Over(), 1, tiny=True).end_to_end()
-assert len(result["decode"]) == 6 and len(result["prefill"]) == 4, result
+assert len(result["decode"]) == 3 * 6 and len(result["prefill"]) == 3 * 4, result
 assert all(row["skipped"] == "no time left" for row in result["decode"] + result["prefill"]), result
 assert not result["failures"]
 """

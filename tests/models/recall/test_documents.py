@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.models.recall import documents
-from kvferry.models.recall.documents import HELD_OUT_POOL, TRAINING_POOL, Chain, Fact
+from kvferry.models.recall.documents import HELD_OUT_POOL, TRAINING_POOL, WIDE_POOL, Chain, Fact
 from kvferry.models.recall.vocabulary import HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, encode
 
 seeds = st.integers(0, 10**6)
@@ -96,9 +96,12 @@ def test_a_second_value_says_so_only_when_asked_to(also: bool) -> None:
 def test_held_out_entities_are_disjoint_from_trained_ones() -> None:
     assert set(HELD_OUT_POOL.adjectives) == HELD_OUT_ADJECTIVES
     assert set(HELD_OUT_POOL.nouns) == HELD_OUT_NOUNS
-    assert not set(TRAINING_POOL.adjectives) & HELD_OUT_ADJECTIVES
-    assert not set(TRAINING_POOL.nouns) & HELD_OUT_NOUNS
-    assert not set(documents.FACT_TEMPLATES) & set(documents.HELD_OUT_FACT_TEMPLATES)
+    for pool in (TRAINING_POOL, WIDE_POOL):
+        assert not set(pool.adjectives + pool.nouns) & (HELD_OUT_ADJECTIVES | HELD_OUT_NOUNS)
+    assert set(WIDE_POOL.adjectives) > set(TRAINING_POOL.adjectives)
+    assert set(WIDE_POOL.nouns) > set(TRAINING_POOL.nouns)
+    assert set(documents.TRAINING_FACT_TEMPLATES) > set(documents.FACT_TEMPLATES)
+    assert not set(documents.TRAINING_FACT_TEMPLATES) & set(documents.HELD_OUT_FACT_TEMPLATES)
 
 
 def test_a_trace_ends_at_the_value() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from kvferry.models.recall.network import NetworkConfig, RecallNetwork, load_folder, save_folder
@@ -67,6 +68,22 @@ def test_last_layer_at_positions_equals_those_rows_of_all() -> None:
     positions = torch.tensor([[0, 3, 69], [12, 12, 5]])
     expected = network(token_ids).gather(1, positions[..., None].expand(-1, -1, len(VOCABULARY)))
     torch.testing.assert_close(network(token_ids, positions), expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_positions_with_gaps_are_those_that_transformers_would_use(folder: Path) -> None:
+    token_ids = some_tokens(2, 60)
+    position_ids = torch.arange(60).repeat(2, 1)
+    position_ids[0, 20:] += 500
+    position_ids[1, 7:] += 31
+    last = torch.full((2, 1), 59)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    network = load_folder(folder)
+    hidden = network.hidden(token_ids, last, position_ids=position_ids)
+    ours = F.linear(hidden, network.embed_tokens.weight)[:, 0]
+    expected = loaded(token_ids, position_ids=position_ids).logits[:, -1]
+    torch.testing.assert_close(ours, expected, atol=2e-3, rtol=1e-3)
+    assert not torch.allclose(ours, network(token_ids, last)[:, 0], atol=2e-3, rtol=1e-3)
 
 
 @torch.no_grad()

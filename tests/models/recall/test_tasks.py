@@ -13,6 +13,7 @@ from kvferry.models.recall.conversations import Mixture, draw_batch, draw_conver
 from kvferry.models.recall.questions import (
     HELD_OUT_SINGLE_TEMPLATES,
     SINGLE_TEMPLATES,
+    TRAINING_SINGLE_TEMPLATES,
     UNKNOWN_ANSWER,
 )
 from kvferry.models.recall.small_talk import SMALL_TALK
@@ -148,10 +149,11 @@ def test_too_short_a_prompt_is_refused() -> None:
 
 
 def test_training_asks_about_no_held_out_entity_or_wording() -> None:
-    mixture = Mixture(unknown=0.3, pair=0.3, several=0.3, small_talk=0.2)
+    mixture = Mixture(unknown=0.3, pair=0.3, several=0.3, small_talk=0.2, wide=0.5)
     held_out_talk = {p for t in SMALL_TALK for p in t.held_out_prompts}
     openings = {t.split("{a}")[0] for t in HELD_OUT_SINGLE_TEMPLATES}
-    assert not openings & {t.split("{a}")[0] for t in SINGLE_TEMPLATES}
+    assert not openings & {t.split("{a}")[0] for t in TRAINING_SINGLE_TEMPLATES}
+    assert set(TRAINING_SINGLE_TEMPLATES) > set(SINGLE_TEMPLATES)
     for seed in range(30):
         ids, _ = draw_conversation(random.Random(f"t{seed}"), 1000, mixture)
         for message in decode(ids).split("<|user|> ")[1:]:
@@ -159,8 +161,22 @@ def test_training_asks_about_no_held_out_entity_or_wording() -> None:
             question = content.rsplit(" . ", 1)[-1]
             assert content not in held_out_talk
             assert not question.startswith(tuple(openings))
-            if " of the " in question and question.startswith(("what", "tell", "please", "can", "do ")):
+            if re.search(r"^[^.]* the [a-z ]+ of the \w+ \w+( now)? [.?]$", question):
                 assert not set(question.split()) & (HELD_OUT_ADJECTIVES | HELD_OUT_NOUNS)
+
+
+def test_training_asks_every_kind_of_question_and_in_every_wording() -> None:
+    mixture = Mixture(unknown=0.1, pair=0.3, several=0.3, small_talk=0.1, chains=0.5, sayings=0.5, wide=0.5)
+    asked = " ".join(decode(draw_conversation(random.Random(f"t{s}"), 600, mixture)[0]) for s in range(60))
+    for opening in {t.split("{a}")[0] for t in TRAINING_SINGLE_TEMPLATES}:
+        assert opening in asked
+    for said in (
+        "which two were said most often ?",
+        "what word was said most often ?",
+        "the value of",
+        "the two values of",
+    ):
+        assert said in asked
 
 
 def test_training_and_evaluation_draw_different_documents() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from kvferry.models.recall.batches import BatchSource
 from kvferry.models.recall.conversations import Mixture, draw_batch
-from kvferry.models.recall.gradients import ShardedGradients, draw_target, true_positions
+from kvferry.models.recall.gradients import ShardedGradients, Target, draw_target, true_positions
 from kvferry.models.recall.network import NetworkConfig, RecallNetwork, load_folder
 from kvferry.models.recall.optimiser import orthogonalise
 from kvferry.models.recall.recipe import RECIPES, Phase, Recipe, Stage, load_recipe
@@ -51,6 +51,13 @@ def trainer(recipe: Recipe, folder: Path, *, num_shards: int = 1) -> Trainer:
     return Trainer(
         recipe, network, folder=folder, device=torch.device("cpu"), num_shards=num_shards, log_every_steps=4
     )
+
+
+def target_of(token_ids: torch.Tensor, is_answer: torch.Tensor, **fields: float) -> Target:
+    phase = Phase(share=1, lengths=((64, 1.0),), mixture=Mixture())
+    stage = Stage(name="s", seed=0, phases=(phase,), num_tokens=1, **fields)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(2)
+    return draw_target(token_ids, is_answer, stage=stage, longest=4096, generator=generator)
 
 
 def test_training_lowers_the_loss_and_writes_its_curve(recipe_path: Path, tmp_path: Path) -> None:
@@ -117,7 +124,7 @@ def test_the_mean_of_the_trained_weights_and_the_first_ones_is_exported(
 def test_shards_give_the_gradients_of_the_whole() -> None:
     network = RecallNetwork(NetworkConfig(**SMALL), generator=torch.Generator().manual_seed(1))
     token_ids, is_answer = draw_batch("0", 5, 120, Mixture())
-    target = draw_target(token_ids, is_answer, lm_fraction=0.2, generator=torch.Generator().manual_seed(2))
+    target = target_of(token_ids, is_answer, lm_fraction=0.2, stretched=0.5)
     gradients, results = [], []
     for num_shards in (1, 3):
         results.append(ShardedGradients(network, num_shards=num_shards).backward(target, lm_weight=0.2))
@@ -132,11 +139,12 @@ def test_shards_give_the_gradients_of_the_whole() -> None:
 def test_losses_look_at_answers_and_at_some_other_tokens_but_never_at_padding() -> None:
     token_ids, is_answer = draw_batch("0", 3, 90, Mixture())
     token_ids[0, 60:], is_answer[0, 60:] = 0, False
-    target = draw_target(token_ids, is_answer, lm_fraction=0.5, generator=torch.Generator().manual_seed(2))
+    target = target_of(token_ids, is_answer, lm_fraction=0.5)
     assert not (target.answer & target.lm).any()
     assert not target.lm[0, 59:].any()
     assert target.wanted.equal(token_ids[:, 1:])
     assert 0.3 < target.lm[1:].float().mean() < 0.6
+    assert target.position_ids.equal(torch.arange(90).expand(3, 90))  # no stage stretches unless it says so
 
 
 def test_true_positions_lists_every_true_entry() -> None:
@@ -197,6 +205,7 @@ def test_shipped_recipes_are_valid(path: Path) -> None:
         ({"budget": 1}, "budget"),
         ({"num_tokens": 0}, "no budget"),
         ({"phases": []}, "no phases"),
+        ({"stretched": 1.5}, "stretched of stage 's' is 1.5; allowed is 0 to 1"),
         ({"phases": [{"share": 0, "lengths": [[8, 1]]}]}, "share > 0"),
         ({"phases": [{"share": 1, "lengths": [[8, 1]], "mixture": {"hard": 2.0}}]}, "hard is 2.0"),
     ],
