@@ -34,7 +34,8 @@ def draw_positions(token_ids: Tensor, *, share: float, longest: int, generator: 
         at = after[torch.randperm(len(after), generator=generator)[:num_gaps]]
         # Exponential weights divide the skipped positions among the gaps as uniform cuts would.
         weights = -torch.rand(num_gaps, generator=generator).clamp_min(1e-6).log()
-        skipped = int((longest - num_tokens) * _uniform(generator))
+        # Long ways are what a short row lacks: twice as many as short ones.
+        skipped = int((longest - num_tokens) * _uniform(generator) ** 0.5)
         row[at] += (weights / weights.sum() * skipped).long()
     return steps.cumsum(1)
 
