@@ -14,7 +14,7 @@ from kvferry.kernels.dense_decode.torch_path import dense_decode
 from kvferry.kernels.top_tokens import JointRows, attend_tokens, head_starts, top_indices, top_tokens
 
 MIN_MAGNITUDE = 1e-30
-"""What each |q| is raised by, so that no norm is zero."""
+"""What norms are raised by, so that none is zero."""
 
 
 def write_page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, page_size: int) -> None:
@@ -74,14 +74,15 @@ def rank_channels(queries: Tensor, *, num_channels: int) -> RankedQueries:
     Args: queries `[H_kv, G, D]`.
     """
     q = queries.float()
-    # a head that is zero on I1 has logits of zero, whatever it is divided by, but for zero
-    magnitudes = q.abs().add_(MIN_MAGNITUDE)
+    magnitudes = q.abs()
     channels = top_indices(magnitudes.sum(1), num_channels)
     index = channels.unsqueeze(1).expand(-1, q.shape[1], -1)
     q_kept = q.gather(2, index)
-    below = q_kept.sum(1) < 0
-    # 1 / temperature, sqrt(|q|_1 / (D |q_I1|_1))
-    l1_kept = magnitudes.gather(2, index).sum(-1, keepdim=True)
+    # a sum of -0.0 is one of zeros, whose extreme counts for nothing
+    below = q_kept.sum(1).signbit()
+    # 1 / temperature, sqrt(|q|_1 / (D |q_I1|_1)); a head that is zero on I1 has logits of zero whatever it is
+    # divided by, but for zero
+    l1_kept = torch.linalg.vector_norm(q_kept, 1, -1, True).add_(MIN_MAGNITUDE)
     shrink = torch.div(l1_kept, magnitudes.mean(-1, keepdim=True)).rsqrt_()
     return RankedQueries(channels=channels, queries=q_kept.mul_(shrink), below=below)
 
