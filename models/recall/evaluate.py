@@ -18,6 +18,7 @@ from pathlib import Path
 
 import structlog
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvferry.models.recall.network import RecallNetwork
@@ -57,8 +58,14 @@ class Cell:
 
 
 @torch.no_grad()
-def num_correct(network: RecallNetwork, examples: Sequence[Example], *, dtype: torch.dtype) -> int:
-    """How many examples of about the same length the network answers exactly; one forward pass."""
+def num_correct(
+    network: RecallNetwork, examples: Sequence[Example], *, dtype: torch.dtype, gap: int = 0
+) -> int:
+    """How many examples of about the same length the network answers exactly; one forward pass.
+
+    Args:
+        gap: positions skipped before the last question: the document is that much further away, and no longer.
+    """
     device = next(network.parameters()).device
     prompts = [e.prompt_token_ids for e in examples]
     answers = [e.answer_token_ids for e in examples]
@@ -67,14 +74,27 @@ def num_correct(network: RecallNetwork, examples: Sequence[Example], *, dtype: t
     token_ids = torch.full((len(examples), width), PAD_ID)
     positions = torch.zeros((len(examples), longest), dtype=torch.long)
     wanted = torch.full((len(examples), longest), -1)
+    position_ids = torch.arange(width).repeat(len(examples), 1)
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         text = [*prompt, *answer[:-1]]
         token_ids[i, : len(text)] = torch.tensor(text)
         positions[i, : len(answer)] = torch.arange(len(prompt) - 1, len(text))
         wanted[i, : len(answer)] = torch.tensor(answer)
+        position_ids[i, len(prompt) - _num_question_tokens(examples[i]) :] += gap
     with torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
-        predicted: Tensor = network(token_ids.to(device), positions.to(device)).argmax(-1).cpu()
+        hidden = network.hidden(
+            token_ids.to(device), positions.to(device), position_ids=position_ids.to(device)
+        )
+        predicted: Tensor = F.linear(hidden, network.embed_tokens.weight).argmax(-1).cpu()
     return int(((predicted == wanted) | (wanted < 0)).all(1).sum())
+
+
+def _num_question_tokens(example: Example) -> int:
+    """Of the prompt's tokens those of the last question, its end and the assistant's beginning."""
+    last = example.messages[-1]["content"]
+    if len(example.messages) == 1:
+        last = last.removeprefix(example.document)
+    return len(last.split()) + 2
 
 
 def evaluate_cell(
@@ -85,14 +105,15 @@ def evaluate_cell(
     num_examples: int,
     held_out: bool = False,
     dtype: torch.dtype = torch.float32,
+    gap: int = 0,
 ) -> Cell:
-    """Accuracy on the task's examples of seeds 0 .. num_examples - 1."""
+    """Accuracy on the task's examples of seeds 0 .. num_examples - 1. Args: gap: as of `num_correct`."""
     rows = max(1, _BATCH_TOKENS // num_tokens)
     correct = 0
     for start in range(0, num_examples, rows):
         seeds = range(start, min(start + rows, num_examples))
         batch = [task.example(num_tokens=num_tokens, seed=s, held_out=held_out) for s in seeds]
-        correct += num_correct(network, batch, dtype=dtype)
+        correct += num_correct(network, batch, dtype=dtype, gap=gap)
     return Cell(
         task=task.name,
         num_tokens=num_tokens,
@@ -130,6 +151,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--held-out", action="store_true", help="held-out entities and wordings")
     parser.add_argument(
+        "--gap", type=int, default=0, help="positions skipped between document and question (default: 0)"
+    )
+    parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -144,6 +168,8 @@ def run(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     names = list(TASKS) if args.tasks == "all" else args.tasks.split(",")
+    if args.gap < 0:
+        raise ConfigurationError(f"--gap is {args.gap}; it must be 0 or more")
     unknown = [n for n in names if n not in TASKS]
     if unknown:
         raise ConfigurationError(f"--tasks has {unknown}; allowed are {list(TASKS)}")
@@ -160,6 +186,7 @@ def run(args: argparse.Namespace) -> int:
                 num_examples=num_examples,
                 held_out=args.held_out,
                 dtype=getattr(torch, args.dtype),
+                gap=args.gap,
             )
             cells.append(cell)
             _log.info(
@@ -170,17 +197,18 @@ def run(args: argparse.Namespace) -> int:
                 num_examples=num_examples,
                 seconds=round(time.monotonic() - started_s, 1),
             )
-            write_result(args.out, cells, model=args.model.name, dtype=args.dtype)
+            write_result(args.out, cells, model=args.model.name, dtype=args.dtype, gap=args.gap)
     return 0
 
 
-def write_result(path: Path, cells: Sequence[Cell], *, model: str, dtype: str) -> None:
+def write_result(path: Path, cells: Sequence[Cell], *, model: str, dtype: str, gap: int = 0) -> None:
     """Write the cells as JSON and, beside it, as a Markdown table."""
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {
         "measure": "exact match of the whole answer, greedy, full KV, teacher-forced",
         "model": model,
         "dtype": dtype,
+        **({"gap": gap} if gap else {}),
         "cells": [{**asdict(c), "accuracy": c.accuracy, "half_width": c.half_width} for c in cells],
     }
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

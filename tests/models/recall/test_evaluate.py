@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from kvferry.models.recall.evaluate import Cell, evaluate_cell, main, markdown_table, num_correct
 from kvferry.models.recall.network import RecallNetwork, load_folder
 from kvferry.models.recall.tasks import TASKS
+from kvferry.models.recall.vocabulary import decode
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,26 @@ def test_batches_of_unequal_prompts_count_as_single_ones(shipped: RecallNetwork)
     assert num_correct(shipped, examples, dtype=torch.float32) == one_by_one
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("task", ["single_needle", "third_turn"])
+def test_a_gap_moves_the_last_question_and_nothing_before_it(demo_model_dir: Path, task: str) -> None:
+    """As transformers decodes when told those positions; no further than the model's context."""
+    model = AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32)
+    network = load_folder(demo_model_dir)
+    for seed in range(4):
+        example = TASKS[task].example(num_tokens=300, seed=seed)
+        prompt, answer = example.prompt_token_ids, example.answer_token_ids
+        asked = example.messages[-1]["content"].rsplit(" . ", 1)[-1]
+        first = len(prompt) - 2 - len(asked.split())
+        assert decode(prompt[first:]) == f"{asked} <|end|> <|assistant|>"
+        token_ids = torch.tensor([[*prompt, *answer[:-1]]])
+        position_ids = torch.arange(token_ids.shape[1])[None]
+        position_ids[:, first:] += 3000
+        logits = model(token_ids, position_ids=position_ids).logits[0, len(prompt) - 1 :]
+        right = logits.argmax(-1).tolist() == answer
+        assert num_correct(network, [example], dtype=torch.float32, gap=3000) == right
+
+
 def test_half_width_follows_wilson() -> None:
     cell = Cell(task="unknown", num_tokens=512, held_out=False, num_examples=200, num_correct=100)
     assert cell.half_width == pytest.approx(0.0686, abs=1e-3)
@@ -73,7 +94,9 @@ def test_command_writes_json_and_table(demo_model_dir: Path, tmp_path: Path) -> 
     assert out.with_suffix(".md").read_text().startswith("| task | 256 |")
 
 
-@pytest.mark.parametrize("change", [["--tasks", "juggling"], ["--cells", "512"], ["--cells", "512:0"]])
+@pytest.mark.parametrize(
+    "change", [["--tasks", "juggling"], ["--cells", "512"], ["--cells", "512:0"], ["--gap", "-1"]]
+)
 def test_bad_arguments_end_the_command(demo_model_dir: Path, tmp_path: Path, change: list[str]) -> None:
     arguments = ["--model", str(demo_model_dir), "--out", str(tmp_path / "r.json"), *change]
     assert main(arguments) == 2
