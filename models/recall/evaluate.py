@@ -64,7 +64,7 @@ def num_correct(
     """How many examples of about the same length the network answers exactly; one forward pass.
 
     Args:
-        gap: positions skipped before the last question: the document is that much further away, and no longer.
+        gap: positions skipped before the last question: the document is that much further away, not longer.
     """
     device = next(network.parameters()).device
     prompts = [e.prompt_token_ids for e in examples]
