@@ -42,8 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--average-init",
-        action="store_true",
-        help="with --init: export the mean of the trained weights and those of --init",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="with --init: export weights that are its by this share, 0 to 1, and trained ones by the rest",
     )
     parser.add_argument("--from-stage", help="name of the first stage to run (default: the recipe's first)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
@@ -57,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, or resume training, and export; returns the process's exit code."""
+    if not 0 <= args.average_init <= 1:
+        raise ConfigurationError(f"--average-init is {args.average_init}; allowed is 0 to 1")
     if args.average_init and args.init is None:
         raise ConfigurationError("--average-init needs --init, the folder whose weights are averaged in")
     recipe = load_recipe(_recipe_path(args.recipe))
@@ -78,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         _log.info("resumed", stage=trainer.position.stage, step=trainer.position.step)
     _train(recipe, trainer)
     if args.average_init:
-        average_weights(trainer.network, load_network(args.init))
+        average_weights(trainer.network, load_network(args.init), share=args.average_init)
     save_folder(trainer.network, args.out / "model")
     save_tokenizer(args.out / "model")
     _log.info("exported", folder=str(args.out / "model"), total_tokens=trainer.position.total_tokens)
@@ -156,15 +160,15 @@ def renew_embeddings(network: RecallNetwork, ids: Tensor, generator: torch.Gener
 
 
 @torch.no_grad()
-def average_weights(network: RecallNetwork, other: RecallNetwork) -> None:
-    """Replace a network's weights by the mean of its own and another's of the same shape.
+def average_weights(network: RecallNetwork, other: RecallNetwork, *, share: float) -> None:
+    """Move a network's weights by a share, 0 to 1, of the way to another's of the same shape.
 
-    Of a network and the one that its training began with, the mean keeps more of what the training no longer
-    asked for than its end does (Wortsman et al. 2022, https://arxiv.org/abs/2109.01903).
+    Between a network and the one that its training began with lie some that keep more of what the training
+    no longer asked for than its end does (Wortsman et al. 2022, https://arxiv.org/abs/2109.01903).
     """
     weights = other.state_dict()
     for name, tensor in network.state_dict().items():
-        tensor.lerp_(weights[name].to(tensor), 0.5)
+        tensor.lerp_(weights[name].to(tensor), share)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

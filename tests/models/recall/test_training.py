@@ -104,21 +104,23 @@ def test_command_trains_resumes_and_exports(recipe_path: Path, tmp_path: Path) -
     assert main([*arguments, "--from-stage", "third"]) == 2
 
 
-def test_the_mean_of_the_trained_weights_and_the_first_ones_is_exported(
+def test_weights_between_the_first_and_the_trained_ones_are_exported(
     recipe_path: Path, tmp_path: Path
 ) -> None:
     first = ["--recipe", str(recipe_path), "--device", "cpu", "--threads", "1"]
     assert main([*first, "--out", str(tmp_path / "first")]) == 0
     start = tmp_path / "first" / "model"
     again = [*first, "--init", str(start), "--out", str(tmp_path / "again")]
-    assert main([*again, "--average-init"]) == 0
+    assert main([*again, "--average-init", "0.25"]) == 0
     trained = load_network(tmp_path / "again" / "checkpoint.pt").state_dict()
     begun = load_network(start).state_dict()
     exported = load_network(tmp_path / "again" / "model").state_dict()
     assert any((trained[name] - begun[name]).abs().max() > 1e-2 for name in begun)
     for name, tensor in exported.items():
-        torch.testing.assert_close(tensor, (trained[name] + begun[name]) / 2, atol=2e-3, rtol=1e-3)
-    assert main([*first, "--out", str(tmp_path / "alone"), "--average-init"]) == 2
+        expected = 0.75 * trained[name] + 0.25 * begun[name]
+        torch.testing.assert_close(tensor, expected, atol=2e-3, rtol=1e-3)
+    assert main([*first, "--out", str(tmp_path / "alone"), "--average-init", "0.25"]) == 2
+    assert main([*again, "--average-init", "1.5"]) == 2
 
 
 def test_shards_give_the_gradients_of_the_whole() -> None:
