@@ -24,7 +24,7 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     Returns: `[B, H, T, D]`.
     """
     if queries.device.type == "cpu":
-        out: Tensor = _BlockedAttention.apply(queries, keys, values)
+        out: Tensor = _BlockedAttention.apply(queries, keys, values)  # type: ignore[no-untyped-call]
         return out
     # Repeating a small model's KV costs little, and a GPU has a fused kernel for it.
     group = queries.shape[1] // keys.shape[1]
@@ -51,7 +51,8 @@ class _BlockedAttention(torch.autograd.Function):
             scores[..., start:] += later
             weights = torch.softmax(scores, -1).view(n, -1, end)
             out[:, :, start:end] = torch.bmm(weights, values[:, :end]).view(n, group, -1, d)
-            probabilities.append(weights)
+            if any(ctx.needs_input_grad):
+                probabilities.append(weights)
         ctx.save_for_backward(queries, keys, values, out, *probabilities)
         return out.view(b, heads, t, d)
 
