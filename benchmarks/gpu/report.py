@@ -12,7 +12,7 @@ COLUMNS = {
         "row", "kernel", "model", "shape", "error", "num_bytes", "time_us", "bandwidth_fraction",
         "flops_fraction", "target", "target_us", "skipped",
     ),
-    "tokens": ("method", "prefill", "path", "same", "kept_elsewhere", "parted_at", "gap", "skipped"),
+    "tokens": ("method", "prefill", "path", "same", "kept_elsewhere", "kept", "parted_at", "gap", "skipped"),
     "decode": (
         "model", "context", "batch", "method", "path", "ms_per_token", "tokens_per_s", "speedup",
         "cache_bytes", "peak_bytes", "skipped",

@@ -69,7 +69,7 @@ class TokenComparison:
         if prefill == "device":
             kept = start
             start, first_logits = self._compressed(self._model, plan)
-            row["kept_elsewhere"] = _num_kept_elsewhere(kept, start)
+            row["kept_elsewhere"], row["kept"] = _num_kept_elsewhere(kept, start)
         drawn, path = self._by_steps(start, int(first_logits.argmax()))
         parted = next(
             (i for i, pair in enumerate(zip(drawn, expected, strict=True)) if pair[0] != pair[1]), None
@@ -128,15 +128,20 @@ def is_tie(row: dict[str, Any]) -> bool:
     return bool(row["same"] or row["gap"] <= TIE)
 
 
-def _num_kept_elsewhere(one: Continuation, other: Continuation) -> int:
-    """Rows, over layers and KV heads, that the one keeps and the other does not."""
-    pairs = zip(one.compressed, other.compressed, strict=True)
-    return sum(
-        int((~torch.isin(mine, theirs)).sum())
-        for a, b in pairs
+def _num_kept_elsewhere(one: Continuation, other: Continuation) -> tuple[int, int]:
+    """Rows, over layers and KV heads, that the one keeps and the other does not, and all that the one keeps.
+
+    The demo model's first layer looks a few tokens back and gives all others next to nothing: which of those
+    fill its budget is decided by rounding, even by how many threads sum.
+    """
+    pairs = [
+        heads
+        for a, b in zip(one.compressed, other.compressed, strict=True)
         if a.positions is not None and b.positions is not None
-        for mine, theirs in zip(a.positions.cpu(), b.positions.cpu(), strict=True)
-    )
+        for heads in zip(a.positions.cpu(), b.positions.cpu(), strict=True)
+    ]
+    elsewhere = sum(int((~torch.isin(mine, theirs)).sum()) for mine, theirs in pairs)
+    return elsewhere, sum(len(mine) for mine, _ in pairs)
 
 
 def _runner(model: TransformersModel, clock: Clock) -> StepRunner:
