@@ -52,13 +52,7 @@ def test_stored_steps_are_ahead_where_their_readme_says_so() -> None:
     text = (folder / "README.md").read_text(encoding="utf-8")
     assert len(measured) == 12
     assert all(cell["full_speedup_over_transformers"] > 1 for cell in measured)
-    behind = [
-        (cell["model"], cell["context"], cell["batch_size"], method)
-        for cell in measured
-        for method, ratio in cell["speedup_over_full"].items()
-        if ratio <= 1
-    ]
-    assert behind == [("demo", 2048, 1, "rocketkv")]
+    assert all(ratio > 1 for cell in measured for ratio in cell["speedup_over_full"].values())
     for cell in measured:
         ratios = [cell["full_speedup_over_transformers"], *cell["speedup_over_full"].values()]
         row = f"| {cell['model']} | {cell['context']:,} | {cell['batch_size']} |"
