@@ -53,23 +53,22 @@ class _BlockedAttention(torch.autograd.Function):
             out[:, :, start:end] = torch.bmm(weights, values[:, :end]).view(n, group, -1, d)
             if any(ctx.needs_input_grad):
                 probabilities.append(weights)
-        ctx.save_for_backward(queries, keys, values, out, *probabilities)
+        ctx.save_for_backward(queries, keys, values, *probabilities)
         return out.view(b, heads, t, d)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys, values, out, *probabilities = ctx.saved_tensors
+        queries, keys, values, *probabilities = ctx.saved_tensors
         (n, group, t, d), b = queries.shape, gradients[0].shape[0]
         wanted = gradients[0].reshape(n, group, t, d)
-        # d softmax: dS = P (dP - sum_j P_j dP_j), and that sum is dO . O.
-        sums = (wanted.float() * out.float()).sum(-1, keepdim=True).to(queries.dtype)
         d_queries = torch.empty_like(queries)
         d_keys, d_values = (torch.zeros(n, t, d, dtype=torch.float32) for _ in range(2))
         for i, weights in enumerate(probabilities):
             start, end = i * _BLOCK_QUERIES, weights.shape[-1]
-            d_out, block, total = (x[:, :, start:end].flatten(1, 2) for x in (wanted, queries, sums))
+            d_out, block = (x[:, :, start:end].flatten(1, 2) for x in (wanted, queries))
             d_values[:, :end] += torch.bmm(weights.transpose(1, 2), d_out)
-            d_scores = torch.bmm(d_out, values[:, :end].transpose(1, 2)).sub_(total).mul_(weights)
+            d_weights = torch.bmm(d_out, values[:, :end].transpose(1, 2))
+            d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
             d_queries[:, :, start:end] = torch.bmm(d_scores, keys[:, :end]).view(n, group, -1, d)
             d_keys[:, :end] += torch.bmm(d_scores.transpose(1, 2), block)
         to_keys, to_values = (x.to(keys.dtype).view(b, -1, t, d) for x in (d_keys, d_values))

@@ -37,7 +37,8 @@ class Mixture:
         question_share: range of the part of a row that is questions and answers.
         fact_share: range of the part of a document that is facts.
         hard: documents whose facts come from a small grid of near-duplicates.
-        several: facts with two values, in half of the documents; `plain` of them do not say "also".
+        several: documents in which a part of the facts, another in each, has two values.
+        plain: of those documents, the ones whose second values do not say "also".
         pair, unknown, small_talk: questions that ask for two facts, for an absent fact, for nothing.
         chains, sayings: documents that hold variable chains, a word or two said often.
         wide: documents whose facts' entities and wordings are not only the tasks' own.
@@ -148,8 +149,8 @@ class _Part:
         pool = WIDE_POOL if wide else TRAINING_POOL
         if rng.random() < mixture.hard:
             pool = documents.hard_grid(rng, pool, count)
-        several = 2 * mixture.several if rng.random() < 0.5 else 0.0
-        facts = documents.draw_facts(rng, pool, count, several=min(1.0, several))
+        several = rng.random() if rng.random() < mixture.several else 0.0
+        facts = documents.draw_facts(rng, pool, count, several=several)
         also = rng.random() >= mixture.plain
         templates = documents.TRAINING_FACT_TEMPLATES if wide else documents.FACT_TEMPLATES
         statements = (f.statements(rng, templates=templates, also=also) for f in facts)

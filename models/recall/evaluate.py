@@ -167,6 +167,7 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate and write the result after every cell, so that a stopped run keeps what it has."""
     if args.threads:
         torch.set_num_threads(args.threads)
+    torch.set_flush_denormal(True)  # as in training
     names = list(TASKS) if args.tasks == "all" else args.tasks.split(",")
     if args.gap < 0:
         raise ConfigurationError(f"--gap is {args.gap}; it must be 0 or more")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from kvferry.models.recall.attention import causal_attention
+from kvferry.models.recall.elementwise import rms_norm, rotate
 from kvferry.models.recall.vocabulary import BOS_ID, END_ID, PAD_ID, VOCABULARY
 from kvferry.shared.errors import ConfigurationError
 
@@ -82,11 +83,6 @@ class NetworkConfig:
         return cls(**{n: fields[names.get(n, n)] for n in cls.__dataclass_fields__})  # type: ignore[arg-type]
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
-
-
 def _masked_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
     """Explicit grouped attention.
 
@@ -108,7 +104,7 @@ class RMSNorm(nn.Module):
         self._eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self._eps)
+        return rms_norm(x, self.weight, self._eps)
 
 
 class Attention(nn.Module):
@@ -127,12 +123,12 @@ class Attention(nn.Module):
         c, (b, t, _) = self._config, h.shape
         keys = self.k_proj(h).view(b, t, c.num_kv_heads, c.head_dim).transpose(1, 2)
         values = self.v_proj(h).view(b, t, c.num_kv_heads, c.head_dim).transpose(1, 2)
-        keys = _rotate(keys, cos, sin)
+        keys = rotate(keys, cos, sin)
         if positions is not None:
             h = _gather_rows(h, positions)
             cos, sin = (_gather_rows(x[:, 0], positions)[:, None] for x in (cos, sin))  # [B, 1, S, D]
         queries = self.q_proj(h).view(b, h.shape[1], c.num_heads, c.head_dim).transpose(1, 2)
-        out: Tensor = self.o_proj(_attend(_rotate(queries, cos, sin), keys, values, positions))
+        out: Tensor = self.o_proj(_attend(rotate(queries, cos, sin), keys, values, positions))
         return out
 
 

@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     num_threads = args.threads or torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
+        # Sharp attention is full of numbers below the smallest normal one, on which some CPUs are slow.
+        torch.set_flush_denormal(True)
     trainer = Trainer(
         recipe,
         _initial_network(recipe, args.init, renew=args.renew_unused_words),
