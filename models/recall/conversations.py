@@ -19,7 +19,16 @@ from kvferry.models.recall import documents, questions
 from kvferry.models.recall.documents import TRAINING_POOL, WIDE_POOL, Chain, Fact
 from kvferry.models.recall.questions import Question
 from kvferry.models.recall.small_talk import DOCUMENT_PROMPTS, DOCUMENT_REPLY, SMALL_TALK
-from kvferry.models.recall.vocabulary import ASSISTANT_ID, BOS_ID, END_ID, PAD_ID, SYSTEM_ID, USER_ID, encode
+from kvferry.models.recall.vocabulary import (
+    ASSISTANT_ID,
+    BOS_ID,
+    DIGITS,
+    END_ID,
+    PAD_ID,
+    SYSTEM_ID,
+    USER_ID,
+    encode,
+)
 from kvferry.shared.errors import ConfigurationError
 
 _TURN_TOKENS = 17
@@ -39,6 +48,7 @@ class Mixture:
         hard: documents whose facts come from a small grid of near-duplicates.
         several: documents in which a part of the facts, another in each, has two values.
         plain: of those documents, the ones whose second values do not say "also".
+        few_digits: documents whose values are made of two to five digits: which tell no value from others.
         pair, unknown, small_talk: questions that ask for two facts, for an absent fact, for nothing.
         chains, sayings: documents that hold variable chains, a word or two said often.
         wide: documents whose facts' entities and wordings are not only the tasks' own.
@@ -51,6 +61,7 @@ class Mixture:
     hard: float = 0.3
     several: float = 0.15
     plain: float = 0.3
+    few_digits: float = 0.0
     pair: float = 0.15
     unknown: float = 0.08
     small_talk: float = 0.03
@@ -150,7 +161,9 @@ class _Part:
         if rng.random() < mixture.hard:
             pool = documents.hard_grid(rng, pool, count)
         several = rng.random() if rng.random() < mixture.several else 0.0
-        facts = documents.draw_facts(rng, pool, count, several=several)
+        few = rng.random() < mixture.few_digits
+        digits = rng.sample(DIGITS, rng.randint(2, 5)) if few else DIGITS
+        facts = documents.draw_facts(rng, pool, count, several=several, digits=digits)
         also = rng.random() >= mixture.plain
         templates = documents.TRAINING_FACT_TEMPLATES if wide else documents.FACT_TEMPLATES
         statements = (f.statements(rng, templates=templates, also=also) for f in facts)

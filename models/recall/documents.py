@@ -143,17 +143,25 @@ def hard_grid(rng: random.Random, pool: EntityPool, num_facts: int) -> EntityPoo
     )
 
 
-def draw_value(rng: random.Random, attribute: str) -> str:
-    """Four digits, a word or a name, as the attribute wants."""
+def draw_value(rng: random.Random, attribute: str, *, digits: Sequence[str] = DIGITS) -> str:
+    """Four of `digits`, a word or a name, as the attribute wants."""
     if attribute in DIGIT_ATTRIBUTES:
-        return " ".join(rng.choice(DIGITS) for _ in range(4))
+        return " ".join(rng.choice(digits) for _ in range(4))
     return rng.choice(WORD_VALUES if attribute in WORD_ATTRIBUTES else NAMES)
 
 
 def draw_facts(
-    rng: random.Random, pool: EntityPool, num_facts: int, *, several: float = 0.0, max_values: int = 2
+    rng: random.Random,
+    pool: EntityPool,
+    num_facts: int,
+    *,
+    several: float = 0.0,
+    max_values: int = 2,
+    digits: Sequence[str] = DIGITS,
 ) -> list[Fact]:
     """Facts with distinct keys; a share `several` of them has 2 to `max_values` distinct values.
+
+    Args: digits: what values are made of, two or more.
 
     Fewer than `num_facts` come back where the pool has too few keys to find more quickly.
     """
@@ -167,7 +175,7 @@ def draw_facts(
         wanted = rng.randint(2, max_values) if rng.random() < several else 1
         values: dict[str, None] = {}
         while len(values) < wanted:
-            values[draw_value(rng, key[0])] = None
+            values[draw_value(rng, key[0], digits=digits)] = None
         facts[key] = Fact(attribute=key[0], entity=key[1], values=tuple(values))
     return list(facts.values())
 

@@ -106,12 +106,14 @@ def evaluate_cell(
     held_out: bool = False,
     dtype: torch.dtype = torch.float32,
     gap: int = 0,
+    first_seed: int = 0,
 ) -> Cell:
-    """Accuracy on the task's examples of seeds 0 .. num_examples - 1. Args: gap: as of `num_correct`."""
+    """Accuracy on the task's examples of `num_examples` seeds. Args: gap: as of `num_correct`."""
     rows = max(1, _BATCH_TOKENS // num_tokens)
     correct = 0
-    for start in range(0, num_examples, rows):
-        seeds = range(start, min(start + rows, num_examples))
+    end = first_seed + num_examples
+    for start in range(first_seed, end, rows):
+        seeds = range(start, min(start + rows, end))
         batch = [task.example(num_tokens=num_tokens, seed=s, held_out=held_out) for s in seeds]
         correct += num_correct(network, batch, dtype=dtype, gap=gap)
     return Cell(
@@ -154,6 +156,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gap", type=int, default=0, help="positions skipped between document and question (default: 0)"
     )
     parser.add_argument(
+        "--first-seed",
+        type=int,
+        default=0,
+        help="of the examples (default: 0, as in the card's tables; choose between models on others)",
+    )
+    parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -169,8 +177,10 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)  # as in training
     names = list(TASKS) if args.tasks == "all" else args.tasks.split(",")
-    if args.gap < 0:
-        raise ConfigurationError(f"--gap is {args.gap}; it must be 0 or more")
+    for name in ("gap", "first_seed"):
+        if getattr(args, name) < 0:
+            option = "--" + name.replace("_", "-")
+            raise ConfigurationError(f"{option} is {getattr(args, name)}; it must be 0 or more")
     unknown = [n for n in names if n not in TASKS]
     if unknown:
         raise ConfigurationError(f"--tasks has {unknown}; allowed are {list(TASKS)}")
@@ -188,6 +198,7 @@ def run(args: argparse.Namespace) -> int:
                 held_out=args.held_out,
                 dtype=getattr(torch, args.dtype),
                 gap=args.gap,
+                first_seed=args.first_seed,
             )
             cells.append(cell)
             _log.info(
@@ -198,18 +209,19 @@ def run(args: argparse.Namespace) -> int:
                 num_examples=num_examples,
                 seconds=round(time.monotonic() - started_s, 1),
             )
-            write_result(args.out, cells, model=args.model.name, dtype=args.dtype, gap=args.gap)
+            unusual = {"gap": args.gap, "first_seed": args.first_seed}
+            write_result(args.out, cells, model=args.model.name, dtype=args.dtype, **unusual)
     return 0
 
 
-def write_result(path: Path, cells: Sequence[Cell], *, model: str, dtype: str, gap: int = 0) -> None:
-    """Write the cells as JSON and, beside it, as a Markdown table."""
+def write_result(path: Path, cells: Sequence[Cell], *, model: str, dtype: str, **unusual: int) -> None:
+    """Write the cells as JSON and, beside it, as a Markdown table. Args: unusual: written where not 0."""
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {
         "measure": "exact match of the whole answer, greedy, full KV, teacher-forced",
         "model": model,
         "dtype": dtype,
-        **({"gap": gap} if gap else {}),
+        **{name: value for name, value in unusual.items() if value},
         "cells": [{**asdict(c), "accuracy": c.accuracy, "half_width": c.half_width} for c in cells],
     }
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -66,6 +66,23 @@ def test_a_gap_moves_the_last_question_and_nothing_before_it(demo_model_dir: Pat
         assert num_correct(network, [example], dtype=torch.float32, gap=3000) == right
 
 
+def test_seeds_are_counted_from_the_first(shipped: RecallNetwork) -> None:
+    def correct(first_seed: int, num_examples: int) -> int:
+        cell = evaluate_cell(
+            shipped,
+            TASKS["multi_value_plain"],
+            num_tokens=256,
+            num_examples=num_examples,
+            first_seed=first_seed,
+        )
+        return cell.num_correct
+
+    single = [correct(seed, 1) for seed in range(40, 52)]
+    assert 0 < sum(single) < len(single)
+    assert correct(40, 12) == sum(single)
+    assert correct(45, 7) == sum(single[5:])
+
+
 def test_half_width_follows_wilson() -> None:
     cell = Cell(task="unknown", num_tokens=512, held_out=False, num_examples=200, num_correct=100)
     assert cell.half_width == pytest.approx(0.0686, abs=1e-3)
@@ -88,14 +105,23 @@ def test_table_leaves_missing_cells_empty() -> None:
 def test_command_writes_json_and_table(demo_model_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     arguments = ["--model", str(demo_model_dir), "--tasks", "single_needle", "--cells", "256:2"]
-    assert main([*arguments, "--threads", "1", "--out", str(out)]) == 0
-    (cell,) = json.loads(out.read_text())["cells"]
+    assert main([*arguments, "--threads", "1", "--first-seed", "7", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    (cell,) = result["cells"]
+    assert result["first_seed"] == 7
     assert (cell["task"], cell["num_tokens"], cell["num_examples"]) == ("single_needle", 256, 2)
     assert out.with_suffix(".md").read_text().startswith("| task | 256 |")
 
 
 @pytest.mark.parametrize(
-    "change", [["--tasks", "juggling"], ["--cells", "512"], ["--cells", "512:0"], ["--gap", "-1"]]
+    "change",
+    [
+        ["--tasks", "juggling"],
+        ["--cells", "512"],
+        ["--cells", "512:0"],
+        ["--gap", "-1"],
+        ["--first-seed", "-1"],
+    ],
 )
 def test_bad_arguments_end_the_command(demo_model_dir: Path, tmp_path: Path, change: list[str]) -> None:
     arguments = ["--model", str(demo_model_dir), "--out", str(tmp_path / "r.json"), *change]
