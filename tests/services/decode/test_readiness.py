@@ -1,0 +1,83 @@
+"""What the decode service tells of itself: readiness, status and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from kvferry.shared.errors import KvferryError
+
+
+async def test_a_worker_whose_steps_all_fail_is_not_ready_until_one_succeeds(harness, request_of):
+    made = await harness()
+
+    def fail(token_ids):
+        raise RuntimeError("device lost")
+
+    made.model.before_step = fail
+    for _ in range(3):
+        with pytest.raises(KvferryError, match="device lost"):
+            await made.tokens(request_of())
+    assert not (await made.service.status(timeout_s=1)).ready
+    made.model.before_step = lambda token_ids: None
+    await made.tokens(request_of())
+    assert (await made.service.status(timeout_s=1)).ready
+
+
+async def test_a_worker_whose_engine_is_stuck_is_not_ready(harness, request_of):
+    made = await harness(heartbeat_timeout_s=0.6)
+    stuck, release = threading.Event(), threading.Event()
+
+    def block(token_ids):
+        stuck.set()
+        release.wait(20)
+
+    assert (await made.service.status(timeout_s=1)).ready
+    await asyncio.sleep(1.0)
+    assert (await made.service.status(timeout_s=1)).ready  # idle is not stuck
+    made.model.before_step = block
+    task = asyncio.create_task(made.tokens(request_of()))
+    await asyncio.to_thread(stuck.wait, 20)
+    await asyncio.sleep(0.7)
+    assert not (await made.service.status(timeout_s=1)).ready
+    release.set()
+    assert len(await task) == 8
+
+
+async def test_status_tells_identity_load_and_memory(harness, request_of, ticket_of):
+    made, other = await harness(), await harness()
+    status = await made.service.status(timeout_s=1)
+    assert (status.role, status.model, status.running, status.waiting) == ("decode", made.model.spec, 0, 0)
+    assert (status.free_bytes, status.total_bytes) == (1 << 20, 1 << 20)
+    assert {"full", "rocketkv"} <= set(status.methods)
+    assert status.instance_id != (await other.service.status(timeout_s=1)).instance_id
+    stream, ticket = await ticket_of(made.service, request_of())
+    status = await made.service.status(timeout_s=1)
+    assert (status.waiting, status.free_bytes) == (1, (1 << 20) - ticket.reserved_bytes)
+    await stream.aclose()
+
+
+async def test_every_metric_family_moves_and_the_arena_sums_to_its_size(harness, request_of):
+    made = await harness()
+    seen = []
+    made.model.before_step = lambda token_ids: seen.append(
+        (made.value("arena_bytes"), made.value("arena_bytes", state="running"))
+    )
+    await made.run(request_of(method="rocketkv", tokens=16, prompt=[4] * 100, max_tokens=5))
+    assert {total for total, _ in seen} == {1 << 20}
+    assert min(running for _, running in seen) > 0
+    assert made.value("arena_bytes", state="free") == 1 << 20
+    assert made.value("arena_bytes", state="retained") == 0
+    assert made.value("decode_step_seconds_count", model="small") == 4
+    assert made.value("admission_seconds_count", model="small") == 1
+    assert made.value("decode_tokens_total", model="small", method="rocketkv") == 4
+    assert made.value("decode_batch_size", model="small") == 0
+
+
+async def test_a_probe_runs_like_a_request_and_moves_no_counter(harness, request_of):
+    made = await harness()
+    assert len(await made.tokens(request_of(probe=True))) == 8
+    assert made.value("decode_tokens_total") == 0
+    assert made.value("decode_step_seconds_count") == 7

@@ -1,0 +1,163 @@
+"""What fails a call reaches its other end: errors, deadlines, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import ModuleType
+from typing import Any
+
+import pytest
+from structlog.contextvars import merge_contextvars
+from structlog.testing import capture_logs
+
+from kvferry.shared import errors
+from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
+from kvferry.shared.control.messages import TicketIssued
+from kvferry.shared.control.server import ControlServer, serve_control
+from kvferry.shared.errors import (
+    ConfigurationError,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvferryError,
+    PayloadTooLarge,
+    SessionNotFound,
+)
+
+# ---- errors ----------------------------------------------------------------------------------------------
+
+KINDS = [
+    value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, KvferryError)
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fail_at_end", [True, False])
+async def test_every_error_class_arrives_as_itself(
+    decode: Any, decode_client: GrpcDecodeClient, kind: type[KvferryError], fail_at_end: bool, kit: ModuleType
+) -> None:
+    decode.error = kind("väl is 3; 1 is allowed", param="a.b", reason="some_reason", retry_after_s=1.5)
+    decode.fail_at_end = fail_at_end
+    for call in (
+        lambda: kit.collect(decode_client.generate(kit.generate_request(), timeout_s=kit.WAIT_S)),
+        lambda: decode_client.status(timeout_s=kit.WAIT_S),
+    ):
+        with pytest.raises(kind) as raised:
+            await call()
+        assert type(raised.value) is kind
+        assert raised.value.message == "väl is 3; 1 is allowed"
+        assert raised.value.param == "a.b"
+        assert raised.value.reason == "some_reason"
+        assert raised.value.retry_after_s == 1.5
+
+
+async def test_an_unexpected_exception_is_internal_and_logged_once_with_its_request(
+    decode: Any, decode_client: GrpcDecodeClient, kit: ModuleType
+) -> None:
+    decode.error = ZeroDivisionError("secret detail")
+    with capture_logs(processors=[merge_contextvars]) as logs, pytest.raises(KvferryError) as raised:
+        await kit.collect(decode_client.generate(kit.generate_request("r-42"), timeout_s=kit.WAIT_S))
+    assert type(raised.value) is KvferryError
+    assert "secret" not in raised.value.message
+    assert [(entry["event"], entry["request_id"]) for entry in logs] == [("control call failed", "r-42")]
+
+
+async def test_an_error_of_a_unary_call_keeps_its_param(
+    prefill_client: GrpcPrefillClient, kit: ModuleType
+) -> None:
+    with pytest.raises(SessionNotFound, match="session 's' is not known") as raised:
+        await prefill_client.drop_session(kit.SESSION, timeout_s=kit.WAIT_S)
+    assert raised.value.param == "id"
+
+
+async def test_a_message_beyond_the_limit_is_too_large(decode: Any, kit: ModuleType) -> None:
+    server = await serve_control(listen="127.0.0.1:0", decode=decode, max_message_bytes=1000)
+    client = GrpcDecodeClient(server.address)
+    try:
+        request = kit.generate_request("r" * 2000)
+        with pytest.raises(PayloadTooLarge):
+            await kit.collect(client.generate(request, timeout_s=kit.WAIT_S))
+    finally:
+        await client.close()
+        await server.close(0.0)
+
+
+async def test_a_request_that_cannot_be_encoded_never_leaves(
+    decode_client: GrpcDecodeClient, kit: ModuleType
+) -> None:
+    with pytest.raises(InvalidRequest):
+        await kit.collect(decode_client.generate(kit.generate_request(max_tokens=-1), timeout_s=kit.WAIT_S))
+
+
+async def test_the_wrong_role_is_a_configuration_error(decode: Any, kit: ModuleType) -> None:
+    server = await serve_control(listen="127.0.0.1:0", decode=decode)
+    client = GrpcPrefillClient(server.address)
+    try:
+        with pytest.raises(ConfigurationError, match="UNIMPLEMENTED"):
+            await client.status(timeout_s=kit.WAIT_S)
+    finally:
+        await client.close()
+        await server.close(0.0)
+
+
+async def test_an_address_in_use_is_a_configuration_error(server: ControlServer, decode: Any) -> None:
+    with pytest.raises(ConfigurationError, match="cannot listen for control calls"):
+        await serve_control(listen=server.address, decode=decode)
+
+
+# ---- deadlines and cancellation --------------------------------------------------------------------------
+
+
+async def test_a_passed_deadline_is_named_and_frees_the_service(
+    decode: Any, decode_client: GrpcDecodeClient, kit: ModuleType
+) -> None:
+    decode.gap_s = 60.0
+    await decode_client.status(timeout_s=kit.WAIT_S)  # connected, so the deadline is spent in the service
+    with pytest.raises(DeadlineExceeded):
+        await kit.collect(decode_client.generate(kit.generate_request(), timeout_s=2.0))
+    assert 0.0 < decode.timeout_s < 2.1  # gRPC rounds a timeout up on the wire by some milliseconds
+    assert await kit.eventually(lambda: len(decode.closed) == 1)
+
+
+async def test_a_deadline_of_a_unary_call_holds(prefill_client: GrpcPrefillClient) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await prefill_client.status(timeout_s=0.3)
+
+
+@pytest.mark.parametrize("gap_s", [0.001, 60.0])
+async def test_closing_the_stream_reaches_the_service_within_a_second(
+    decode: Any, decode_client: GrpcDecodeClient, gap_s: float, kit: ModuleType
+) -> None:
+    decode.gap_s = gap_s
+    stream = decode_client.generate(kit.generate_request(max_tokens=0), timeout_s=kit.WAIT_S)
+    assert isinstance(await anext(stream), TicketIssued)
+    closed_at = time.monotonic()
+    await stream.aclose()
+    assert await kit.eventually(lambda: len(decode.closed) == 1)
+    assert decode.closed[0] - closed_at < 1.0
+
+
+async def test_cancelling_the_reading_task_reaches_the_service_within_a_second(
+    decode: Any, decode_client: GrpcDecodeClient, kit: ModuleType
+) -> None:
+    decode.gap_s = 60.0
+    reader = asyncio.create_task(
+        kit.collect(decode_client.generate(kit.generate_request(), timeout_s=kit.WAIT_S))
+    )
+    assert await kit.eventually(lambda: len(decode.request_ids) == 1)
+    cancelled_at = time.monotonic()
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert await kit.eventually(lambda: len(decode.closed) == 1)
+    assert decode.closed[0] - cancelled_at < 1.0
+
+
+async def test_a_client_that_reads_too_slowly_is_cancelled_all_the_same(
+    decode: Any, decode_client: GrpcDecodeClient, kit: ModuleType
+) -> None:
+    stream = decode_client.generate(kit.generate_request(max_tokens=0), timeout_s=kit.WAIT_S)
+    await anext(stream)
+    await asyncio.sleep(0.3)
+    await stream.aclose()
+    assert await kit.eventually(lambda: len(decode.closed) == 1)

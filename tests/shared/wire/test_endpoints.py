@@ -1,0 +1,77 @@
+"""Tickets, endpoints and addresses that cannot be used are refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kvferry.shared.errors import ConfigurationError, TransferFailed
+from kvferry.shared.wire.in_process import InProcessHub
+from kvferry.shared.wire.messages import Section
+from kvferry.shared.wire.zmq import ZmqBlockSender, ZmqBlockServer
+
+
+def test_the_ticket_must_name_the_manifests_key(wire: Any, sink: Any, kit: ModuleType) -> None:
+    manifest = kit.make_manifest()
+    server, sender = wire.server(sink), wire.sender()
+    ticket = kit.make_ticket(manifest, server.endpoint)
+    with pytest.raises(TransferFailed, match="manifest is of"):
+        sender.open(replace(ticket, generation=9), manifest, timeout_s=1.0)
+    with pytest.raises(TransferFailed, match="credit is 0 bytes"):
+        sender.open(replace(ticket, credit_bytes=0), manifest, timeout_s=1.0)
+    sender.open(ticket, manifest, timeout_s=1.0)
+    with pytest.raises(TransferFailed, match="already open"):
+        sender.open(ticket, manifest, timeout_s=1.0)
+
+
+@pytest.mark.parametrize("endpoint", ["", "http://x", "tcp://", "inproc://nowhere"])
+def test_an_unusable_endpoint_fails_the_transfer(wire: Any, kit: ModuleType, endpoint: str) -> None:
+    manifest = kit.make_manifest()
+    transfer = wire.sender().open(kit.make_ticket(manifest, endpoint), manifest, timeout_s=1.0)
+    with pytest.raises(TransferFailed) as failed:
+        transfer.wait(kit.WAIT_S)
+    assert failed.value.reason in ("endpoint", "peer_lost")
+
+
+def test_an_endpoint_where_nobody_listens_is_a_timeout(kit: ModuleType) -> None:
+    manifest = kit.make_manifest()
+    sender = ZmqBlockSender(buffer_bytes=1 << 20, timeout_s=0.5)
+    try:
+        ticket = kit.make_ticket(manifest, "tcp://127.0.0.1:1")
+        transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
+        transfer.send(layer=0, section=Section.KEYS, tensor=kit.make_sections(manifest)[1][2])
+        with pytest.raises(TransferFailed) as failed:
+            transfer.wait(kit.WAIT_S)
+        assert failed.value.reason == "timeout"
+        assert sender.buffered_bytes == 0
+    finally:
+        sender.close()
+
+
+@pytest.mark.parametrize(
+    "bind", ["", "udp://127.0.0.1:1", "tcp://nowhere.invalid:1", "ipc:///nowhere/at/all"]
+)
+def test_an_address_that_cannot_be_bound_is_a_configuration_error(bind: str, kit: ModuleType) -> None:
+    with pytest.raises(ConfigurationError, match="block"):
+        ZmqBlockServer(bind, kit.RecordingSink())
+
+
+def test_binding_everywhere_needs_an_advertised_address(kit: ModuleType) -> None:
+    with pytest.raises(ConfigurationError, match="advertised"):
+        ZmqBlockServer("tcp://0.0.0.0:0", kit.RecordingSink())
+    server = ZmqBlockServer("tcp://0.0.0.0:0", kit.RecordingSink(), advertise="tcp://decode:5000")
+    assert server.endpoint == "tcp://decode:5000"
+    server.close()
+
+
+def test_an_in_process_name_is_given_once(kit: ModuleType) -> None:
+    hub = InProcessHub()
+    server = hub.server(kit.RecordingSink(), name="decode")
+    assert server.endpoint == "inproc://decode"
+    with pytest.raises(ConfigurationError, match="already in use"):
+        hub.server(kit.RecordingSink(), name="decode")
+    server.close()
+    hub.server(kit.RecordingSink(), name="decode").close()
