@@ -29,7 +29,8 @@ def _row_lse_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    head, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # blocks are on the grid's first axis: only that one may be longer than 65,535
+    block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
     i, n, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     row = head.to(tl.int64) * num_rows + i
@@ -53,7 +54,7 @@ def _row_lse_kernel(
         total = total * tl.exp2(highest - base) + tl.sum(tl.exp2(logits - base[:, None]), 1)
         highest = new_highest
     own = tl.where(total > 0, highest + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
-    blocks = tl.num_programs(1)
+    blocks = tl.num_programs(0)
     first = ((head * blocks + block) * num_splits).to(tl.int64) * BLOCK_M
     tl.store(partial_ptr + first + split * BLOCK_M + tl.arange(0, BLOCK_M), own)
     tl.debug_barrier()
@@ -122,7 +123,7 @@ def attention_mass(queries: Tensor, keys: Tensor, *, scaling: float, per_query_h
     lse = torch.empty(num_kv_heads, num_rows, dtype=torch.float32, device=device)
     shape = {"D": head_dim, "BLOCK_D": block_d, "BLOCK_M": block_m, "BLOCK_N": block_n}
     options = {"DOT": dot_dtype(queries.dtype), "num_warps": 8 if block_m >= 64 else 4, "num_stages": 2}
-    _row_lse_kernel[(num_kv_heads, num_blocks, num_splits)](
+    _row_lse_kernel[(num_blocks, num_kv_heads, num_splits)](
         queries, keys, partial, counters, lse, scaling * LOG2_E, num_rows, window, num_tokens,
         keys.stride(0), keys.stride(1), **shape, BLOCK_SPLITS=triton.next_power_of_2(num_splits), **options,
     )  # fmt: skip

@@ -50,6 +50,10 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             }
         },
     ),
+    "llama-dynamic": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "qwen2": ("Qwen2", {"head_dim": 8}),

@@ -101,12 +101,12 @@ def _run(result: dict[str, Any], arguments: argparse.Namespace) -> None:
     dispatch.configure("triton" if arguments.check else "auto", clock.device)
     limit = TimeLimit(arguments.limit_s, lambda: _write(result, arguments))
     run = Run(result, clock, limit, result["seed"], tiny=arguments.check)
-    if "kernels" in arguments.parts:
-        run.kernels()
-    if "tokens" in arguments.parts:
-        run.tokens()
-    if "end_to_end" in arguments.parts:
-        run.end_to_end()
+    parts = {"kernels": run.kernels, "tokens": run.tokens, "end_to_end": run.end_to_end}
+    for name in arguments.parts:
+        try:
+            parts[name]()
+        except Exception as error:  # a fault of the device stays: what is measured by then is still written
+            result["failures"].append(f"{name}: {type(error).__name__}: {error}")
     limit.done()
 
 

@@ -90,8 +90,11 @@ def append_case(model: Model, *, batch_size: int, device: Device, seed: int) -> 
 
     def launch() -> Tensor:
         append.append_rows(cache.view(-1), table, keys, values)
+        return cache
+
+    def written() -> Tensor:
         at = torch.arange(heads, device=device)
-        return cache[at, :, at % capacity]
+        return launch()[at, :, at % capacity]
 
     return Case(
         row=1,
@@ -101,6 +104,7 @@ def append_case(model: Model, *, batch_size: int, device: Device, seed: int) -> 
         num_bytes=4 * keys.numel() * keys.element_size(),
         launch=launch,
         expected=lambda: torch.stack([keys.flatten(0, 1), values.flatten(0, 1)], 1).float(),
+        checked=written,
         tolerance=0.0,
         kernels=(append._append_rows_kernel,),
     )

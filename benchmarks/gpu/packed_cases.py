@@ -127,8 +127,10 @@ def pack_case(model: Model, *, length: int, device: Device, seed: int, target: f
     ]
     mode = dispatch.mode()
     dispatch.configure("torch", device)
-    packed = pack_layer(keys, values, *bits)
-    dispatch.configure(mode, device)
+    try:
+        packed = pack_layer(keys, values, *bits)
+    finally:
+        dispatch.configure(mode, device)
     expected = packed.buffer.float()
     # the index stays, all else is written anew
     start, _ = packed.layout.kinds["index"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ from prefill_cases import PrefillBench
 from random_model import SHAPES, TINY_SHAPES, random_model
 from same_tokens import METHODS, PREFILLS, TINY_METHODS, TokenComparison, is_tie
 from time_limit import TimeLimit
-from timing import Clock
+from timing import Clock, smallest_launch_us
 
 from kvferry.shared.model.bridge import TransformersModel
 
@@ -68,7 +69,7 @@ class Run:
             "copy_bytes_per_s": self._clock.copy_bytes_per_s(),
             "bf16_flops_per_s": self._clock.bf16_flops_per_s(),
         }
-        self._result |= peaks
+        self._result |= {**peaks, "smallest_launch_us": smallest_launch_us(self._clock)}
         leave_s = (1 - KERNEL_SHARE) * self._limit.left_s
         for model, make in self._kernel_cases():
             if self._limit.left_s < leave_s:
@@ -209,7 +210,8 @@ class Run:
     def _tidy(self) -> None:
         gc.collect()
         if self._clock.device.type == "cuda":
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # of a fault that the case has told already
+                torch.cuda.empty_cache()
 
 
 def checked(case: Case) -> dict[str, Any]:

@@ -32,7 +32,8 @@ def _chunk_scores_kernel(
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SHARED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    head, chunk = tl.program_id(0), tl.program_id(1)
+    # chunks are on the grid's first axis: only that one may be longer than 65,535
+    chunk, head = tl.program_id(0), tl.program_id(1)
     first = chunk * chunk_tokens
     count = tl.minimum(num_tokens - first, chunk_tokens)
     # the chunk's own queries, or the same ones for every chunk
@@ -40,7 +41,7 @@ def _chunk_scores_kernel(
     m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     keys = head.to(tl.int64) * stride_head + first.to(tl.int64) * stride_row
     most_rows = num_queries if SHARED else chunk_tokens
-    scratch = lse_ptr + (head * tl.num_programs(1) + chunk).to(tl.int64) * G * most_rows
+    scratch = lse_ptr + (head * tl.num_programs(0) + chunk).to(tl.int64) * G * most_rows
     for g in range(0, G):
         start = ((head * G + g).to(tl.int64) * num_queries + (0 if SHARED else first)) * D
         for block in range(0, tl.cdiv(rows, BLOCK_M)):
@@ -92,7 +93,7 @@ def chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: f
     block_d = max(triton.next_power_of_2(head_dim), 16)
     largest = 256 if interpreting() else 64
     num_warps = 8 if block_d > 128 else 4
-    _chunk_scores_kernel[(num_kv_heads, num_chunks)](
+    _chunk_scores_kernel[(num_chunks, num_kv_heads)](
         queries.contiguous(), keys, lse, scores, scaling * LOG2_E, chunk, num_tokens, num_queries,
         keys.stride(0), keys.stride(1),
         G=group_size, D=head_dim, BLOCK_D=block_d,

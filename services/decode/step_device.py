@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Protocol
 
 import torch
@@ -72,6 +72,7 @@ class CudaDevice:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def scope(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
@@ -84,10 +85,26 @@ class CudaDevice:
         for _ in range(self._WARM_UP_RUNS):
             run()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads copy blocks into the arena meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
+        # Not torch.cuda.graph, which waits for the whole device and empties every cache of memory first: new
+        # shapes come while requests are served. thread_local: other threads copy blocks into the arena.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        except RuntimeError:
+            self._abandon(graph)
+            raise
         return graph.replay
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """After a failed capture: torch before 2.12 leaves the allocator believing that it goes on, filling
+        the pool by what the graph says. That is ended here; later captures fill another pool."""
+        self._failed.append(graph)
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
 
     def fetch(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Callable[[], bool]]:
         host = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors)

@@ -159,7 +159,7 @@ class PrefillEngine:
 
     def _loop(self) -> None:
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._copies.scope():
                 self._probe()
                 while (job := self._next()) is not None:
                     self._run(job)

@@ -1,12 +1,14 @@
 """Copies of a layer's tensors on the host, made while the next layer computes.
 
 Place in the request's path: between a layer's compression and its shipping and staging (`prompt_pass.py`). On
-CUDA copies go to pinned memory on a stream of their own, behind an event; on a CPU there is nothing to copy.
+CUDA the thread computes on one stream of its own and copies to pinned memory on another, behind an event; on
+a CPU there is nothing to copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -24,6 +26,10 @@ class HostCopies(Protocol):
 
     layers_behind: int
 
+    def scope(self) -> AbstractContextManager[object]:
+        """Where the thread computes: on the device, and behind nobody else's work."""
+        ...
+
     def start(self, tensors: Sequence[Tensor]) -> Arrived:
         """Begin to copy what the device has been asked to compute. Nobody may change it meanwhile."""
         ...
@@ -37,6 +43,9 @@ class CpuCopies:
     """Implements `HostCopies` for tensors that are on the host: they are their own copies."""
 
     layers_behind = 0
+
+    def scope(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def start(self, tensors: Sequence[Tensor]) -> Arrived:
         return lambda: tuple(tensors)
@@ -52,7 +61,12 @@ class PinnedCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # The default stream is others': the receiver's copies into the arena, and whoever waits for these.
+        self._computing, self._stream = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def scope(self) -> AbstractContextManager[object]:
+        self._computing.wait_stream(torch.cuda.default_stream(self._device))
+        return torch.cuda.stream(self._computing)
 
     def start(self, tensors: Sequence[Tensor]) -> Arrived:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

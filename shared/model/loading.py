@@ -58,6 +58,9 @@ def load_model(
         own_len = int(getattr(text_config, "max_position_embeddings", None) or 0)
         check_config(config, max_model_len=max_model_len or own_len)
         max_model_len = _resolve_max_model_len(text_config, max_model_len, own_len)
+        _make_rope_static(text_config)
+        if target.type == "cuda":
+            _prepare_cuda(target)
         model = _load_weights(folder, config, dtype).to(target)
         dtype_name = _dtype_name(model.dtype)
         return _bridge(
@@ -167,6 +170,24 @@ def _resolve_device(device: str) -> torch.device:
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise ConfigurationError(f"device is {device!r}; {torch.cuda.device_count()} CUDA devices are there")
     return torch.device(device)
+
+
+def _prepare_cuda(device: torch.device) -> None:
+    """Settings of the process that the kernels and the serving of ever new lengths want."""
+    # Triton launches on the thread's current device.
+    torch.cuda.set_device(device)
+    # torch prefers cuDNN's attention on the newest GPUs, which builds and keeps a plan for every length.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def _make_rope_static(config: Any) -> None:
+    """Within the original window, which `check_config` keeps to, `dynamic` positions are the default ones;
+    as such they need no look at the length, for which a GPU would wait at every step."""
+    rope = config.rope_parameters
+    for part in [rope] if "rope_type" in rope else [part for part in rope.values() if part]:
+        if part["rope_type"] == "dynamic":
+            part["rope_type"] = "default"
+            part.pop("factor", None)
 
 
 def _resolve_max_model_len(config: Any, requested: int, own: int) -> int:

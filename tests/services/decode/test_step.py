@@ -29,6 +29,8 @@ from kvferry.shared.sampling.sampler import SequenceSampler
 aten = torch.ops.aten
 WAITS = {
     aten._local_scalar_dense.default,
+    aten.is_nonzero.default,
+    aten.item.default,
     aten.nonzero.default,
     aten.masked_select.default,
     aten.unique_consecutive.default,

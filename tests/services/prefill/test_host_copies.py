@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,8 +30,16 @@ class LateCopies(CpuCopies):
     def __init__(self, log: list[str]) -> None:
         self.log = log
         self._num_started = 0
+        self._is_inside = False
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        self._is_inside = True
+        yield
+        self._is_inside = False
 
     def start(self, tensors: Sequence[Tensor]) -> Arrived:
+        assert self._is_inside, "on a GPU the layer would be computed on another stream than is copied from"
         copies, number = tuple(tensor.clone() for tensor in tensors), self._num_started
         self._num_started += 1
         self.log.append(f"start {number}")

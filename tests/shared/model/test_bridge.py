@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from kvferry.kernels.dense_decode import dense_decode
@@ -20,6 +21,7 @@ FAMILIES = (
     "llama-mha",
     "llama-mqa",
     "llama-yarn",
+    "llama-dynamic",
     "mistral",
     "mixtral",
     "qwen2",
@@ -100,6 +102,28 @@ def test_prefill_and_decode_logits_are_transformers_own(
     for position in range(38, 45):
         logits = model.decode(token_ids[position : position + 1], torch.tensor([position]), attention=decode)
         torch.testing.assert_close(logits[0], expected[position], atol=2e-4, rtol=1e-4)
+
+
+class NoReading(TorchDispatchMode):
+    """Refuses what makes a value known to Python, for which a GPU's step would have to be waited for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        # In inference mode the first two are not taken apart into the third.
+        assert func not in (aten.is_nonzero.default, aten.item.default, aten._local_scalar_dense.default)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mixtral"])
+def test_a_decode_step_reads_no_value_on_the_host(tiny_model_dir: TinyModelDir, family: str) -> None:
+    model = load(tiny_model_dir(family))
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        return queries
+
+    with NoReading():
+        logits = model.decode(torch.tensor([5, 6]), torch.tensor([30, 9]), attention=attend)
+    assert logits.shape == (2, model.spec.vocab_size)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.05), ("float16", 0.01)])
