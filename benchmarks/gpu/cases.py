@@ -29,6 +29,13 @@ def tiny_cases(device: Device, seed: int) -> list[Case]:
             seed=seed,
             targets=(None, None),
         ),
+        hsa_cases(
+            small,
+            HsaSize(batch_size=2, length=50, page_size=3, num_channels=20, num_tokens=13, by_channel=False),
+            device=device,
+            seed=seed,
+            targets=(None, None),
+        )[-1],
         trizone_case(small, batch_size=1, kept=150, new=3, device=device, seed=seed, target=None),
         window_case(other, window=5, length=40, device=device, seed=seed, target=None),
         pack_case(small, length=20, device=device, seed=seed, target=None),
@@ -50,6 +57,7 @@ def gpu_cases(device: Device, seed: int, model: Model) -> list[Callable[[], list
         length: int,
         targets: tuple[float | None, float | None],
         us: tuple[float, float, float] | None = None,
+        by_channel: bool = True,
     ) -> list[Case]:
         size = HsaSize(
             batch_size=batch_size,
@@ -57,6 +65,7 @@ def gpu_cases(device: Device, seed: int, model: Model) -> list[Callable[[], list
             page_size=4,
             num_channels=model.head_dim // 2,
             num_tokens=length // 8,
+            by_channel=by_channel,
         )
         return hsa_cases(model, size, device=device, seed=seed, targets=targets, targets_us=us)
 
@@ -73,6 +82,7 @@ def gpu_cases(device: Device, seed: int, model: Model) -> list[Callable[[], list
         lambda: dense(1, 4096, None, 10.0),
         lambda: [append_case(model, batch_size=64, device=device, seed=seed)],
         lambda: sparse(64, 8192, (0.60, 0.65)),
+        lambda: sparse(64, 8192, (None, None), by_channel=False),
         lambda: sparse(1, 8192, (None, None), (4.0, 4.0, 12.0)),
         lambda: packed(64, 0.60),
         lambda: packed(8, None, 16.0),

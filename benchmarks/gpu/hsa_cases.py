@@ -21,18 +21,23 @@ from kvferry.kernels.split_workspace import choose_num_splits
 
 @dataclass(frozen=True, kw_only=True)
 class HsaSize:
-    """One size: B sequences of n rows, pages of P, k1 channels, k2 tokens."""
+    """One size: B sequences of n rows, pages of P, k1 channels, k2 tokens.
+
+    Attributes: by_channel: each channel's extremes lie beside one another, for which the targets are; False
+        is how the decode service keeps them, page by page.
+    """
 
     batch_size: int
     length: int
     page_size: int
     num_channels: int
     num_tokens: int
+    by_channel: bool = True
 
     def __str__(self) -> str:
         return (
             f"B={self.batch_size} n={self.length} P={self.page_size} k1={self.num_channels} "
-            f"k2={self.num_tokens}"
+            f"k2={self.num_tokens}{'' if self.by_channel else ' page by page'}"
         )
 
 
@@ -63,13 +68,15 @@ class HsaInputs:
         self.rows = rows
         self.highest, self.lowest = page_extremes(rows[:, 0], page_size, padded)
         step, extremes = length * head_dim, head_dim * padded
-        whole = [rows.flatten(1), self.highest.mT.flatten(1), self.lowest.mT.flatten(1)]
+        both = [each.mT if size.by_channel else each for each in (self.highest, self.lowest)]
+        whole = [rows.flatten(1), *(each.flatten(1) for each in both)]
+        self.page_stride, channel_stride = (1, padded) if size.by_channel else (head_dim, 1)
         self.arena = torch.cat([part.to(model.dtype) for part in whole], dim=1)
         places = (0, step, 2 * step, 2 * step + extremes)
         table = [
             (
                 *(h * self.arena.shape[1] + place for place in places[:2]), length,
-                *(h * self.arena.shape[1] + place for place in places[2:]), padded,
+                *(h * self.arena.shape[1] + place for place in places[2:]), channel_stride,
                 page_size, size.num_channels, size.num_tokens,
             )
             for h in range(num_heads)
@@ -99,7 +106,7 @@ class HsaInputs:
             self.arena.view(-1),
             self.table,
             max_channels=self.size.num_channels,
-            page_stride=1,
+            page_stride=self.page_stride,
             scratch=self.scratch,
             new_keys=self.new[0],
             new_values=self.new[1],
