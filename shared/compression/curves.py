@@ -75,7 +75,7 @@ class ModelCurves:
 
     @property
     def file_name(self) -> str:
-        """Of the model and its weights: `demo-0b714197.quality.json`."""
+        """Of the model and its weights: `demo-550c2155.quality.json`."""
         return f"{self.model}-{self.fingerprints['float32'][:8]}{SUFFIX}"
 
 
