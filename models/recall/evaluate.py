@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvferry.models.recall.denormals import flushed_denormals
 from kvferry.models.recall.network import RecallNetwork
 from kvferry.models.recall.tasks import TASKS, Example, Task
 from kvferry.models.recall.trainer import load_network
@@ -175,7 +176,6 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate and write the result after every cell, so that a stopped run keeps what it has."""
     if args.threads:
         torch.set_num_threads(args.threads)
-    torch.set_flush_denormal(True)  # as in training
     names = list(TASKS) if args.tasks == "all" else args.tasks.split(",")
     for name in ("gap", "first_seed"):
         if getattr(args, name) < 0:
@@ -190,16 +190,17 @@ def run(args: argparse.Namespace) -> int:
     for num_tokens, num_examples in _parse_cells(args.cells):
         for name in names:
             started_s = time.monotonic()
-            cell = evaluate_cell(
-                network,
-                TASKS[name],
-                num_tokens=num_tokens,
-                num_examples=num_examples,
-                held_out=args.held_out,
-                dtype=getattr(torch, args.dtype),
-                gap=args.gap,
-                first_seed=args.first_seed,
-            )
+            with flushed_denormals():
+                cell = evaluate_cell(
+                    network,
+                    TASKS[name],
+                    num_tokens=num_tokens,
+                    num_examples=num_examples,
+                    held_out=args.held_out,
+                    dtype=getattr(torch, args.dtype),
+                    gap=args.gap,
+                    first_seed=args.first_seed,
+                )
             cells.append(cell)
             _log.info(
                 "cell",

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
+from kvferry.models.recall.denormals import flushed_denormals
 from kvferry.models.recall.gradients import StepResult
 from kvferry.models.recall.network import RecallNetwork, save_folder
 from kvferry.models.recall.recipe import RECIPES, Recipe, load_recipe
@@ -68,8 +69,6 @@ def run(args: argparse.Namespace) -> int:
     num_threads = args.threads or torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
-        # Sharp attention is full of numbers below the smallest normal one, on which some CPUs are slow.
-        torch.set_flush_denormal(True)
     trainer = Trainer(
         recipe,
         _initial_network(recipe, args.init, renew=args.renew_unused_words),
@@ -82,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if not args.restart and trainer.resume():
         _log.info("resumed", stage=trainer.position.stage, step=trainer.position.step)
-    _train(recipe, trainer)
+    with flushed_denormals():
+        _train(recipe, trainer)
     if args.average_init:
         average_weights(trainer.network, load_network(args.init), share=args.average_init)
     save_folder(trainer.network, args.out / "model")

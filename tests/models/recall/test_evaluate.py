@@ -111,6 +111,7 @@ def test_command_writes_json_and_table(demo_model_dir: Path, tmp_path: Path) -> 
     assert result["first_seed"] == 7
     assert (cell["task"], cell["num_tokens"], cell["num_examples"]) == ("single_needle", 256, 2)
     assert out.with_suffix(".md").read_text().startswith("| task | 256 |")
+    assert torch.tensor(1e-40) * 1 > 0, "the command has left its way with denormal numbers behind"
 
 
 @pytest.mark.parametrize(
