@@ -37,8 +37,6 @@ Prefill = Literal["cpu", "device"]
 PREFILLS: tuple[Prefill, ...] = ("cpu", "device")
 TIE = 1e-4
 """Of the largest logit: how near two logits are that rounding may order either way."""
-TIES = {"rdkv": 1e-3}
-"""Where it is more: packed rows meet queries and weights that are rounded to float16 (`kernels/trizone`)."""
 METHODS = ("full", "rocketkv", "rdkv", "rdkv-hsa", "h2o", "d2o", "snapkv")
 TINY_METHODS = ("full", "rocketkv", "rdkv")
 OVERRIDES = {"rdkv": {"rebudget_tokens": 0}}
@@ -129,7 +127,7 @@ class TokenComparison:
 
 def is_tie(row: dict[str, Any]) -> bool:
     """Whether a row's tokens part, if they do, where the CPU's logits are as good as equal."""
-    return bool(row["same"] or row["gap"] <= TIES.get(row["method"], TIE))
+    return bool(row["same"] or row["gap"] <= TIE)
 
 
 def _num_kept_elsewhere(one: Continuation, other: Continuation) -> tuple[int, int]:

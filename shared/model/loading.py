@@ -174,8 +174,9 @@ def _resolve_device(device: str) -> torch.device:
 
 def _prepare_cuda(device: torch.device) -> None:
     """Settings of the process that the kernels and the serving of ever new lengths want."""
-    # Triton launches on the thread's current device.
-    torch.cuda.set_device(device)
+    # Triton launches on the thread's current device, which is what "cuda" without a number means.
+    if device.index is not None:
+        torch.cuda.set_device(device)
     # torch prefers cuDNN's attention on the newest GPUs, which builds and keeps a plan for every length.
     torch.backends.cuda.enable_cudnn_sdp(False)
 

@@ -49,6 +49,7 @@ def test_all_of_it_runs_at_tiny_shapes_and_kernels_agree_with_their_references(t
     assert {(row["method"], row["prefill"]): row["same"] for row in result["tokens"]} == dict.fromkeys(
         itertools.product(methods, prefills), True
     )
+    assert result["smallest_launch_us"] > 0
     # ties among rows that next to nothing attends to
     assert all(row.get("kept_elsewhere", 0) <= 0.02 * row.get("kept", 0) for row in result["tokens"])
     assert {row["method"] for row in result["tokens"] if row.get("kept")} == {"rocketkv"}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from kvferry.models import DEMO_MODEL
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.model import fingerprint
+from kvferry.shared.model import fingerprint, loading
 from kvferry.shared.model.fingerprint import model_fingerprint
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.spec import ModelSpec
@@ -218,3 +218,19 @@ def test_a_config_that_is_no_json_or_of_other_shapes_is_a_configuration_error(ll
     (llama_copy / "config.json").write_text("{")
     with pytest.raises(ConfigurationError, match="does not load"):
         load_model(llama_copy, device="cpu")
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", []), ("cuda:0", [0]), ("cuda:1", [1])])
+def test_cuda_is_prepared_with_and_without_a_number(
+    monkeypatch: pytest.MonkeyPatch, device: str, expected: list[int]
+) -> None:
+    """Down to the driver's call, which a build without CUDA lacks."""
+    current: list[int] = []
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", current.append, raising=False)
+    was_on = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        loading._prepare_cuda(torch.device(device))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_on)
+    assert current == expected
