@@ -204,6 +204,7 @@ class OneProcessGenerator:
         plan: CompressionPlan,
         sampling: SamplingParams,
         session: OracleSession | None = None,
+        cut_off_after: int = 0,
     ) -> list[SampledToken]:
         """Prefill, compress, decode to the end of the completion (stop strings are not looked at).
 
@@ -211,6 +212,8 @@ class OneProcessGenerator:
             prompt_token_ids: at least one token, history included.
             session: full KV of earlier turns; its longest common prefix with the prompt is not run again. It
                 is updated to this turn's end.
+            cut_off_after: tokens after which the client left, where that is not 0. Not the same as so small a
+                `max_tokens`, for which a plan may keep other rows.
 
         Returns:
             The completion's tokens, a final end-of-sequence token among them.
@@ -233,7 +236,8 @@ class OneProcessGenerator:
         tokens = [sampler.sample(logits)]
         decode = OracleDecode(spec, resolved, prefill.kept())
         stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(spec.eos_token_ids))
-        while tokens[-1].token_id not in stop_ids and len(tokens) < sampling.max_tokens:
+        most = min(sampling.max_tokens, cut_off_after or sampling.max_tokens)
+        while tokens[-1].token_id not in stop_ids and len(tokens) < most:
             logits = self._model.decode(
                 torch.tensor([tokens[-1].token_id], device=self._model.device),
                 torch.tensor([len(prompt_token_ids) + len(tokens) - 1], device=self._model.device),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -54,8 +55,10 @@ def test_the_turn_after_one_that_was_cut_off_continues_from_what_was_delivered(
         ) as response,
     ):
         lines = (line for line in response.iter_lines() if '"content":' in line)
-        for _ in range(6):  # the first one has the role alone
-            next(lines)
+        next(lines)  # the first one has the role alone
+        delivered = "".join(
+            json.loads(next(lines).removeprefix("data: "))["choices"][0]["delta"]["content"] for _ in range(5)
+        )
 
     kept = wait_kept(stack, session_id)
     prompt = tokenizer.render(messages)
@@ -83,10 +86,10 @@ def test_the_turn_after_one_that_was_cut_off_continues_from_what_was_delivered(
     generator, oracle, plan = OneProcessGenerator(model), OracleSession(), plan_for(method, budget=budget)
     end = model.spec.eos_token_ids[0]
     num_drawn = num_known - len(prompt) + 1
-    sampling = SamplingParams(max_tokens=num_drawn, temperature=0.0, logit_bias={end: -100.0})
-    ids = [
-        token.token_id for token in generator.generate(prompt, plan=plan, sampling=sampling, session=oracle)
-    ]
+    sampling = SamplingParams(max_tokens=LONGEST, temperature=0.0, logit_bias={end: -100.0})
+    drawn = generator.generate(prompt, plan=plan, sampling=sampling, session=oracle, cut_off_after=num_drawn)
+    ids = [token.token_id for token in drawn]
+    assert tokenizer.decode(ids).startswith(delivered)
     second = prompt + ids[:num_delivered] + [end] + tokenizer.render([question])[1:]
     assert answer["usage"]["prompt_tokens"] == len(second)
     sampling = SamplingParams(max_tokens=8, temperature=0.0)
