@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -227,6 +227,34 @@ class RecallNetwork(nn.Module):
                 offset = 1 + head
                 queries[head, i, 0] = amplitude * math.cos(offset * angle)
                 queries[head, i + half, 0] = -amplitude * math.sin(offset * angle)
+
+    def grown(self, num_layers: int, *, generator: torch.Generator | None = None) -> RecallNetwork:
+        """A deeper network that computes the same: new layers, which add nothing yet, among these.
+
+        The new ones stand before the last layers, one before each, from the last backwards: 4 grown to 6 are
+        0, 1, new, 2, new, 3. Their output projections are zero (Chen et al. 2016, Net2Net).
+
+        Raises:
+            ConfigurationError: num_layers is below the number there is, or above twice that number less one.
+        """
+        old = self.config.num_layers
+        if not old <= num_layers < 2 * old:
+            raise ConfigurationError(
+                f"num_layers is {num_layers}; {old} layers grow to {old} to {2 * old - 1}"
+            )
+        deeper = RecallNetwork(replace(self.config, num_layers=num_layers), generator=generator)
+        deeper.embed_tokens.load_state_dict(self.embed_tokens.state_dict())
+        deeper.norm.load_state_dict(self.norm.state_dict())
+        first = 2 * old - num_layers  # old layers that have no new one before them
+        for i, layer in enumerate(self.layers):
+            at = i if i < first else 2 * i - first + 1
+            deeper.layers[at].load_state_dict(layer.state_dict())
+            if at > i:
+                added = deeper.layers[at - 1]
+                assert isinstance(added, DecoderLayer)
+                nn.init.zeros_(added.self_attn.o_proj.weight)
+                nn.init.zeros_(added.mlp.down_proj.weight)
+        return deeper
 
     def hidden(
         self, token_ids: Tensor, positions: Tensor | None = None, *, position_ids: Tensor | None = None

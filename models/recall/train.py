@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", default="cpu", help=f"one of {names}, or a JSON file (default: cpu)")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints, curve and model/")
     parser.add_argument(
-        "--init", type=Path, help="exported folder or checkpoint.pt to start from, instead of random weights"
+        "--init",
+        type=Path,
+        help="exported folder or checkpoint.pt to start from, instead of random weights; where the recipe "
+        "has more layers, new ones that add nothing yet are put among its",
     )
     parser.add_argument(
         "--renew-unused-words",
@@ -69,9 +73,11 @@ def run(args: argparse.Namespace) -> int:
     num_threads = args.threads or torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
+    network = _initial_network(recipe, args.init, renew=args.renew_unused_words)
+    initial = copy.deepcopy(network) if args.average_init else None
     trainer = Trainer(
         recipe,
-        _initial_network(recipe, args.init, renew=args.renew_unused_words),
+        network,
         folder=args.out,
         device=device,
         num_shards=num_threads if device.type == "cpu" else 1,
@@ -83,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
         _log.info("resumed", stage=trainer.position.stage, step=trainer.position.step)
     with flushed_denormals():
         _train(recipe, trainer)
-    if args.average_init:
-        average_weights(trainer.network, load_network(args.init), share=args.average_init)
+    if initial is not None:
+        average_weights(trainer.network, initial, share=args.average_init)
     save_folder(trainer.network, args.out / "model")
     save_tokenizer(args.out / "model")
     _log.info("exported", folder=str(args.out / "model"), total_tokens=trainer.position.total_tokens)
@@ -130,6 +136,8 @@ def _initial_network(recipe: Recipe, folder: Path | None, *, renew: bool) -> Rec
         network.structure_positions()
         return network
     network = load_network(folder)
+    if network.config.num_layers < recipe.network.num_layers:
+        network = network.grown(recipe.network.num_layers, generator=generator)
     if network.config != recipe.network:
         raise ConfigurationError(
             f"--init {folder} has {network.config}; recipe {recipe.name!r} wants {recipe.network}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,25 @@ def test_the_shipped_model_can_tell_its_words_apart(demo_model_dir: Path) -> Non
 def test_heads_must_divide_into_kv_heads() -> None:
     with pytest.raises(ConfigurationError, match="num_heads 8 must be a multiple of num_kv_heads 3"):
         NetworkConfig(num_kv_heads=3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("num_layers", "added"), [(4, []), (5, [3]), (6, [2, 4]), (7, [1, 3, 5])])
+def test_a_grown_network_computes_the_same_until_it_is_trained(num_layers: int, added: list[int]) -> None:
+    network = structured(replace(SMALL, num_layers=4))
+    grown = network.grown(num_layers, generator=torch.Generator().manual_seed(4))
+    tokens = some_tokens(2, 40)
+    torch.testing.assert_close(grown(tokens), network(tokens), atol=0, rtol=0)
+    silent = [
+        i
+        for i, layer in enumerate(grown.layers)
+        if not layer.self_attn.o_proj.weight.any() and not layer.mlp.down_proj.weight.any()
+    ]
+    assert silent == added
+    assert all(layer.self_attn.q_proj.weight.any() for layer in grown.layers)
+
+
+@pytest.mark.parametrize("num_layers", [3, 8])
+def test_a_network_does_not_shrink_or_grow_to_twice_its_layers(num_layers: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"num_layers is {num_layers}; 4 layers grow to 4 to 7"):
+        structured(replace(SMALL, num_layers=4)).grown(num_layers)

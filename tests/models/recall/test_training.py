@@ -123,6 +123,28 @@ def test_weights_between_the_first_and_the_trained_ones_are_exported(
     assert main([*again, "--average-init", "1.5"]) == 2
 
 
+def test_training_goes_on_in_a_deeper_network(recipe_path: Path, tmp_path: Path) -> None:
+    first = ["--device", "cpu", "--threads", "1"]
+    assert main([*first, "--recipe", str(recipe_path), "--out", str(tmp_path / "first")]) == 0
+    deeper = {"name": "deeper", "network": SMALL | {"num_layers": 3}, "stages": [stage("first", 6000)]}
+    (tmp_path / "deeper.json").write_text(json.dumps(deeper))
+    start = tmp_path / "first" / "model"
+    again = [*first, "--recipe", str(tmp_path / "deeper.json"), "--init", str(start)]
+    assert main([*again, "--out", str(tmp_path / "again"), "--average-init", "0.5"]) == 0
+    trained = load_network(tmp_path / "again" / "checkpoint.pt")
+    exported = load_network(tmp_path / "again" / "model")
+    output = "layers.1.self_attn.o_proj.weight"  # the new layer's, which began as zero
+    assert trained.state_dict()[output].abs().max() > 3e-3
+    torch.testing.assert_close(
+        exported.state_dict()[output], 0.5 * trained.state_dict()[output], atol=1e-5, rtol=1e-3
+    )
+    tokens = load_network(start).embed_tokens.weight
+    half = 0.5 * (trained.embed_tokens.weight + tokens)
+    torch.testing.assert_close(exported.embed_tokens.weight, half, atol=2e-3, rtol=1e-3)
+    back = ["--recipe", str(recipe_path), "--init", str(tmp_path / "again" / "model")]
+    assert main([*first, *back, "--out", str(tmp_path / "back")]) == 2  # two layers from three
+
+
 def test_shards_give_the_gradients_of_the_whole() -> None:
     network = RecallNetwork(NetworkConfig(**SMALL), generator=torch.Generator().manual_seed(1))
     token_ids, is_answer = draw_batch("0", 5, 120, Mixture())
