@@ -24,6 +24,10 @@ from kvferry.shared.errors import ConfigurationError
 
 _CONSTANT_FEATURE = 4.0
 """Embedding dimension 0 at initialisation, in standard deviations of the other dimensions."""
+_SHARPNESS = 20.0
+"""Score of a fixed-offset head at its offset, a frequency."""
+_NUM_FREQUENCIES = 6
+"""Rotary pairs, those of highest frequency, that fixed-offset heads use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,58 +207,84 @@ class RecallNetwork(nn.Module):
             parameter.normal_(0, std, generator=generator)
 
     @torch.no_grad()
-    def structure_positions(self, *, sharpness: float = 20.0, num_frequencies: int = 6) -> None:
-        """Start layer 0's query heads as fixed-offset heads: head h attends to token p - 1 - h.
-
-        Embedding dimension 0 becomes a constant. Keys carry it unrotated in the highest `num_frequencies`
-        rotary pairs, queries carry it rotated back by the offset, so the score peaks at that distance:
-        `score(i, j) ~ sum_f cos((i - j - offset) * theta_f)`. Training is free to undo all of it.
-        """
-        c = self.config
-        half = c.head_dim // 2
+    def structure_positions(self) -> None:
+        """Start layer 0's query heads as fixed-offset heads: head h attends to token p - 1 - h. Embedding
+        dimension 0 becomes a constant. Training is free to undo all of it."""
         self.embed_tokens.weight[:, 0] = _CONSTANT_FEATURE * 0.05
-        # After the norm the constant is about 4 (its size in standard deviations), so a query times a key is
-        # amplitude^2 * 4^2 a frequency; `sharpness` is the score's scale at the right offset.
-        amplitude = math.sqrt(sharpness * math.sqrt(c.head_dim) / 15.2)
-        first = self.layers[0]
-        assert isinstance(first, DecoderLayer)
-        keys = first.self_attn.k_proj.weight.view(c.num_kv_heads, c.head_dim, -1)
-        queries = first.self_attn.q_proj.weight.view(c.num_heads, c.head_dim, -1)
-        for i in range(num_frequencies):
-            angle = c.rope_theta ** (-2 * i / c.head_dim)
-            keys[:, i, 0], keys[:, i + half, 0] = amplitude, 0
-            for head in range(c.num_heads):
-                offset = 1 + head
-                queries[head, i, 0] = amplitude * math.cos(offset * angle)
-                queries[head, i + half, 0] = -amplitude * math.sin(offset * angle)
+        constant = torch.zeros(self.config.hidden_size)
+        constant[0] = 1 / self._layer(0).input_layernorm(self.embed_tokens.weight)[:, 0].mean()
+        self._look_back(0, constant, nearest=1)
 
-    def grown(self, num_layers: int, *, generator: torch.Generator | None = None) -> RecallNetwork:
-        """A deeper network that computes the same: new layers, which add nothing yet, among these.
+    @torch.no_grad()
+    def grown(
+        self, num_layers: int, token_ids: Tensor, *, generator: torch.Generator | None = None
+    ) -> RecallNetwork:
+        """A deeper network that computes the same: new layers, which add nothing yet, after the first.
 
-        The new ones stand before the last layers, one before each, from the last backwards: 4 grown to 6 are
-        0, 1, new, 2, new, 3. Their output projections are zero (Chen et al. 2016, Net2Net).
+        Their query heads are fixed-offset heads, too, and look farther back: of 8 heads a layer, the first
+        new one's at tokens p - 9 to p - 16, the next one's at p - 17 to p - 24. Values are those of the layer
+        that follows, output projections zero (block expansion, Wu et al. 2024,
+        https://arxiv.org/abs/2401.02415).
+
+        Args:
+            token_ids: `[B, T]`, text: what the first layer makes of it shows what there is left of a constant
+                feature, which is found by least squares.
 
         Raises:
-            ConfigurationError: num_layers is below the number there is, or above twice that number less one.
+            ConfigurationError: num_layers is below the number there is.
         """
-        old = self.config.num_layers
-        if not old <= num_layers < 2 * old:
-            raise ConfigurationError(
-                f"num_layers is {num_layers}; {old} layers grow to {old} to {2 * old - 1}"
-            )
+        num_old = self.config.num_layers
+        if num_layers < num_old:
+            raise ConfigurationError(f"num_layers is {num_layers}; a network of {num_old} layers only grows")
         deeper = RecallNetwork(replace(self.config, num_layers=num_layers), generator=generator)
         deeper.embed_tokens.load_state_dict(self.embed_tokens.state_dict())
         deeper.norm.load_state_dict(self.norm.state_dict())
-        first = 2 * old - num_layers  # old layers that have no new one before them
+        num_new = num_layers - num_old
         for i, layer in enumerate(self.layers):
-            at = i if i < first else 2 * i - first + 1
-            deeper.layers[at].load_state_dict(layer.state_dict())
-            if at > i:
-                added = deeper.layers[at - 1]
-                assert isinstance(added, DecoderLayer)
-                nn.init.zeros_(added.self_attn.o_proj.weight)
-                nn.init.zeros_(added.mlp.down_proj.weight)
+            deeper.layers[i + num_new if i else 0].load_state_dict(layer.state_dict())
+        following = self._layer(min(1, num_old - 1))
+        x = self.embed_tokens(token_ids)
+        x = self._layer(0)(x, *self._rotary(token_ids, None, x.dtype))
+        seen = following.input_layernorm(x).flatten(0, 1)
+        moments = seen.T @ seen + 1e-3 * len(seen) * torch.eye(self.config.hidden_size)
+        constant = torch.linalg.solve(moments, seen.sum(0))
+        for i in range(1, num_new + 1):
+            added = deeper._layer(i)
+            added.input_layernorm.load_state_dict(following.input_layernorm.state_dict())
+            added.self_attn.v_proj.load_state_dict(following.self_attn.v_proj.state_dict())
+            nn.init.zeros_(added.self_attn.o_proj.weight)
+            nn.init.zeros_(added.mlp.down_proj.weight)
+            deeper._look_back(i, constant, nearest=1 + self.config.num_heads * i)
         return deeper
+
+    def _look_back(self, index: int, constant: Tensor, *, nearest: int) -> None:
+        """Head h of a layer attends to token p - nearest - h.
+
+        Keys carry a constant unrotated in the rotary pairs of highest frequency, queries carry it rotated
+        back by the offset, so the score peaks at that distance:
+        `score(i, j) ~ sum_f cos((i - j - offset) * theta_f)`.
+
+        Args: constant: `[hidden]`, whose product with a word that the layer sees is about 1.
+        """
+        c = self.config
+        half = c.head_dim // 2
+        attention = self._layer(index).self_attn
+        row = math.sqrt(_SHARPNESS * math.sqrt(c.head_dim)) * constant
+        keys = attention.k_proj.weight.view(c.num_kv_heads, c.head_dim, -1)
+        queries = attention.q_proj.weight.view(c.num_heads, c.head_dim, -1)
+        used = constant != 0
+        for i in range(_NUM_FREQUENCIES):
+            angle = c.rope_theta ** (-2 * i / c.head_dim)
+            keys[:, i, used], keys[:, i + half, used] = row[used], 0
+            for head in range(c.num_heads):
+                offset = nearest + head
+                queries[head, i, used] = row[used] * math.cos(offset * angle)
+                queries[head, i + half, used] = -row[used] * math.sin(offset * angle)
+
+    def _layer(self, index: int) -> DecoderLayer:
+        layer = self.layers[index]
+        assert isinstance(layer, DecoderLayer)
+        return layer
 
     def hidden(
         self, token_ids: Tensor, positions: Tensor | None = None, *, position_ids: Tensor | None = None
@@ -266,20 +296,26 @@ class RecallNetwork(nn.Module):
 
         Returns: `[B, T, hidden]`, or `[B, S, hidden]` where positions `[B, S]` are given.
         """
-        c, t = self.config, token_ids.shape[1]
         x = self.embed_tokens(token_ids)
         if torch.is_autocast_enabled(token_ids.device.type):
             x = x.to(torch.bfloat16)
-        half = torch.arange(0, c.head_dim, 2, device=token_ids.device).float() / c.head_dim
-        if position_ids is None:
-            position_ids = torch.arange(t, device=token_ids.device).expand_as(token_ids)
-        angles = position_ids.float()[:, None, :, None] * c.rope_theta**-half  # [B, 1, T, D / 2]
-        angles = torch.cat([angles, angles], -1)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cos, sin = self._rotary(token_ids, position_ids, x.dtype)
         for layer in self.layers[:-1]:
             x = layer(x, cos, sin)
         out: Tensor = self.norm(self.layers[-1](x, cos, sin, positions))
         return out
+
+    def _rotary(
+        self, token_ids: Tensor, position_ids: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines `[B, 1, T, D]` of token_ids' positions."""
+        c = self.config
+        half = torch.arange(0, c.head_dim, 2, device=token_ids.device).float() / c.head_dim
+        if position_ids is None:
+            position_ids = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
+        angles = position_ids.float()[:, None, :, None] * c.rope_theta**-half  # [B, 1, T, D / 2]
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def forward(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits, as `hidden`."""

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
+from kvferry.models.recall.conversations import Mixture, draw_batch
 from kvferry.models.recall.denormals import flushed_denormals
 from kvferry.models.recall.gradients import StepResult
 from kvferry.models.recall.network import RecallNetwork, save_folder
@@ -28,6 +29,8 @@ _log = structlog.get_logger(__name__)
 
 _SAME_DIRECTION = 0.6
 """Cosine to the pad token's embedding from which on a word counts as unused."""
+_NUM_GROWTH_ROWS = 32
+"""Rows that a network sees before it grows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--init",
         type=Path,
         help="exported folder or checkpoint.pt to start from, instead of random weights; where the recipe "
-        "has more layers, new ones that add nothing yet are put among its",
+        "has more layers, new ones that add nothing yet are put after its first",
     )
     parser.add_argument(
         "--renew-unused-words",
@@ -137,7 +140,8 @@ def _initial_network(recipe: Recipe, folder: Path | None, *, renew: bool) -> Rec
         return network
     network = load_network(folder)
     if network.config.num_layers < recipe.network.num_layers:
-        network = network.grown(recipe.network.num_layers, generator=generator)
+        text, _ = draw_batch("growth", _NUM_GROWTH_ROWS, 512, Mixture())
+        network = network.grown(recipe.network.num_layers, text, generator=generator)
     if network.config != recipe.network:
         raise ConfigurationError(
             f"--init {folder} has {network.config}; recipe {recipe.name!r} wants {recipe.network}"
