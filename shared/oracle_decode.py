@@ -44,7 +44,7 @@ class _EvictingLayer:
         specs = kind.auxiliary_specs(
             num_kv_heads=num_kv_heads, num_rows=rows + 1, head_dim=head_dim, dtype=keys.dtype
         )
-        auxiliary = tuple(torch.empty(s.shape, dtype=s.dtype, device=keys.device) for s in specs)
+        auxiliary = tuple(torch.empty(s.placed_shape, dtype=s.dtype, device=keys.device) for s in specs)
         assert kept.state is not None
         kind.load(auxiliary, positions=kept.positions, state=kept.state, length=rows)
         return cls(keys=keys, values=values, auxiliary=auxiliary)
@@ -117,7 +117,7 @@ class OracleDecode:
         specs = kind.auxiliary_specs(
             num_kv_heads=num_kv_heads, num_rows=length, head_dim=head_dim, dtype=all_keys.dtype
         )
-        auxiliary = tuple(torch.empty(s.shape, dtype=s.dtype, device=all_keys.device) for s in specs)
+        auxiliary = tuple(torch.empty(s.placed_shape, dtype=s.dtype, device=all_keys.device) for s in specs)
         kind.build(all_keys, all_values, auxiliary, length=length)
         return kind.attend(queries[0], all_keys, all_values, auxiliary, length=length, scaling=scaling)[None]
 
@@ -170,7 +170,7 @@ def _attend_packed(
     specs = attention.packed_specs(
         num_kv_heads=num_kv_heads, num_tokens=num_packed + length, head_dim=head_dim, dtype=keys.dtype
     )
-    auxiliary = tuple(torch.empty(s.shape, dtype=s.dtype, device=keys.device) for s in specs)
+    auxiliary = tuple(torch.empty(s.placed_shape, dtype=s.dtype, device=keys.device) for s in specs)
     attention.build_packed(packed, auxiliary)
     for m in range(length):
         attention.append_packed((packed,), keys, values, auxiliary, keys[:, m], values[:, m], position=m)

@@ -31,7 +31,7 @@ def tiny_cases(device: Device, seed: int) -> list[Case]:
         ),
         hsa_cases(
             small,
-            HsaSize(batch_size=2, length=50, page_size=3, num_channels=20, num_tokens=13, by_channel=False),
+            HsaSize(batch_size=2, length=50, page_size=1, num_channels=20, num_tokens=13),
             device=device,
             seed=seed,
             targets=(None, None),
@@ -57,15 +57,14 @@ def gpu_cases(device: Device, seed: int, model: Model) -> list[Callable[[], list
         length: int,
         targets: tuple[float | None, float | None],
         us: tuple[float, float, float] | None = None,
-        by_channel: bool = True,
+        page_size: int = 4,
     ) -> list[Case]:
         size = HsaSize(
             batch_size=batch_size,
             length=length,
-            page_size=4,
+            page_size=page_size,
             num_channels=model.head_dim // 2,
             num_tokens=length // 8,
-            by_channel=by_channel,
         )
         return hsa_cases(model, size, device=device, seed=seed, targets=targets, targets_us=us)
 
@@ -82,7 +81,7 @@ def gpu_cases(device: Device, seed: int, model: Model) -> list[Callable[[], list
         lambda: dense(1, 4096, None, 10.0),
         lambda: [append_case(model, batch_size=64, device=device, seed=seed)],
         lambda: sparse(64, 8192, (0.60, 0.65)),
-        lambda: sparse(64, 8192, (None, None), by_channel=False),
+        lambda: sparse(64, 8192, (None, None), page_size=1),
         lambda: sparse(1, 8192, (None, None), (4.0, 4.0, 12.0)),
         lambda: packed(64, 0.60),
         lambda: packed(8, None, 16.0),

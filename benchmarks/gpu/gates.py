@@ -44,6 +44,7 @@ GATES = {
     "_score_pages_kernel": Gate(
         registers=224, streams={"arena_ptr + start[:, None]": _WIDE}, conversions=(_TOKENS_OF_A_PAGE,)
     ),
+    "_score_rows_kernel": Gate(registers=224, streams={"arena_ptr + start + p[:, None]": _WIDE}),
     "_select_tokens_kernel": Gate(registers=128),
     "_gather_attend_kernel": Gate(
         registers=128,

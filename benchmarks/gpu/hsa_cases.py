@@ -12,32 +12,28 @@ from case import Case, Device, Model, attend_all, tolerance_of
 from torch import Tensor
 
 from kvferry.kernels.hsa import triton_kernel as hsa
-from kvferry.kernels.hsa.descriptors import HsaScratch, hsa_scratch
+from kvferry.kernels.hsa.descriptors import HsaScratch, PageSizes, hsa_scratch
 from kvferry.kernels.hsa.gather_attend import _gather_attend_kernel
-from kvferry.kernels.hsa.page_scores import _score_pages_kernel
+from kvferry.kernels.hsa.page_scores import _score_pages_kernel, _score_rows_kernel
 from kvferry.kernels.hsa.token_selection import _select_tokens_kernel
 from kvferry.kernels.split_workspace import choose_num_splits
 
 
 @dataclass(frozen=True, kw_only=True)
 class HsaSize:
-    """One size: B sequences of n rows, pages of P, k1 channels, k2 tokens.
-
-    Attributes: by_channel: each channel's extremes lie beside one another, for which the targets are; False
-        is how the decode service keeps them, page by page.
-    """
+    """One size: B sequences of n rows, pages of P, k1 channels, k2 tokens. Pages of one token have
+    no extremes but their keys."""
 
     batch_size: int
     length: int
     page_size: int
     num_channels: int
     num_tokens: int
-    by_channel: bool = True
 
     def __str__(self) -> str:
         return (
             f"B={self.batch_size} n={self.length} P={self.page_size} k1={self.num_channels} "
-            f"k2={self.num_tokens}{'' if self.by_channel else ' page by page'}"
+            f"k2={self.num_tokens}"
         )
 
 
@@ -68,15 +64,16 @@ class HsaInputs:
         self.rows = rows
         self.highest, self.lowest = page_extremes(rows[:, 0], page_size, padded)
         step, extremes = length * head_dim, head_dim * padded
-        both = [each.mT if size.by_channel else each for each in (self.highest, self.lowest)]
-        whole = [rows.flatten(1), *(each.flatten(1) for each in both)]
-        self.page_stride, channel_stride = (1, padded) if size.by_channel else (head_dim, 1)
+        whole = [rows.flatten(1)]
+        self.page_sizes = PageSizes.of([page_size])
+        if self.page_sizes.more:
+            whole += [each.mT.flatten(1) for each in (self.highest, self.lowest)]
         self.arena = torch.cat([part.to(model.dtype) for part in whole], dim=1)
         places = (0, step, 2 * step, 2 * step + extremes)
         table = [
             (
                 *(h * self.arena.shape[1] + place for place in places[:2]), length,
-                *(h * self.arena.shape[1] + place for place in places[2:]), channel_stride,
+                *(h * self.arena.shape[1] + place for place in places[2:]), padded,
                 page_size, size.num_channels, size.num_tokens,
             )
             for h in range(num_heads)
@@ -106,7 +103,7 @@ class HsaInputs:
             self.arena.view(-1),
             self.table,
             max_channels=self.size.num_channels,
-            page_stride=self.page_stride,
+            page_sizes=self.page_sizes,
             scratch=self.scratch,
             new_keys=self.new[0],
             new_values=self.new[1],
@@ -180,10 +177,12 @@ def hsa_cases(
     """
     inputs = HsaInputs(model, size, device, seed)
     element, heads = inputs.arena.element_size(), inputs.num_heads
-    score_bytes = heads * element * inputs.num_pages * size.num_channels
+    channels_read = size.num_channels if inputs.page_sizes.more else model.head_dim
+    score_bytes = heads * element * inputs.num_pages * channels_read
     select_bytes = 4 * heads * (model.group_size * inputs.num_pages + size.num_tokens)
     attend_bytes = heads * element * 2 * min(size.num_tokens, size.length) * model.head_dim
     tolerance = tolerance_of(model.dtype)
+    score_kernel = _score_rows_kernel if size.page_size == 1 else _score_pages_kernel
     us = targets_us or (None, None, None)
 
     def selected() -> Tensor:
@@ -203,13 +202,13 @@ def hsa_cases(
 
     return [
         case(2, "hsa_score", inputs.score, inputs.expected_logits, score_bytes,
-             (_score_pages_kernel,), targets[0], us[0]),
+             (score_kernel,), targets[0], us[0]),
         case(3, "hsa_select", inputs.select, inputs.shares_best, select_bytes,
              (_select_tokens_kernel,), None, us[1], checked=selected),
         case(4, "hsa_attend", inputs.attend, inputs.expected_output, attend_bytes,
              (_gather_attend_kernel,), targets[1], None),
         case(4, "hsa", inputs.whole, inputs.expected_output, score_bytes + attend_bytes,
-             (_score_pages_kernel, _select_tokens_kernel, _gather_attend_kernel), None, us[2]),
+             (score_kernel, _select_tokens_kernel, _gather_attend_kernel), None, us[2]),
     ]  # fmt: skip
 
 

@@ -100,7 +100,7 @@ def attend(
     Args:
         queries: `[H_kv, G, D]`.
         keys, values: `[H_kv, cap, D]`, the queries' dtype.
-        page_max, page_min: `[H_kv, ceil(cap / P), D]`.
+        page_max, page_min: `[H_kv, ceil(cap / P), D]`; the keys where P is 1.
         length: n, rows in use, 1 to cap.
         num_channels: k1, 1 to D.
         num_tokens: k2, at least 1.
@@ -125,7 +125,7 @@ def attend(
         raise ValueError(f"num_channels is {num_channels}; it must be 1 to {head_dim}")
     if num_tokens < 1:
         raise ValueError(f"num_tokens is {num_tokens}; it must be at least 1")
-    unsupported = partial(_unsupported, queries, keys, values, page_max, page_min)
+    unsupported = partial(_unsupported, queries, keys, values, page_max, page_min, page_size)
     if path_for("hsa", queries.device, unsupported) != "torch":
         # Here, because a CPU install has no Triton.
         from kvferry.kernels.hsa import triton_kernel
@@ -174,7 +174,7 @@ def _check_pages(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: in
 
 
 def _unsupported(
-    queries: Tensor, keys: Tensor, values: Tensor, page_max: Tensor, page_min: Tensor
+    queries: Tensor, keys: Tensor, values: Tensor, page_max: Tensor, page_min: Tensor, page_size: int
 ) -> str | None:
     problem = shape_problem(queries.dtype, queries.shape[1], queries.shape[2])
     if problem is None and not keys.stride(1) == values.stride(1) == keys.shape[2]:
@@ -183,7 +183,7 @@ def _unsupported(
         problem = f"page extremes have strides {page_max.stride()} and {page_min.stride()}"
     if problem is None and page_max.shape[1] > MAX_PAGES:
         problem = f"there are {page_max.shape[1]} pages; there must be at most {MAX_PAGES}"
-    if problem is None and page_max.stride(1) == 1:
+    if problem is None and page_size > 1:
         # read along pages, in pieces of 16 bytes
         problem = alignment_problem(page_max=page_max.mT, page_min=page_min.mT)
     return problem or alignment_problem(keys=keys, values=values)

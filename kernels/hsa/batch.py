@@ -20,7 +20,14 @@ from kvferry.kernels.decode_batch import (
 from kvferry.kernels.descriptors import shape_problem
 from kvferry.kernels.dispatch import decided_path
 from kvferry.kernels.hsa import num_pages
-from kvferry.kernels.hsa.descriptors import BLOCK_PAGES, FIELDS, MAX_PAGES, PAGE_SIZE, hsa_scratch
+from kvferry.kernels.hsa.descriptors import (
+    BLOCK_PAGES,
+    FIELDS,
+    MAX_PAGES,
+    PAGE_SIZE,
+    PageSizes,
+    hsa_scratch,
+)
 from kvferry.kernels.hsa.torch_path import (
     CacheViews,
     RankedQueries,
@@ -39,7 +46,8 @@ class SparseRows(CachedRows):
     """One sequence's K and V in one layer, with their pages' extremes.
 
     Attributes:
-        page_max, page_min: contiguous `[H_kv, ceil(cap / P), D]`; K itself where P is 1.
+        page_max, page_min: `[H_kv, ceil(cap / P), D]`, strided alike, each channel's pages beside one another
+            and readable to the next 16 bytes; K itself where P is 1.
         num_channels: k1; num_tokens: k2.
     """
 
@@ -52,11 +60,13 @@ class SparseRows(CachedRows):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseSize:
-    """What scratch memory has room for, in powers of two; one size, one shape of every launch."""
+    """What scratch memory has room for, in powers of two, and which launches there are; one size, one
+    shape of every launch."""
 
     max_pages: int
     max_tokens: int
     max_channels: int
+    page_sizes: PageSizes
 
     @classmethod
     def of(cls, layers: Sequence[Mapping[int, SparseRows]]) -> SparseSize:
@@ -66,6 +76,7 @@ class SparseSize:
             max_pages=in_buckets(max(rows.page_max.shape[1] for rows in every), least=BLOCK_PAGES),
             max_tokens=in_buckets(max(min(rows.num_tokens, rows.keys.shape[1]) for rows in every)),
             max_channels=in_buckets(max(rows.num_channels for rows in every)),
+            page_sizes=PageSizes.of(rows.page_size for rows in every),
         )
 
 
@@ -84,7 +95,7 @@ class HsaBatch(SlotBatch[SparseRows]):
         problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim)
         is_launched = decided_path("hsa", shape.device, problem) != "torch"
         super().__init__("hsa", shape, base, is_launched=is_launched, empty=_EMPTY)
-        self._max_channels = size.max_channels
+        self._max_channels, self._page_sizes = size.max_channels, size.page_sizes
         self._views: list[dict[int, CacheViews]] = []
         if is_launched:
             self._num_splits = choose_num_splits(shape.num_heads, shape.device)
@@ -177,8 +188,7 @@ class HsaBatch(SlotBatch[SparseRows]):
             self._base,
             self._tables.layer(layer),
             max_channels=self._max_channels,
-            # pages lie one after another, each with all its channels
-            page_stride=self._shape.head_dim,
+            page_sizes=self._page_sizes,
             scaling=scaling,
             scratch=self._scratch,
             num_splits=self._num_splits,

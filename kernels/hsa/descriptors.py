@@ -1,12 +1,14 @@
 """Descriptors and scratch memory of the HSA kernel; see `kernels/descriptors.py` for what a table is.
 
-Page extremes of a head lie at `offset + page * page_stride + channel * channel_stride`. Channel by channel
-(page_stride 1, channel_stride a multiple of 16 bytes and at least the pages' number rounded up to that) a
-step reads only the channels it ranks highest; page by page works too and reads nearly everything.
+Page extremes of a head lie channel by channel, a channel's pages beside one another, of which a step reads
+only the channels that it ranks highest: page p of channel c at `offset + c * channel_stride + p`. The stride
+is a multiple of 16 bytes and at least the pages' number rounded up to that. Pages of one token have none:
+their keys are read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +24,20 @@ MAX_PAGES = 8192
 """Pages of one head: one program selects among all of them."""
 BLOCK_PAGES = 128
 """Pages that one program scores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageSizes:
+    """Whether a batch has heads whose pages are of one token, and of more; each have a launch."""
+
+    one: bool
+    more: bool
+
+    @classmethod
+    def of(cls, page_sizes: Iterable[int]) -> PageSizes:
+        """Args: page_sizes: P of every sequence and layer."""
+        found = {page_size == 1 for page_size in page_sizes}
+        return cls(one=True in found, more=False in found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,11 @@
 """HSA's first launch in Triton: a batch's new rows, and every page's logit.
 
-    _score_pages_kernel  (head, block of pages): ranks channels, writes the new row, folds it into its page's
-                         extremes, scores its pages, leaves a partial log-sum-exp
+    _score_pages_kernel  (head, block of pages): ranks channels, scores its pages by their extremes, leaves a
+                         partial log-sum-exp, writes the new row and folds it into its page's extremes
+    _score_rows_kernel   (head, block of rows): the same where a page is one token, whose key is its extremes
 
-Page extremes are read a channel at a time: contiguous along pages is what the kernel wants (`page_stride` 1),
-any strides are what it accepts. Imported by `triton_kernel.py` only, because it imports Triton.
+A batch may have heads of either kind; each launch leaves the other's heads alone. Imported by
+`triton_kernel.py` only, because it imports Triton.
 """
 
 from __future__ import annotations
@@ -45,22 +46,28 @@ def _temperature(
 
 
 @triton.jit
-def _append(
-    keys_ptr, new_key_ptr, new_value_ptr, heads_ptr, bh, position, page, page_stride,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
-    """Write the new K and V as row `position` and fold K into its page; the first row of a page starts it."""
+def _append_row(
+    arena_ptr, new_key_ptr, new_value_ptr, entry, bh, position, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Write the new K and V as row `position`; returns the new K, `[BLOCK_D]`."""
     d = tl.arange(0, BLOCK_D)
     inside = d < D
-    entry = heads_ptr + bh * FIELDS
     key = tl.load(new_key_ptr + bh * D + d, mask=inside, other=0.0)
     value = tl.load(new_value_ptr + bh * D + d, mask=inside, other=0.0)
     row = position.to(tl.int64) * D + d
-    tl.store(keys_ptr + tl.load(entry) + row, key, mask=inside)
-    tl.store(keys_ptr + tl.load(entry + 1) + row, value, mask=inside)
-    place = page.to(tl.int64) * page_stride + d * tl.load(entry + 5)
+    tl.store(arena_ptr + tl.load(entry) + row, key, mask=inside)
+    tl.store(arena_ptr + tl.load(entry + 1) + row, value, mask=inside)
+    return key
+
+
+@triton.jit
+def _fold(arena_ptr, entry, key, position, page, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Fold a new K into its page's extremes; the first row of a page starts it."""
+    d = tl.arange(0, BLOCK_D)
+    inside = d < D
+    place = page + d * tl.load(entry + 5)
     first = position == page * tl.load(entry + 6).to(tl.int32)
-    highest_ptr, lowest_ptr = keys_ptr + tl.load(entry + 3) + place, keys_ptr + tl.load(entry + 4) + place
+    highest_ptr, lowest_ptr = arena_ptr + tl.load(entry + 3) + place, arena_ptr + tl.load(entry + 4) + place
     highest = tl.load(highest_ptr, mask=inside, other=0.0)
     lowest = tl.load(lowest_ptr, mask=inside, other=0.0)
     tl.store(highest_ptr, tl.where(first | (key > highest), key, highest), mask=inside)
@@ -68,9 +75,25 @@ def _append(
 
 
 @triton.jit
+def _write_scores(
+    score_ptr, partial_ptr, bh, block, num_blocks, max_pages, logits, p, there, count,
+    G: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """Pages' logits `[BLOCK_G, BLOCK_P]`, and maximum and sum of exponentials, of `count` tokens a page."""
+    g = tl.arange(0, BLOCK_G)
+    logits = tl.where(there[None, :], logits, float("-inf"))
+    highest = tl.max(logits, 1)
+    total = tl.sum(tl.where(there[None, :], tl.exp2(logits - highest[:, None]) * count[None, :], 0.0), 1)
+    score = score_ptr + (bh * G + g[:, None]).to(tl.int64) * max_pages + p[None, :]
+    tl.store(score, logits, mask=(g[:, None] < G) & there[None, :])
+    part = partial_ptr + ((bh * num_blocks + block) * G + g) * 2
+    tl.store(part, highest, mask=g < G)
+    tl.store(part + 1, total, mask=g < G)
+
+
+@triton.jit
 def _score_pages_kernel(
-    query_ptr, arena_ptr, new_key_ptr, new_value_ptr, heads_ptr, score_ptr, partial_ptr,
-    page_stride, max_pages,
+    query_ptr, arena_ptr, new_key_ptr, new_value_ptr, heads_ptr, score_ptr, partial_ptr, max_pages,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K1: tl.constexpr,
     BLOCK_P: tl.constexpr, APPEND: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
     DOT: tl.constexpr,
@@ -82,7 +105,7 @@ def _score_pages_kernel(
     num_channels = tl.load(entry + 7).to(tl.int32)
     num_pages = tl.cdiv(length, page_size)
     last_page = num_pages - 1
-    if block * BLOCK_P < num_pages:
+    if (page_size > 1) & (block * BLOCK_P < num_pages):
         g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
         rank, direction = _rank_channels(query_ptr, bh, G, BLOCK_G, D, BLOCK_D)
         scale = 1.4426950408889634 / _temperature(query_ptr, bh, rank < num_channels, G, BLOCK_G, D, BLOCK_D)
@@ -99,16 +122,11 @@ def _score_pages_kernel(
         there = p < num_pages
         # a bound of unknown divisibility would turn wide loads into two-byte ones
         readable = p < tl.multiple_of(tl.cdiv(num_pages, ALIGN) * ALIGN, ALIGN)
-        if page_stride != 1:
-            readable = there
         extreme = tl.where(positive, tl.load(entry + 3), tl.load(entry + 4))
-        start = extreme + channel * tl.load(entry + 5)
-        if page_stride == 1:
-            start = tl.multiple_of(start, ALIGN)
+        start = tl.multiple_of(extreme + channel * tl.load(entry + 5), ALIGN)
         estimate = tl.load(
-            arena_ptr + start[:, None] + p[None, :] * page_stride,
-            mask=chosen[:, None] & readable[None, :], other=0.0,
-        )  # fmt: skip
+            arena_ptr + start[:, None] + p[None, :], mask=chosen[:, None] & readable[None, :], other=0.0
+        )
         if APPEND:
             # this block's copy of the newest page, whatever of the fold below is in memory already
             new = tl.load(new_key_ptr + bh * D + channel, mask=chosen, other=0.0)[:, None]
@@ -117,18 +135,50 @@ def _score_pages_kernel(
             estimate = tl.where((p == last_page)[None, :] & (starts | better), new, estimate)
         estimate = tl.where(chosen[:, None] & there[None, :], estimate, 0.0).to(DOT)
         logits = tl.dot(q, estimate, input_precision="ieee") * scale[:, None]
-        logits = tl.where(there[None, :], logits, float("-inf"))
         count = tl.minimum(length - p * page_size, page_size).to(tl.float32)
-        highest = tl.max(logits, 1)
-        total = tl.sum(tl.where(there[None, :], tl.exp2(logits - highest[:, None]) * count[None, :], 0.0), 1)
-        score = score_ptr + (bh * G + g[:, None]).to(tl.int64) * max_pages + p[None, :]
-        tl.store(score, logits, mask=(g[:, None] < G) & there[None, :])
-        part = partial_ptr + ((bh * num_blocks + block) * G + g) * 2
-        tl.store(part, highest, mask=g < G)
-        tl.store(part + 1, total, mask=g < G)
+        _write_scores(
+            score_ptr, partial_ptr, bh, block, num_blocks, max_pages, logits, p, there, count, G, BLOCK_G
+        )
         if APPEND:  # noqa: SIM102, a constant: without it nothing of the branch is compiled
             if block == last_page // BLOCK_P:
-                _append(
-                    arena_ptr, new_key_ptr, new_value_ptr, heads_ptr, bh, length - 1, last_page, page_stride,
-                    D, BLOCK_D, FIELDS,
-                )  # fmt: skip
+                key = _append_row(arena_ptr, new_key_ptr, new_value_ptr, entry, bh, length - 1, D, BLOCK_D)
+                _fold(arena_ptr, entry, key, length - 1, last_page, D, BLOCK_D)
+
+
+@triton.jit
+def _score_rows_kernel(
+    query_ptr, arena_ptr, new_key_ptr, new_value_ptr, heads_ptr, score_ptr, partial_ptr, max_pages,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+    APPEND: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    bh, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    entry = heads_ptr + bh * FIELDS
+    length = tl.load(entry + 2).to(tl.int32)
+    page_size = tl.load(entry + 6).to(tl.int32)
+    num_channels = tl.load(entry + 7).to(tl.int32)
+    if (page_size == 1) & (block * BLOCK_P < length):
+        g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+        inside = d < D
+        rank, _ = _rank_channels(query_ptr, bh, G, BLOCK_G, D, BLOCK_D)
+        kept = rank < num_channels
+        scale = 1.4426950408889634 / _temperature(query_ptr, bh, kept, G, BLOCK_G, D, BLOCK_D)
+        # at least half of the channels are chosen where a page is one token, so whole rows are read
+        q = tl.where(kept[None, :], load_queries(query_ptr, bh, g, d, G, D, DOT), 0.0).to(DOT)
+        p = block * BLOCK_P + tl.arange(0, BLOCK_P)
+        there = p < length
+        start = tl.multiple_of(tl.load(entry), ALIGN)
+        keys = tl.load(
+            arena_ptr + start + p[:, None].to(tl.int64) * D + d[None, :],
+            mask=there[:, None] & inside[None, :], other=0.0,
+        )  # fmt: skip
+        if APPEND:
+            new = tl.load(new_key_ptr + bh * D + d, mask=inside, other=0.0)
+            keys = tl.where((p == length - 1)[:, None], new[None, :], keys)
+        logits = tl.dot(q, tl.trans(keys.to(DOT)), input_precision="ieee") * scale[:, None]
+        count = there.to(tl.float32)
+        _write_scores(
+            score_ptr, partial_ptr, bh, block, num_blocks, max_pages, logits, p, there, count, G, BLOCK_G
+        )
+        if APPEND:  # noqa: SIM102, as above
+            if block == (length - 1) // BLOCK_P:
+                _append_row(arena_ptr, new_key_ptr, new_value_ptr, entry, bh, length - 1, D, BLOCK_D)

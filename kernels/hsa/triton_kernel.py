@@ -4,7 +4,7 @@
     token_selection.py  _select_tokens_kernel
     gather_attend.py    _gather_attend_kernel
 
-Rows and page extremes come through descriptors (`descriptors.ROW_FIELDS`, then `HSA_FIELDS`), so sequences
+Rows and page extremes come through descriptors (`ROW_FIELDS`, then those of `hsa.descriptors`), so sequences
 with other page sizes, budgets and lengths share a launch.
 """
 
@@ -22,9 +22,9 @@ from kvferry.kernels.dense_decode.triton_kernel import (
     dot_dtype,
 )
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
-from kvferry.kernels.hsa.descriptors import BLOCK_PAGES, FIELDS, HsaScratch, hsa_scratch
+from kvferry.kernels.hsa.descriptors import BLOCK_PAGES, FIELDS, HsaScratch, PageSizes, hsa_scratch
 from kvferry.kernels.hsa.gather_attend import _gather_attend_kernel
-from kvferry.kernels.hsa.page_scores import _score_pages_kernel
+from kvferry.kernels.hsa.page_scores import _score_pages_kernel, _score_rows_kernel
 from kvferry.kernels.hsa.token_selection import _select_tokens_kernel
 from kvferry.kernels.split_attention import LOG2_E, MIN_BLOCK_G
 from kvferry.kernels.split_workspace import choose_num_splits
@@ -36,7 +36,7 @@ def append_and_attend_batch(
     heads: Tensor,
     *,
     max_channels: int,
-    page_stride: int,
+    page_sizes: PageSizes,
     scaling: float,
     scratch: HsaScratch,
     num_splits: int,
@@ -51,7 +51,7 @@ def append_and_attend_batch(
         arena: the buffer that offsets count from, in the queries' dtype; rows are D elements apart.
         heads: int64 `[B * H_kv, FIELDS]`; lengths include the new row. A head of length 0 has an output of 0.
         max_channels: the largest k1 of the batch.
-        page_stride: elements between pages of a channel.
+        page_sizes: which there are among the heads.
         scratch: for at least B * H_kv heads; its `max_pages` is at most MAX_PAGES, and its `max_tokens` at
             least the largest min(k2, length).
         new_keys, new_values: contiguous `[B, H_kv, D]`, or both None: the rows are there already.
@@ -62,7 +62,7 @@ def append_and_attend_batch(
         arena,
         heads,
         max_channels=max_channels,
-        page_stride=page_stride,
+        page_sizes=page_sizes,
         scratch=scratch,
         new_keys=new_keys,
         new_values=new_values,
@@ -79,24 +79,31 @@ def score_pages(
     heads: Tensor,
     *,
     max_channels: int,
-    page_stride: int,
+    page_sizes: PageSizes,
     scratch: HsaScratch,
     new_keys: Tensor | None,
     new_values: Tensor | None,
 ) -> None:
-    """The first launch of `append_and_attend_batch`, whose arguments these are."""
+    """The first launch of `append_and_attend_batch`, whose arguments these are; two where some pages are of
+    one token and some of more."""
     group_size, head_dim = queries.shape[2:]
     max_pages, num_blocks = scratch.scores.shape[2], scratch.partial.shape[1]
     block_k1 = max(triton.next_power_of_2(max_channels), 16)
-    _score_pages_kernel[(heads.shape[0], num_blocks)](
+    arguments = (
         queries, arena, queries if new_keys is None else new_keys,
-        queries if new_values is None else new_values, heads, scratch.scores, scratch.partial,
-        page_stride, max_pages,
-        G=group_size, BLOCK_G=MIN_BLOCK_G, D=head_dim, BLOCK_D=_block_d(head_dim),
-        BLOCK_K1=block_k1, BLOCK_P=BLOCK_PAGES,
-        APPEND=new_keys is not None, FIELDS=FIELDS, ALIGN=ALIGNMENT_BYTES // queries.element_size(),
-        DOT=dot_dtype(queries.dtype), num_warps=8 if block_k1 <= 128 else 16, num_stages=1,
+        queries if new_values is None else new_values, heads, scratch.scores, scratch.partial, max_pages,
     )  # fmt: skip
+    constants = {
+        "G": group_size, "BLOCK_G": MIN_BLOCK_G, "D": head_dim, "BLOCK_D": _block_d(head_dim),
+        "BLOCK_P": BLOCK_PAGES, "APPEND": new_keys is not None, "FIELDS": FIELDS,
+        "ALIGN": ALIGNMENT_BYTES // queries.element_size(), "DOT": dot_dtype(queries.dtype), "num_stages": 1,
+    }  # fmt: skip
+    grid = (heads.shape[0], num_blocks)
+    if page_sizes.more:
+        num_warps = 8 if block_k1 <= 128 else 16
+        _score_pages_kernel[grid](*arguments, **constants, BLOCK_K1=block_k1, num_warps=num_warps)
+    if page_sizes.one:
+        _score_rows_kernel[grid](*arguments, **constants, num_warps=8)
 
 
 def select_tokens(heads: Tensor, scratch: HsaScratch, *, group_size: int) -> None:
@@ -191,7 +198,7 @@ def attend(
         keys,
         torch.tensor(heads, dtype=torch.int64).to(queries.device, non_blocking=True),
         max_channels=num_channels,
-        page_stride=page_max.stride(1),
+        page_sizes=PageSizes.of([page_size]),
         scaling=scaling,
         scratch=scratch,
         num_splits=splits,

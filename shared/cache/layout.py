@@ -149,7 +149,7 @@ def sequence_layout(
 
     def region(wanted: TensorSpec) -> Region:
         nonlocal offset
-        placed = Region(offset=offset, shape=wanted.shape, dtype=wanted.dtype)
+        placed = Region(offset=offset, shape=wanted.placed_shape, dtype=wanted.dtype)
         offset += align(placed.size_bytes)
         return placed
 
@@ -232,7 +232,7 @@ def reserved_bytes(layout: SequenceLayout, spec: ModelSpec, resolved: ResolvedPl
     if not is_measured(resolved):
         return layout.size_bytes
     return layout.size_bytes + sum(
-        align(tensor.size_bytes) + ALIGNMENT_BYTES
+        align(tensor.placed_bytes) + ALIGNMENT_BYTES
         for layer in layout.layers
         for tensor in _tensors(spec, layer.attention, 1, num_packed=0)
     )

@@ -16,17 +16,40 @@ from torch import Tensor
 
 from kvferry.kernels.packed import PackedLayer
 
+_PIECE_BYTES = 16
+"""What a thread of a kernel reads at once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """A tensor to make room for."""
+    """A tensor to make room for.
+
+    Attributes:
+        aligned: whether what lies along the last dimension is read in pieces of 16 bytes: the next begins at
+            a multiple of that, after memory that is reserved and holds nothing.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    aligned: bool = False
 
     @property
     def size_bytes(self) -> int:
+        """Without what alignment takes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def placed_shape(self) -> tuple[int, ...]:
+        """The shape with room for alignment, of which `shape` is the beginning."""
+        if not self.aligned:
+            return self.shape
+        *outer, length = self.shape
+        piece = max(_PIECE_BYTES // self.dtype.itemsize, 1)
+        return (*outer, -(-length // piece) * piece)
+
+    @property
+    def placed_bytes(self) -> int:
+        return math.prod(self.placed_shape) * self.dtype.itemsize
 
 
 class AttentionKind(Protocol):

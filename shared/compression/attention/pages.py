@@ -8,17 +8,15 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels import hsa
-from kvferry.kernels.dispatch import planned_path
 from kvferry.shared.compression.attention.interface import TensorSpec
 from kvferry.shared.compression.attention.rows import GrowingRows
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagedAttention(GrowingRows):
-    """The part of `AttentionKind` that keeps Kmax and Kmin of pages as one, `[2, H_kv, ceil(rows / P), D]`;
-    with P = 1 nothing: a key is its own page's extremes.
-
-    Where torch attends, each channel's pages follow one another in the same bytes: a step reads few channels.
+    """The part of `AttentionKind` that keeps Kmax and Kmin of pages as one, `[2, H_kv, D, ceil(rows / P)]`,
+    each channel's pages beside one another because a step reads few channels; with P = 1 nothing: a key is
+    its own page's extremes.
 
     Attributes:
         page_size: P, tokens that share one Kmax/Kmin pair.
@@ -38,24 +36,25 @@ class PagedAttention(GrowingRows):
     ) -> tuple[TensorSpec]:
         """The tensor for the extremes of as many tokens per KV head, whatever P."""
         pages = hsa.num_pages(num_rows, self.page_size)
-        return (TensorSpec(shape=(2, num_kv_heads, pages, head_dim), dtype=dtype),)
+        return (TensorSpec(shape=(2, num_kv_heads, head_dim, pages), dtype=dtype, aligned=True),)
 
     def extremes(self, keys: Tensor, auxiliary: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Kmax and Kmin `[H_kv, ceil(cap / P), D]` of keys `[H_kv, cap, D]`."""
-        return (keys, keys) if self.page_size == 1 else self.pages(auxiliary)
+        if self.page_size == 1:
+            return keys, keys
+        pages = hsa.num_pages(keys.shape[1], self.page_size)
+        page_max, page_min = self.pages(auxiliary)
+        return page_max[:, :pages], page_min[:, :pages]
 
     def pages(self, auxiliary: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Kmax and Kmin `[H_kv, pages, D]` of a tensor as `page_specs` wants it."""
+        """Kmax and Kmin `[H_kv, pages or some more, D]` of a tensor as `page_specs` wants it."""
         (both,) = auxiliary
-        if planned_path("hsa", both.device) == "torch":
-            _, num_kv_heads, num_pages, head_dim = both.shape
-            both = both.view(2, num_kv_heads, head_dim, num_pages).mT
-        return both[0], both[1]
+        return both[0].mT, both[1].mT
 
     def build(self, keys: Tensor, values: Tensor, auxiliary: tuple[Tensor, ...], *, length: int) -> None:
         if self.page_size == 1:
             return
-        hsa.page_extremes(keys, *self.pages(auxiliary), length=length, page_size=self.page_size)
+        hsa.page_extremes(keys, *self.extremes(keys, auxiliary), length=length, page_size=self.page_size)
 
     def append(
         self,

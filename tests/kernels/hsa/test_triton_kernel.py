@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvferry.kernels import hsa
 from kvferry.kernels.hsa import reference, triton_kernel
-from kvferry.kernels.hsa.descriptors import FIELDS, hsa_scratch
+from kvferry.kernels.hsa.descriptors import FIELDS, PageSizes, hsa_scratch
 
 
 def channel_major(num_kv_heads: int, num_pages: int, head_dim: int, dtype: torch.dtype) -> Tensor:
@@ -19,16 +19,16 @@ def channel_major(num_kv_heads: int, num_pages: int, head_dim: int, dtype: torch
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
-    ("dtype", "group_size", "length", "head_dim", "page_size", "num_channels", "num_tokens", "by_channel"),
+    ("dtype", "group_size", "length", "head_dim", "page_size", "num_channels", "num_tokens"),
     [
-        (torch.float32, 4, 301, 64, 3, 20, 50, True),
-        (torch.float16, 16, 150, 96, 4, 48, 33, False),
-        (torch.bfloat16, 1, 40, 128, 2, 64, 64, True),
-        (torch.float32, 2, 300, 32, 1, 7, 9, True),
-        (torch.float32, 2, 1, 64, 4, 8, 1, False),
-        (torch.float32, 3, 13, 64, 4, 64, 1, False),
-        (torch.float16, 16, 37, 256, 1, 256, 11, True),
-        (torch.bfloat16, 7, 29, 256, 4, 130, 29, False),
+        (torch.float32, 4, 301, 64, 3, 20, 50),
+        (torch.float16, 16, 150, 96, 4, 48, 33),
+        (torch.bfloat16, 1, 40, 128, 2, 64, 64),
+        (torch.float32, 2, 300, 32, 1, 7, 9),
+        (torch.float32, 2, 1, 64, 4, 8, 1),
+        (torch.float32, 3, 13, 64, 4, 64, 1),
+        (torch.float16, 16, 37, 256, 1, 256, 11),
+        (torch.bfloat16, 7, 29, 256, 4, 130, 29),
     ],
 )
 def test_attention_equals_the_reference(
@@ -39,18 +39,16 @@ def test_attention_equals_the_reference(
     page_size: int,
     num_channels: int,
     num_tokens: int,
-    by_channel: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(length)
     queries = torch.randn(2, group_size, head_dim, generator=generator).to(dtype)
     keys, values = torch.randn(2, 2, length + 5, head_dim, generator=generator).to(dtype)
     keys[:, length:] = values[:, length:] = torch.nan
     num_pages = hsa.num_pages(length + 5, page_size)
-    if by_channel:
+    page_max, page_min = keys, keys
+    if page_size > 1:
         page_max, page_min = (channel_major(2, num_pages, head_dim, dtype) for _ in range(2))
-    else:
-        page_max, page_min = torch.full((2, 2, num_pages, head_dim), torch.nan, dtype=dtype)
-    hsa.page_extremes(keys, page_max, page_min, length=length, page_size=page_size)
+        hsa.page_extremes(keys, page_max, page_min, length=length, page_size=page_size)
     result = hsa.attend(
         queries,
         keys,
@@ -80,9 +78,10 @@ def test_attention_equals_the_reference(
 
 
 def test_a_batch_of_other_sizes_appends_selects_and_attends_in_one_go() -> None:
-    """Other lengths, page sizes and budgets; one starts a page with its new row, one is empty."""
+    """Other lengths, page sizes and budgets; one starts a page with its new row, one is empty, one's keys are
+    its pages' extremes."""
     head_dim, group_size, capacity = 32, 2, 72
-    sizes = [(61, 4, 10, 9), (16, 5, 32, 40), (0, 1, 1, 1), (1, 2, 3, 2)]  # length, P, k1, k2
+    sizes = [(61, 4, 10, 9), (16, 5, 32, 40), (0, 1, 1, 1), (1, 2, 3, 2), (50, 1, 12, 8)]  # length, P, k1, k2
     generator = torch.Generator().manual_seed(3)
     arena = torch.full((len(sizes), 6 * capacity * head_dim), torch.nan)
     queries = torch.randn(len(sizes), 1, group_size, head_dim, generator=generator)
@@ -98,13 +97,17 @@ def test_a_batch_of_other_sizes_appends_selects_and_attends_in_one_go() -> None:
         )
         num_pages = hsa.num_pages(capacity, page_size)
         page_max, page_min = page_max[:, :num_pages], page_min[:, :num_pages]
+        if page_size == 1:
+            page_max = page_min = keys
         if length > 1:
             keys[:, : length - 1] = torch.randn(length - 1, head_dim, generator=generator)
             values[:, : length - 1] = torch.randn(length - 1, head_dim, generator=generator)
-            hsa.page_extremes(keys, page_max, page_min, length=length - 1, page_size=page_size)
+            if page_size > 1:
+                hsa.page_extremes(keys, page_max, page_min, length=length - 1, page_size=page_size)
         places = [tensor.storage_offset() for tensor in (keys, values)]
         extremes = [tensor.storage_offset() for tensor in (page_max, page_min)]
-        table.append([*places, length, *extremes, capacity, page_size, num_channels, num_tokens])
+        apart = page_max.stride(2)
+        table.append([*places, length, *extremes, apart, page_size, num_channels, num_tokens])
         caches.append((keys, values, page_max, page_min))
     assert len(table[0]) == FIELDS
     output = torch.full_like(queries, torch.nan)
@@ -124,7 +127,7 @@ def test_a_batch_of_other_sizes_appends_selects_and_attends_in_one_go() -> None:
         arena.view(-1),
         torch.tensor(table),
         max_channels=32,
-        page_stride=1,
+        page_sizes=PageSizes.of(size[1] for size in sizes),
         scaling=0.2,
         scratch=scratch,
         num_splits=2,
@@ -162,7 +165,7 @@ def test_equal_scores_are_won_by_the_lowest_index() -> None:
     """All keys alike, so every page scores the same: the first tokens and the newest are attended."""
     queries, keys = torch.ones(1, 2, 16), torch.ones(1, 30, 16)
     values = torch.arange(30.0)[None, :, None].expand(1, 30, 16).contiguous()
-    page_max, page_min = torch.ones(2, 1, 10, 16)
+    page_max, page_min = torch.ones(2, 1, 16, 12).mT[:, :, :10]
     result = hsa.attend(
         queries, keys, values, page_max, page_min,
         length=30, page_size=3, num_channels=4, num_tokens=6, scaling=1.0,

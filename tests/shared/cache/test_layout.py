@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels.packed import max_packed_bytes
-from kvferry.shared.cache.layout import ALIGNMENT_BYTES, sequence_layout, used_bytes, view_layers
+from kvferry.shared.cache.layout import (
+    ALIGNMENT_BYTES,
+    TORCH_DTYPES,
+    sequence_layout,
+    used_bytes,
+    view_layers,
+)
 from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.representation import packed_layer_plan
@@ -60,10 +66,12 @@ layer_plans = st.builds(
 )
 
 
-def auxiliary_shapes(attention, capacity, num_kv_heads, head_dim):
+def auxiliary_shapes(attention, capacity, num_kv_heads, head_dim, dtype):
     match attention.name:
         case "hsa" | "quest" if attention.params["page_size"] > 1:
-            return [(2, num_kv_heads, math.ceil(capacity / attention.params["page_size"]), head_dim)]
+            piece = 16 // TORCH_DTYPES[dtype].itemsize  # a channel's pages, read 16 bytes at a time
+            pages = math.ceil(capacity / attention.params["page_size"])
+            return [(2, num_kv_heads, head_dim, math.ceil(pages / piece) * piece)]
         case "sparq":
             return [(num_kv_heads, head_dim)]
         case _:
@@ -93,7 +101,7 @@ def test_regions_are_aligned_disjoint_and_shaped_for_the_whole_sequence(
         tensors = [view.keys, view.values, *view.auxiliary]
         shapes = [
             *[(num_kv_heads, capacity, head_dim)] * 2,
-            *auxiliary_shapes(plan.attention, capacity, num_kv_heads, head_dim),
+            *auxiliary_shapes(plan.attention, capacity, num_kv_heads, head_dim, dtype),
         ]
         for region, tensor, shape in zip(regions, tensors, shapes, strict=True):
             assert region.offset % ALIGNMENT_BYTES == 0
