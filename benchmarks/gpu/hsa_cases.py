@@ -239,6 +239,11 @@ def check_selection(scores: Tensor, chosen: Tensor, *, length: int, page_size: i
     """Raises AssertionError where a page left out scores clearly higher than one taken."""
     pages = chosen[:, :-1] // page_size
     inside = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, pages, True)
+    if (length - 1) % page_size == 0:
+        scores, inside = (
+            scores[:, :-1],
+            inside[:, :-1],
+        )  # a page of the newest token alone, which is always in
     lowest_in = torch.where(inside, scores, torch.inf).amin(1)
     highest_out = torch.where(inside, -torch.inf, scores).amax(1)
     assert bool((chosen[:, -1] == length - 1).all()), "the newest token is not the last one chosen"
