@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import enum
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +17,8 @@ from torch import Tensor
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import Cancelled, KvferryError, ProtocolMismatch, TransferFailed
 from kvferry.shared.wire.buffer import SendBuffer
-from kvferry.shared.wire.frames import HEADER_BYTES, FrameHeader, MessageType, encode_header
+from kvferry.shared.wire.frames import FrameHeader, MessageType, encode_header
+from kvferry.shared.wire.in_flight import InFlight, Queued
 from kvferry.shared.wire.layout import SIZING_SECTIONS, SectionCursor, section_bytes
 from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES, EndRecord, Manifest, Section, TransferKey
 from kvferry.shared.wire.packed_sections import KIND_SECTIONS
@@ -46,12 +46,6 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Queued:
-    header: FrameHeader
-    payload: memoryview
-
-
 class SendingTransfer:
     """Implements `OutgoingTransfer`.
 
@@ -61,11 +55,9 @@ class SendingTransfer:
           └── NACK, silence, connection lost, sender closed, misuse ──► FAILED
                                               (the receiver is told unless it said so)
 
-    A block's memory: the caller's tensor (CPU, contiguous: as it is; else a host copy of the block) ──►
-    `_outbox` ──sent──► `_kept` ──► let go at any end, or earlier once the receiver has written it and the
-    buffer needs room. The caller must not change a tensor that it has passed to `send` until then.
-
-    In flight are the bytes sent less those that the receiver reported as written; never above the credit.
+    A block's memory: the caller's tensor (CPU, contiguous: as it is; else a host copy of the block), queued
+    and kept (`in_flight.py`) until any end, or until the receiver has written it and the buffer needs room.
+    The caller must not change a tensor that it has passed to `send` until then.
     """
 
     def __init__(
@@ -86,7 +78,6 @@ class SendingTransfer:
                 f"credit is {ticket.credit_bytes} bytes; at least 1 is needed", reason="credit"
             )
         self._manifest = manifest
-        self._credit_bytes = ticket.credit_bytes
         self._block_bytes = min(MAX_PAYLOAD_BYTES, ticket.credit_bytes, buffer.limit_bytes)
         self._buffer = buffer
         self._condition = buffer.condition
@@ -96,16 +87,10 @@ class SendingTransfer:
         self._error: KvferryError | None = None
         self._cursor = SectionCursor(manifest)
         payload = memoryview(encode_manifest(manifest))
-        self._outbox = deque([_Queued(FrameHeader(type=MessageType.MANIFEST, key=self.key), payload)])
-        self._encoded: bytes | None = None
-        self._kept: deque[_Queued] = deque()
-        self._held_bytes = 0
+        self._messages = InFlight(buffer, credit_bytes=ticket.credit_bytes)
+        self._messages.push(Queued(FrameHeader(type=MessageType.MANIFEST, key=self.key), payload))
         self._num_blocks = 0
         self._queued_bytes = 0
-        self._sent_bytes = 0
-        self._written_bytes = 0
-        self._kept_from_bytes = 0
-        self._bytes_by_kind = {section.kind: 0 for section in Section}
         self._first_sent_s: float | None = None
         self._acknowledged_s = 0.0
         now = time.monotonic()
@@ -142,7 +127,7 @@ class SendingTransfer:
             except TransferFailed as error:
                 self.fail(error)
                 raise
-            self._outbox.append(_Queued(FrameHeader(type=MessageType.END, key=self.key), payload))
+            self._messages.push(Queued(FrameHeader(type=MessageType.END, key=self.key), payload))
             self._state = _State.FINISHING
         self._wake()
 
@@ -173,7 +158,7 @@ class SendingTransfer:
         all the rest that the transfer needs: manifest, layout and end payloads, and the header frames of
         manifest, blocks and end."""
         with self._condition:
-            return dict(self._bytes_by_kind)
+            return dict(self._messages.bytes_by_kind)
 
     def _checked_bytes(self, layer: int, section: Section, tensor: Tensor) -> Tensor:
         dtype = _DTYPES.get(section, self._manifest.dtype)
@@ -213,7 +198,7 @@ class SendingTransfer:
                 layout=layout,
             )
             self._buffer.reserve(num_bytes, timeout_s=self._timeout_s, check=self._check_open)
-            self._held_bytes += num_bytes
+            self._messages.hold(num_bytes)
         payload = flat[offset : offset + num_bytes].cpu().numpy().data
         with self._condition:
             self._check_open()
@@ -228,7 +213,7 @@ class SendingTransfer:
             )
             if self._owed_nothing():
                 self._waiting_since_s = time.monotonic()
-            self._outbox.append(_Queued(header, payload))
+            self._messages.push(Queued(header, payload))
             self._num_blocks += 1
             self._queued_bytes += num_bytes
         self._wake()
@@ -245,7 +230,7 @@ class SendingTransfer:
     def done(self) -> bool:
         """Over, with nothing left to tell the receiver."""
         with self._condition:
-            return self._state in _OVER and not self._outbox
+            return self._state in _OVER and self._messages.is_empty
 
     @property
     def over(self) -> bool:
@@ -256,41 +241,25 @@ class SendingTransfer:
     def next_message(self) -> tuple[bytes, memoryview] | None:
         """The message to send next, if there is one and the credit allows it. Stays next until `sent`."""
         with self._condition:
-            if not self._outbox:
-                return None
-            queued = self._outbox[0]
-            num_bytes = queued.payload.nbytes
-            if queued.header.type is MessageType.BLOCK:
-                in_flight_bytes = self._sent_bytes - self._written_bytes
-                if in_flight_bytes + num_bytes > self._credit_bytes:
-                    return None
-            encoded = self._encoded
+            found = self._messages.next()
+        if found is None:
+            return None
+        queued, encoded = found
         if encoded is None:
             encoded = encode_header(queued.header, queued.payload)
             with self._condition:
-                if not self._outbox or self._outbox[0] is not queued:
+                if not self._messages.set_encoded(queued, encoded):
                     return None
-                self._encoded = encoded
         return encoded, queued.payload
 
     def sent(self) -> None:
         """The message that `next_message` returned has gone."""
         with self._condition:
-            if self._encoded is None:
+            kind = self._messages.sent()
+            if kind is None:
                 return
-            self._encoded = None
-            queued = self._outbox.popleft()
             self._last_sent_s = time.monotonic()
-            if queued.header.type is MessageType.ABORT:
-                return
-            self._bytes_by_kind["manifest"] += HEADER_BYTES
-            if queued.header.type is MessageType.BLOCK:
-                self._bytes_by_kind[Section(queued.header.section).kind] += queued.payload.nbytes
-                self._sent_bytes += queued.payload.nbytes
-                self._kept.append(queued)
-            else:
-                self._bytes_by_kind["manifest"] += queued.payload.nbytes
-            if self._first_sent_s is None and queued.header.type is not MessageType.MANIFEST:
+            if self._first_sent_s is None and kind in (MessageType.BLOCK, MessageType.END):
                 self._first_sent_s = self._last_sent_s
 
     def on_message(self, header: FrameHeader, payload: memoryview) -> None:
@@ -300,7 +269,10 @@ class SendingTransfer:
                 return
             self._waiting_since_s = time.monotonic()
             if header.type is MessageType.CREDIT:
-                self._on_credit(header.section_bytes)
+                if problem := self._messages.wrote(header.section_bytes):
+                    self.fail(ProtocolMismatch(problem, reason="malformed"))
+                else:
+                    self._condition.notify_all()
             elif header.type is MessageType.ACK:
                 self._on_ack()
             elif header.type is MessageType.NACK:
@@ -324,8 +296,7 @@ class SendingTransfer:
         """It is over and the receiver cannot be reached."""
         with self._condition:
             if self._state in _OVER:
-                self._outbox.clear()
-                self._encoded = None
+                self._messages.drop_queued()
 
     def silent_s(self, now_s: float) -> float:
         """Seconds since the receiver was last heard of, while it owes an answer; else 0."""
@@ -337,8 +308,8 @@ class SendingTransfer:
     def quiet_s(self, now_s: float) -> float:
         """Seconds since something was last sent, while the transfer is open and its manifest gone."""
         with self._condition:
-            manifest_sent = self._bytes_by_kind["manifest"] > 0
-            return now_s - self._last_sent_s if manifest_sent and self._state not in _OVER else 0.0
+            is_open = self._messages.manifest_sent and self._state not in _OVER
+            return now_s - self._last_sent_s if is_open else 0.0
 
     def kept_alive(self) -> None:
         """A keepalive was sent."""
@@ -347,32 +318,13 @@ class SendingTransfer:
 
     def release_written(self) -> None:
         """See `Holder`."""
-        while self._kept and self._kept_from_bytes + self._kept[0].payload.nbytes <= self._written_bytes:
-            num_bytes = self._kept.popleft().payload.nbytes
-            self._kept_from_bytes += num_bytes
-            self._held_bytes -= num_bytes
-            self._buffer.release(num_bytes)
+        self._messages.release_written()
 
     def _owed_nothing(self) -> bool:
-        return (
-            not self._outbox
-            and self._sent_bytes == self._written_bytes
-            and self._state is not _State.FINISHING
-        )
-
-    def _on_credit(self, written_bytes: int) -> None:
-        if not self._written_bytes <= written_bytes <= self._sent_bytes:
-            message = (
-                f"receiver reports {written_bytes} bytes written; {self._written_bytes} to"
-                f" {self._sent_bytes} is possible"
-            )
-            self.fail(ProtocolMismatch(message, reason="malformed"))
-            return
-        self._written_bytes = written_bytes
-        self._condition.notify_all()
+        return self._messages.all_written and self._state is not _State.FINISHING
 
     def _on_ack(self) -> None:
-        if self._state is not _State.FINISHING or self._outbox:
+        if self._state is not _State.FINISHING or not self._messages.is_empty:
             self.fail(ProtocolMismatch("receiver acknowledged before the end", reason="malformed"))
             return
         self._acknowledged_s = time.monotonic()
@@ -384,15 +336,11 @@ class SendingTransfer:
                 return
             self._state = state
             self._error = error
-            receiver_may_know = self._bytes_by_kind["manifest"] > 0 or self._encoded is not None
-            self._outbox.clear()
-            self._encoded = None
-            self._kept.clear()
-            self._buffer.release(self._held_bytes)
-            self._held_bytes = 0
+            receiver_may_know = self._messages.has_begun
+            self._messages.drop_all()
             self._buffer.remove(self)
             if tell is not None and receiver_may_know:
                 payload = memoryview(encode_abort(tell))
-                self._outbox.append(_Queued(FrameHeader(type=MessageType.ABORT, key=self.key), payload))
+                self._messages.push(Queued(FrameHeader(type=MessageType.ABORT, key=self.key), payload))
             self._condition.notify_all()
         self._wake()
