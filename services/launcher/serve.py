@@ -56,8 +56,9 @@ async def serve(config: ServeConfig) -> int:
             await asyncio.wait({stopped, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             model = starting.result()
-            announce_ready(config.ready_file, {"service": "serve", "model": model, **stack.addresses})
             display.ready(model, stack.addresses, needs_key=bool(split_list(config.api_keys)))
+            # last, so that whoever waits for the file finds everything printed
+            announce_ready(config.ready_file, {"service": "serve", "model": model, **stack.addresses})
             await stopped
         display.stopping()
     finally:
