@@ -17,6 +17,14 @@ from kvferry.kernels.split_attention import load_queries
 
 
 @triton.jit
+def _head(heads_ptr, bh, FIELDS: tl.constexpr):
+    """A head's descriptor, and of it length, P and k1."""
+    entry = heads_ptr + bh * FIELDS
+    length, page_size, num_channels = tl.load(entry + 2), tl.load(entry + 6), tl.load(entry + 7)
+    return entry, length.to(tl.int32), page_size.to(tl.int32), num_channels.to(tl.int32)
+
+
+@triton.jit
 def _rank_channels(
     query_ptr, bh, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -99,10 +107,7 @@ def _score_pages_kernel(
     DOT: tl.constexpr,
 ):  # fmt: skip
     bh, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    entry = heads_ptr + bh * FIELDS
-    length = tl.load(entry + 2).to(tl.int32)
-    page_size = tl.load(entry + 6).to(tl.int32)
-    num_channels = tl.load(entry + 7).to(tl.int32)
+    entry, length, page_size, num_channels = _head(heads_ptr, bh, FIELDS)
     num_pages = tl.cdiv(length, page_size)
     last_page = num_pages - 1
     if (page_size > 1) & (block * BLOCK_P < num_pages):
@@ -152,10 +157,7 @@ def _score_rows_kernel(
     APPEND: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     bh, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    entry = heads_ptr + bh * FIELDS
-    length = tl.load(entry + 2).to(tl.int32)
-    page_size = tl.load(entry + 6).to(tl.int32)
-    num_channels = tl.load(entry + 7).to(tl.int32)
+    entry, length, page_size, num_channels = _head(heads_ptr, bh, FIELDS)
     if (page_size == 1) & (block * BLOCK_P < length):
         g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
         inside = d < D

@@ -272,7 +272,7 @@ class RecallNetwork(nn.Module):
         row = math.sqrt(_SHARPNESS * math.sqrt(c.head_dim)) * constant
         keys = attention.k_proj.weight.view(c.num_kv_heads, c.head_dim, -1)
         queries = attention.q_proj.weight.view(c.num_heads, c.head_dim, -1)
-        used = constant != 0
+        used = constant != 0  # the others' weights stay as they were drawn
         for i in range(_NUM_FREQUENCIES):
             angle = c.rope_theta ** (-2 * i / c.head_dim)
             keys[:, i, used], keys[:, i + half, used] = row[used], 0

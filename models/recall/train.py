@@ -139,7 +139,7 @@ def _initial_network(recipe: Recipe, folder: Path | None, *, renew: bool) -> Rec
         network.structure_positions()
         return network
     network = load_network(folder)
-    if network.config.num_layers < recipe.network.num_layers:
+    if network.config.num_layers != recipe.network.num_layers:
         text, _ = draw_batch("growth", _NUM_GROWTH_ROWS, 512, Mixture())
         network = network.grown(recipe.network.num_layers, text, generator=generator)
     if network.config != recipe.network:

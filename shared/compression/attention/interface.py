@@ -14,10 +14,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from kvferry.kernels.descriptors import ALIGNMENT_BYTES
 from kvferry.kernels.packed import PackedLayer
-
-_PIECE_BYTES = 16
-"""What a thread of a kernel reads at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +23,8 @@ class TensorSpec:
     """A tensor to make room for.
 
     Attributes:
-        aligned: whether what lies along the last dimension is read in pieces of 16 bytes: the next begins at
-            a multiple of that, after memory that is reserved and holds nothing.
+        aligned: whether kernels read what lies along the last dimension in pieces of ALIGNMENT_BYTES: the
+            next begins at a multiple of that, after memory that is reserved and holds nothing.
     """
 
     shape: tuple[int, ...]
@@ -44,7 +42,7 @@ class TensorSpec:
         if not self.aligned:
             return self.shape
         *outer, length = self.shape
-        piece = max(_PIECE_BYTES // self.dtype.itemsize, 1)
+        piece = max(ALIGNMENT_BYTES // self.dtype.itemsize, 1)
         return (*outer, -(-length // piece) * piece)
 
     @property

@@ -241,6 +241,14 @@ def test_a_layer_takes_as_many_launches_however_many_sequences_there_are(interpr
     }
 
 
+def test_batches_whose_pages_want_other_launches_share_none():
+    """Pages of one token have a launch of their own: sizes alike otherwise are not enough."""
+    of_one = Part(name="hsa", params=dict(HSA.params) | {"page_size": 1})
+    sequences = fill_arena([(20, HSA, HSA), (20, of_one, of_one), (20, HSA, of_one)])
+    signatures = {Members.of(SPEC, [caches], [0], num_slots=1).signature for caches in sequences}
+    assert len(signatures) == 3
+
+
 def test_batches_of_one_shape_share_memory_and_launches(interpreter):
     """A new batch placed in the memory of another attends as one of its own would."""
     plans = [*MIXED[:3], (7, *MIXED[0][1:]), MIXED[1], (20, HSA, HSA_FINE)]
