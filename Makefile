@@ -14,11 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
-TYPING := .typing/kvferry
-TOP_LEVEL := kernels models proto services shared
 
-# Our top-level kernels/ would shadow a PyPI package that transformers probes for.
-export PYTHONSAFEPATH := 1
 
 .PHONY: serve test debian lint types contracts clean
 .DEFAULT_GOAL := serve
@@ -47,14 +43,14 @@ lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
-types: $(INSTALLED_DEV) $(TYPING)
-	$(BIN)/mypy $(TYPING)
+types: $(INSTALLED_DEV)
+	$(BIN)/mypy src/kvferry
 
-contracts: $(INSTALLED_DEV) $(TYPING)
-	PYTHONPATH=.typing $(BIN)/lint-imports
+contracts: $(INSTALLED_DEV)
+	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -73,8 +69,3 @@ $(INSTALLED_DEV): pyproject.toml constraints.txt $(VENV)/.created
 	@echo "Installing kvferry and what its tests need into $(VENV); the first time takes a few minutes."
 	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@ $(INSTALLED)
-
-# The type checker finds the package by its import name through links to the top-level folders.
-$(TYPING):
-	@mkdir -p $@
-	@for name in $(TOP_LEVEL); do ln -sfn ../../$$name $@/$$name; done

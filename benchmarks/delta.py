@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -41,12 +40,12 @@ def _served() -> Iterator[dict[str, str]]:
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [
-                    sys.executable, "-P", "-c", "from kvferry.services.launcher.cli import main; main()",
+                    sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()",
                     "serve", "--in-process", "--listen", "127.0.0.1:0", "--ready-file", str(ready),
                     # What is to be counted is deltas, not the choice of another way.
                     "--history-choice", "reuse",
                 ],
-                env={**os.environ, "PYTHONSAFEPATH": "1"}, stdout=output, stderr=subprocess.STDOUT,
+                stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         try:
             deadline_s = time.monotonic() + TIMEOUT_S

@@ -69,14 +69,14 @@ def _served(redis_url: str, history_bytes: int) -> Iterator[str]:
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [
-                    sys.executable, "-P", "-c", "from kvferry.services.launcher.cli import main; main()",
+                    sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()",
                     "serve", "--listen", "127.0.0.1:0", "--ready-file", str(ready),
                     # On a busy machine Redis is still what is to be measured, not giving up on it.
                     "--history-redis", redis_url,
                     "--history-redis-timeout-s", "30", "--history-redis-turn-timeout-s", "60",
                     "--history-bytes", str(history_bytes), "--history-choice", "reuse",
                 ],
-                env={**os.environ, "PYTHONSAFEPATH": "1"}, stdout=output, stderr=subprocess.STDOUT,
+                stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         try:
             deadline_s = time.monotonic() + TIMEOUT_S

@@ -16,6 +16,7 @@ COPY models models
 COPY proto proto
 COPY services services
 COPY shared shared
+COPY src src
 RUN /opt/kvferry/bin/pip install --quiet --no-deps --no-build-isolation . \
     && /opt/kvferry/bin/pip uninstall --quiet --yes pip
 
@@ -31,7 +32,7 @@ COPY --from=build /opt/kvferry /opt/kvferry
 COPY docker/entrypoint.sh /usr/local/bin/container-entrypoint
 COPY docker/first-start.sh docker/healthcheck.py docker/sbom.py /usr/local/lib/kvferry/
 # HOME: libraries write caches below it, and the root file system is read-only.
-ENV PATH=/opt/kvferry/bin:$PATH PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/models
+ENV PATH=/opt/kvferry/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/models
 RUN python /usr/local/lib/kvferry/sbom.py > /usr/local/lib/kvferry/sbom.cdx.json
 USER 10001:10001
 VOLUME /models

@@ -27,6 +27,7 @@ COPY models models
 COPY proto proto
 COPY services services
 COPY shared shared
+COPY src src
 RUN /opt/kvferry/bin/pip install --quiet --no-deps --no-build-isolation . \
     && /opt/kvferry/bin/pip uninstall --quiet --yes pip
 
@@ -43,7 +44,7 @@ COPY docker/entrypoint.sh /usr/local/bin/container-entrypoint
 COPY docker/first-start.sh docker/healthcheck.py docker/sbom.py /usr/local/lib/kvferry/
 # HOME: libraries write caches below it, and the root file system is read-only. Triton keeps what it compiled
 # beside the models, so that a restart need not compile again.
-ENV PATH=/opt/kvferry/bin:$PATH PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/models \
+ENV PATH=/opt/kvferry/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/models \
     TRITON_CACHE_DIR=/models/triton
 RUN python /usr/local/lib/kvferry/sbom.py > /usr/local/lib/kvferry/sbom.cdx.json
 USER 10001:10001

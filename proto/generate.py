@@ -34,7 +34,7 @@ def generate(target: Path) -> None:
         shutil.copyfile(Path(__file__).with_name(PROTO), source)
         plugins = Path(sysconfig.get_path("scripts"))
         command = [
-            *(sys.executable, "-P", "-m", "grpc_tools.protoc"),
+            *(sys.executable, "-m", "grpc_tools.protoc"),
             f"--proto_path={scratch}",
             f"--plugin=protoc-gen-mypy={plugins / 'protoc-gen-mypy'}",
             f"--plugin=protoc-gen-mypy_grpc={plugins / 'protoc-gen-mypy_grpc'}",

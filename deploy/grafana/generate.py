@@ -1,4 +1,4 @@
-"""Writes the dashboards: `python -P deploy/grafana/generate.py`. They are committed; a test compares.
+"""Writes the dashboards: `python deploy/grafana/generate.py`. They are committed; a test compares.
 
 Each dashboard is a list of panels, each panel its queries. Grafana reads the files, not this one.
 """

@@ -81,7 +81,7 @@ class ServiceProcess:
             self._ready_file.unlink()
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-P", "-m", "kvferry.services.launcher.child", self.role),
+            *("-m", "kvferry.services.launcher.child", self.role),
             stdin=PIPE,
             env=self._environment | self._variables(),
             start_new_session=True,
@@ -145,7 +145,7 @@ class ServiceProcess:
 
     def _variables(self) -> dict[str, str]:
         settings = self._settings | {"ready_file": str(self._ready_file)}
-        return {variable_name(field): value for field, value in settings.items()} | {"PYTHONSAFEPATH": "1"}
+        return {variable_name(field): value for field, value in settings.items()}
 
     async def _until_ready(self, process: Process) -> dict[str, str]:
         while not self._ready_file.exists():

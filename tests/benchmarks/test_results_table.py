@@ -25,7 +25,7 @@ SMALL = (
 
 def table_of(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", str(ROOT / "benchmarks" / "results_table.py"), *arguments],
+        [sys.executable, str(ROOT / "benchmarks" / "results_table.py"), *arguments],
         capture_output=True,
         text=True,
         timeout=200,

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import httpx
 import pytest
+from kvtest import redis_server as redis_servers
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
@@ -28,7 +28,7 @@ BUDGET = 64
 
 
 @pytest.fixture(scope="module")
-def server(redis_servers: ModuleType) -> Iterator[Any]:
+def server() -> Iterator[Any]:
     with redis_servers.RedisServer.running() as running:
         yield running
 

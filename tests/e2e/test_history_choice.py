@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import httpx
 import pytest
+from kvtest import redis_server as redis_servers
 
 pytestmark = [pytest.mark.xdist_group("stack"), pytest.mark.timeout(600)]
 
@@ -57,7 +57,7 @@ def choices(stack: Any, way: str, reason: str) -> float:
 
 
 @pytest.fixture
-def gate(redis_servers: ModuleType, redis_server: Any) -> Iterator[Any]:
+def gate(redis_server: Any) -> Iterator[Any]:
     gate = redis_servers.Gate(redis_server.port)
     yield gate
     gate.close()

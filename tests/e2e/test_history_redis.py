@@ -8,11 +8,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import httpx
 import pytest
+from kvtest import redis_server as redis_servers
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.history.redis_format import read_record
@@ -23,7 +23,7 @@ MAX_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
-def server(redis_servers: ModuleType) -> Iterator[Any]:
+def server() -> Iterator[Any]:
     with redis_servers.RedisServer.running() as running:
         yield running
 

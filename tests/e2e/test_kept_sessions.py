@@ -186,7 +186,7 @@ def chat(stack: Any, session: str, line: str) -> str:
         capture_output=True,
         timeout=240,
         check=True,
-        env={**os.environ, "PYTHONSAFEPATH": "1", "COLUMNS": "200"},
+        env={**os.environ, "COLUMNS": "200"},
     )
     return done.stdout.decode()
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import httpx
 import pytest
+from kvtest import redis_server as redis_servers
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.history.redis_format import read_record
@@ -123,7 +123,7 @@ def said(answer: dict[str, Any]) -> str:
 
 
 @pytest.fixture(scope="module")
-def faulty(start_stack: Callable[..., Any], redis_servers: ModuleType) -> Iterator[Faulty]:
+def faulty(start_stack: Callable[..., Any]) -> Iterator[Faulty]:
     with redis_servers.RedisServer.running() as server:
         gate = redis_servers.Gate(server.port)
         options = (

@@ -18,30 +18,21 @@ def pyproject() -> dict[str, Any]:
     return tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def _folders_with_code() -> set[str]:
-    return {
-        "kvferry." + ".".join(path.parent.relative_to(REPOSITORY).parts)
-        for top in TOP_LEVEL
-        for path in (REPOSITORY / top).rglob("*.py")
-    }
-
-
-def test_every_folder_with_code_is_a_listed_package(pyproject: dict[str, Any]) -> None:
-    assert _folders_with_code() == set(pyproject["tool"]["setuptools"]["packages"])
+def test_the_package_links_to_every_top_level_folder() -> None:
+    package = REPOSITORY / "src" / "kvferry"
+    links = {path.name: path.readlink() for path in package.iterdir() if path.is_symlink()}
+    assert links == {top: Path("../..") / top for top in TOP_LEVEL}
 
 
 def test_every_package_has_its_init_file() -> None:
-    for package in _folders_with_code():
-        assert (REPOSITORY.joinpath(*package.split(".")[1:]) / "__init__.py").is_file(), package
-
-
-def test_top_level_folders_are_mapped_below_kvferry(pyproject: dict[str, Any]) -> None:
-    assert pyproject["tool"]["setuptools"]["package-dir"] == {f"kvferry.{top}": top for top in TOP_LEVEL}
+    for top in TOP_LEVEL:
+        for path in (REPOSITORY / top).rglob("*.py"):
+            assert (path.parent / "__init__.py").is_file(), path
 
 
 def test_package_data_patterns_all_match_files(pyproject: dict[str, Any]) -> None:
     for package, patterns in pyproject["tool"]["setuptools"]["package-data"].items():
-        folder = REPOSITORY.joinpath(*package.split(".")[1:])
+        folder = REPOSITORY / "src" / package.replace(".", "/")
         for pattern in patterns:
             assert any(folder.glob(pattern)), f"{package}: {pattern}"
 

@@ -41,7 +41,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", "from kvferry.services.launcher.cli import main; main()", "serve",
+            [sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()", "serve",
              "--listen", "127.0.0.1:0", "--ready-file", str(folder / "ready")],
             env=clean, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -78,7 +78,7 @@ def test_curl_line_python_snippet_and_chat_work_one_after_the_other(address: str
     assert answer["choices"][0]["message"]["content"].split() == EXAMPLE_ANSWER.split()
 
     first, first_kv, second, second_kv = run(
-        [sys.executable, "-P", "-c", snippet.replace(DEFAULT_ADDRESS, address)]
+        [sys.executable, "-c", snippet.replace(DEFAULT_ADDRESS, address)]
     ).splitlines()
     assert f"It answers `{first}` and `{second}`." in README
     turns = [ast.literal_eval(text) for text in (first_kv, second_kv)]

@@ -29,8 +29,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "tests")
-    shutil.copytree(REPOSITORY, source, ignore=left_out)
-    command = [sys.executable, "-P", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
+    shutil.copytree(REPOSITORY, source, symlinks=True, ignore=left_out)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
     done = subprocess.run(
         [*command, str(source)], cwd=folder, capture_output=True, text=True, timeout=280, check=False
     )
@@ -51,7 +51,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     site_packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
     done = subprocess.run(
         [
-            *(sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--python"),
+            *(sys.executable, "-m", "pip", "--disable-pip-version-check", "--python"),
             *(str(folder / "bin" / "python"), "install", "--no-deps", "--no-index", "--force-reinstall"),
             str(wheel),
         ],
@@ -76,7 +76,7 @@ def test_wheel_holds_the_demo_model_protocol_and_typing_marker(wheel: Path) -> N
         "kvferry/proto/control_pb2.pyi",
         "kvferry/proto/control_pb2_grpc.py",
         "kvferry/proto/BLOCKS.md",
-        "kvferry/shared/py.typed",
+        "kvferry/py.typed",
         "kvferry/services/launcher/cli.py",
     ):
         assert name in names, name
@@ -94,7 +94,7 @@ def test_modules_come_from_the_wheel(installed: Path, tmp_path: Path) -> None:
         "import kvferry, kvferry.shared.wire.frames as m; print(list(kvferry.__path__)); print(m.__file__)"
     )
     done = subprocess.run(
-        [str(installed / "bin" / "python"), "-P", "-c", script],
+        [str(installed / "bin" / "python"), "-c", script],
         cwd=tmp_path,
         capture_output=True,
         text=True,

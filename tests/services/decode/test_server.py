@@ -31,7 +31,7 @@ STOP_TIMEOUT_S = 30
 def worker(tmp_path):
     """A running worker's process and addresses."""
     ready_file = tmp_path / "ready.json"
-    process = subprocess.Popen([sys.executable, "-P", "-c", PROGRAM, str(ready_file)])
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(ready_file)])
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not ready_file.exists():

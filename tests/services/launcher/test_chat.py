@@ -23,7 +23,7 @@ from kvferry.shared.errors import KvferryError
 
 pytestmark = pytest.mark.xdist_group("launcher")
 
-COMMAND = (sys.executable, "-P", "-c", "from kvferry.services.launcher.cli import main; main()", "chat")
+COMMAND = (sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()", "chat")
 DOCUMENT = (
     "the old sailor painted the quiet bridge . remember that the pin of the red castle is 4 2 7 1 . "
     "the access code of the blue lighthouse is 9 0 5 3 ."

@@ -22,7 +22,7 @@ time.sleep(60)
 def test_the_end_of_the_pipe_terminates_the_process_even_a_stubborn_one(disposition: str, code: int) -> None:
     script = STUBBORN.format(disposition=disposition)
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None
@@ -40,7 +40,7 @@ def test_the_end_of_the_pipe_terminates_the_process_even_a_stubborn_one(disposit
 @pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["nonsense"], 2)])
 def test_the_exit_code_and_output_of_the_command_are_kept(arguments: list[str], code: int) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "kvferry.services.launcher.child", *arguments],
+        [sys.executable, "-m", "kvferry.services.launcher.child", *arguments],
         stdin=subprocess.PIPE,  # held open, as the launcher does: its end would end the child
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -16,7 +16,7 @@ from kvferry.shared.errors import ConfigurationError
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
     return subprocess.run(
-        [sys.executable, "-P", "-c", "from kvferry.services.launcher.cli import main; main()", *arguments],
+        [sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()", *arguments],
         env=clean | variables,
         capture_output=True,
         text=True,

@@ -19,7 +19,7 @@ from kvferry.shared.compression.rdkv.epsilon import EpsilonTable, save_table
 
 pytestmark = pytest.mark.xdist_group("launcher")
 
-COMMAND = (sys.executable, "-P", "-c", "from kvferry.services.launcher.cli import main; main()")
+COMMAND = (sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()")
 ROLES = ("prefill", "decode", "router")
 
 

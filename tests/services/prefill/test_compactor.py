@@ -13,7 +13,7 @@ from kvferry.shared.oracle import OneProcessGenerator
 from kvferry.shared.wire.messages import Section, TransferKey
 
 if TYPE_CHECKING:
-    from conftest import Harness
+    from kvtest.prefill import Harness
 
 PLAN = plan_for("compactor", budget=Budget(retention=0.3))
 SESSION = SessionKey(owner="alice", session_id="a")

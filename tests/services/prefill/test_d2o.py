@@ -18,7 +18,7 @@ from kvferry.shared.oracle import OneProcessGenerator
 from kvferry.shared.wire.messages import Section, TransferKey
 
 if TYPE_CHECKING:
-    from conftest import Harness
+    from kvtest.prefill import Harness
 
 SESSION = SessionKey(owner="alice", session_id="a")
 

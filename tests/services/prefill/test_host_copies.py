@@ -17,7 +17,7 @@ from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, S
 from kvferry.shared.wire.messages import Section, TransferKey
 
 if TYPE_CHECKING:
-    from conftest import Harness
+    from kvtest.prefill import Harness
 
 SESSION = SessionKey(owner="key", session_id="s")
 

@@ -17,7 +17,7 @@ from kvferry.shared.errors import TransferFailed
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
-    from conftest import Harness
+    from kvtest.prefill import Harness
 
 A = SessionKey(owner="key-a", session_id="s")
 

@@ -15,7 +15,7 @@ from kvferry.shared.wire.messages import Section, TransferKey
 from kvferry.shared.wire.packed_sections import KIND_SECTIONS, packed_sections
 
 if TYPE_CHECKING:
-    from conftest import Harness
+    from kvtest.prefill import Harness
 
 PLAN = plan_for("rdkv", budget=Budget(retention=0.2))
 SESSION = SessionKey(owner="alice", session_id="a")

@@ -21,7 +21,7 @@ from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.wire.messages import Section, TransferKey
 
 if TYPE_CHECKING:
-    from conftest import Harness
+    from kvtest.prefill import Harness
 
 WINDOW = 32
 

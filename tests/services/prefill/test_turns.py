@@ -17,7 +17,7 @@ from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.wire.messages import EndRecord, Manifest, Section, TransferKey
 
 if TYPE_CHECKING:
-    from conftest import Harness
+    from kvtest.prefill import Harness
 
 A = SessionKey(owner="key-a", session_id="s")
 B = SessionKey(owner="key-b", session_id="s")

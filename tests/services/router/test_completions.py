@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 import pytest
-from scripted_workers import TRANSFER_BYTES
+from kvtest.scripted_workers import TRANSFER_BYTES
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for

@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import SPEC
+from kvtest.router import SPEC
 
 A, B = {"Authorization": "Bearer key-a"}, {"Authorization": "Bearer key-b"}
 TEXT = "the pin of the red castle is 4 2 7 1 . the quiet doctor visited the green market ."

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 import structlog
-from conftest import eventually
+from kvtest.router import eventually
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 

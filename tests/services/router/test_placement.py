@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import SPEC, eventually, scripted_token
-from scripted_workers import Script, ScriptedDecode, Wire
+from kvtest.router import SPEC, eventually, scripted_token
+from kvtest.scripted_workers import Script, ScriptedDecode, Wire
 
 from kvferry.services.router.discovery import keep_name, resolve_address
 from kvferry.services.router.placement import WorkerPool, served_model

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from conftest import LAST_INDEX
+from kvtest.router import LAST_INDEX
 
 from kvferry.shared.errors import (
     Cancelled,

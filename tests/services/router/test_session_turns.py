@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import eventually, scripted_token
+from kvtest.router import eventually, scripted_token
 
 from kvferry.shared.errors import HistoryMiss, TransferFailed
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import eventually
+from kvtest.router import eventually
 
 A = {"Authorization": "Bearer key-a"}
 

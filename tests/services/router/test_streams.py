@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 import structlog
-from conftest import eventually
+from kvtest.router import eventually
 
 from kvferry.shared.errors import (
     CapacityExceeded,

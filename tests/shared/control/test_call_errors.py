@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from types import ModuleType
 from typing import Any
 
+import kvtest.control as kit
 import pytest
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
@@ -34,7 +34,7 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fail_at_end", [True, False])
 async def test_every_error_class_arrives_as_itself(
-    decode: Any, decode_client: GrpcDecodeClient, kind: type[KvferryError], fail_at_end: bool, kit: ModuleType
+    decode: Any, decode_client: GrpcDecodeClient, kind: type[KvferryError], fail_at_end: bool
 ) -> None:
     decode.error = kind("väl is 3; 1 is allowed", param="a.b", reason="some_reason", retry_after_s=1.5)
     decode.fail_at_end = fail_at_end
@@ -52,7 +52,7 @@ async def test_every_error_class_arrives_as_itself(
 
 
 async def test_an_unexpected_exception_is_internal_and_logged_once_with_its_request(
-    decode: Any, decode_client: GrpcDecodeClient, kit: ModuleType
+    decode: Any, decode_client: GrpcDecodeClient
 ) -> None:
     decode.error = ZeroDivisionError("secret detail")
     with capture_logs(processors=[merge_contextvars]) as logs, pytest.raises(KvferryError) as raised:
@@ -62,15 +62,13 @@ async def test_an_unexpected_exception_is_internal_and_logged_once_with_its_requ
     assert [(entry["event"], entry["request_id"]) for entry in logs] == [("control call failed", "r-42")]
 
 
-async def test_an_error_of_a_unary_call_keeps_its_param(
-    prefill_client: GrpcPrefillClient, kit: ModuleType
-) -> None:
+async def test_an_error_of_a_unary_call_keeps_its_param(prefill_client: GrpcPrefillClient) -> None:
     with pytest.raises(SessionNotFound, match="session 's' is not known") as raised:
         await prefill_client.drop_session(kit.SESSION, timeout_s=kit.WAIT_S)
     assert raised.value.param == "id"
 
 
-async def test_a_message_beyond_the_limit_is_too_large(decode: Any, kit: ModuleType) -> None:
+async def test_a_message_beyond_the_limit_is_too_large(decode: Any) -> None:
     server = await serve_control(listen="127.0.0.1:0", decode=decode, max_message_bytes=1000)
     client = GrpcDecodeClient(server.address)
     try:
@@ -82,14 +80,12 @@ async def test_a_message_beyond_the_limit_is_too_large(decode: Any, kit: ModuleT
         await server.close(0.0)
 
 
-async def test_a_request_that_cannot_be_encoded_never_leaves(
-    decode_client: GrpcDecodeClient, kit: ModuleType
-) -> None:
+async def test_a_request_that_cannot_be_encoded_never_leaves(decode_client: GrpcDecodeClient) -> None:
     with pytest.raises(InvalidRequest):
         await kit.collect(decode_client.generate(kit.generate_request(max_tokens=-1), timeout_s=kit.WAIT_S))
 
 
-async def test_the_wrong_role_is_a_configuration_error(decode: Any, kit: ModuleType) -> None:
+async def test_the_wrong_role_is_a_configuration_error(decode: Any) -> None:
     server = await serve_control(listen="127.0.0.1:0", decode=decode)
     client = GrpcPrefillClient(server.address)
     try:
@@ -109,7 +105,7 @@ async def test_an_address_in_use_is_a_configuration_error(server: ControlServer,
 
 
 async def test_a_passed_deadline_is_named_and_frees_the_service(
-    decode: Any, decode_client: GrpcDecodeClient, kit: ModuleType
+    decode: Any, decode_client: GrpcDecodeClient
 ) -> None:
     decode.gap_s = 60.0
     await decode_client.status(timeout_s=kit.WAIT_S)  # connected, so the deadline is spent in the service
@@ -126,7 +122,7 @@ async def test_a_deadline_of_a_unary_call_holds(prefill_client: GrpcPrefillClien
 
 @pytest.mark.parametrize("gap_s", [0.001, 60.0])
 async def test_closing_the_stream_reaches_the_service_within_a_second(
-    decode: Any, decode_client: GrpcDecodeClient, gap_s: float, kit: ModuleType
+    decode: Any, decode_client: GrpcDecodeClient, gap_s: float
 ) -> None:
     decode.gap_s = gap_s
     stream = decode_client.generate(kit.generate_request(max_tokens=0), timeout_s=kit.WAIT_S)
@@ -138,7 +134,7 @@ async def test_closing_the_stream_reaches_the_service_within_a_second(
 
 
 async def test_cancelling_the_reading_task_reaches_the_service_within_a_second(
-    decode: Any, decode_client: GrpcDecodeClient, kit: ModuleType
+    decode: Any, decode_client: GrpcDecodeClient
 ) -> None:
     decode.gap_s = 60.0
     reader = asyncio.create_task(
@@ -154,7 +150,7 @@ async def test_cancelling_the_reading_task_reaches_the_service_within_a_second(
 
 
 async def test_a_client_that_reads_too_slowly_is_cancelled_all_the_same(
-    decode: Any, decode_client: GrpcDecodeClient, kit: ModuleType
+    decode: Any, decode_client: GrpcDecodeClient
 ) -> None:
     stream = decode_client.generate(kit.generate_request(max_tokens=0), timeout_s=kit.WAIT_S)
     await anext(stream)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from types import ModuleType
 from typing import Any
 
 import grpc
+import kvtest.control as kit
 import pytest
 
 from kvferry.proto import control_pb2, control_pb2_grpc
@@ -25,9 +25,7 @@ from kvferry.shared.control.server import ControlServer
 from kvferry.shared.sampling.params import SamplingParams
 
 
-async def test_generate_streams_every_event(
-    decode: Any, decode_client: GrpcDecodeClient, kit: ModuleType
-) -> None:
+async def test_generate_streams_every_event(decode: Any, decode_client: GrpcDecodeClient) -> None:
     events = await kit.collect(decode_client.generate(kit.generate_request(), timeout_s=kit.WAIT_S))
     assert events == [
         TicketIssued(ticket=kit.TICKET),
@@ -40,9 +38,7 @@ async def test_generate_streams_every_event(
     assert decode.finished == ["r-7"]
 
 
-async def test_prefill_answers_every_call(
-    prefill: Any, prefill_client: GrpcPrefillClient, kit: ModuleType
-) -> None:
+async def test_prefill_answers_every_call(prefill: Any, prefill_client: GrpcPrefillClient) -> None:
     first, done = await kit.collect(prefill_client.prefill(kit.PREFILL_REQUEST, timeout_s=kit.WAIT_S))
     assert isinstance(first, FirstToken)
     assert first.token == kit.TOKEN
@@ -58,7 +54,7 @@ async def test_prefill_answers_every_call(
     assert prefill.asked == [kit.PREFILL_REQUEST, commit, kit.SESSION, "r-9"]
 
 
-async def test_many_calls_share_a_client(decode_client: GrpcDecodeClient, kit: ModuleType) -> None:
+async def test_many_calls_share_a_client(decode_client: GrpcDecodeClient) -> None:
     calls = [
         kit.collect(
             decode_client.generate(kit.generate_request(f"r{n}", max_tokens=n + 1), timeout_s=kit.WAIT_S)
@@ -68,7 +64,7 @@ async def test_many_calls_share_a_client(decode_client: GrpcDecodeClient, kit: M
     assert [len(events) for events in await asyncio.gather(*calls)] == [n + 3 for n in range(20)]
 
 
-async def test_a_long_prompt_passes(decode_client: GrpcDecodeClient, kit: ModuleType) -> None:
+async def test_a_long_prompt_passes(decode_client: GrpcDecodeClient) -> None:
     request = GenerateRequest(
         request_id="long",
         model_fingerprint="f",
@@ -79,7 +75,7 @@ async def test_a_long_prompt_passes(decode_client: GrpcDecodeClient, kit: Module
     assert len(await kit.collect(decode_client.generate(request, timeout_s=kit.WAIT_S))) == 3
 
 
-async def test_generated_stubs_of_another_client_are_served(server: ControlServer, kit: ModuleType) -> None:
+async def test_generated_stubs_of_another_client_are_served(server: ControlServer) -> None:
     async with grpc.aio.insecure_channel(server.address) as channel:
         stub: Any = control_pb2_grpc.DecodeStub(channel)
         status = await stub.Status(control_pb2.StatusRequest(), timeout=kit.WAIT_S)

@@ -6,10 +6,10 @@ import asyncio
 import os
 import subprocess
 import sys
-from types import ModuleType
 from typing import Any
 
 import grpc
+import kvtest.control as kit
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -22,7 +22,7 @@ from kvferry.shared.errors import Cancelled, WorkerUnavailable
 # ---- a worker's end --------------------------------------------------------------------------------------
 
 
-async def test_nobody_listening_is_worker_unavailable(kit: ModuleType) -> None:
+async def test_nobody_listening_is_worker_unavailable() -> None:
     client = GrpcDecodeClient("127.0.0.1:1")
     try:
         with pytest.raises(WorkerUnavailable):
@@ -33,7 +33,7 @@ async def test_nobody_listening_is_worker_unavailable(kit: ModuleType) -> None:
         await client.close()
 
 
-async def test_closing_lets_calls_finish_within_the_grace(decode: Any, kit: ModuleType) -> None:
+async def test_closing_lets_calls_finish_within_the_grace(decode: Any) -> None:
     server = await serve_control(listen="127.0.0.1:0", decode=decode)
     client = GrpcDecodeClient(server.address)
     decode.gap_s = 0.2
@@ -48,7 +48,7 @@ async def test_closing_lets_calls_finish_within_the_grace(decode: Any, kit: Modu
         await client.close()
 
 
-async def test_closing_cancels_calls_after_the_grace(decode: Any, kit: ModuleType) -> None:
+async def test_closing_cancels_calls_after_the_grace(decode: Any) -> None:
     server = await serve_control(listen="127.0.0.1:0", decode=decode)
     client = GrpcDecodeClient(server.address)
     decode.gap_s = 60.0
@@ -68,7 +68,7 @@ async def test_closing_cancels_calls_after_the_grace(decode: Any, kit: ModuleTyp
 WORKER = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
-from conftest import DecodeService, serve_control
+from kvtest.control import DecodeService, serve_control
 
 async def main():
     service = DecodeService()
@@ -82,12 +82,12 @@ asyncio.run(main())
 """
 
 
-async def test_a_killed_worker_is_worker_unavailable(kit: ModuleType) -> None:
+async def test_a_killed_worker_is_worker_unavailable() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", WORKER, os.path.dirname(__file__)],
+        [sys.executable, "-c", WORKER, os.path.dirname(os.path.dirname(kit.__file__))],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONSAFEPATH": "1"},
+        env=os.environ,
     )
     try:
         assert process.stdout is not None
@@ -107,7 +107,7 @@ async def test_a_killed_worker_is_worker_unavailable(kit: ModuleType) -> None:
 # ---- health and reflection -------------------------------------------------------------------------------
 
 
-async def test_health_answers_and_turns_while_closing(decode: Any, kit: ModuleType) -> None:
+async def test_health_answers_and_turns_while_closing(decode: Any) -> None:
     server = await serve_control(listen="127.0.0.1:0", decode=decode)
     async with grpc.aio.insecure_channel(server.address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -122,7 +122,7 @@ async def test_health_answers_and_turns_while_closing(decode: Any, kit: ModuleTy
         await closing
 
 
-async def test_reflection_lists_the_services_and_their_file(server: ControlServer, kit: ModuleType) -> None:
+async def test_reflection_lists_the_services_and_their_file(server: ControlServer) -> None:
     requests = [
         reflection_pb2.ServerReflectionRequest(list_services=""),
         reflection_pb2.ServerReflectionRequest(file_containing_symbol="kvferry.control.v1.Decode"),

@@ -7,10 +7,10 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from kvtest import redis_server as redis_servers
 
 from kvferry.shared.errors import ConfigurationError, StoreUnavailable
 from kvferry.shared.history.breaker import CircuitBreaker
@@ -55,7 +55,7 @@ async def test_an_acl_user_gets_in_with_its_password_only(redis_server: Any) -> 
         assert "wrong" not in raised.value.message
 
 
-async def test_tls_with_a_certificate_of_ours(redis_servers: ModuleType, tmp_path: Path) -> None:
+async def test_tls_with_a_certificate_of_ours(tmp_path: Path) -> None:
     if not redis_servers.has_tls():
         pytest.skip("this server is built without TLS")
     if shutil.which("openssl") is None:
@@ -80,7 +80,7 @@ async def test_tls_with_a_certificate_of_ours(redis_servers: ModuleType, tmp_pat
             untrusting.call(lambda client: client.get(b"k"))
 
 
-async def test_a_cluster(redis_servers: ModuleType) -> None:
+async def test_a_cluster() -> None:
     with redis_servers.RedisServer.running("--cluster-enabled", "yes") as server:
         with server.client() as admin:
             admin.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
@@ -92,7 +92,7 @@ async def test_a_cluster(redis_servers: ModuleType) -> None:
         await async_round_trip(f"redis+cluster://127.0.0.1:{server.port}")
 
 
-async def test_a_master_found_by_sentinel(redis_servers: ModuleType, redis_server: Any) -> None:
+async def test_a_master_found_by_sentinel(redis_server: Any) -> None:
     port = redis_servers.free_port()
     config = redis_server.folder / "sentinel.conf"
     config.write_text(f"sentinel monitor kv 127.0.0.1 {redis_server.port} 1\n")

@@ -6,15 +6,15 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from kvtest import redis_server as redis_servers
 
 from kvferry.shared.control.messages import SessionKey
 
 if TYPE_CHECKING:
-    from conftest import Worker
+    from kvtest.history import Worker
 
 A = SessionKey(owner="key-a", session_id="s")
 FAULTS = ["killed", "paused", "emptied", "full"]
@@ -181,7 +181,7 @@ def test_a_session_that_every_tier_lost_is_a_counted_miss(
 
 
 def test_rows_that_come_too_slowly_are_computed(
-    make_worker: Callable[..., Worker], redis_servers: ModuleType, redis_server: Any
+    make_worker: Callable[..., Worker], redis_server: Any
 ) -> None:
     gate = redis_servers.Gate(redis_server.port)
     make_worker().turn(A, tokens(30))

@@ -5,17 +5,17 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from kvtest import redis_server as redis_servers
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import SessionBusy
 from kvferry.shared.history.redis_format import CHUNK_HEADER_BYTES, record_key
 
 if TYPE_CHECKING:
-    from conftest import Worker
+    from kvtest.history import Worker
 
 A = SessionKey(owner="key-a", session_id="s")
 TOKEN_BYTES = 2 * 3 * 2 * 4 * 4
@@ -249,7 +249,7 @@ def test_a_session_dropped_while_redis_is_down_is_deleted_when_it_returns(
 
 
 def test_commits_behind_the_turn_are_there_after_closing(
-    make_worker: Callable[..., Worker], redis_servers: ModuleType, redis_server: Any
+    make_worker: Callable[..., Worker], redis_server: Any
 ) -> None:
     gate = redis_servers.Gate(redis_server.port)
     worker = make_worker(gate.url, write_mode="behind")
@@ -263,9 +263,7 @@ def test_commits_behind_the_turn_are_there_after_closing(
     assert make_worker().turn(A, (*said, 99)) == len(said)
 
 
-def test_a_cluster_keeps_a_session_on_one_node(
-    make_worker: Callable[..., Worker], redis_servers: ModuleType
-) -> None:
+def test_a_cluster_keeps_a_session_on_one_node(make_worker: Callable[..., Worker]) -> None:
     with (
         redis_servers.RedisServer.running("--cluster-enabled", "yes") as server,
         server.client() as admin,

@@ -10,7 +10,7 @@ import pytest
 from kvferry.shared.control.messages import SessionKey
 
 if TYPE_CHECKING:
-    from conftest import Worker
+    from kvtest.history import Worker
 
 A = SessionKey(owner="key-a", session_id="a")
 B = SessionKey(owner="key-a", session_id="b")

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from kvtest import tiny_models
 from safetensors.torch import load_file, save_file
 
 from kvferry.models import DEMO_MODEL
@@ -205,7 +205,7 @@ def test_a_file_without_a_header_has_no_fingerprint(llama_copy: Path) -> None:
             model_fingerprint(llama_copy, dtype="float32")
 
 
-def test_tiny_models_are_the_same_each_time(tiny_models: ModuleType, tmp_path: Path) -> None:
+def test_tiny_models_are_the_same_each_time(tmp_path: Path) -> None:
     folders = [tiny_models.make_model("qwen2", tmp_path / name) for name in ("one", "two")]
     files = [(folder / "model.safetensors").read_bytes() for folder in folders]
     assert files[0] == files[1]

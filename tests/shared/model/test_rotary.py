@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 import transformers
+from kvtest import tiny_models
 from torch import Tensor, nn
 
 from kvferry.shared.errors import UnsupportedModel
@@ -121,7 +121,7 @@ def test_pre_rope_keys_are_the_key_projections_with_and_without_history(
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_partial_interleaved_scaled_and_per_layer_rotations_are_undone(
-    tiny_models: ModuleType, tmp_path: Path, architecture: str, overrides: dict[str, object]
+    tmp_path: Path, architecture: str, overrides: dict[str, object]
 ) -> None:
     settings = {**tiny_models._COMMON, **overrides}
     settings = {name: value for name, value in settings.items() if value is not None}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from kvtest import tiny_models
 from torch import nn
 
 from kvferry.shared.errors import UnsupportedModel
@@ -115,9 +115,7 @@ def test_an_unknown_model_type_is_refused_and_its_code_not_run(tmp_path: Path) -
         load_model(tmp_path, device="cpu")
 
 
-def test_a_family_that_does_not_hand_on_our_argument_is_refused(
-    tiny_models: ModuleType, tmp_path: Path
-) -> None:
+def test_a_family_that_does_not_hand_on_our_argument_is_refused(tmp_path: Path) -> None:
     config = transformers.StableLmConfig(**{**tiny_models._COMMON, "head_dim": 8})
     folder = tiny_models.save_model(config, tmp_path / "stablelm")
     with pytest.raises(UnsupportedModel, match="does not hand"):
@@ -177,7 +175,7 @@ def test_attention_modules_without_index_or_causality_are_refused(
         attend(_Attention(**attributes))
 
 
-def test_sinks_are_seen_in_the_call_of_the_real_model(tiny_models: ModuleType) -> None:
+def test_sinks_are_seen_in_the_call_of_the_real_model() -> None:
     transformers.AttentionInterface.register(ATTENTION_NAME, attention_forward)
     config = transformers.GptOssConfig(
         **{**tiny_models._COMMON, "num_local_experts": 2, "layer_types": ["full_attention"] * 2},

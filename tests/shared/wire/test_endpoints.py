@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
+import kvtest.wire as kit
 import pytest
 
 from kvferry.shared.errors import ConfigurationError, TransferFailed
@@ -14,7 +14,7 @@ from kvferry.shared.wire.messages import Section
 from kvferry.shared.wire.zmq import ZmqBlockSender, ZmqBlockServer
 
 
-def test_the_ticket_must_name_the_manifests_key(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_the_ticket_must_name_the_manifests_key(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest()
     server, sender = wire.server(sink), wire.sender()
     ticket = kit.make_ticket(manifest, server.endpoint)
@@ -28,7 +28,7 @@ def test_the_ticket_must_name_the_manifests_key(wire: Any, sink: Any, kit: Modul
 
 
 @pytest.mark.parametrize("endpoint", ["", "http://x", "tcp://", "inproc://nowhere"])
-def test_an_unusable_endpoint_fails_the_transfer(wire: Any, kit: ModuleType, endpoint: str) -> None:
+def test_an_unusable_endpoint_fails_the_transfer(wire: Any, endpoint: str) -> None:
     manifest = kit.make_manifest()
     transfer = wire.sender().open(kit.make_ticket(manifest, endpoint), manifest, timeout_s=1.0)
     with pytest.raises(TransferFailed) as failed:
@@ -36,7 +36,7 @@ def test_an_unusable_endpoint_fails_the_transfer(wire: Any, kit: ModuleType, end
     assert failed.value.reason in ("endpoint", "peer_lost")
 
 
-def test_an_endpoint_where_nobody_listens_is_a_timeout(kit: ModuleType) -> None:
+def test_an_endpoint_where_nobody_listens_is_a_timeout() -> None:
     manifest = kit.make_manifest()
     sender = ZmqBlockSender(buffer_bytes=1 << 20, timeout_s=0.5)
     try:
@@ -54,12 +54,12 @@ def test_an_endpoint_where_nobody_listens_is_a_timeout(kit: ModuleType) -> None:
 @pytest.mark.parametrize(
     "bind", ["", "udp://127.0.0.1:1", "tcp://nowhere.invalid:1", "ipc:///nowhere/at/all"]
 )
-def test_an_address_that_cannot_be_bound_is_a_configuration_error(bind: str, kit: ModuleType) -> None:
+def test_an_address_that_cannot_be_bound_is_a_configuration_error(bind: str) -> None:
     with pytest.raises(ConfigurationError, match="block"):
         ZmqBlockServer(bind, kit.RecordingSink())
 
 
-def test_binding_everywhere_needs_an_advertised_address(kit: ModuleType) -> None:
+def test_binding_everywhere_needs_an_advertised_address() -> None:
     with pytest.raises(ConfigurationError, match="advertised"):
         ZmqBlockServer("tcp://0.0.0.0:0", kit.RecordingSink())
     server = ZmqBlockServer("tcp://0.0.0.0:0", kit.RecordingSink(), advertise="tcp://decode:5000")
@@ -67,7 +67,7 @@ def test_binding_everywhere_needs_an_advertised_address(kit: ModuleType) -> None
     server.close()
 
 
-def test_an_in_process_name_is_given_once(kit: ModuleType) -> None:
+def test_an_in_process_name_is_given_once() -> None:
     hub = InProcessHub()
     server = hub.server(kit.RecordingSink(), name="decode")
     assert server.endpoint == "inproc://decode"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from types import ModuleType
 from typing import Any
 
+import kvtest.wire as kit
 import pytest
 
 from kvferry.shared.errors import (
@@ -34,7 +34,6 @@ from kvferry.shared.wire.messages import EndRecord
 def test_a_sinks_error_reaches_the_sender_as_it_is(
     wire: Any,
     sink: Any,
-    kit: ModuleType,
     error: Exception,
     kind: type[TransferFailed],
     reason: str,
@@ -60,7 +59,7 @@ def test_a_sinks_error_reaches_the_sender_as_it_is(
 # ---- giving up -------------------------------------------------------------------------------------------
 
 
-def test_abort_frees_both_ends_and_raises_in_waiting_calls(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_abort_frees_both_ends_and_raises_in_waiting_calls(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest()
     sections = kit.make_sections(manifest)
     server, sender = wire.server(sink), wire.sender()
@@ -92,7 +91,7 @@ def test_abort_frees_both_ends_and_raises_in_waiting_calls(wire: Any, sink: Any,
             call()
 
 
-def test_abort_wakes_a_send_that_waits_for_room(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_abort_wakes_a_send_that_waits_for_room(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest(rows=(100,))
     server, sender = wire.server(sink), wire.sender(buffer_bytes=1000)
     sink.gate.clear()
@@ -105,7 +104,7 @@ def test_abort_wakes_a_send_that_waits_for_room(wire: Any, sink: Any, kit: Modul
     assert sender.buffered_bytes == 0
 
 
-def test_abort_after_the_acknowledgement_has_no_effect(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_abort_after_the_acknowledgement_has_no_effect(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest()
     server, sender = wire.server(sink), wire.sender()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
@@ -115,7 +114,7 @@ def test_abort_after_the_acknowledgement_has_no_effect(wire: Any, sink: Any, kit
     assert sink.aborted == {}
 
 
-def test_closing_the_receiver_fails_its_senders(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_closing_the_receiver_fails_its_senders(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest()
     sections = kit.make_sections(manifest)
     server, sender = wire.server(sink), wire.sender()
@@ -131,9 +130,7 @@ def test_closing_the_receiver_fails_its_senders(wire: Any, sink: Any, kit: Modul
     assert sender.buffered_bytes == 0
 
 
-def test_closing_the_sender_fails_its_transfers_and_frees_the_receiver(
-    wire: Any, sink: Any, kit: ModuleType
-) -> None:
+def test_closing_the_sender_fails_its_transfers_and_frees_the_receiver(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest()
     sections = kit.make_sections(manifest)
     server, sender = wire.server(sink), wire.sender()
@@ -151,7 +148,7 @@ def test_closing_the_sender_fails_its_transfers_and_frees_the_receiver(
         sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
 
 
-def test_a_receiver_that_stops_answering_is_a_timeout(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_a_receiver_that_stops_answering_is_a_timeout(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest()
     server, sender = wire.server(sink), wire.sender(timeout_s=0.5)
     sink.gate.clear()
@@ -162,7 +159,7 @@ def test_a_receiver_that_stops_answering_is_a_timeout(wire: Any, sink: Any, kit:
     assert sender.buffered_bytes == 0
 
 
-def test_waiting_in_vain_fails_the_transfer(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_waiting_in_vain_fails_the_transfer(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest()
     server, sender = wire.server(sink), wire.sender()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
@@ -172,7 +169,7 @@ def test_waiting_in_vain_fails_the_transfer(wire: Any, sink: Any, kit: ModuleTyp
     assert kit.eventually(lambda: sink.aborted == {manifest.key: "aborted"})
 
 
-def test_a_failed_transfer_leaves_others_alone(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_a_failed_transfer_leaves_others_alone(wire: Any, sink: Any) -> None:
     server, sender = wire.server(sink), wire.sender()
     doomed, fine = kit.make_manifest(), kit.make_manifest()
     first = sender.open(kit.make_ticket(doomed, server.endpoint), doomed, timeout_s=kit.WAIT_S)

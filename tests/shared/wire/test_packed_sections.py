@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
+import kvtest.wire as kit
 import numpy as np
 import pytest
 import torch
@@ -189,9 +189,7 @@ def test_any_layout_is_within_bounds_or_refused_by_name(counts: list[int], versi
 
 
 @pytest.mark.parametrize("credit_bytes", [37, 1 << 20])
-def test_packed_layers_arrive_whole_and_are_counted_by_kind(
-    wire: Any, sink: Any, kit: ModuleType, credit_bytes: int
-) -> None:
+def test_packed_layers_arrive_whole_and_are_counted_by_kind(wire: Any, sink: Any, credit_bytes: int) -> None:
     packed = [make_packed(1), None, make_packed(2, widths=(2, 16))]
     base = kit.make_manifest()
     manifest = replace(manifest_of(packed), key=base.key)
@@ -213,7 +211,7 @@ def test_packed_layers_arrive_whole_and_are_counted_by_kind(
     assert sent["manifest"] > layouts
 
 
-def test_a_layer_beyond_its_bound_fails_at_the_sender(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_a_layer_beyond_its_bound_fails_at_the_sender(wire: Any, sink: Any) -> None:
     packed = make_packed()
     manifest = replace(manifest_of([packed], spare_bytes=-16), key=kit.make_manifest().key)
     server, sender = wire.server(sink), wire.sender()

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
+import kvtest.wire as kit
 import pytest
 
 from kvferry.shared.wire.zmq import ZmqBlockServer
@@ -54,7 +54,7 @@ def sending_process(endpoint: str, mode: str) -> Iterator[subprocess.Popen[str]]
         [sys.executable, "-c", SENDER, endpoint, mode],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONSAFEPATH": "1"},
+        env=os.environ,
     )
     try:
         yield process
@@ -69,7 +69,7 @@ def bind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return "tcp://127.0.0.1:0" if request.param == "tcp" else f"ipc://{folder}/blocks"
 
 
-def test_a_transfer_from_another_process_arrives_whole(bind: str, kit: ModuleType) -> None:
+def test_a_transfer_from_another_process_arrives_whole(bind: str) -> None:
     sink = kit.RecordingSink()
     server = ZmqBlockServer(bind, sink)
     try:
@@ -83,7 +83,7 @@ def test_a_transfer_from_another_process_arrives_whole(bind: str, kit: ModuleTyp
     assert len(sink.committed) == 1
 
 
-def test_a_killed_sender_frees_the_transfer_within_seconds(bind: str, kit: ModuleType) -> None:
+def test_a_killed_sender_frees_the_transfer_within_seconds(bind: str) -> None:
     sink = kit.RecordingSink()
     server = ZmqBlockServer(bind, sink, idle_timeout_s=600.0)
     try:

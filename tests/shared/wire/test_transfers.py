@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
 from typing import Any
 
+import kvtest.wire as kit
 import pytest
 import torch
 
@@ -28,9 +28,7 @@ from kvferry.shared.wire.records import encode_end, encode_manifest
     ],
 )
 @pytest.mark.parametrize("with_index", [True, False])
-def test_every_byte_arrives(
-    wire: Any, sink: Any, kit: ModuleType, shape: dict[str, Any], with_index: bool
-) -> None:
+def test_every_byte_arrives(wire: Any, sink: Any, shape: dict[str, Any], with_index: bool) -> None:
     manifest = kit.make_manifest(**shape)
     sections = kit.make_sections(manifest, with_index=with_index)
     server, sender = wire.server(sink), wire.sender()
@@ -41,7 +39,7 @@ def test_every_byte_arrives(
     assert sink.aborted == {}
 
 
-def test_bytes_are_counted_by_kind(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_bytes_are_counted_by_kind(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest(rows=(3, 4), heads=2, dim=8)
     server, sender = wire.server(sink), wire.sender()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
@@ -58,7 +56,7 @@ def test_bytes_are_counted_by_kind(wire: Any, sink: Any, kit: ModuleType) -> Non
     }
 
 
-def test_a_strided_tensor_arrives_in_logical_order(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_a_strided_tensor_arrives_in_logical_order(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest(rows=(6,), heads=2, dim=4)
     keys = torch.randn(6, 2, 4).transpose(0, 1)
     server, sender = wire.server(sink), wire.sender()
@@ -69,7 +67,7 @@ def test_a_strided_tensor_arrives_in_logical_order(wire: Any, sink: Any, kit: Mo
     assert torch.equal(got.view(2, 6, 4), keys)
 
 
-def test_concurrent_transfers_do_not_mix(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_concurrent_transfers_do_not_mix(wire: Any, sink: Any) -> None:
     server, senders = wire.server(sink), [wire.sender(), wire.sender()]
     manifests = [kit.make_manifest(rows=(11 * n + 1, 5), heads=2, dim=16) for n in range(12)]
 
@@ -87,9 +85,7 @@ def test_concurrent_transfers_do_not_mix(wire: Any, sink: Any, kit: ModuleType) 
 
 
 @pytest.mark.parametrize("credit_bytes", [1, 999, 1000])
-def test_no_more_than_the_credit_is_in_flight(
-    wire: Any, sink: Any, kit: ModuleType, credit_bytes: int
-) -> None:
+def test_no_more_than_the_credit_is_in_flight(wire: Any, sink: Any, credit_bytes: int) -> None:
     manifest = kit.make_manifest(rows=(8,), heads=1, dim=32)
     sections = kit.make_sections(manifest)
     server, sender = wire.server(sink), wire.sender()
@@ -110,7 +106,7 @@ def test_no_more_than_the_credit_is_in_flight(
     }
 
 
-def test_the_buffer_bound_holds_and_larger_transfers_pass(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_the_buffer_bound_holds_and_larger_transfers_pass(wire: Any, sink: Any) -> None:
     limit = 3000
     manifest = kit.make_manifest(rows=(40, 40), heads=2, dim=16)
     sections = kit.make_sections(manifest)
@@ -137,7 +133,7 @@ def test_the_buffer_bound_holds_and_larger_transfers_pass(wire: Any, sink: Any, 
     assert sender.buffered_bytes == 0
 
 
-def test_blocks_are_kept_until_the_acknowledgement(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_blocks_are_kept_until_the_acknowledgement(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest(rows=(10,))
     server, sender = wire.server(sink), wire.sender()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
@@ -152,7 +148,7 @@ def test_blocks_are_kept_until_the_acknowledgement(wire: Any, sink: Any, kit: Mo
     assert sender.buffered_bytes == 0
 
 
-def test_send_waits_for_room_and_gives_up_in_time(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_send_waits_for_room_and_gives_up_in_time(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest(rows=(40,), heads=2, dim=16)
     server, sender = wire.server(sink), wire.sender(buffer_bytes=1000)
     sink.gate.clear()
@@ -165,7 +161,7 @@ def test_send_waits_for_room_and_gives_up_in_time(wire: Any, sink: Any, kit: Mod
     assert kit.eventually(lambda: sink.aborted == {manifest.key: "aborted"})
 
 
-def test_slow_computation_between_sections_is_not_idleness(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_slow_computation_between_sections_is_not_idleness(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest(rows=(3,))
     sections = kit.make_sections(manifest)
     server = wire.server(sink, idle_timeout_s=1.0)
@@ -189,7 +185,7 @@ def test_slow_computation_between_sections_is_not_idleness(wire: Any, sink: Any,
     ],
 )
 def test_misuse_fails_the_transfer_at_the_sender(
-    wire: Any, sink: Any, kit: ModuleType, layer: int, section: Section, tensor: torch.Tensor, reason: str
+    wire: Any, sink: Any, layer: int, section: Section, tensor: torch.Tensor, reason: str
 ) -> None:
     manifest = kit.make_manifest()
     server, sender = wire.server(sink), wire.sender()
@@ -201,7 +197,7 @@ def test_misuse_fails_the_transfer_at_the_sender(
         transfer.wait(kit.WAIT_S)
 
 
-def test_finishing_early_is_refused(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_finishing_early_is_refused(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest()
     server, sender = wire.server(sink), wire.sender()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
@@ -209,7 +205,7 @@ def test_finishing_early_is_refused(wire: Any, sink: Any, kit: ModuleType) -> No
         transfer.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0))
 
 
-def test_one_connection_serves_many_transfers_in_turn(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_one_connection_serves_many_transfers_in_turn(wire: Any, sink: Any) -> None:
     server, sender = wire.server(sink), wire.sender()
     for generation in range(5):
         manifest = kit.make_manifest(rows=(2,), generation=generation)

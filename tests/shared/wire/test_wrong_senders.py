@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
+import kvtest.wire as kit
 import pytest
 
 from kvferry.shared.errors import LeaseExpired, ProtocolMismatch, TransferFailed
 from kvferry.shared.wire.frames import HEADER_BYTES, FrameHeader, MessageType, encode_header
 
 
-def blocks_of(manifest: Any, kit: ModuleType) -> list[tuple[FrameHeader, bytes]]:
+def blocks_of(manifest: Any) -> list[tuple[FrameHeader, bytes]]:
     """Every section as one block."""
     blocks = []
     for sequence, (layer, section, tensor) in enumerate(kit.make_sections(manifest)):
@@ -29,11 +29,11 @@ def blocks_of(manifest: Any, kit: ModuleType) -> list[tuple[FrameHeader, bytes]]
     return blocks
 
 
-def test_a_bare_transfer_is_acknowledged(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_a_bare_transfer_is_acknowledged(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest()
     peer = wire.bare(wire.server(sink).endpoint)
     peer.manifest(manifest)
-    blocks = blocks_of(manifest, kit)
+    blocks = blocks_of(manifest)
     for header, payload in blocks:
         peer.say(header, payload)
     total = sum(len(payload) for _, payload in blocks)
@@ -94,12 +94,12 @@ def speak_another_version(blocks: list[tuple[FrameHeader, bytes]]) -> list[tuple
     ],
 )
 def test_a_damaged_stream_of_blocks_is_refused_and_the_rest_is_late(
-    wire: Any, sink: Any, kit: ModuleType, damage: Any, kind: type[TransferFailed], reason: str
+    wire: Any, sink: Any, damage: Any, kind: type[TransferFailed], reason: str
 ) -> None:
     manifest = kit.make_manifest()
     peer = wire.bare(wire.server(sink).endpoint)
     peer.manifest(manifest)
-    frames = damage(blocks_of(manifest, kit))
+    frames = damage(blocks_of(manifest))
     for header, payload in frames:
         peer.say_frames(header, payload)
     refusal = peer.refusal()
@@ -113,9 +113,7 @@ def test_a_damaged_stream_of_blocks_is_refused_and_the_rest_is_late(
 
 
 @pytest.mark.parametrize(("blocks", "size"), [(1, 0), (0, 1), (2**32 - 1, 2**48)])
-def test_wrong_totals_at_the_end_are_refused(
-    wire: Any, sink: Any, kit: ModuleType, blocks: int, size: int
-) -> None:
+def test_wrong_totals_at_the_end_are_refused(wire: Any, sink: Any, blocks: int, size: int) -> None:
     manifest = kit.make_manifest(rows=(0,))
     peer = wire.bare(wire.server(sink).endpoint)
     peer.manifest(manifest)
@@ -124,7 +122,7 @@ def test_wrong_totals_at_the_end_are_refused(
     assert sink.aborted == {manifest.key: "totals"}
 
 
-def test_an_early_end_is_refused(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_an_early_end_is_refused(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest()
     peer = wire.bare(wire.server(sink).endpoint)
     peer.manifest(manifest)
@@ -133,13 +131,11 @@ def test_an_early_end_is_refused(wire: Any, sink: Any, kit: ModuleType) -> None:
     assert sink.committed == {}
 
 
-def test_blocks_of_an_outdated_generation_are_dropped_and_counted(
-    wire: Any, sink: Any, kit: ModuleType
-) -> None:
+def test_blocks_of_an_outdated_generation_are_dropped_and_counted(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest(generation=5)
     peer = wire.bare(wire.server(sink).endpoint)
     peer.manifest(manifest)
-    header, payload = blocks_of(manifest, kit)[0]
+    header, payload = blocks_of(manifest)[0]
     for generation in (4, 6):
         peer.say(replace(header, key=replace(manifest.key, generation=generation)), payload)
         assert isinstance(peer.refusal(), LeaseExpired)
@@ -150,12 +146,12 @@ def test_blocks_of_an_outdated_generation_are_dropped_and_counted(
     assert sink.aborted == {}
 
 
-def test_another_peer_cannot_touch_a_transfer(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_another_peer_cannot_touch_a_transfer(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest()
     server = wire.server(sink)
     peer, stranger = wire.bare(server.endpoint), wire.bare(server.endpoint)
     peer.manifest(manifest)
-    header, payload = blocks_of(manifest, kit)[0]
+    header, payload = blocks_of(manifest)[0]
     peer.say(header, payload)
     peer.next(MessageType.CREDIT)
     stranger.manifest(manifest)
@@ -167,13 +163,13 @@ def test_another_peer_cannot_touch_a_transfer(wire: Any, sink: Any, kit: ModuleT
     assert sink.blocks == 1
 
 
-def test_garbage_hurts_no_open_transfer(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_garbage_hurts_no_open_transfer(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest()
     peer = wire.bare(wire.server(sink).endpoint)
     peer.manifest(manifest)
     for header in (b"", b"\xff" * 3, b"\xff" * HEADER_BYTES, b"GET / HTTP/1.1\r\n" * 9):
         peer.say_frames(header, b"\xff" * 100)
-    blocks = blocks_of(manifest, kit)
+    blocks = blocks_of(manifest)
     for header, payload in blocks:
         peer.say(header, payload)
     peer.end(manifest.key, num_blocks=len(blocks), payload_bytes=sum(len(p) for _, p in blocks))
@@ -181,9 +177,7 @@ def test_garbage_hurts_no_open_transfer(wire: Any, sink: Any, kit: ModuleType) -
     assert sink.aborted == {}
 
 
-def test_a_silent_sender_is_given_up_on_the_receivers_own_clock(
-    wire: Any, sink: Any, kit: ModuleType
-) -> None:
+def test_a_silent_sender_is_given_up_on_the_receivers_own_clock(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest()
     peer = wire.bare(wire.server(sink, idle_timeout_s=0.3).endpoint)
     peer.manifest(manifest)
@@ -191,7 +185,7 @@ def test_a_silent_sender_is_given_up_on_the_receivers_own_clock(
     assert sink.aborted == {manifest.key: "idle"}
 
 
-def test_a_vanished_sender_is_noticed_before_it_is_idle(wire: Any, sink: Any, kit: ModuleType) -> None:
+def test_a_vanished_sender_is_noticed_before_it_is_idle(wire: Any, sink: Any) -> None:
     manifest = kit.make_manifest()
     peer = wire.bare(wire.server(sink, idle_timeout_s=600.0).endpoint)
     peer.manifest(manifest)

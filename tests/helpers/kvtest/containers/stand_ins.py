@@ -19,7 +19,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.tags import parse_tag, sys_tags
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[4]
 PACKAGES = ("python3", "python3-venv", "python3-pip-whl", "ca-certificates", "redis-server", "prometheus")
 DEBIAN_SOURCES = ("/etc/apt/sources.list.d/debian.sources", "/etc/apt/sources.list")
 RELEASE = "bookworm"
@@ -108,7 +108,7 @@ def make_wheelhouse(folder: Path) -> None:
     """Wheels of everything that the image installs: from this environment where it is there, else by pip."""
     folder.mkdir()
     listed = subprocess.run(
-        [sys.executable, "-P", REPOSITORY / "docker" / "requirements.py"],
+        [sys.executable, REPOSITORY / "docker" / "requirements.py"],
         cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60,
     ).stdout  # fmt: skip
     missing = []
@@ -121,7 +121,7 @@ def make_wheelhouse(folder: Path) -> None:
         _pack(distribution, folder)
     if missing:
         subprocess.run(
-            [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder,
+            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder,
              *missing],
             check=True, timeout=600,
         )  # fmt: skip

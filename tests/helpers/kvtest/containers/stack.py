@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[4]
 FILES = ("docker-compose.yml", "docker-compose.cpu.yml")
 BUILD_TIMEOUT_S = 1500.0
 UP_TIMEOUT_S = 900.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -65,7 +64,6 @@ def serving(*options: str) -> Iterator[Stack]:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONSAFEPATH": "1"},
             )
         try:
             deadline = time.monotonic() + START_TIMEOUT_S

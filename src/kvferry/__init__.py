@@ -1,0 +1,1 @@
+"""kvferry: long-context chat whose KV cache is compressed before it travels."""

@@ -1,0 +1,1 @@
+"""What tests share: servers, models and clients, as an importable package."""

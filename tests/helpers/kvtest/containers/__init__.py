@@ -1,0 +1,1 @@
+"""A Docker engine, stand-in base images and the compose stack."""

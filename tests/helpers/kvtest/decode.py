@@ -1,0 +1,328 @@
+"""A small real model, the prefill side of a transfer, and decode services over an in-process hub."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvferry.models
+from kvferry.services.decode.config import DecodeConfig
+from kvferry.services.decode.service import DecodeService
+from kvferry.shared.compression.attention import state_sizes
+from kvferry.shared.compression.compress import compress_prompt
+from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.plan import Budget, Part
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.representation import packed_limits
+from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.control.messages import GenerateRequest, TicketIssued
+from kvferry.shared.metrics import DecodeMetrics
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.sampling.sampler import SequenceSampler
+from kvferry.shared.wire.in_process import InProcessHub
+from kvferry.shared.wire.messages import EndRecord, Manifest, TransferKey
+from kvferry.shared.wire.stored_sections import announced_sections, layer_sections
+
+torch.set_num_threads(1)
+
+SPEC = ModelSpec(
+    name="small",
+    fingerprint="f00d",
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=50,
+    max_model_len=600,
+    dtype="float32",
+    eos_token_ids=(3,),
+)
+CREDIT_BYTES = 1 << 20
+
+
+class SmallModel:
+    """A two-layer attention model with random weights: K depends on token and position, logits on all of the
+    cache. Rows of a batch are computed one by one, so that its results are exact whatever the batch."""
+
+    def __init__(self, spec=SPEC):
+        self.spec = spec
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+        self.before_step = lambda token_ids: None
+        self.edit_logits = lambda positions, logits: logits
+        generator = torch.Generator().manual_seed(0)
+        hidden = spec.num_heads * spec.head_dim
+        draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+        self._embedding = draw(spec.vocab_size, hidden)
+        self._positions = draw(spec.max_model_len, hidden)
+        self._head = draw(hidden, spec.vocab_size) * 0.4
+        kv = spec.num_kv_heads * spec.head_dim
+        self._layers = [
+            [draw(hidden, n) / hidden**0.5 for n in (hidden, kv, kv)] for _ in range(spec.num_layers)
+        ]
+
+    def _project(self, layer, hidden):
+        q, k, v = (hidden @ w for w in self._layers[layer])
+        heads, group, dim = self.spec.num_kv_heads, self.spec.group_size, self.spec.head_dim
+        return q.view(-1, heads, group, dim), k.view(-1, heads, dim), v.view(-1, heads, dim)
+
+    def _logits(self, hidden):
+        return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:]) @ self._head
+
+    def prefill(self, token_ids, *, start, observer):
+        assert start == 0
+        hidden = self._embedding[token_ids] + self._positions[: len(token_ids)]
+        for layer in range(self.spec.num_layers):
+            q, k, v = self._project(layer, hidden)
+            q, k, v = q.permute(1, 2, 0, 3), k.transpose(0, 1), v.transpose(0, 1)
+            output = torch.nn.functional.scaled_dot_product_attention(
+                q, k[:, None], v[:, None], is_causal=True, scale=0.4
+            )
+            observer.layer_done(layer, q, k, v, 0.4)
+            hidden = hidden + output.permute(2, 0, 1, 3).reshape(len(token_ids), -1)
+        return self._logits(hidden[-1])
+
+    def decode(self, token_ids, positions, *, attention):
+        self.before_step(token_ids)
+        hidden = [self._embedding[t] + self._positions[p] for t, p in zip(token_ids, positions, strict=True)]
+        for layer in range(self.spec.num_layers):
+            rows = [self._project(layer, h[None]) for h in hidden]
+            output = attention(layer, *(torch.cat([r[i] for r in rows]) for i in range(3)), 0.4)
+            hidden = [h + o.reshape(-1) for h, o in zip(hidden, output, strict=True)]
+        return self.edit_logits(positions, torch.stack([self._logits(h) for h in hidden]))
+
+
+@functools.cache
+def demo_tokenizer():
+    return ChatTokenizer.load(Path(kvferry.models.__path__[0]) / "demo")
+
+
+class PromptCache:
+    """What prefill makes of one request: its first token and each layer's kept rows."""
+
+    def __init__(self, model, request):
+        self.request = request
+        self.resolved = resolve(model.spec, request)
+        self.full = []
+        self._inputs = []
+        with torch.inference_mode():
+            logits = model.prefill(torch.tensor(request.prompt_token_ids), start=0, observer=self)
+            self.settled, self.layers = compress_prompt(self.resolved, self._inputs)
+        sampler = SequenceSampler(request.sampling, request.prompt_token_ids, model.spec.vocab_size)
+        self.first_token = sampler.sample(logits)
+
+    def history(self, layer):
+        return None
+
+    def layer_done(self, layer, queries, keys, values, scaling):
+        self._inputs.append(
+            LayerInputs(layer=layer, queries=queries, keys=keys, values=values, scaling=scaling)
+        )
+        self.full.append((keys.clone(), values.clone()))
+
+
+def resolve(spec, request):
+    return resolve_plan(
+        request.plan,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        max_new_tokens=request.sampling.max_tokens,
+        num_layers=spec.num_layers,
+        head_dim=spec.head_dim,
+    )
+
+
+def manifest_for(spec, request, ticket, *, settled=None, **changes):
+    """`settled`: the plan with the prompt's own rows, where they are measured."""
+    resolved = resolve(spec, request)
+    settled = settled or resolved
+    manifest = Manifest(
+        purpose="cache",
+        key=TransferKey(transfer_id=ticket.transfer_id, generation=ticket.generation),
+        request_id=request.request_id,
+        model_fingerprint=spec.fingerprint,
+        dtype=spec.dtype,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        start=0,
+        num_tokens=len(request.prompt_token_ids),
+        layer_rows=tuple(layer.rows for layer in settled.layers),
+        layer_packed_bytes=packed_limits(
+            resolved, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=torch.float32
+        ),
+        layer_state_bytes=state_sizes(settled, num_kv_heads=spec.num_kv_heads),
+        layer_sections=announced_sections(spec, settled),
+        resolved=resolved,
+    )
+    return dataclasses.replace(manifest, **changes)
+
+
+class Shipper:
+    """The prefill side: ships a prompt's cache to a ticket."""
+
+    def __init__(self, model, sender):
+        self.model = model
+        self.sender = sender
+
+    def open(self, request, ticket, **changes):
+        return self.sender.open(
+            ticket, manifest_for(self.model.spec, request, ticket, **changes), timeout_s=10
+        )
+
+    def send(self, transfer, cache, *, layers=None):
+        for layer, kept in list(enumerate(cache.layers))[:layers]:
+            for section, tensor in layer_sections(kept):
+                transfer.send(layer=layer, section=section, tensor=tensor)
+
+    def ship(self, request, ticket, **changes):
+        """Blocking; returns the first token."""
+        cache = PromptCache(self.model, request)
+        transfer = self.open(request, ticket, settled=cache.settled, **changes)
+        self.send(transfer, cache)
+        key = TransferKey(transfer_id=ticket.transfer_id, generation=ticket.generation)
+        transfer.finish(EndRecord(key=key, num_blocks=0, payload_bytes=0, first_token=cache.first_token))
+        transfer.wait(20)
+        return cache.first_token
+
+
+def make_request(
+    prompt=range(5, 45),
+    *,
+    method="full",
+    tokens=None,
+    overrides=None,
+    attention=None,
+    skip_layers=(),
+    request_id="r",
+    store_history=False,
+    probe=False,
+    model_fingerprint=SPEC.fingerprint,
+    **sampling,
+):
+    """A request; `attention` replaces the method's own decode attention by name."""
+    sampling = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True} | sampling
+    budget = Budget(tokens=tokens) if tokens else None
+    plan = plan_for(method, budget=budget, overrides=overrides, skip_layers=skip_layers)
+    if attention is not None:
+        plan = dataclasses.replace(plan, attention=Part(name=attention))
+    return GenerateRequest(
+        request_id=request_id,
+        model_fingerprint=model_fingerprint,
+        prompt_token_ids=tuple(prompt),
+        plan=plan,
+        sampling=SamplingParams(**sampling),
+        store_history=store_history,
+        probe=probe,
+    )
+
+
+class Harness:
+    """A decode service and its prefill side in one process."""
+
+    def __init__(self, *, model=None, prefill_model=None, **config):
+        self.hub = InProcessHub()
+        self.model = model or SmallModel()
+        self.metrics = DecodeMetrics()
+        self.sender = self.hub.sender(buffer_bytes=1 << 24, timeout_s=20)
+        self.prefill_sender = self.hub.sender(buffer_bytes=1 << 24, timeout_s=20)
+        self.shipper = Shipper(prefill_model or SmallModel(), self.prefill_sender)
+        settings = {"arena_bytes": 1 << 20, "sweep_interval_s": 0.02, "admission_wait_s": 0.2} | config
+        self.service = DecodeService(
+            DecodeConfig(**settings),
+            model=self.model,
+            tokenizer=demo_tokenizer(),
+            metrics=self.metrics,
+            server_factory=self.hub.server,
+            sender=self.sender,
+        )
+
+    async def close(self):
+        await self.service.close()
+        self.prefill_sender.close()
+
+    def value(self, name, **labels):
+        """Sum of a metric's samples that have these labels."""
+        samples = (s for metric in self.service.registry.collect() for s in metric.samples)
+        return sum(
+            s.value for s in samples if s.name == f"kvferry_{name}" and labels.items() <= s.labels.items()
+        )
+
+    async def run(self, request, *, timeout_s=30, **changes):
+        """The whole of a request; returns its first token's and later events."""
+        events = []
+        stream = self.service.generate(request, timeout_s=timeout_s)
+        async with contextlib.aclosing(stream):
+            ticket = (await anext(stream)).ticket
+            first = await asyncio.to_thread(self.shipper.ship, request, ticket, **changes)
+            events = [event async for event in stream]
+        return first, events
+
+    async def tokens(self, request, **changes):
+        """The completion's token ids."""
+        first, events = await self.run(request, **changes)
+        return [first.token_id, *(e.token.token_id for e in events if hasattr(e, "token"))]
+
+    async def arena_is_free(self, *, within_s=1.0):
+        """Whether every byte comes back in time."""
+        arena = self.service.arena
+        deadline_s = asyncio.get_running_loop().time() + within_s
+        while arena.free_bytes != arena.size_bytes and asyncio.get_running_loop().time() < deadline_s:
+            await asyncio.sleep(0.01)
+        arena.check_integrity()
+        return arena.free_bytes == arena.size_bytes
+
+
+@pytest.fixture
+async def harness():
+    """Makes started `Harness`es: `await harness(**config)`."""
+    harnesses = []
+
+    async def make(**kwargs):
+        harnesses.append(Harness(**kwargs))
+        await harnesses[-1].service.start()
+        return harnesses[-1]
+
+    yield make
+    for made in harnesses:
+        await made.close()
+
+
+@pytest.fixture
+def request_of():
+    return make_request
+
+
+@pytest.fixture
+def ticket_of():
+    """Starts a stream and reads its ticket."""
+
+    async def start(service, request, timeout_s=30):
+        stream = service.generate(request, timeout_s=timeout_s)
+        event = await anext(stream)
+        assert isinstance(event, TicketIssued)
+        return stream, event.ticket
+
+    return start
+
+
+@pytest.fixture
+def prompt_cache():
+    """`PromptCache(model, request)`."""
+    return PromptCache
+
+
+@pytest.fixture
+def shipper():
+    """`Shipper(model, sender)`."""
+    return Shipper
+
+
+@pytest.fixture
+def small_model():
+    """Makes a `SmallModel`; all have the same weights."""
+    return SmallModel

@@ -1,0 +1,150 @@
+"""A prefill worker's tiered history over a real Redis, and an engine's way of using it.
+
+Rows encode their layer, token, position and head, so that a wrong row anywhere is a wrong value.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvferry.shared.config import HistoryBits
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.errors import HistoryMiss
+from kvferry.shared.history.memory import MemoryHistoryStore
+from kvferry.shared.history.precision import RowPrecision
+from kvferry.shared.history.redis_client import RedisLink, RedisOptions
+from kvferry.shared.history.redis_format import RowShape
+from kvferry.shared.history.redis_history import RedisHistory
+from kvferry.shared.history.redis_quota import RedisQuota
+from kvferry.shared.history.tiered import TieredHistoryStore, TieredHistoryTurn
+
+LAYERS, HEADS, DIM = 3, 2, 4
+TOKEN_BYTES = 2 * LAYERS * HEADS * DIM * 4
+
+
+def rows(layer: int, token_ids: tuple[int, ...], start: int) -> Tensor:
+    """`[HEADS, n, DIM]`."""
+    positions = torch.arange(start, start + len(token_ids), dtype=torch.float32)
+    base = torch.tensor(token_ids, dtype=torch.float32) * 1000 + positions + layer * 1e6
+    return base[None, :, None] + torch.arange(HEADS)[:, None, None] * 0.25 + torch.zeros(DIM)
+
+
+class Worker:
+    """One prefill worker's store. `misses` and `failures` count what metrics would."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        max_bytes: int = 1 << 30,
+        bits: HistoryBits = "model",
+        fingerprint: str = "model-a",
+        owner_max_bytes: int = 0,
+        redis_max_bytes: int = 0,
+        value_bytes: int = 1 << 20,
+        timeout_s: float = 20.0,
+        turn_timeout_s: float = 60.0,
+        retry_s: float = 0.001,
+        write_mode: Any = "through",
+        num_layers: int = LAYERS,
+        heads: int = HEADS,
+        dim: int = DIM,
+    ) -> None:
+        precision = RowPrecision(bits=bits, dtype=torch.float32)
+        self.misses: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self.memory = MemoryHistoryStore(
+            max_bytes=max_bytes, num_layers=num_layers, turn_lease_s=600, clock=time.monotonic,
+            precision=precision,
+        )  # fmt: skip
+        options = RedisOptions(url=url, timeout_s=timeout_s, backoff_s=0.001, breaker_open_s=retry_s)
+        self.link = RedisLink(options)
+        quota = RedisQuota(self.link, max_bytes=redis_max_bytes, owner_max_bytes=owner_max_bytes, ttl_s=1000)
+        shape = RowShape(num_layers=num_layers, num_kv_heads=heads, head_dim=dim, precision=precision)
+        self.remote = RedisHistory(
+            self.link, quota, shape=shape, fingerprint=fingerprint, ttl_s=1000, value_bytes=value_bytes
+        )
+        self.store = TieredHistoryStore(
+            self.memory,
+            self.remote,
+            write_mode=write_mode,
+            turn_timeout_s=turn_timeout_s,
+            write_timeout_s=60,
+            on_miss=lambda reason: self.misses.update([reason]),
+            on_failure=lambda reason: self.failures.update([reason]),
+            clock=time.monotonic,
+        )
+        self._count = 0
+
+    def begin(self, session: SessionKey, prompt: tuple[int, ...], **options: Any) -> TieredHistoryTurn:
+        self._count += 1
+        return self.store.begin(session, f"r{self._count}", prompt, method="rocketkv", **options)
+
+    def run(self, turn: TieredHistoryTurn, prompt: tuple[int, ...], at_layer: Callable[[int], None]) -> int:
+        """A pass of the prompt as the engine makes it; returns the reused tokens that it ended with."""
+        try:
+            self._pass(turn, prompt, at_layer)
+        except HistoryMiss as miss:
+            self.misses[miss.reason] += 1
+            turn.restart()
+            self._pass(turn, prompt, lambda layer: None)
+        return turn.reused_tokens
+
+    def _pass(
+        self, turn: TieredHistoryTurn, prompt: tuple[int, ...], at_layer: Callable[[int], None]
+    ) -> None:
+        reused = turn.reused_tokens
+        for layer in range(LAYERS):
+            at_layer(layer)
+            loaded = turn.load(layer)
+            if reused == 0:
+                assert loaded is None
+            else:
+                assert loaded is not None
+                expected = rows(layer, prompt[:reused], 0)
+                assert torch.equal(loaded[0], expected)
+                assert torch.equal(loaded[1], -expected)
+            new = rows(layer, prompt[reused:], reused)
+            turn.append(layer, new, -new)
+
+    def turn(
+        self,
+        session: SessionKey,
+        prompt: tuple[int, ...],
+        generated: tuple[int, ...] = (),
+        *,
+        at_layer: Callable[[int], None] = lambda layer: None,
+        before_commit: Callable[[], None] = lambda: None,
+        **options: Any,
+    ) -> int:
+        """A whole turn; returns its reused tokens. Args: options: of `HistoryStore.begin`."""
+        turn = self.begin(session, prompt, **options)
+        reused = self.run(turn, prompt, at_layer)
+        for layer in range(LAYERS):
+            # the last generated token has no KV
+            new = rows(layer, generated[:-1], len(prompt))
+            turn.append(layer, new, -new)
+        before_commit()
+        turn.commit(prompt + generated)
+        return reused
+
+
+@pytest.fixture
+def make_worker(redis_server: Any) -> Iterator[Callable[..., Worker]]:
+    """`make_worker(url="", **options)`; all are closed at the end."""
+    made: list[Worker] = []
+
+    def make(url: str = "", **options: Any) -> Worker:
+        made.append(Worker(url or redis_server.socket_url, **options))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.store.close()

@@ -1,0 +1,242 @@
+"""A running prefill service over the demo model, with a recording decode side on the same in-process hub."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from torch import Tensor
+
+from kvferry.services.prefill.config import PrefillConfig
+from kvferry.services.prefill.service import PrefillService
+from kvferry.shared.compression.plan import CompressionPlan
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.control.messages import (
+    FirstToken,
+    PrefillEvent,
+    PrefillRequest,
+    SessionKey,
+    Ticket,
+    TransferDone,
+)
+from kvferry.shared.history.memory import MemoryHistoryStore
+from kvferry.shared.metrics import PrefillMetrics
+from kvferry.shared.model.interface import LanguageModel, PrefillObserver
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.wire.in_process import InProcessHub
+from kvferry.shared.wire.interfaces import BlockServer
+from kvferry.shared.wire.messages import BlockHeader, EndRecord, Manifest, Section, TransferKey
+
+WAIT_S = 60.0
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds; fails after a time no healthy machine needs."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        await asyncio.sleep(0.01)
+
+
+class RecordingSink:
+    """A decode worker's sink that keeps every byte. `refuse` is raised on open; `gate` holds up commits."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self.manifests: list[Manifest] = []
+        self.ends: dict[TransferKey, EndRecord] = {}
+        self.aborted: list[TransferKey] = []
+        self.refuse: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self._bytes: dict[tuple[TransferKey, int, Section], bytearray] = {}
+
+    def open(self, manifest: Manifest) -> None:
+        if self.refuse is not None:
+            raise self.refuse
+        self.manifests.append(manifest)
+
+    def write(self, header: BlockHeader, payload: memoryview) -> None:
+        buffer = self._bytes.setdefault((header.key, header.layer, header.section), bytearray())
+        assert len(buffer) == header.offset
+        buffer.extend(payload)
+        assert len(buffer) <= header.section_bytes
+
+    def commit(self, end: EndRecord) -> None:
+        assert self.gate.wait(WAIT_S)
+        self.ends[end.key] = end
+
+    def abort(self, key: TransferKey, reason: str) -> None:
+        self.aborted.append(key)
+
+    def rows(self, key: TransferKey, layer: int, section: Section) -> Tensor:
+        """`[H_kv, n, D]`, or `[H_kv, n]` of positions."""
+        buffer = self._bytes[key, layer, section]
+        if section is Section.INDEX:
+            return torch.frombuffer(buffer, dtype=torch.int32).view(self._spec.num_kv_heads, -1)
+        rows = torch.frombuffer(buffer, dtype=torch.float32)
+        return rows.view(self._spec.num_kv_heads, -1, self._spec.head_dim)
+
+    def has(self, key: TransferKey, layer: int, section: Section) -> bool:
+        return (key, layer, section) in self._bytes
+
+
+class ControlledModel:
+    """The real model; `hold` stops it before a prompt's pass, `on_layer` sees each layer before the observer
+    does. The engine's own one-token probes pass through untouched."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self.spec = model.spec
+        self.device = model.device
+        self.dtype = model.dtype
+        self.pre_rope_keys = model.pre_rope_keys
+        self.hold = threading.Event()
+        self.hold.set()
+        self.entered = threading.Event()
+        self.on_layer: Callable[[int, Tensor], None] | None = None
+
+    def prefill(self, token_ids: Tensor, *, start: int, observer: PrefillObserver) -> Tensor:
+        if token_ids.numel() == 1 and start == 0:
+            return self._model.prefill(token_ids, start=start, observer=observer)
+        self.entered.set()
+        assert self.hold.wait(WAIT_S)
+        return self._model.prefill(token_ids, start=start, observer=_Watched(observer, self))
+
+    def decode(self, *args: object, **kwargs: object) -> Tensor:
+        raise AssertionError("prefill does not decode")
+
+
+class _Watched:
+    def __init__(self, observer: PrefillObserver, model: ControlledModel) -> None:
+        self._observer = observer
+        self._model = model
+
+    def history(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        return self._observer.history(layer)
+
+    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        if self._model.on_layer is not None:
+            self._model.on_layer(layer, keys)
+        self._observer.layer_done(layer, queries, keys, values, scaling)
+
+
+@dataclass(kw_only=True)
+class Harness:
+    """One service and its surroundings."""
+
+    service: PrefillService
+    model: ControlledModel
+    store: MemoryHistoryStore
+    metrics: PrefillMetrics
+    sink: RecordingSink
+    decode: BlockServer
+    hub: InProcessHub
+    _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def request(
+        self,
+        prompt: tuple[int, ...],
+        *,
+        plan: CompressionPlan | None = None,
+        session: SessionKey | None = None,
+        sampling: SamplingParams | None = None,
+        probe: bool = False,
+        **changes: object,
+    ) -> PrefillRequest:
+        number = next(self._ids)
+        fields: dict[str, object] = {
+            "request_id": f"r{number}",
+            "model_fingerprint": self.model.spec.fingerprint,
+            "prompt_token_ids": prompt,
+            "plan": plan or plan_for("full"),
+            "sampling": sampling or SamplingParams(max_tokens=8, temperature=0.0),
+            "ticket": Ticket(
+                endpoint=self.decode.endpoint,
+                transfer_id=1000 + number,
+                generation=1,
+                credit_bytes=1 << 20,
+                lease_s=60,
+                reserved_bytes=0,
+            ),
+            "session": session,
+            "probe": probe,
+        }
+        return PrefillRequest(**(fields | changes))  # type: ignore[arg-type]
+
+    async def run(self, request: PrefillRequest) -> tuple[FirstToken, TransferDone]:
+        """A whole prefill."""
+        events: list[PrefillEvent] = [
+            event async for event in self.service.prefill(request, timeout_s=WAIT_S)
+        ]
+        first, done = events
+        assert isinstance(first, FirstToken)
+        assert isinstance(done, TransferDone)
+        return first, done
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum over a sample's label sets that include these labels."""
+        return sum(
+            sample.value
+            for family in self.metrics.registry.collect()
+            for sample in family.samples
+            if sample.name == f"kvferry_{name}" and labels.items() <= sample.labels.items()
+        )
+
+    eventually = staticmethod(eventually)
+
+
+@pytest.fixture(scope="session")
+def demo_model(demo_model_dir: Path) -> LanguageModel:
+    return load_model(str(demo_model_dir), name="demo", device="cpu", dtype="float32", max_model_len=2048)
+
+
+@pytest.fixture
+def prefill_options() -> dict[str, object]:
+    """Overridden by tests that need other options than the defaults."""
+    return {}
+
+
+@pytest_asyncio.fixture
+async def harness(demo_model: LanguageModel, prefill_options: dict[str, object]) -> AsyncIterator[Harness]:
+    config = PrefillConfig(**prefill_options)  # type: ignore[arg-type]
+    model = ControlledModel(demo_model)
+    store = MemoryHistoryStore(
+        max_bytes=config.history_bytes,
+        num_layers=model.spec.num_layers,
+        turn_lease_s=config.turn_lease_s,
+        clock=time.monotonic,
+    )
+    metrics = PrefillMetrics()
+    hub = InProcessHub()
+    sink = RecordingSink(model.spec)
+    decode = hub.server(sink)
+    service = PrefillService(
+        model=model,
+        store=store,
+        sender=hub.sender(buffer_bytes=config.buffer_bytes, timeout_s=config.transfer_timeout_s),
+        server_factory=hub.server,
+        metrics=metrics,
+        config=config,
+        clock=time.monotonic,
+    )
+    await service.start()
+    try:
+        yield Harness(
+            service=service, model=model, store=store, metrics=metrics, sink=sink, decode=decode, hub=hub
+        )
+    finally:
+        model.hold.set()
+        sink.gate.set()
+        await service.close()
+        decode.close()

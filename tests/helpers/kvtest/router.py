@@ -1,0 +1,211 @@
+"""A router on a real socket, in front of scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import structlog
+from prometheus_client import CollectorRegistry
+
+from kvferry.models import DEMO_MODEL
+from kvferry.services.router.app import create_app
+from kvferry.services.router.config import RouterConfig
+from kvferry.services.router.discovery import keep_name
+from kvferry.services.router.http_server import http_server
+from kvferry.services.router.placement import WorkerPool
+from kvferry.shared.metrics import RouterMetrics
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.model.text import TextAssembler
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.sampling.params import SamplingParams
+from kvtest.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, Wire
+
+EOS = 6
+LAST_INDEX = 24
+"""The script's completions end by themselves with this token."""
+FIRST_WORD, NUM_WORDS = 100, 200
+
+SPEC = ModelSpec(
+    name="demo",
+    fingerprint="feedc0de",
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=704,
+    max_model_len=512,
+    dtype="float32",
+    eos_token_ids=(EOS,),
+)
+
+
+def scripted_token(prompt: tuple[int, ...], index: int, sampling: SamplingParams) -> int:
+    """Any word, decided by prompt, index and (unless greedy) seed; the end after LAST_INDEX words."""
+    if index == LAST_INDEX and not sampling.ignore_eos:
+        return EOS
+    seed = sampling.seed if sampling.temperature > 0 else 0
+    return FIRST_WORD + (sum(prompt) * 31 + index * 7 + seed * 13) % NUM_WORDS
+
+
+@dataclass
+class Stack:
+    """A running router and its scripted workers."""
+
+    base_url: str
+    client: openai.AsyncOpenAI
+    http: httpx.AsyncClient
+    script: Script
+    prefill: list[ScriptedPrefill]
+    decode: list[ScriptedDecode]
+    registry: CollectorRegistry
+    close: Callable[[], Awaitable[None]]
+    model: str = SPEC.name
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"kvferry_{name}", labels) or 0.0
+
+    async def ended(self, session_id: str, turns: int, key: str = "key-a") -> None:
+        """Wait until a session has had so many turns: its record follows the last chunk."""
+        async with asyncio.timeout(30.0):
+            while True:
+                response = await self.http.get(
+                    f"/v1/sessions/{session_id}", headers={"Authorization": f"Bearer {key}"}
+                )
+                if response.status_code == 200 and response.json()["turns"] == turns:
+                    return
+                await asyncio.sleep(0.01)
+
+    def keyed(self, api_key: str) -> openai.AsyncOpenAI:
+        return self.client.with_options(api_key=api_key)
+
+    @property
+    def num_active(self) -> int:
+        return sum(len(worker.active) for worker in [*self.prefill, *self.decode])
+
+
+def text_of(prompt_words: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt_words}]
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Wait until a condition holds; fails where it does not in time."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quiet_logs() -> Iterator[None]:
+    """Log lines go nowhere, but for tests that capture them."""
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory(), cache_logger_on_first_use=False)
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> ChatTokenizer:
+    return ChatTokenizer.load(DEMO_MODEL)
+
+
+StartStack = Callable[..., Awaitable[Stack]]
+
+
+@pytest.fixture
+async def start_stack(tokenizer: ChatTokenizer) -> AsyncIterator[StartStack]:
+    """Starts routers: `await start_stack(num_decode=2, max_recoveries=1)`."""
+    async with AsyncExitStack() as stack:
+
+        async def start(*, num_prefill: int = 1, num_decode: int = 1, **options: Any) -> Stack:
+            return await _start(stack, tokenizer, num_prefill, num_decode, options)
+
+        yield start
+
+
+@pytest.fixture
+async def stack(start_stack: StartStack) -> Stack:
+    return await start_stack()
+
+
+@pytest.fixture(scope="module")
+def base_url(tokenizer: ChatTokenizer) -> Iterator[str]:
+    """Where a router listens, one for a whole file, in a thread of its own. Tests that take only this fixture
+    run against any stack."""
+    started: queue.Queue[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = queue.Queue()
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        async with AsyncExitStack() as stack:
+            running = await _start(stack, tokenizer, 1, 1, {})
+            started.put((running.base_url, asyncio.get_running_loop(), stop))
+            await stop.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), name="router under test")
+    thread.start()
+    url, loop, stop = started.get(timeout=30.0)
+    yield url
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(timeout=30.0)
+    assert not thread.is_alive()
+
+
+async def _start(
+    stack: AsyncExitStack,
+    tokenizer: ChatTokenizer,
+    num_prefill: int,
+    num_decode: int,
+    options: dict[str, Any],
+) -> Stack:
+    wire = Wire()
+    script = Script(
+        spec=SPEC,
+        token=scripted_token,
+        new_assembler=lambda stop: TextAssembler(tokenizer, stop=stop),
+    )
+    prefill = {f"prefill-{index}": ScriptedPrefill(script, wire) for index in range(num_prefill)}
+    decode = {f"decode-{index}": ScriptedDecode(script, wire) for index in range(num_decode)}
+    polling = {"status_interval_s": 0.05, "status_timeout_s": 1.0}
+    metrics = RouterMetrics()
+    settings = {"listen": "127.0.0.1:0", "recovery_backoff_s": 0.01, "shutdown_timeout_s": 1.0, **options}
+    config = RouterConfig(**settings)
+    app = create_app(
+        config,
+        prefill=WorkerPool(
+            "prefill", tuple(prefill), connect=prefill.__getitem__, resolve=keep_name, **polling
+        ),
+        decode=WorkerPool("decode", tuple(decode), connect=decode.__getitem__, resolve=keep_name, **polling),
+        tokenizer=tokenizer,
+        metrics=metrics,
+    )
+    running = AsyncExitStack()
+    address = await running.enter_async_context(http_server(app, config))
+    http = await running.enter_async_context(
+        httpx.AsyncClient(base_url=f"http://{address}", trust_env=False, verify=False, timeout=20.0)
+    )
+    client = openai.AsyncOpenAI(
+        base_url=f"http://{address}/v1",
+        api_key="key-a",
+        max_retries=0,
+        timeout=20.0,
+        http_client=await running.enter_async_context(httpx.AsyncClient(trust_env=False, verify=False)),
+    )
+    stack.push_async_callback(running.aclose)
+    return Stack(
+        base_url=f"http://{address}",
+        client=client,
+        http=http,
+        script=script,
+        prefill=list(prefill.values()),
+        decode=list(decode.values()),
+        registry=metrics.registry,
+        close=running.aclose,
+    )
