@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.models.recall.tasks import TASKS
 from kvferry.services.decode.attention import BatchAttention
 from kvferry.shared.cache.layout import LayerCache, sequence_layout, view_layers
 from kvferry.shared.compression.attention import packed_attention
@@ -44,6 +43,7 @@ from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.location import resolve_model_path
 from kvferry.shared.oracle import OneProcessGenerator
+from kvferry.tools.recall.tasks import TASKS
 
 METHODS = ("full", "rocketkv", "rdkv")
 TRANSFORMERS = "transformers"

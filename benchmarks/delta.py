@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.models.recall.tasks import TASKS
+from kvferry.tools.recall.tasks import TASKS
 
 TIMEOUT_S = 300.0
 PLANS = ("rocketkv:1024", "rocketkv:256", "snapkv:512", "compactor:512")

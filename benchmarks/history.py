@@ -29,7 +29,7 @@ from typing import Any
 
 import httpx
 
-from kvferry.models.recall.tasks import TASKS
+from kvferry.tools.recall.tasks import TASKS
 
 TIMEOUT_S = 300.0
 METHOD = {"method": "rocketkv", "token_budget": 256}

@@ -19,11 +19,11 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from kvferry.models.recall.tasks import TASKS
 from kvferry.shared.config import HistoryBits
 from kvferry.shared.history.precision import RowChunk, RowPrecision, chunk_bytes
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
+from kvferry.tools.recall.tasks import TASKS
 
 TASK = "multi_key_8"
 

@@ -21,12 +21,12 @@ import torch
 
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.trizone import trizone_decode
-from kvferry.models.recall.tasks import TASKS
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.oracle import CapturedPrompt, Continuation, OneProcessGenerator
+from kvferry.tools.recall.tasks import TASKS
 
 WIDTHS = {"joint": "0,2,4,8,16", "tri-state": "0,4,16", "evict-only": "0,16", "quant-only": "2,4,8,16"}
 RETENTIONS = (0.0625, 0.125)

@@ -17,6 +17,7 @@ COPY proto proto
 COPY services services
 COPY shared shared
 COPY src src
+COPY tools tools
 RUN /opt/kvferry/bin/pip install --quiet --no-deps --no-build-isolation . \
     && /opt/kvferry/bin/pip uninstall --quiet --yes pip
 

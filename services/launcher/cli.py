@@ -129,9 +129,9 @@ def _decode(arguments: Sequence[str]) -> int:
 
 
 def _eval(arguments: Sequence[str]) -> int:
-    from kvferry.services.evaluation.command import run
-    from kvferry.services.evaluation.config import HIDDEN_OPTIONS, EvalConfig
     from kvferry.services.launcher.config import KNOWN_CONFIGS
+    from kvferry.tools.evaluation.command import run
+    from kvferry.tools.evaluation.config import HIDDEN_OPTIONS, EvalConfig
 
     config = parse_settings(
         EvalConfig,
@@ -145,10 +145,10 @@ def _eval(arguments: Sequence[str]) -> int:
 
 
 def _calibrate(arguments: Sequence[str]) -> int:
-    from kvferry.services.evaluation.calibrate import calibrate_epsilon, calibrate_quality
-    from kvferry.services.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
-    from kvferry.services.evaluation.config import HIDDEN_OPTIONS
     from kvferry.services.launcher.config import KNOWN_CONFIGS
+    from kvferry.tools.evaluation.calibrate import calibrate_epsilon, calibrate_quality
+    from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
+    from kvferry.tools.evaluation.config import HIDDEN_OPTIONS
 
     kind, *rest = arguments or ("",)
     if kind in ("-h", "--help"):
@@ -180,7 +180,7 @@ def _calibrate(arguments: Sequence[str]) -> int:
 
 
 def _train_demo(arguments: Sequence[str]) -> int:
-    from kvferry.models.recall.train import main as train
+    from kvferry.tools.recall.train import main as train
 
     return train(arguments)
 

@@ -7,11 +7,11 @@ from typing import Literal
 from pydantic import Field
 
 from kvferry.services.decode.config import DecodeConfig
-from kvferry.services.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
-from kvferry.services.evaluation.config import EvalConfig
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.router.config import RouterConfig
 from kvferry.shared.config import LogLevel, ServiceSettings
+from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
+from kvferry.tools.evaluation.config import EvalConfig
 
 Role = Literal["prefill", "decode", "router"]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.services.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
 from kvferry.services.launcher import cli
 from kvferry.shared.command_line import option_name
+from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -47,7 +47,8 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_in_code_spans_exist(page):
     spans = re.findall(
-        r"`((?:services|shared|kernels|proto|models|tests|docs|deploy|benchmarks)/[^`\s]*)`", page.read_text()
+        r"`((?:services|tools|shared|kernels|proto|models|tests|docs|deploy|benchmarks)/[^`\s]*)`",
+        page.read_text(),
     )
     for span in spans:
         for path in expanded(span):

@@ -78,6 +78,8 @@ def test_wheel_holds_the_demo_model_protocol_and_typing_marker(wheel: Path) -> N
         "kvferry/proto/BLOCKS.md",
         "kvferry/py.typed",
         "kvferry/services/launcher/cli.py",
+        "kvferry/tools/evaluation/command.py",
+        "kvferry/tools/recall/recipes/cpu.json",
     ):
         assert name in names, name
 
@@ -105,6 +107,23 @@ def test_modules_come_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     assert str(REPOSITORY) not in done.stdout
     assert path.startswith(f"['{installed}")
     assert module.startswith(str(installed))
+
+
+@pytest.mark.parametrize(
+    "command", [("eval",), ("calibrate", "epsilon"), ("calibrate", "quality"), ("train-demo",)]
+)
+def test_tools_are_commands_of_the_installed_wheel(
+    installed: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    done = subprocess.run(
+        [str(installed / "bin" / "kvferry"), *command, "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert f"kvferry {' '.join(command)}" in done.stdout
 
 
 def test_installed_wheel_serves_the_demo_model_through_real_processes(

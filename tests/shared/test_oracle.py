@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.models.recall.tasks import TASKS
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import PRESETS, plan_for
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.oracle import CapturedPrompt, OneProcessGenerator, OracleSession, step_together
 from kvferry.shared.sampling.params import SamplingParams
+from kvferry.tools.recall.tasks import TASKS
 
 N = 12
 SAMPLING = SamplingParams(max_tokens=N, temperature=0.0, ignore_eos=True)

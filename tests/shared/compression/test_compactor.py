@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvferry.models.recall.tasks import TASKS
 from kvferry.shared.compression.compress import compress_layer
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.leverage import gaussian_sketch
@@ -24,6 +23,7 @@ from kvferry.shared.compression.select import select_rows
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.oracle import CapturedPrompt, OneProcessGenerator
+from kvferry.tools.recall.tasks import TASKS
 
 D = 8
 SINKS, RECENTS = 8, 4

@@ -1,0 +1,1 @@
+"""Programs that use the services from outside: evaluation and calibration, the demo model's training."""

@@ -1,0 +1,14 @@
+"""`kvferry eval`: what compression costs in accuracy, measured on recall tasks.
+
+    config.py ──► experiment.py ──► command.py ──► jobs.py ──► runner.py   one example, many plans
+                                       │               │ asking.py         settings: what a selection sees
+                                       │               │ compressor.py     budgets met in bytes held
+                                       │               │ scoring.py        greedy and forced answers
+                                       │               records.py          JSONL; a run goes on from it
+                                       └──► summary.py ──► table.py, plots.py
+
+    calibrate.py    `kvferry calibrate`: distortion tables and quality curves, on prompts of samples.py
+
+Runs the one-process generator of `kvferry.shared.oracle`, which the served path equals token for token; the
+tasks are `kvferry.tools.recall`'s. Talks to no service.
+"""

@@ -1,0 +1,233 @@
+"""`kvferry calibrate`: distortion tables of RDKV, and quality curves of any method, measured on a model.
+
+    samples.py ──► prompts ──capture──► K, V ──► epsilon table NAME.json        (services' --epsilon-tables)
+                                         └──► compressed ──► NLL ──► curves     (the router's --calibration)
+
+Runs the one-process generator; talks to no service.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from kvferry.shared.command_line import option_name
+from kvferry.shared.compression.calibration import Observation, fit_calibration
+from kvferry.shared.compression.context_nll import estimate_context_nll
+from kvferry.shared.compression.curves import ModelCurves, QualityCurve, save_curves
+from kvferry.shared.compression.plan import Budget, CompressionPlan
+from kvferry.shared.compression.presets import method_names, plan_for, preset
+from kvferry.shared.compression.rdkv.calibrate_epsilon import EpsilonAccumulator
+from kvferry.shared.compression.rdkv.epsilon import PAPER_TABLES, save_table
+from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.model.bridge import TransformersModel
+from kvferry.shared.model.fingerprint import model_fingerprint
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.location import resolve_model_path
+from kvferry.shared.model.spec import DTYPE_BYTES
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.oracle import OneProcessGenerator
+from kvferry.tools.evaluation.asking import Asked
+from kvferry.tools.evaluation.calibration_config import (
+    CalibrateConfig,
+    CalibrateEpsilonConfig,
+    CalibrateQualityConfig,
+)
+from kvferry.tools.evaluation.experiment import FULL, read_list
+from kvferry.tools.evaluation.provenance import commit, hardware
+from kvferry.tools.evaluation.samples import Sample, draw_samples
+from kvferry.tools.evaluation.scoring import forced
+
+_LEAST_NLL = 1e-6
+"""Nats; below it an answer is certain, and a ratio of two such is 1."""
+_SHOWN_QUALITIES = (0.9, 0.95, 0.99)
+
+
+def calibrate_epsilon(config: CalibrateEpsilonConfig, *, console: Console | None = None) -> int:
+    """Measure epsilon on the model's own K and V and write the table. Returns the exit code.
+
+    Raises: ConfigurationError: an option is wrong.
+    """
+    name = config.table_name or _model_name(config)
+    if name in PAPER_TABLES:
+        raise ConfigurationError(f"--table-name is {name!r}, a table that is built in; choose another name")
+    console = console or Console(stderr=True, highlight=False)
+    model, samples = _prepare(config)
+    generator = OneProcessGenerator(model)
+    accumulator = EpsilonAccumulator()
+    for sample in track(samples, description="prompts", console=console):
+        for layer in generator.capture(list(sample.prompt)).layers:
+            accumulator.add(layer.keys, layer.values)
+    path = Path(config.epsilon_tables) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_table(path, accumulator.table(), origin=_origin("epsilon", config, model))
+    console.print(str(path), markup=False, soft_wrap=True)
+    return 0
+
+
+def calibrate_quality(config: CalibrateQualityConfig, *, console: Console | None = None) -> int:
+    """Measure each method against the full cache, fit its curve and write it. Returns the exit code.
+
+    Raises: ConfigurationError: an option is wrong.
+    """
+    methods = _methods(config.methods)
+    retentions = read_list("--retentions", config.retentions, _retention)
+    if config.samples < config.groups:
+        raise ConfigurationError(
+            f"--groups is {config.groups}; it must be at most --samples, which is {config.samples}"
+        )
+    console = console or Console(stderr=True, highlight=False)
+    model, samples = _prepare(config)
+    vocab_size = model.spec.vocab_size
+    contexts = [estimate_context_nll(sample.prompt, vocab_size=vocab_size) for sample in samples]
+    plans = [plan_for(method, budget=Budget(retention=r)) for method in methods for r in retentions]
+    generator = OneProcessGenerator(model)
+    nlls = [
+        _answer_nlls(generator, sample, [plan_for(FULL), *plans])
+        for sample in track(samples, description="prompts", console=console)
+    ]
+    groups = _groups(contexts, config.groups)
+    curves = {}
+    for i, method in enumerate(methods):
+        first = 1 + i * len(retentions)
+        columns = {r: [(row[0], row[first + j]) for row in nlls] for j, r in enumerate(retentions)}
+        curves[method] = _fit(columns, contexts, groups)
+    path = save_curves(
+        Path(config.calibration),
+        ModelCurves(
+            model=_model_name(config),
+            fingerprints=_fingerprints(config.model),
+            curves=curves,
+            origin=_origin("quality", config, model),
+        ),
+    )
+    for method, curve in curves.items():
+        console.print(_summary(method, curve, fmean(contexts)), markup=False, soft_wrap=True)
+    console.print(str(path), markup=False, soft_wrap=True)
+    return 0
+
+
+def _answer_nlls(
+    generator: OneProcessGenerator, sample: Sample, plans: Sequence[CompressionPlan]
+) -> list[float]:
+    """Mean NLL of the answer's tokens under each plan. The last prompt token is fed to the compressed cache,
+    so that every answer token sees it."""
+    captured = generator.capture(list(sample.prompt[:-1]))
+    asked = []
+    for plan in plans:
+        continuation = generator.compress(captured, plan=plan, max_new_tokens=len(sample.answer) + 1)
+        asked.append(Asked(continuation, continuation.step(sample.prompt[-1])))
+    nlls, _ = forced(asked, sample.answer)
+    return nlls
+
+
+def _fit(
+    columns: dict[float, list[tuple[float, float]]],
+    contexts: Sequence[float],
+    groups: Sequence[Sequence[int]],
+) -> QualityCurve:
+    """A method's curve.
+
+    Deviation: the paper's y is one context's ratio. An answer that a model is sure of has an NLL near 0, and
+    the ratio of two such is noise; so y here is the ratio of mean NLLs over contexts of about one NLL(c).
+
+    Args: columns: (NLL with the full cache, with the compressed one) of each sample, by retention.
+    """
+    observations = [
+        Observation(
+            retention=retention,
+            nll=fmean(contexts[i] for i in group),
+            quality=max(fmean(pairs[i][0] for i in group), _LEAST_NLL)
+            / max(fmean(pairs[i][1] for i in group), _LEAST_NLL),
+        )
+        for retention, pairs in columns.items()
+        for group in groups
+    ]
+    means = [o.nll for o in observations]
+    return QualityCurve(
+        calibration=fit_calibration(observations),
+        lowest_nll=min(means),
+        highest_nll=max(means),
+        observations=tuple(observations),
+    )
+
+
+def _groups(contexts: Sequence[float], number: int) -> list[list[int]]:
+    """Indices of contexts by their NLL, in groups of about one size."""
+    order = sorted(range(len(contexts)), key=lambda i: contexts[i])
+    ends = [len(order) * i // number for i in range(number + 1)]
+    return [order[start:end] for start, end in pairwise(ends)]
+
+
+def _summary(method: str, curve: QualityCurve, nll: float) -> str:
+    shown = [f"{q:g} at {curve.retention_at(q, nll=nll):.1%}" for q in _SHOWN_QUALITIES]
+    return f"{method}: quality {', '.join(shown)} of the prompt kept"
+
+
+def _methods(text: str) -> list[str]:
+    known = [name for name in method_names() if preset(name).takes_budget]
+    if text == "all":
+        return known
+
+    def read(item: str) -> str:
+        if item not in known:
+            raise ConfigurationError(f"--methods has {item!r}; allowed are {', '.join(known)}, or all")
+        return item
+
+    return read_list("--methods", text, read)
+
+
+def _retention(text: str) -> float:
+    try:
+        retention = float(text)
+    except ValueError:
+        retention = 0.0
+    if not 0 < retention < 1:
+        raise ConfigurationError(f"--retentions has {text!r}; each must be above 0 and below 1")
+    return retention
+
+
+def _prepare(config: CalibrateConfig) -> tuple[TransformersModel, list[Sample]]:
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    model = load_model(config.model, device=config.device, dtype=config.dtype)
+    samples = draw_samples(
+        ChatTokenizer.load(config.model),
+        text=config.text,
+        number=config.samples,
+        num_tokens=config.length,
+        max_model_len=model.spec.max_model_len,
+    )
+    return model, samples
+
+
+def _model_name(config: CalibrateConfig) -> str:
+    return Path(config.model).name
+
+
+def _fingerprints(model: str) -> dict[str, str]:
+    folder = resolve_model_path(model, weights=True)
+    return {dtype: model_fingerprint(folder, dtype=dtype) for dtype in DTYPE_BYTES}
+
+
+def _origin(kind: str, config: CalibrateConfig, model: TransformersModel) -> dict[str, Any]:
+    words = ["kvferry", "calibrate", kind]
+    for field, value in config.model_dump(exclude_defaults=True).items():
+        words += [option_name(field), str(value)]
+    return {
+        "command": shlex.join(words),
+        "commit": commit(),
+        "hardware": hardware(config.device),
+        "model": _model_name(config),
+        "dtype": model.spec.dtype,
+        "samples": config.samples,
+        "length": config.length,
+    }

@@ -1,0 +1,179 @@
+"""`kvferry eval` from its options to its files.
+
+OUT/records.jsonl   every example of every contender; a run goes on from it
+OUT/results.json    what was run, with which commit and hardware, and the cells
+OUT/results.md      the cells as tables
+OUT/*.png           with --plots
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from kvferry.shared.command_line import option_name, version
+from kvferry.shared.compression.rdkv.epsilon import install_tables
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.tools.evaluation import plots
+from kvferry.tools.evaluation.config import EvalConfig
+from kvferry.tools.evaluation.experiment import Experiment, read_experiment
+from kvferry.tools.evaluation.jobs import Job, WorkerOptions, run_jobs
+from kvferry.tools.evaluation.provenance import commit, hardware
+from kvferry.tools.evaluation.records import Key, Record, RecordFile
+from kvferry.tools.evaluation.summary import Cell, summarise
+from kvferry.tools.evaluation.table import markdown
+from kvferry.tools.recall.tasks import TASKS
+
+_FIRST_TOKEN = {
+    "prefill": "the first answer token comes from prefill's dense logits, as served; the others see the "
+    "compressed cache",
+    "refed": "the last prompt token is fed again, so every answer token sees the compressed cache",
+}
+_ANSWERS = {"right": "the right answers", "own": "each contender's own answers"}
+_MATCH = {
+    "kept": "budgets are met in bytes held, scales, indexes and page extremes counted, of the part of the "
+    "prompt that is compressed",
+    "read": "budgets are met in bytes read per decode step",
+    "given": "budgets are given to each method as they are",
+}
+
+
+def run(config: EvalConfig, *, console: Console | None = None) -> int:
+    """Measure what the output folder lacks, then write the results anew. Returns the exit code.
+
+    Raises:
+        ConfigurationError: an option is wrong, or --plots finds no matplotlib.
+        KvferryError: a process died, or the model failed.
+    """
+    install_tables(config.epsilon_tables)
+    experiment = read_experiment(config)
+    if config.plots:
+        plots.check_available()
+    console = console or Console(stderr=True, highlight=False)
+    spec = load_model(config.model, device=config.device, dtype=config.dtype).spec
+    out = Path(config.out)
+    file = RecordFile(out / "records.jsonl", fresh=config.fresh)
+    jobs = _missing(experiment, spec.fingerprint, file.records)
+    _measure(jobs, file, config, experiment, console)
+    cells = summarise(experiment, spec.fingerprint, file.records)
+    commits = sorted({record.commit for record in file.records.values()})
+    for path in _write(out, cells, config, experiment, spec, commits):
+        console.print(str(path), markup=False, soft_wrap=True)
+    return 0
+
+
+def _missing(experiment: Experiment, fingerprint: str, records: Mapping[Key, Record]) -> list[Job]:
+    """The examples that some contender has not been measured on, each with those contenders."""
+    settings = {task: experiment.settings_of(task) for task in experiment.tasks}
+    jobs = []
+    for unit in experiment.units():
+        work = tuple(
+            (setting, contender)
+            for setting in settings[unit.task]
+            for contender in experiment.contenders
+            if Key.of(fingerprint, experiment, unit, setting, contender) not in records
+        )
+        if work:
+            jobs.append((unit, work))
+    return jobs
+
+
+def _measure(
+    jobs: Sequence[Job], file: RecordFile, config: EvalConfig, experiment: Experiment, console: Console
+) -> None:
+    if not jobs:
+        console.print("nothing is missing")
+        return
+    options = WorkerOptions(
+        model=config.model,
+        device=config.device,
+        dtype=config.dtype,
+        threads=config.threads,
+        epsilon_tables=config.epsilon_tables,
+        num_processes=config.jobs,
+        experiment=experiment,
+    )
+    columns = (
+        TextColumn("[progress.description]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    measured_at = commit()
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("answers", total=sum(len(work) for _, work in jobs))
+        for records in run_jobs(jobs, options):
+            file.append(replace(record, commit=measured_at) for record in records)
+            progress.advance(bar, len(records))
+
+
+def _write(
+    out: Path,
+    cells: Sequence[Cell],
+    config: EvalConfig,
+    experiment: Experiment,
+    spec: ModelSpec,
+    commits: Sequence[str],
+) -> list[Path]:
+    result = {
+        **_provenance(config, experiment, spec),
+        "commits": list(commits),
+        "cells": [asdict(cell) for cell in cells],
+    }
+    paths = [out / "results.json", out / "results.md"]
+    paths[0].write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    notes = [
+        f"`{result['command']}`",
+        f"{result['model']} in {spec.dtype} on {result['hardware']}, commit {', '.join(commits)}; "
+        f"{_FIRST_TOKEN[experiment.first_token]}; {_MATCH[experiment.match]}; K and V rows count as "
+        f"{experiment.kv_dtype}; earlier turns hold {_ANSWERS[experiment.answers]}.",
+    ]
+    paths[1].write_text(
+        markdown(cells, title=f"Recall under KV compression: {result['model']}", notes=notes),
+        encoding="utf-8",
+    )
+    return paths + (plots.draw(cells, out, match=experiment.match) if config.plots else [])
+
+
+def _provenance(config: EvalConfig, experiment: Experiment, spec: ModelSpec) -> dict[str, Any]:
+    """What was run, on what, so that a number can be had again."""
+    return {
+        "command": _command(config),
+        "version": version(),
+        "torch": torch.__version__,
+        "hardware": hardware(config.device),
+        "model": Path(config.model).name,
+        "fingerprint": spec.fingerprint,
+        "dtype": spec.dtype,
+        "first_token": f"{experiment.first_token}: {_FIRST_TOKEN[experiment.first_token]}",
+        "match": f"{experiment.match}: {_MATCH[experiment.match]}",
+        "seeds": [experiment.seeds.start, experiment.seeds.stop],
+        "held_out": experiment.held_out,
+        "answers": experiment.answers,
+        "kv_dtype": experiment.kv_dtype,
+        "tasks": {name: TASKS[name].description for name in experiment.tasks},
+    }
+
+
+def _command(config: EvalConfig) -> str:
+    words = ["kvferry", "eval"]
+    for field, value in config.model_dump(exclude_defaults=True).items():
+        words += [option_name(field)] if value is True else [option_name(field), str(value)]
+    return shlex.join(words)

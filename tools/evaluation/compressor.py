@@ -1,0 +1,113 @@
+"""Compresses a captured prompt to what a contender may have, in bytes held or read.
+
+Where a method's bytes follow from its plan, the plan is solved for beforehand (`budgets.py`); where they are
+known only once a prompt is packed, its budget is raised until the bytes held come close to the target.
+Answers no question.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvferry.shared.compression.plan import Budget, CompressionPlan
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.oracle import CapturedPrompt, Continuation, OneProcessGenerator
+from kvferry.tools.evaluation.budgets import SIZES, full_bytes, kept_bytes, plan_for_target, read_bytes
+from kvferry.tools.evaluation.experiment import Contender, Experiment
+
+_CLOSE = 0.98
+"""A packed prompt that holds this share of its target is not packed again."""
+_MAX_TRIES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Bytes of a compressed prompt: kept, read by one decode step, and of its full KV."""
+
+    kept: int
+    read: int
+    full: int
+
+
+class Compressor:
+    """Compresses for the contenders of one experiment."""
+
+    def __init__(self, model: LanguageModel, generator: OneProcessGenerator, experiment: Experiment) -> None:
+        self._generator = generator
+        self._match = experiment.match
+        self._counted: ModelSpec = replace(model.spec, dtype=experiment.kv_dtype)
+
+    def compress(
+        self, captured: CapturedPrompt, contender: Contender, *, max_new_tokens: int
+    ) -> Continuation | None:
+        """The prompt compressed to the contender's target; None where the target cannot be met.
+
+        Args: max_new_tokens: tokens that may follow, further questions among them.
+        """
+        if contender.target is None:
+            return self._compress(captured, contender.plan, max_new_tokens)
+        plan = plan_for_target(
+            contender.plan,
+            contender.target,
+            match=self._match,
+            spec=self._counted,
+            num_tokens=len(captured.token_ids),
+            max_new_tokens=max_new_tokens,
+        )
+        if contender.plan.representation.name != "rdkv" or self._match == "given":
+            return None if plan is None else self._compress(captured, plan, max_new_tokens)
+        size_bytes = contender.target.size_bytes(self._counted, len(captured.token_ids))
+        least = 1 if plan is None else plan.budget.tokens
+        assert least is not None
+        return self._compress_packed(captured, contender.plan, size_bytes, least, max_new_tokens)
+
+    def sizes(self, continuation: Continuation) -> Sizes:
+        """What a compressed prompt holds and reads."""
+        packed, resolved = _packed_bytes(continuation), continuation.resolved
+        return Sizes(
+            kept=kept_bytes(self._counted, resolved, packed),
+            read=read_bytes(self._counted, resolved, packed),
+            full=full_bytes(self._counted, resolved.num_prompt_tokens),
+        )
+
+    def _compress(self, captured: CapturedPrompt, plan: CompressionPlan, max_new_tokens: int) -> Continuation:
+        return self._generator.compress(captured, plan=plan, max_new_tokens=max_new_tokens)
+
+    def _compress_packed(
+        self,
+        captured: CapturedPrompt,
+        plan: CompressionPlan,
+        target_bytes: int,
+        least: int,
+        max_new_tokens: int,
+    ) -> Continuation | None:
+        """The prompt packed to at most target_bytes: within 2 % of it, or as near as a few tries come.
+
+        Args: least: a budget in tokens whose bound stays within the target, or 1.
+        """
+        best: Continuation | None = None
+        low, low_bytes, high = 0, 0, len(captured.token_ids)
+        tokens = least
+        for _ in range(_MAX_TRIES):
+            candidate = self._compress(captured, replace(plan, budget=Budget(tokens=tokens)), max_new_tokens)
+            held = SIZES[self._match](self._counted, candidate.resolved, _packed_bytes(candidate))
+            if held <= target_bytes:
+                best, low, low_bytes = candidate, tokens, held
+                if held >= _CLOSE * target_bytes:
+                    break
+            else:
+                high = tokens
+            if high - low <= 1:
+                break
+            # Bytes grow about in proportion to the budget.
+            guess = low * target_bytes // low_bytes if low_bytes else 1
+            tokens = min(max(guess, low + 1), high - 1)
+        return best
+
+
+def _packed_bytes(continuation: Continuation) -> list[int | None]:
+    """What each layer came to that RDKV packed; None for others."""
+    return [
+        layer.packed.buffer.nbytes if layer.packed is not None else None for layer in continuation.compressed
+    ]

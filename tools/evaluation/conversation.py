@@ -1,0 +1,104 @@
+"""An example as a model's tokens: the prompt of every turn, its right answer, and where the document ends.
+
+Earlier turns hold the right answers, as in SCBench, so that every method is asked the same; or, with
+`Conversation.next_prompt`, what was answered. Any chat model will do; runs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.shared.errors import UnsupportedModel
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.tools.recall.tasks import Example
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One question.
+
+    Attributes:
+        prompt_token_ids: the conversation up to where the assistant speaks.
+        answer_token_ids: the right answer and an end token.
+        answer: its text.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    answer_token_ids: tuple[int, ...]
+    answer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """All turns of an example; each prompt starts with the one before it.
+
+    Attributes:
+        num_document_tokens: tokens of the first prompt that no question changes.
+    """
+
+    turns: tuple[Turn, ...]
+    num_document_tokens: int
+
+    def next_prompt(self, index: int, prompt: Sequence[int], answer: Sequence[int]) -> tuple[int, ...]:
+        """Turn `index`'s prompt where the turn before it was answered otherwise.
+
+        Args:
+            prompt: of the turn before.
+            answer: its tokens; a final end token may be missing, as where the answer was cut off.
+
+        Raises: UnsupportedModel: the chat template puts more than the answer where it stands.
+        """
+        before = self.turns[index - 1]
+        start = len(before.prompt_token_ids)
+        right = before.answer_token_ids
+        rest = self.turns[index].prompt_token_ids[start:]
+        if rest[: len(right)] != right:
+            raise UnsupportedModel(
+                "the chat template changes answers when a question follows; take --answers right"
+            )
+        end = right[-1]
+        body = answer[:-1] if answer and answer[-1] == end else answer
+        return (*prompt, *body, end, *rest[len(right) :])
+
+
+def tokenize(example: Example, tokenizer: ChatTokenizer) -> Conversation:
+    """Render an example with a model's chat template.
+
+    Raises:
+        UnsupportedModel: the template changes earlier turns when later ones come.
+    """
+    answers = [m["content"] for m in example.messages if m["role"] == "assistant"] + [example.answer]
+    turns: list[Turn] = []
+    for i, answer in enumerate(answers):
+        messages = [{"role": m["role"], "content": m["content"]} for m in example.messages[: 2 * i + 1]]
+        prompt = tuple(tokenizer.render(messages))
+        if turns and prompt[: len(turns[-1].prompt_token_ids)] != turns[-1].prompt_token_ids:
+            raise UnsupportedModel(
+                "the chat template rewrites earlier turns; only single questions can be asked"
+            )
+        ids = [t for t in tokenizer.encode(answer) if not tokenizer.is_silent(t)]
+        end = tokenizer.eos_token_ids[:1]
+        turns.append(Turn(prompt_token_ids=prompt, answer_token_ids=(*ids, *end), answer=answer))
+    alone = tokenizer.render([{"role": "user", "content": example.document}])
+    return Conversation(
+        turns=tuple(turns), num_document_tokens=_common_prefix(alone, turns[0].prompt_token_ids)
+    )
+
+
+def same_text(text: str, other: str) -> bool:
+    return _normal(text) == _normal(other)
+
+
+def contains(text: str, answer: str) -> bool:
+    """Whether an answer stands in a text, as RULER scores it."""
+    return f" {_normal(answer)} " in f" {_normal(text)} "
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def _common_prefix(a: list[int], b: tuple[int, ...]) -> int:
+    limit = min(len(a), len(b))
+    return next((i for i in range(limit) if a[i] != b[i]), limit)

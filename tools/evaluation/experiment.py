@@ -1,0 +1,235 @@
+"""What a run of `kvferry eval` is to measure: its options read into tasks, contenders and units of work.
+
+Refuses options that name nothing; the message says what is allowed. Measures nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeVar, cast
+
+from kvferry.shared.compression.plan import CompressionPlan, ParamValue
+from kvferry.shared.compression.presets import method_names, plan_for
+from kvferry.shared.errors import ConfigurationError, InvalidRequest
+from kvferry.shared.model.loading import checkpoint_dtype
+from kvferry.shared.model.spec import DTypeName
+from kvferry.tools.evaluation.budgets import Match, Target, parse_target
+from kvferry.tools.evaluation.config import EvalConfig
+from kvferry.tools.recall.tasks import MIN_TOKENS, TASKS, Example
+
+Setting = Literal["aware", "once", "agnostic"]
+FirstToken = Literal["prefill", "refed"]
+Answers = Literal["right", "own"]
+SETTINGS: tuple[Setting, ...] = ("aware", "once", "agnostic")
+FULL = "full"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A method at a budget.
+
+    Attributes:
+        method: as the user wrote it, parameters included.
+        plan: the method's plan; its budget is the preset's until the target is solved for.
+        target: None for a method that keeps everything.
+    """
+
+    method: str
+    plan: CompressionPlan
+    target: Target | None
+
+    @property
+    def budget(self) -> str:
+        return self.target.label if self.target else "100%"
+
+    @property
+    def digest(self) -> str:
+        """Changes with the method's definition, so that records of an older one are not taken for this.
+
+        Fields at their defaults do not count: a part that plans come to have leaves older methods as they
+        are.
+        """
+        text = json.dumps(_without_defaults(self.plan), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _without_defaults(value: Any) -> Any:
+    if not is_dataclass(value):
+        return value
+    given = {}
+    for field in fields(value):
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if (here := getattr(value, field.name)) != default:
+            given[field.name] = _without_defaults(here)
+    return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One example: prefilled once, compressed by every contender in every setting."""
+
+    task: str
+    num_tokens: int
+    depth: float | None
+    held_out: bool
+    seed: int
+
+    def example(self) -> Example:
+        return TASKS[self.task].example(
+            num_tokens=self.num_tokens, seed=self.seed, held_out=self.held_out, depth=self.depth
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything that decides a result; records are keyed by these and the model's fingerprint.
+
+    Attributes:
+        kv_dtype: what K and V rows are counted in.
+        answers: what earlier turns of a conversation hold.
+    """
+
+    contenders: tuple[Contender, ...]
+    match: Match
+    kv_dtype: DTypeName
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    depths: tuple[float | None, ...]
+    settings: tuple[Setting, ...]
+    first_token: FirstToken
+    answers: Answers
+    seeds: range
+    held_out: bool
+    max_new_tokens: int
+
+    def units(self) -> Iterator[Unit]:
+        """All examples, the first seed of every cell first, so that a table fills evenly."""
+        for seed in self.seeds:
+            for task in self.tasks:
+                for num_tokens in self.lengths:
+                    for depth in self.depths:
+                        yield Unit(
+                            task=task, num_tokens=num_tokens, depth=depth, held_out=self.held_out, seed=seed
+                        )
+
+    def settings_of(self, task: str) -> tuple[Setting, ...]:
+        """The settings to measure: one question alone makes "once" the same as "aware"."""
+        example = TASKS[task].example(num_tokens=self.lengths[0], seed=0)
+        if len(example.messages) == 1 and "aware" in self.settings:
+            return tuple(s for s in self.settings if s != "once")
+        return self.settings
+
+
+def read_experiment(config: EvalConfig) -> Experiment:
+    """Raises: ConfigurationError: an option names what is not there, or is out of range."""
+    targets = tuple(read_list("--budgets", config.budgets, parse_target))
+    for target in targets:
+        if config.match == "given" and target.kind == "bytes":
+            raise ConfigurationError(
+                f"--budgets has {target.label}; bytes need --match kept or read, --match given takes a share "
+                "or tokens"
+            )
+    return Experiment(
+        contenders=tuple(_contenders(config.methods, targets)),
+        match=config.match,
+        kv_dtype=checkpoint_dtype(config.model) if config.kv_dtype == "auto" else config.kv_dtype,
+        tasks=_chosen("--tasks", config.tasks, tuple(TASKS)),
+        lengths=tuple(read_list("--lengths", config.lengths, _length)),
+        depths=tuple(read_list("--depths", config.depths, _depth)) if config.depths else (None,),
+        settings=cast(tuple[Setting, ...], _chosen("--settings", config.settings, SETTINGS)),
+        first_token=config.first_token,
+        answers=config.answers,
+        seeds=range(config.first_seed, config.first_seed + config.examples),
+        held_out=config.held_out,
+        max_new_tokens=config.max_new_tokens,
+    )
+
+
+def _contenders(methods: str, targets: Sequence[Target]) -> Iterator[Contender]:
+    written = list(method_names()) if methods == "all" else _items("--methods", methods)
+    for method in written:
+        plan = _plan(method)
+        for target in targets if plan.takes_budget else (None,):
+            yield Contender(method=method, plan=plan, target=target)
+
+
+def _plan(text: str) -> CompressionPlan:
+    """The plan of NAME or NAME:PARAMETER=VALUE:..."""
+    name, *changes = text.split(":")
+    _known("--methods", name, method_names())
+    plan = plan_for(name)
+    parts = (plan.scorer, plan.attention, plan.layer_allocation, plan.representation)
+    params = {key: value for part in parts if part is not None for key, value in part.params.items()}
+    overrides: dict[str, ParamValue] = {}
+    for change in changes:
+        key, equals, value = change.partition("=")
+        if not equals or key not in params:
+            raise ConfigurationError(
+                f"--methods has {text!r}; {name} has the parameters {', '.join(params) or 'none'}, written "
+                "NAME:PARAMETER=VALUE"
+            )
+        overrides[key] = _param(text, value, params[key])
+    try:
+        return plan_for(name, overrides=overrides or None)
+    except InvalidRequest as error:
+        raise ConfigurationError(f"--methods has {text!r}: {error.message}") from error
+
+
+def _param(text: str, value: str, default: ParamValue) -> ParamValue:
+    if isinstance(default, bool):
+        if value not in ("true", "false"):
+            raise ConfigurationError(f"--methods has {text!r}; {value!r} must be true or false")
+        return value == "true"
+    try:
+        return type(default)(value)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"--methods has {text!r}; {value!r} must be of type {type(default).__name__}"
+        ) from error
+
+
+def _length(text: str) -> int:
+    if not text.isdecimal() or int(text) < MIN_TOKENS:
+        raise ConfigurationError(
+            f"--lengths has {text!r}; lengths are whole numbers of at least {MIN_TOKENS}"
+        )
+    return int(text)
+
+
+def _depth(text: str) -> float:
+    try:
+        depth = float(text)
+    except ValueError:
+        depth = -1.0
+    if not 0 <= depth <= 1:
+        raise ConfigurationError(f"--depths has {text!r}; depths are 0 to 1")
+    return depth
+
+
+def _chosen(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    if text == "all":
+        return allowed
+    return tuple(read_list(option, text, lambda item: _known(option, item, allowed)))
+
+
+def _known(option: str, item: str, allowed: Collection[str]) -> str:
+    if item not in allowed:
+        raise ConfigurationError(f"{option} has {item!r}; allowed are {', '.join(allowed)}, or all")
+    return item
+
+
+def read_list(option: str, text: str, read: Callable[[str], T]) -> list[T]:
+    """The items of a comma-separated option. Raises ConfigurationError where one is empty or given twice."""
+    return [read(item) for item in _items(option, text)]
+
+
+def _items(option: str, text: str) -> list[str]:
+    items = [item.strip() for item in text.split(",")]
+    if not all(items) or len(set(items)) < len(items):
+        raise ConfigurationError(f"{option} is {text!r}; it takes a comma-separated list without repetitions")
+    return items

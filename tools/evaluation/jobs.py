@@ -1,0 +1,92 @@
+"""Runs units of work in this process or in several, each with a model of its own.
+
+Gives results as they come, in any order; whoever takes them writes them down. Owns no files.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+import torch
+
+from kvferry.shared.compression.rdkv.epsilon import install_tables
+from kvferry.shared.errors import KvferryError
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.tools.evaluation.experiment import Experiment, Unit
+from kvferry.tools.evaluation.records import Record
+from kvferry.tools.evaluation.runner import UnitRunner, Work
+
+_POLL_S = 1.0
+
+Job = tuple[Unit, tuple[Work, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """What a process needs to make its runner. `threads` 0 divides the processors between the processes."""
+
+    model: str
+    device: str
+    dtype: str
+    threads: int
+    epsilon_tables: str
+    num_processes: int
+    experiment: Experiment
+
+    def make_runner(self) -> UnitRunner:
+        threads = self.threads or max(1, (os.cpu_count() or 1) // self.num_processes)
+        torch.set_num_threads(threads)
+        install_tables(self.epsilon_tables)
+        model = load_model(self.model, device=self.device, dtype=self.dtype)
+        return UnitRunner(model, ChatTokenizer.load(self.model), self.experiment)
+
+
+def run_jobs(jobs: Sequence[Job], options: WorkerOptions) -> Iterator[list[Record]]:
+    """Records of each unit as it is done.
+
+    Raises:
+        KvferryError: a process died.
+        Whatever a runner raises; units that were not begun are dropped.
+    """
+    num_processes = min(options.num_processes, len(jobs))
+    if num_processes <= 1:
+        runner = options.make_runner()
+        yield from (runner.run(unit, work) for unit, work in jobs)
+        return
+    with ProcessPoolExecutor(
+        num_processes,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(options,),
+    ) as pool:
+        pending: set[Future[list[Record]]] = {pool.submit(_run, unit, work) for unit, work in jobs}
+        try:
+            while pending:
+                done, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield future.result()
+        except BrokenProcessPool as error:
+            raise KvferryError("a process of the evaluation died; running again goes on from here") from error
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+_runner: UnitRunner | None = None
+"""A pool's process has one runner from its start to its end."""
+
+
+def _start_worker(options: WorkerOptions) -> None:
+    global _runner
+    _runner = options.make_runner()
+
+
+def _run(unit: Unit, work: tuple[Work, ...]) -> list[Record]:
+    assert _runner is not None
+    return _runner.run(unit, work)

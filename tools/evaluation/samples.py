@@ -1,0 +1,84 @@
+"""Prompts for calibration, each with the answer that must follow it: generated, or cut from a text file.
+
+Generated ones are the recall tasks' conversations in the model's own chat template; from a text they are
+excerpts with what follows. Runs no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.tools.evaluation.conversation import tokenize
+from kvferry.tools.recall.tasks import MIN_TOKENS, TASKS
+
+CALIBRATION_TASKS = ("single_needle", "multi_key_8", "multi_key_dense", "qa_facts")
+_FIRST_SEED = 1_000_000
+"""Far from the seeds that evaluations use."""
+_CONTINUATION_TOKENS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A prompt and what must follow it, as token ids; neither is empty."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+def draw_samples(
+    tokenizer: ChatTokenizer, *, text: str, number: int, num_tokens: int, max_model_len: int
+) -> list[Sample]:
+    """Samples of about num_tokens tokens each.
+
+    Args:
+        text: a file to cut them from, without overlap; empty generates them.
+        num_tokens: for generated ones, in the demo tokenizer's tokens.
+
+    Raises:
+        ConfigurationError: the text cannot be read or is too short, or samples do not fit into the window.
+    """
+    samples = (
+        _excerpts(tokenizer, Path(text), number, num_tokens)
+        if text
+        else _generated(tokenizer, number, num_tokens)
+    )
+    longest = max(len(sample.prompt) + len(sample.answer) for sample in samples)
+    if longest > max_model_len:
+        raise ConfigurationError(
+            f"--length is {num_tokens}; samples come to {longest} of this model's tokens, whose window is "
+            f"{max_model_len}"
+        )
+    return samples
+
+
+def _generated(tokenizer: ChatTokenizer, number: int, num_tokens: int) -> list[Sample]:
+    if num_tokens < MIN_TOKENS:
+        raise ConfigurationError(f"--length is {num_tokens}; generated samples need at least {MIN_TOKENS}")
+    samples = []
+    for i in range(number):
+        task = TASKS[CALIBRATION_TASKS[i % len(CALIBRATION_TASKS)]]
+        turn = tokenize(task.example(num_tokens=num_tokens, seed=_FIRST_SEED + i), tokenizer).turns[-1]
+        samples.append(Sample(prompt=turn.prompt_token_ids, answer=turn.answer_token_ids))
+    return samples
+
+
+def _excerpts(tokenizer: ChatTokenizer, path: Path, number: int, num_tokens: int) -> list[Sample]:
+    try:
+        ids = tokenizer.encode(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--text {path} cannot be read: {error}") from error
+    size = num_tokens + _CONTINUATION_TOKENS
+    if len(ids) < number * size:
+        raise ConfigurationError(
+            f"--text {path} has {len(ids)} tokens; {number} samples of {size} need {number * size}"
+        )
+    return [
+        Sample(
+            prompt=tuple(ids[start : start + num_tokens]),
+            answer=tuple(ids[start + num_tokens :][: size - num_tokens]),
+        )
+        for start in range(0, number * size, size)
+    ]

@@ -1,0 +1,121 @@
+"""Records averaged over examples: one cell for each (task, length, depth, setting, method, budget).
+
+Gives the JSON result's cells, which tables and plots are made of. Reads no files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from kvferry.tools.evaluation.experiment import Contender, Experiment, Setting, Unit
+from kvferry.tools.evaluation.records import Key, Record, TurnScore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Means over examples. Accuracy, nll and agreement are those of the last question.
+
+    Attributes:
+        accuracy: share of answers that are right to their end; half_width: of its 95 % Wilson interval.
+        contained: share of answers that have the right one in them.
+        nll: mean negative log-likelihood per token of the right answer, in nats.
+        agreement: share of the full cache's greedy answer tokens that stay the likeliest.
+        accuracy_by_turn: one entry a question.
+        kept_share, read_share: bytes kept, and read per decode step, by the full KV's bytes.
+    """
+
+    accuracy: float
+    half_width: float
+    contained: float
+    nll: float
+    agreement: float
+    accuracy_by_turn: tuple[float, ...]
+    kept_bytes: float
+    kept_share: float
+    read_bytes: float
+    read_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One contender in one place. `scores` is None where the budget cannot be met."""
+
+    task: str
+    num_tokens: int
+    depth: float | None
+    setting: Setting
+    method: str
+    budget: str
+    num_examples: int
+    scores: Scores | None
+
+
+def summarise(experiment: Experiment, fingerprint: str, records: dict[Key, Record]) -> tuple[Cell, ...]:
+    """The experiment's cells, of the records that are there; cells without any are left out."""
+    cells = []
+    for task in experiment.tasks:
+        for num_tokens in experiment.lengths:
+            for depth in experiment.depths:
+                for setting in experiment.settings_of(task):
+                    for contender in experiment.contenders:
+                        units = (
+                            Unit(
+                                task=task,
+                                num_tokens=num_tokens,
+                                depth=depth,
+                                held_out=experiment.held_out,
+                                seed=seed,
+                            )
+                            for seed in experiment.seeds
+                        )
+                        keys = (Key.of(fingerprint, experiment, unit, setting, contender) for unit in units)
+                        found = [records[key] for key in keys if key in records]
+                        if found:
+                            cells.append(_cell(found, contender))
+    return tuple(cells)
+
+
+def _cell(records: Sequence[Record], contender: Contender) -> Cell:
+    key = records[0].key
+    return Cell(
+        task=key.task,
+        num_tokens=key.num_tokens,
+        depth=key.depth,
+        setting=key.setting,
+        method=contender.method,
+        budget=contender.budget,
+        num_examples=len(records),
+        scores=_scores(records) if all(record.turns for record in records) else None,
+    )
+
+
+def _scores(records: Sequence[Record]) -> Scores:
+    last = [record.turns[-1] for record in records]
+    accuracy = _share_exact(last)
+    return Scores(
+        accuracy=accuracy,
+        half_width=wilson_half_width(accuracy, len(records)),
+        contained=fmean(score.contained for score in last),
+        nll=fmean(score.nll for score in last),
+        agreement=fmean(score.agreement for score in last),
+        accuracy_by_turn=tuple(
+            _share_exact(turn) for turn in zip(*(record.turns for record in records), strict=True)
+        ),
+        kept_bytes=fmean(record.kept_bytes for record in records),
+        kept_share=fmean(record.kept_bytes / record.full_bytes for record in records),
+        read_bytes=fmean(record.read_bytes for record in records),
+        read_share=fmean(record.read_bytes / record.full_bytes for record in records),
+    )
+
+
+def _share_exact(scores: Iterable[TurnScore]) -> float:
+    return fmean(score.exact for score in scores)
+
+
+def wilson_half_width(share: float, num_examples: int) -> float:
+    """Half the width of the 95 % Wilson score interval of a share."""
+    n, z = num_examples, 1.96
+    return z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))

@@ -1,0 +1,92 @@
+"""Markdown tables of an evaluation: one for each setting and length, and needle grids of depth by length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvferry.tools.evaluation.summary import Cell
+from kvferry.tools.recall.tasks import TASKS
+
+_LEGEND = (
+    "Accuracy in % (exact match of the whole greedy answer, ± half the width of its 95 % interval). Kept: "
+    "bytes of rows, page extremes and positions; read: bytes that one decode step reads; both by the full "
+    "KV's. NLL: nats per token of the right answer; agreement: the full cache's greedy answer tokens that "
+    "stay the likeliest, in %; both over all tasks of the row."
+)
+_SETTINGS = {
+    "aware": "every turn's selection sees its question",
+    "once": "the first turn's selection serves all turns",
+    "agnostic": "the document is compressed before any question",
+}
+NOT_MET = "n/a"
+
+
+def markdown(cells: Sequence[Cell], *, title: str, notes: Sequence[str]) -> str:
+    """All tables of a result, with a title and what was run."""
+    parts = [f"# {title}", *notes, _LEGEND]
+    for setting, meaning in _SETTINGS.items():
+        chosen = [cell for cell in cells if cell.setting == setting]
+        for num_tokens in sorted({cell.num_tokens for cell in chosen}):
+            scattered = [c for c in chosen if c.num_tokens == num_tokens and c.depth is None]
+            if scattered:
+                parts.append(f"## {num_tokens} tokens, {setting}: {meaning}")
+                parts.append("\n".join(_comparison(scattered)))
+        parts += list(_grids([cell for cell in chosen if cell.depth is not None], setting))
+    if any(cell.scores is None for cell in cells):
+        parts.append(f"{NOT_MET}: the method cannot meet the budget, whatever it drops.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _comparison(cells: Sequence[Cell]) -> Iterator[str]:
+    tasks = list(dict.fromkeys(cell.task for cell in cells))
+    heads = ["method", "budget", "kept", "read", *(TASKS[task].description for task in tasks)]
+    yield "| " + " | ".join([*heads, "NLL", "agreement", "n"]) + " |"
+    yield "|---|" + "---|" * (len(heads) + 2)
+    by_key = {(c.method, c.budget, c.task): c for c in cells}
+    for method, budget in dict.fromkeys((cell.method, cell.budget) for cell in cells):
+        row = [by_key.get((method, budget, task)) for task in tasks]
+        found = [cell for cell in row if cell is not None]
+        scores = [cell.scores for cell in found if cell.scores is not None]
+        shares = [NOT_MET] * 2
+        if scores:
+            shares = [
+                f"{100 * sum(values) / len(scores):.1f} %"
+                for values in ([s.kept_share for s in scores], [s.read_share for s in scores])
+            ]
+        ends = [NOT_MET] * 2
+        if scores:
+            ends = [
+                f"{sum(s.nll for s in scores) / len(scores):.3f}",
+                f"{100 * sum(s.agreement for s in scores) / len(scores):.1f}",
+            ]
+        counts = sorted({cell.num_examples for cell in found})
+        texts = [method, budget, *shares, *map(_accuracy, row), *ends, " to ".join(map(str, counts))]
+        yield "| " + " | ".join(texts) + " |"
+
+
+def _accuracy(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    if cell.scores is None:
+        return NOT_MET
+    text = f"{100 * cell.scores.accuracy:.0f} ±{100 * cell.scores.half_width:.0f}"
+    if len(cell.scores.accuracy_by_turn) > 1:
+        text += " (" + " ".join(f"{100 * share:.0f}" for share in cell.scores.accuracy_by_turn) + ")"
+    return text
+
+
+def _grids(cells: Sequence[Cell], setting: str) -> Iterator[str]:
+    for task in dict.fromkeys(cell.task for cell in cells):
+        for method, budget in dict.fromkeys((cell.method, cell.budget) for cell in cells):
+            grid = {
+                (c.depth, c.num_tokens): c
+                for c in cells
+                if (c.task, c.method, c.budget) == (task, method, budget)
+            }
+            lengths = sorted({num_tokens for _, num_tokens in grid})
+            yield f"## {TASKS[task].description}, {method} at {budget}, {setting}: depth by length"
+            lines = ["| depth | " + " | ".join(map(str, lengths)) + " |", "|---|" + "---|" * len(lengths)]
+            for depth in sorted({depth for depth, _ in grid if depth is not None}):
+                texts = [_accuracy(grid.get((depth, num_tokens))) for num_tokens in lengths]
+                lines.append(f"| {depth:g} | " + " | ".join(texts) + " |")
+            yield "\n".join(lines)

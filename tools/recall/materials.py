@@ -1,0 +1,192 @@
+"""What the evaluation tasks put into a conversation: statements for the document, and questions with answers.
+
+One builder a task; `tasks.py` names them, adds filler up to the wanted length and makes messages. Runs no
+model and counts no tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.tools.recall import documents, questions
+from kvferry.tools.recall.documents import EntityPool, Fact
+from kvferry.tools.recall.questions import Question
+from kvferry.tools.recall.small_talk import SMALL_TALK
+from kvferry.tools.recall.vocabulary import DIGIT_ATTRIBUTES, NAME_ATTRIBUTES, WORD_ATTRIBUTES
+
+_NUM_FACTS = 8
+_NUM_PROFILES = 5
+_NUM_MIXED_FACTS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Material:
+    """What a task puts into a conversation: sentences that keep their order within a list, and the turns."""
+
+    statements: list[list[str]]
+    turns: list[Question]
+
+
+Builder = Callable[[random.Random, int, EntityPool, bool], Material]
+
+
+def _with_digits(facts: list[Fact]) -> Fact:
+    """A fact whose value is digits: those cannot be guessed."""
+    return next((f for f in facts if f.attribute in DIGIT_ATTRIBUTES), facts[0])
+
+
+def _statements(
+    rng: random.Random, facts: list[Fact], held_out: bool, *, also: bool = True
+) -> list[list[str]]:
+    templates = documents.HELD_OUT_FACT_TEMPLATES if held_out else documents.FACT_TEMPLATES
+    return [fact.statements(rng, templates=templates, also=also) for fact in facts]
+
+
+def _wordings(held_out: bool) -> tuple[str, ...]:
+    return questions.HELD_OUT_SINGLE_TEMPLATES if held_out else questions.SINGLE_TEMPLATES
+
+
+def single_needle(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Material:
+    digits = EntityPool(adjectives=pool.adjectives, nouns=pool.nouns, attributes=DIGIT_ATTRIBUTES)
+    facts = documents.draw_facts(rng, digits, 1)
+    return Material(
+        statements=_statements(rng, facts, held_out),
+        turns=[questions.ask_single(rng, facts[0], templates=_wordings(held_out))],
+    )
+
+
+def multi_key(num_facts: Callable[[int], int], *, hard: bool = False, num_turns: int = 1) -> Builder:
+    def build(rng: random.Random, num_tokens: int, pool: EntityPool, held_out: bool) -> Material:
+        count = num_facts(num_tokens)
+        if hard:
+            pool = documents.hard_grid(rng, pool, count)
+        facts = documents.draw_facts(rng, pool, count)
+        target = _with_digits(facts)
+        others = [f for f in facts if f is not target]
+        asked = [*rng.sample(others, num_turns - 1), target]
+        return Material(
+            statements=_statements(rng, facts, held_out),
+            turns=[questions.ask_single(rng, f, templates=_wordings(held_out)) for f in asked],
+        )
+
+    return build
+
+
+def multi_value(*, also: bool) -> Builder:
+    def build(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Material:
+        facts = documents.draw_facts(rng, pool, _NUM_FACTS)
+        target = _with_digits(facts)
+        second = target.values[0]
+        while second == target.values[0]:
+            second = documents.draw_value(rng, target.attribute)
+        several = Fact(attribute=target.attribute, entity=target.entity, values=(target.values[0], second))
+        facts = [f for f in facts if f is not target]
+        return Material(
+            statements=_statements(rng, [*facts, several], held_out, also=also),
+            turns=[questions.ask_several(rng, several)],
+        )
+
+    return build
+
+
+def multi_query(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Material:
+    facts = documents.draw_facts(rng, pool, _NUM_FACTS)
+    first, second = rng.sample(facts, 2)
+    return Material(
+        statements=_statements(rng, facts, held_out), turns=[questions.ask_pair(rng, first, second)]
+    )
+
+
+def variables(hops: int) -> Builder:
+    def build(rng: random.Random, _: int, __: EntityPool, ___: bool) -> Material:
+        chains = documents.draw_chains(rng, 4)
+        # The first chain is always of full length, so that the hops asked for exist.
+        return Material(
+            statements=[c.statements() for c in chains], turns=[questions.ask_variable(rng, chains[0], hops)]
+        )
+
+    return build
+
+
+def frequent_word(rng: random.Random, _: int, __: EntityPool, ___: bool) -> Material:
+    word, sentences = documents.draw_sayings(rng)
+    return Material(statements=[sentences], turns=[questions.ask_saying(rng, word)])
+
+
+def unknown(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Material:
+    facts = documents.draw_facts(rng, pool, _NUM_FACTS)
+    absent = documents.absent_fact(rng, pool, facts)
+    assert absent is not None  # eight facts cannot fill a pool
+    return Material(
+        statements=_statements(rng, facts, held_out),
+        turns=[questions.ask_single(rng, absent, templates=_wordings(held_out))],
+    )
+
+
+def small_talk(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Material:
+    facts = documents.draw_facts(rng, pool, _NUM_FACTS)
+    talk = rng.choice(SMALL_TALK)
+    prompt = rng.choice(talk.held_out_prompts if held_out else talk.prompts)
+    return Material(
+        statements=_statements(rng, facts, held_out),
+        turns=[
+            questions.ask_single(rng, facts[0], templates=_wordings(held_out)),
+            Question(text=prompt, answer=talk.reply),
+        ],
+    )
+
+
+def common_words(rng: random.Random, _: int, __: EntityPool, ___: bool) -> Material:
+    """Two words that were said often, the more frequent one first."""
+    words, sentences = documents.draw_common_sayings(rng)
+    return Material(statements=[sentences], turns=[questions.ask_common(rng, words)])
+
+
+def qa_facts(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Material:
+    """Short paragraphs, each about one entity; the question is about one of them, the others distract."""
+    entities: dict[str, None] = {}
+    while len(entities) < _NUM_PROFILES:
+        entities[pool.entity(rng)] = None
+    profiles = []
+    for entity in entities:
+        attributes = [rng.choice(kind) for kind in (DIGIT_ATTRIBUTES, WORD_ATTRIBUTES, NAME_ATTRIBUTES)]
+        rng.shuffle(attributes)
+        facts = [Fact(attribute=a, entity=entity, values=(documents.draw_value(rng, a),)) for a in attributes]
+        profiles.append(facts)
+    asked = rng.choice(rng.choice(profiles))
+    paragraphs = [
+        " ".join(s for sentences in _statements(rng, facts, held_out) for s in sentences)
+        for facts in profiles
+    ]
+    return Material(
+        statements=[[paragraph] for paragraph in paragraphs],
+        turns=[questions.ask_single(rng, asked, templates=_wordings(held_out))],
+    )
+
+
+def mixed_turns(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Material:
+    """Four turns about one document, each of another kind: fact, variable, repeated word, fact."""
+    facts = documents.draw_facts(rng, pool, _NUM_MIXED_FACTS)
+    target = _with_digits(facts)
+    other = rng.choice([f for f in facts if f is not target])
+    chains = documents.draw_chains(rng, 2)
+    word, sayings = documents.draw_sayings(rng)
+    return Material(
+        statements=[*_statements(rng, facts, held_out), *(c.statements() for c in chains), sayings],
+        turns=[
+            questions.ask_single(rng, other, templates=_wordings(held_out)),
+            questions.ask_variable(rng, chains[0], 0),
+            questions.ask_saying(rng, word),
+            questions.ask_single(rng, target, templates=_wordings(held_out)),
+        ],
+    )
+
+
+def eight(_: int) -> int:
+    return _NUM_FACTS
+
+
+def dense(num_tokens: int) -> int:
+    return max(4, num_tokens // 64)
