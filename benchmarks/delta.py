@@ -42,8 +42,6 @@ def _served() -> Iterator[dict[str, str]]:
                 [
                     sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()",
                     "serve", "--in-process", "--listen", "127.0.0.1:0", "--ready-file", str(ready),
-                    # What is to be counted is deltas, not the choice of another way.
-                    "--history-choice", "reuse",
                 ],
                 stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip

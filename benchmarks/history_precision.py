@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvferry.shared.config import HistoryBits
-from kvferry.shared.history.precision import RowChunk, RowPrecision, chunk_bytes
+from kvferry.shared.history.precision import RowChunk, RowPrecision
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.tools.recall.tasks import TASKS
@@ -82,7 +82,7 @@ def main() -> None:
                 total[1] += num_answer
                 total[2] += int(torch.equal(likeliest, wanted))
                 total[3] += int((likeliest == exact).sum())
-                total[4] += sum(map(chunk_bytes, history)) / start
+                total[4] += sum(chunk.size_bytes for chunk in history) / start
     results = {
         bits: {
             "bytes_per_token": size / options.examples,

@@ -104,7 +104,7 @@ class PrefillMetrics(_Families):
         )
         self.history_choices = self._counter(
             "history_choices",
-            "Turns with history, by how they came by it, and why not by the standing order",
+            "Turns with history: how they got it, and whether in the standing order or after a miss",
             "way",
             "reason",
         )

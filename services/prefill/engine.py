@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvferry.services.prefill.config import PrefillConfig
-from kvferry.services.prefill.history_cost import HistoryCosts
 from kvferry.services.prefill.host_copies import host_copies
 from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
@@ -39,6 +38,8 @@ from kvferry.shared.wire.stored_sections import announced_sections
 log = structlog.get_logger(__name__)
 
 _JOIN_TIMEOUT_S = 30.0
+_HISTORY_CREDIT_BYTES = 64 << 20
+"""Bytes in flight that a decode worker may return of one turn."""
 
 
 class _ProbeObserver:
@@ -86,11 +87,6 @@ class PrefillEngine:
             receiver=receiver,
             metrics=metrics,
             config=config,
-            costs=HistoryCosts(
-                token_bytes=model.spec.kv_token_bytes,
-                half_life_s=config.history_cost_half_life_s,
-                clock=clock,
-            ),
         )
         self._condition = threading.Condition()
         self._queue: FairQueue[PrefillJob] = FairQueue()
@@ -236,8 +232,6 @@ class PrefillEngine:
         assert job.transfer is not None
         token = job.sampler.sample(logits)
         job.transfer.finish(EndRecord(key=job.key, num_blocks=0, payload_bytes=0, first_token=token))
-        if not request.probe:
-            self._turns.ran(job, layers.times)
         self._turns.end(job, layers)
         reused_by_tier = job.turn.reused_by_tier if job.turn is not None else {}
         first = FirstToken(
@@ -260,10 +254,6 @@ class PrefillEngine:
         """Any thread: the session is dropped."""
         self._turns.forget(session)
 
-    def shipped(self, job: PrefillJob, *, size_bytes: int, transfer_s: float) -> None:
-        """Any thread: decode has acknowledged a job's transfer."""
-        self._turns.shipped(job, size_bytes=size_bytes, transfer_s=transfer_s)
-
     def _open(self, job: PrefillJob, settled: ResolvedPlan) -> OutgoingTransfer:
         """Open the transfer of what the plan came to; from here on the job owns it."""
         job.transfer = self._sender.open(
@@ -278,15 +268,13 @@ class PrefillEngine:
             return self._pass(job, layers)
         except HistoryMiss as miss:
             job.check_cancelled()
-            self._turns.missed(job, miss, layers.times)
+            self._turns.missed(job, miss)
             return self._pass(job, layers)
 
     def _pass(self, job: PrefillJob, layers: PromptPass) -> Tensor:
         start = job.turn.reused_tokens if job.turn is not None else 0
         new_ids = torch.tensor(job.request.prompt_token_ids[start:], dtype=torch.int64)
-        begin_s, other_s = self._clock(), layers.times.other_s
         logits = self._model.prefill(new_ids.to(self._model.device), start=start, observer=layers)
-        layers.times.run_s = self._clock() - begin_s - (layers.times.other_s - other_s)
         if not job.request.probe:
             self._metrics.prefill_tokens.labels(self._model.spec.name).inc(len(new_ids))
         return logits
@@ -315,7 +303,7 @@ class PrefillEngine:
             layer_sections=announced_sections(spec, settled),
             resolved=resolved,
             history_endpoint=self._history_endpoint if with_history else "",
-            history_credit_bytes=self._config.history_credit_bytes if with_history else 0,
+            history_credit_bytes=_HISTORY_CREDIT_BYTES if with_history else 0,
             traceparent=carrier().get("traceparent", ""),
             held_transfer_id=job.held.transfer_id if job.held is not None else 0,
             held_tokens=job.held.num_tokens if job.held is not None else 0,

@@ -1,7 +1,5 @@
-"""The history store that a prefill worker's settings ask for: host memory, or host memory over Redis.
-
-Wires; decides nothing.
-"""
+"""Builds the history store that a prefill worker's settings ask for: host memory, or host memory and
+Redis."""
 
 from __future__ import annotations
 
@@ -21,12 +19,14 @@ from kvferry.shared.history.tiered import TieredHistoryStore
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.spec import ModelSpec
 
-_WRITE_TIMEOUT_S = 8.0
-"""Less than the router waits for a commit."""
+_COMMIT_TIMEOUT_S = 8.0
+"""How long a commit waits for Redis. Less than the router waits for a commit."""
+_TURN_TIMEOUTS = 5.0
+"""How long a turn waits for rows from Redis in all, in timeouts of one call."""
 
 
 def build_store(config: PrefillConfig, *, spec: ModelSpec, metrics: PrefillMetrics) -> HistoryStore:
-    """The caller closes it. Raises: ConfigurationError: `history_redis` is no URL of Redis."""
+    """The caller closes it. Raises: ConfigurationError: `history_redis` is not a Redis URL."""
 
     def count_miss(reason: str) -> None:
         metrics.history_miss.labels(reason).inc()
@@ -38,42 +38,25 @@ def build_store(config: PrefillConfig, *, spec: ModelSpec, metrics: PrefillMetri
         turn_lease_s=config.turn_lease_s,
         clock=time.monotonic,
         precision=precision,
-        # Over Redis, what memory lacks is not missing yet.
+        # With Redis, a session that memory lacks is not a miss yet.
         on_miss=(lambda reason: None) if config.history_redis else count_miss,
     )
     if not config.history_redis:
         return memory
-    return TieredHistoryStore(
-        memory,
-        build_redis(config, spec=spec, precision=precision),
-        write_mode=config.history_write,
-        turn_timeout_s=config.history_redis_turn_timeout_s,
-        write_timeout_s=_WRITE_TIMEOUT_S,
-        on_miss=count_miss,
-        on_failure=lambda reason: metrics.history_store_failed.labels(reason).inc(),
-        clock=time.monotonic,
-    )
-
-
-def build_redis(config: PrefillConfig, *, spec: ModelSpec, precision: RowPrecision) -> RedisHistory:
-    """The Redis tier; connects when first used."""
-    link = RedisLink(
-        RedisOptions(
-            url=config.history_redis,
-            timeout_s=config.history_redis_timeout_s,
-            breaker_open_s=config.history_redis_retry_s,
-        )
-    )
-    quota = RedisQuota(
-        link,
-        max_bytes=config.history_redis_bytes,
-        owner_max_bytes=config.history_redis_key_bytes,
-        ttl_s=config.history_ttl_s,
-    )
+    link = RedisLink(RedisOptions(url=config.history_redis, timeout_s=config.history_redis_timeout_s))
     shape = RowShape(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         precision=precision,
     )
-    return RedisHistory(link, quota, shape=shape, fingerprint=spec.fingerprint, ttl_s=config.history_ttl_s)
+    quota = RedisQuota(link, max_bytes=config.history_redis_bytes, ttl_s=config.history_ttl_s)
+    return TieredHistoryStore(
+        memory,
+        RedisHistory(link, quota, shape=shape, fingerprint=spec.fingerprint, ttl_s=config.history_ttl_s),
+        turn_timeout_s=_TURN_TIMEOUTS * config.history_redis_timeout_s,
+        commit_timeout_s=_COMMIT_TIMEOUT_S,
+        on_miss=count_miss,
+        on_failure=lambda reason: metrics.history_store_failed.labels(reason).inc(),
+        clock=time.monotonic,
+    )

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.control.messages import FirstToken, HistoryWay, PrefillRequest
 from kvferry.shared.errors import KvferryError
-from kvferry.shared.history.interface import HistoryTurn
+from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry import begin, current_context
 from kvferry.shared.wire.held_rows import HeldSelections
@@ -43,7 +43,7 @@ class PrefillJob:
         self.queue_span = begin("queue")
         self.first: Future[FirstToken] = Future()
         self.transfer: OutgoingTransfer | None = None
-        self.turn: HistoryTurn | None = None
+        self.turn: StagedTurn | None = None
         self.history_way: HistoryWay | None = None
         """How it comes by what was there before it; None where there was nothing."""
         self.held: HeldSelections | None = None

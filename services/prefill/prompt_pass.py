@@ -21,7 +21,7 @@ from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.compression.measured import HeldLayer, hold_layer, is_measured, settle
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.errors import HistoryMiss
-from kvferry.shared.history.interface import HistoryTurn
+from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.telemetry import stage
 from kvferry.shared.wire.held_rows import HeldSelections, Positions, delta_sections, layer_positions
@@ -32,23 +32,12 @@ from kvferry.shared.wire.stored_sections import layer_sections
 
 @dataclass(kw_only=True)
 class PassTimes:
-    """Seconds spent on one prompt, by what they were spent on.
-
-    Attributes:
-        run_s: of the model's last run, with storing its rows and without the rest.
-    """
-
-    run_s: float = 0.0
+    """Seconds spent on one prompt, by what they were spent on."""
 
     compress_s: float = 0.0
     pack_s: float = 0.0
     history_load_s: float = 0.0
     history_store_s: float = 0.0
-
-    @property
-    def other_s(self) -> float:
-        """What a run spends besides running the model and storing its rows."""
-        return self.compress_s + self.pack_s + self.history_load_s
 
 
 class PromptPass:
@@ -66,7 +55,7 @@ class PromptPass:
         *,
         resolved: ResolvedPlan,
         open_transfer: Callable[[ResolvedPlan], OutgoingTransfer],
-        turn: HistoryTurn | None,
+        turn: StagedTurn | None,
         held: HeldSelections | None,
         model: LanguageModel,
         check: Callable[[], None],
@@ -211,7 +200,7 @@ class PromptPass:
 
         self._leaving.append(send)
 
-    def _stage(self, turn: HistoryTurn, layer: int, keys: Tensor, values: Tensor) -> None:
+    def _stage(self, turn: StagedTurn, layer: int, keys: Tensor, values: Tensor) -> None:
         """The layer's new rows, for the session's history."""
         start = turn.reused_tokens
         arrived = self._copies.start([keys[:, start:], values[:, start:]])

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kvferry.shared.errors import LeaseExpired, ProtocolMismatch
-from kvferry.shared.history.interface import HistoryStore, HistoryTurn
+from kvferry.shared.history.interface import HistoryStore
+from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.wire.messages import BlockHeader, EndRecord, Manifest, Section, TransferKey
 
@@ -125,7 +126,7 @@ class HistoryReceiver:
         """See `BlockSink.abort`. The return may be tried again."""
         self._incoming.pop(key, None)
 
-    def _turn(self, expected: _Expected) -> HistoryTurn:
+    def _turn(self, expected: _Expected) -> StagedTurn:
         turn = self._store.turn(expected.request_id)
         if turn is None:
             self.forget(expected.request_id, expected.key)

@@ -57,6 +57,7 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 _MAX_ACKNOWLEDGEMENT_WAITERS = 64
+_SWEEP_INTERVAL_S = 1.0
 
 
 class PrefillService:
@@ -189,7 +190,7 @@ class PrefillService:
 
         Raises:
             HistoryMiss: no such turn is staged: never begun, over, expired, or this worker restarted.
-            SessionNotFound, SessionBusy, InvalidRequest: as `HistoryTurn.commit`.
+            SessionNotFound, SessionBusy, InvalidRequest: as `StagedTurn.commit`.
         """
         turn = self._store.turn(request.request_id)
         if turn is None:
@@ -276,7 +277,6 @@ class PrefillService:
             self._metrics.kv_full_bytes.labels(*by).inc(first.full_bytes)
             self._metrics.kv_compression_ratio.labels(*by).observe(first.full_bytes / sum(sent.values()))
             self._metrics.transfer.labels(*by).observe(transfer_s)
-            self._engine.shipped(job, size_bytes=sum(sent.values()), transfer_s=transfer_s)
             if job.held is not None:
                 self._metrics.kv_delta_saved_bytes.labels(*by).inc(job.saved_bytes)
         delta_bytes = sent["rows"] if job.held is not None else None
@@ -302,7 +302,7 @@ class PrefillService:
     async def _sweep(self) -> None:
         """Drop expired turns, on a clock of its own."""
         while True:
-            await asyncio.sleep(self._config.sweep_interval_s)
+            await asyncio.sleep(min(_SWEEP_INTERVAL_S, self._config.turn_lease_s / 10))
             expired = self._store.sweep()
             if expired:
                 log.warning("turns expired", count=expired)

@@ -1,8 +1,8 @@
-"""A session's turn at the engine: how it begins, what is learnt of it, and what is remembered at its end.
+"""What the engine does for a session around a prompt's pass: begins the staged turn, decides what history and
+decode's retained rows are used for, and remembers what was shipped.
 
-Place in the request's path: called on the engine's thread before a prompt's pass and after it. Decides with
-`history_cost.py` what the turn reuses, and knows with `shipped.py` what decode holds. Runs nothing, ships
-nothing and does not commit.
+Place in the request's path: called on the engine's thread before a prompt's pass and after it. It does not
+run the model, ship anything or commit.
 """
 
 from __future__ import annotations
@@ -10,27 +10,35 @@ from __future__ import annotations
 import structlog
 
 from kvferry.services.prefill.config import PrefillConfig
-from kvferry.services.prefill.history_cost import HistoryCosts, Shipment, TurnOutlook
 from kvferry.services.prefill.job import PrefillJob
-from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
+from kvferry.services.prefill.prompt_pass import PromptPass
 from kvferry.services.prefill.receiver import HistoryReceiver
 from kvferry.services.prefill.shipped import ShippedSelection, ShippedSelections
 from kvferry.shared.compression.observation import num_observed_queries
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss
-from kvferry.shared.history.interface import HistoryStore, HistoryTurn
+from kvferry.shared.history.interface import HistoryStore
+from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.wire.held_rows import HeldSelections, ships_rows_alone
 
 log = structlog.get_logger(__name__)
 
+_SHIPPED_INDEX_BYTES = 256 << 20
+"""Host memory for the positions that each session's decode worker was last sent."""
+
 
 class SessionTurns:
-    """The engine's side of all sessions.
+    """The sessions of one engine.
 
-    begin ──► pass ──► ran ──► end ──► (decode has all) shipped
-               └─ HistoryMiss ──► missed ──► pass, from nothing
+    begin ──► pass ──► end
+               └─ HistoryMiss ──► missed ──► pass over the whole prompt
+
+    History that is stored is always used: its rows are loaded, not computed again. If decode still has rows
+    of the session's last turns as history would give them, only the others are shipped ("delta"); otherwise
+    all of the selection is ("fetch"). "recompute" means that nothing was stored, or that it turned out to be
+    gone.
     """
 
     def __init__(
@@ -41,22 +49,20 @@ class SessionTurns:
         receiver: HistoryReceiver,
         metrics: PrefillMetrics,
         config: PrefillConfig,
-        costs: HistoryCosts,
     ) -> None:
         self._spec = spec
         self._store = store
         self._receiver = receiver
         self._metrics = metrics
-        self._config = config
-        self._costs = costs
-        self._shipped = ShippedSelections(max_bytes=config.delta_index_bytes)
+        self._stores_exact_rows = config.history_bits == "model"
+        self._shipped = ShippedSelections(max_bytes=_SHIPPED_INDEX_BYTES)
 
     def begin(self, job: PrefillJob) -> None:
-        """Begin the turn, if there is a session, and choose its way; from here on the job owns it."""
+        """Begin the staged turn if the request has a session; the job owns it from here on."""
         request = job.request
         if request.session is None:
             return
-        job.turn = self._store.begin(
+        turn = job.turn = self._store.begin(
             request.session,
             request.request_id,
             request.prompt_token_ids,
@@ -71,30 +77,24 @@ class SessionTurns:
             start=len(request.prompt_token_ids),
             max_tokens=request.sampling.max_tokens,
         )
-        self._choose(job, job.turn)
+        if turn.reused_tokens:
+            job.held = self._held(job, turn)
+            job.history_way = "fetch" if job.held is None else "delta"
+            self._metrics.history_choices.labels(job.history_way, "order").inc()
+        elif request.has_history:
+            job.history_way = "recompute"
 
-    def missed(self, job: PrefillJob, miss: HistoryMiss, times: PassTimes) -> None:
-        """The turn's history is gone: what it waited for it counts, and the turn continues from nothing."""
+    def missed(self, job: PrefillJob, miss: HistoryMiss) -> None:
+        """Count a failed load and restart the staged turn without cached KV."""
         assert job.turn is not None
         log.warning("history miss", request_id=job.request.request_id, reason=miss.reason)
         self._metrics.history_miss.labels(miss.reason).inc()
-        if miss.reason == "redis_slow":
-            self._costs.loaded(tuple(job.turn.reused_by_tier.items()), seconds=times.history_load_s)
         job.turn.restart()
         job.history_way = "recompute"
         self._metrics.history_choices.labels("recompute", "miss").inc()
 
-    def ran(self, job: PrefillJob, times: PassTimes) -> None:
-        """The prompt's pass is over, and its selection serialised."""
-        num_prompt_tokens = job.resolved.num_prompt_tokens
-        reused = job.turn.reused_tokens if job.turn is not None else 0
-        self._costs.ran(num_prompt_tokens - reused, num_prompt_tokens=num_prompt_tokens, seconds=times.run_s)
-        if job.turn is not None and reused:
-            self._costs.loaded(tuple(job.turn.reused_by_tier.items()), seconds=times.history_load_s)
-        self._costs.packed(self._row_bytes(job), _shipment(job), seconds=times.pack_s)
-
     def end(self, job: PrefillJob, layers: PromptPass) -> None:
-        """All is shipped: which rows decode has from now on, and what was spared."""
+        """After the last layer was handed to the sender: remember which rows decode will have."""
         session = job.request.session
         job.saved_bytes = 2 * self._spec.row_bytes * layers.num_spared_rows
         if session is None:
@@ -107,55 +107,19 @@ class SessionTurns:
             num_prompt_tokens=job.resolved.num_prompt_tokens,
             layers=tuple(layers.positions[layer] for layer in range(self._spec.num_layers)),
         )
-        # Rows that were computed again in the midst of it need not be those of the turns before.
+        # Rows that were computed again after a miss need not equal those of earlier turns.
         self._shipped.put(session, selection, held=job.held if job.turn and job.turn.reused_tokens else None)
 
-    def shipped(self, job: PrefillJob, *, size_bytes: int, transfer_s: float) -> None:
-        """Any thread: decode has acknowledged it all."""
-        self._costs.shipped(
-            job.resolved.method,
-            self._row_bytes(job),
-            _shipment(job),
-            size_bytes=size_bytes,
-            seconds=transfer_s,
-        )
-
     def forget(self, session: SessionKey) -> None:
-        """Any thread: the session is dropped."""
+        """Forget what was shipped for a dropped session. Any thread may call this."""
         self._shipped.drop(session)
 
-    def _choose(self, job: PrefillJob, turn: HistoryTurn) -> None:
-        """Settle what of its history the turn loads, and which rows it need not ship."""
-        held = self._held(job, turn)
-        outlook = TurnOutlook(
-            num_prompt_tokens=job.resolved.num_prompt_tokens,
-            tiers=tuple(turn.reused_by_tier.items()),
-            decode_holds=held is not None,
-            method=job.resolved.method,
-            row_bytes=self._row_bytes(job),
-        )
-        if not outlook.num_held_tokens:
-            job.history_way = "recompute" if job.request.has_history else None
-            return
-        choice = self._costs.choose(outlook, by_cost=self._config.history_choice == "cost")
-        if choice.reused_tokens < turn.reused_tokens:
-            turn.limit(choice.reused_tokens)
-            held = self._held(job, turn)
-        job.held = None if choice.way == "fetch" else held
-        job.history_way = choice.way
-        self._metrics.history_choices.labels(choice.way, "cost" if choice.by_cost else "order").inc()
-
-    def _row_bytes(self, job: PrefillJob) -> int:
-        """Of the rows that the plan keeps, were they shipped as rows."""
-        num_rows = sum(layer.rows for layer in job.resolved.layers)
-        return 2 * self._spec.num_kv_heads * self._spec.row_bytes * num_rows
-
-    def _held(self, job: PrefillJob, turn: HistoryTurn) -> HeldSelections | None:
-        """Rows that decode has of the last turns, and that history would give again, bit for bit."""
+    def _held(self, job: PrefillJob, turn: StagedTurn) -> HeldSelections | None:
+        """Rows that decode retains from the last turns and that equal, bit for bit, what history would
+        give."""
         session, ticket = job.request.session, job.request.ticket
-        exact = self._config.history_bits == "model" and ships_rows_alone(self._spec, job.resolved)
-        exact = exact and turn.reuse_source == "session"
-        if session is None or not exact or ticket.held_transfer_id == 0:
+        exact = self._stores_exact_rows and ships_rows_alone(self._spec, job.resolved)
+        if session is None or not exact or turn.reuse_source != "session" or ticket.held_transfer_id == 0:
             return None
         return self._shipped.held(
             session,
@@ -163,7 +127,3 @@ class SessionTurns:
             num_tokens=min(ticket.held_tokens, turn.reused_tokens),
             depth=ticket.held_depth,
         )
-
-
-def _shipment(job: PrefillJob) -> Shipment:
-    return "whole" if job.held is None else "delta"

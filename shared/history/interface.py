@@ -1,86 +1,21 @@
-"""The history store's protocol: full KV of every session, token-addressed, append-only, committed turn by
+"""The history store's protocol: the full KV of every session, addressed by token ids and committed turn by
 turn.
 
-    lookup ──► record (immutable) ──► load(layer, n) while the turn's prefill runs
-    begin ──► turn: append(layer)... [append(layer) of returned generated KV...] ──► commit | abort
+    begin ──► staged turn: load(layer), append(layer)... while the prompt runs
+                       │   append(layer) of the generated KV that decode returns
+                       └─► commit: the session's new record  |  abort, lease: dropped
 
-A turn stages new segments that nobody sees; `commit` swaps the session's record in one step, `abort` (or
-the lease) drops them. Segments are shared between records up to a branch and freed when no record names
-them.
+Nobody else sees a staged turn's rows before its commit, which replaces the session's record in one step.
+Segments of rows are shared between records and freed when no record names them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
-from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
-
-
-@dataclass(frozen=True, kw_only=True)
-class HistoryRecord:
-    """A session's committed history.
-
-    Attributes:
-        token_ids: tokens that have KV, from position 0.
-        version: grows by one with each commit; fences concurrent turns.
-    """
-
-    session: SessionKey
-    token_ids: tuple[int, ...]
-    version: int
-
-
-class HistoryTurn(Protocol):
-    """One turn's staging area. Owned by the request that began it."""
-
-    @property
-    def session(self) -> SessionKey: ...
-
-    @property
-    def reused_tokens(self) -> int:
-        """Tokens of the base record that this turn continues from."""
-        ...
-
-    @property
-    def reused_by_tier(self) -> dict[str, int]:
-        """`reused_tokens` by where their rows come from: "memory", "redis"."""
-        ...
-
-    @property
-    def reuse_source(self) -> ReuseSource: ...
-
-    def limit(self, num_tokens: int) -> None:
-        """Continue from the first `num_tokens` of the reused tokens alone. Before anything is loaded."""
-        ...
-
-    def load(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """K and V `[H_kv, reused_tokens, D]` of the base record, or None where nothing is reused.
-
-        Raises HistoryMiss where the bytes are gone."""
-        ...
-
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Stage `[H_kv, n, D]` rows after those already staged for this layer (copied to the host)."""
-        ...
-
-    def restart(self) -> None:
-        """Drop what was staged and continue from nothing, `reused_tokens` 0: the base record's bytes are
-        gone. Whether the turn may commit does not change."""
-        ...
-
-    def commit(self, token_ids: tuple[int, ...]) -> HistoryInfo:
-        """Publish the base prefix and the staged rows as the session's record; `token_ids` beyond the rows
-        that have KV are ignored. Raises SessionNotFound if the session was dropped since `begin`,
-        SessionBusy if another turn committed first."""
-        ...
-
-    def abort(self) -> None:
-        """Drop what was staged. Idempotent."""
-        ...
+from kvferry.shared.control.messages import HistoryInfo, SessionKey
+from kvferry.shared.history.turn import StagedTurn
 
 
 class HistoryStore(Protocol):
@@ -96,35 +31,45 @@ class HistoryStore(Protocol):
         document: SessionKey | None = None,
         num_observed: int | None = None,
         has_history: bool = False,
-    ) -> HistoryTurn:
-        """Start a turn: finds the longest common token prefix with the session's record, capped at one
-        token less than the prompt (the last prompt token must be run to give logits).
+    ) -> StagedTurn:
+        """Begin a staged turn that continues from the longest prefix of the prompt that is stored, but runs
+        at least the prompt's last token, which gives the logits. A request that begins again aborts its
+        former turn.
 
         Args:
-            method: the turn's compression; goes into the record where one is kept for others.
-            document: a record of the same owner that the session may begin with, as if it were an earlier
-                turn of it.
-            num_observed: at least so many of the prompt's last tokens are run if another session's record of
-                the same owner is continued from, so that the turn sees the queries which it would see
-                alone; None never continues from one.
-            has_history: whether the session has had turns: to hold none of them is a miss, which is counted.
+            method: the turn's compression method, stored with the record in Redis.
+            document: a record of the same owner that may be continued from as if it were the session's own.
+            num_observed: how many of the prompt's last tokens must be run if another session's record is
+                continued from, so that the method observes the same queries; None: other sessions' records
+                are not used.
+            has_history: whether the session has had turns; if nothing is stored for it, that is counted as a
+                miss.
+
+        Raises: InvalidRequest: the prompt is empty, another session's turn has this request id, or the
+        document
+            belongs to another owner.
         """
         ...
 
-    def turn(self, request_id: str) -> HistoryTurn | None:
-        """The turn that this request began, while it is neither committed nor aborted."""
+    def turn(self, request_id: str) -> StagedTurn | None:
+        """The turn that this request began, until it is committed, aborted or expired."""
         ...
 
-    def info(self, session: SessionKey) -> HistoryInfo: ...
+    def info(self, session: SessionKey) -> HistoryInfo:
+        """What is stored for the session; tier "none" if nothing is."""
+        ...
 
-    def drop(self, session: SessionKey) -> HistoryInfo: ...
+    def drop(self, session: SessionKey) -> HistoryInfo:
+        """Delete the session's history; returns what was stored. Its open turns will not commit:
+        SessionNotFound."""
+        ...
 
     def sweep(self) -> int:
-        """Drop turns whose lease ran out, on a clock of the caller's; returns how many."""
+        """Drop turns whose lease has expired; returns how many. Called periodically."""
         ...
 
     def close(self) -> None:
-        """Finish what is still to be written elsewhere, in bounded time. Idempotent."""
+        """Finish pending writes, in bounded time. Idempotent."""
         ...
 
     @property
@@ -134,10 +79,10 @@ class HistoryStore(Protocol):
 
     @property
     def max_bytes(self) -> int:
-        """Bound on `size_bytes`."""
+        """Limit on `size_bytes`."""
         ...
 
     @property
     def tier_bytes(self) -> dict[str, Callable[[], int]]:
-        """What each tier holds, to be asked for when it is wanted."""
+        """Functions that return the bytes in each tier: "memory", "redis"."""
         ...

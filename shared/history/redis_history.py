@@ -20,7 +20,7 @@ import msgspec
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss, KvferryError, SessionBusy
-from kvferry.shared.history.precision import RowChunk, chunk_bytes
+from kvferry.shared.history.precision import RowChunk
 from kvferry.shared.history.redis_client import Client, RedisLink
 from kvferry.shared.history.redis_format import (
     CHUNK_HEADER_BYTES,
@@ -189,7 +189,7 @@ class RedisHistory:
 
     def _new_entry(self, layers: Sequence[Sequence[RowChunk]]) -> SegmentEntry:
         num_tokens = sum(chunk.num_tokens for chunk in layers[0])
-        layer_bytes = max(sum(map(chunk_bytes, chunks)) for chunks in layers)
+        layer_bytes = max(sum(chunk.size_bytes for chunk in chunks) for chunks in layers)
         bound = max(1, self._value_bytes * num_tokens // max(1, layer_bytes))
         value_tokens = _value_tokens(layers, bound)
         entry = SegmentEntry(
@@ -197,7 +197,7 @@ class RedisHistory:
             size_bytes=0,
         )  # fmt: skip
         parts = [chunk for chunks in layers for _, chunk in _cut(chunks, value_tokens)]
-        size_bytes = sum(CHUNK_HEADER_BYTES + chunk_bytes(chunk) for chunk in parts)
+        size_bytes = sum(CHUNK_HEADER_BYTES + chunk.size_bytes for chunk in parts)
         return msgspec.structs.replace(entry, size_bytes=size_bytes)
 
     def _keep(self, session: SessionKey, entries: Iterable[SegmentEntry]) -> None:

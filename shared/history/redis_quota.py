@@ -58,14 +58,12 @@ class RedisQuota:
         link: RedisLink,
         *,
         max_bytes: int,
-        owner_max_bytes: int,
         ttl_s: float,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Args: max_bytes, owner_max_bytes: 0 is no bound."""
+        """Args: max_bytes: limit over all owners; 0: no limit."""
         self._link = link
         self._max_bytes = max_bytes
-        self._owner_max_bytes = owner_max_bytes
         self._ttl_s = ttl_s
         self._wall_clock = wall_clock
         self._total_bytes = 0
@@ -111,22 +109,21 @@ class RedisQuota:
         self._set_owner(session.owner, sum(map(int, self._link.call(forget))))
 
     def _limit(self, owner: str) -> int | None:
-        """What the owner may have now, at least 0; None is no bound."""
-        limits = [self._owner_max_bytes] if self._owner_max_bytes else []
-        if self._max_bytes:
-            now_ms = self._wall_clock() * 1000
-            sizes, expiries = total_keys()
+        """What the other owners leave of `max_bytes`; None: no limit."""
+        if not self._max_bytes:
+            return None
+        now_ms = self._wall_clock() * 1000
+        sizes, expiries = total_keys()
 
-            def read(client: Client) -> Any:
-                pipeline = client.pipeline(transaction=False)
-                pipeline.hgetall(sizes)
-                pipeline.zrangebyscore(expiries, now_ms, "+inf")
-                return pipeline.execute()
+        def read(client: Client) -> Any:
+            pipeline = client.pipeline(transaction=False)
+            pipeline.hgetall(sizes)
+            pipeline.zrangebyscore(expiries, now_ms, "+inf")
+            return pipeline.execute()
 
-            held, alive = self._link.call(read)
-            others = sum(int(held.get(name, 0)) for name in alive if name.decode() != _member(owner))
-            limits.append(max(0, self._max_bytes - others))
-        return min(limits) if limits else None
+        size_bytes, alive = self._link.call(read)
+        others = sum(int(size_bytes.get(name, 0)) for name in alive if name.decode() != _member(owner))
+        return max(0, self._max_bytes - others)
 
     def _set_owner(self, owner: str, size_bytes: int) -> None:
         sizes, expiries = total_keys()

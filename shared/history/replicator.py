@@ -23,10 +23,10 @@ from kvferry.shared.errors import HistoryMiss, KvferryError, SessionBusy
 from kvferry.shared.history.memory import MemoryHistoryStore
 from kvferry.shared.history.precision import RowChunk
 from kvferry.shared.history.prefix import common_prefix
+from kvferry.shared.history.records import StoredRecord
 from kvferry.shared.history.redis_format import RemoteRecord
 from kvferry.shared.history.redis_history import RedisHistory
 from kvferry.shared.history.segment import part_of, piece_chunks
-from kvferry.shared.history.turn import StoredRecord
 
 log = structlog.get_logger(__name__)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.shared.history.precision import LayerKV, RowChunk, chunk_bytes
+from kvferry.shared.history.precision import LayerKV, RowChunk
 
 
 def first_rows(chunks: Iterable[RowChunk], num_tokens: int) -> list[RowChunk]:
@@ -47,7 +47,7 @@ class Segment:
         memory is not kept."""
         self.num_tokens = num_tokens
         self._layers = tuple(self._trimmed(chunks, num_tokens) for chunks in layers)
-        self.size_bytes = sum(chunk_bytes(chunk) for chunks in self._layers for chunk in chunks)
+        self.size_bytes = sum(chunk.size_bytes for chunks in self._layers for chunk in chunks)
         self.references = 0
 
     def rows(self, layer: int, num_tokens: int) -> list[RowChunk]:

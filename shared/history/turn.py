@@ -1,20 +1,29 @@
-"""One turn's staging area in the memory store: its state, and the handle that its request holds.
+"""A staged turn: one request's new history until it is committed or dropped, and what it reuses from earlier
+turns.
 
-Decides nothing: what is staged, evicted and published is the store's (`memory.py`), under its lock.
+Place in the request's path: the prefill engine loads and appends layer by layer, decode's returned rows are
+appended, and the router's commit publishes them. The committed records and their byte count are in
+`records.py`.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
+import structlog
 from torch import Tensor
 
 from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
-from kvferry.shared.history.precision import LayerKV, RowChunk, chunk_bytes
-from kvferry.shared.history.segment import Piece
+from kvferry.shared.errors import HistoryMiss, InvalidRequest, SessionBusy, SessionNotFound
+from kvferry.shared.history.precision import LayerKV, RowChunk, RowPrecision
+from kvferry.shared.history.prefix import common_prefix
+from kvferry.shared.history.records import RecordTable, StoredRecord
+from kvferry.shared.history.remote_rows import RemoteRows
+from kvferry.shared.history.segment import Piece, Segment, chunk_rows, first_pieces, piece_chunks
+
+log = structlog.get_logger(__name__)
 
 
 class TurnState(enum.Enum):
@@ -27,147 +36,285 @@ class TurnState(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredRecord:
-    """A session's committed history, immutable; turns compare it by identity.
+class TurnContext:
+    """What all staged turns of one store share.
 
     Attributes:
-        pieces: where the tokens' KV is, in order; `length` adds up to `len(token_ids)`.
-        num_exact_tokens: leading tokens whose KV prefill computed from the tokens before them alone. What
-            decode generated, and what was run after it, also depends on the rows that decode had; other
-            sessions do not continue from that.
+        turns: those not yet committed, aborted or expired, by request id. Guarded by `records.lock`.
+        precision: how rows are stored.
+        lease_s: a turn that nothing was appended to for this long expires.
+        clock: monotonic seconds.
     """
 
-    token_ids: tuple[int, ...]
-    version: int
-    pieces: tuple[Piece, ...]
-    num_exact_tokens: int
-
-    @property
-    def size_bytes(self) -> int:
-        """Host memory of the segments it names, whole."""
-        return sum(piece.segment.size_bytes for piece in self.pieces)
+    records: RecordTable
+    num_layers: int
+    precision: RowPrecision
+    lease_s: float
+    clock: Callable[[], float]
+    turns: dict[str, StagedTurn] = field(default_factory=dict)
 
 
-@dataclass(kw_only=True, eq=False)
 class StagedTurn:
-    """A turn's state, guarded by the store's lock.
+    """Owned by the request that began it. Thread-safe: the store's lock, which is not held while KV is
+    copied.
 
         OPEN ──commit──► COMMITTED                staged rows become a segment of the session's record
           ├──abort──► ABORTED ◄──abort──┐         rows freed
-          ├──lease runs out──► EXPIRED ─┤         rows freed; commit: HistoryMiss
-          ├──session dropped─► DROPPED ─┘         rows freed; commit: SessionNotFound
-          └──no room──► OVERFLOWED                rows freed, later ones ignored; goes on like OPEN, and
-                                                  commit publishes the base prefix alone
+          ├──lease expires──► EXPIRED ──┤         rows freed; commit raises HistoryMiss
+          ├──session dropped─► DROPPED ─┘         rows freed; commit raises SessionNotFound
+          └──no room──► OVERFLOWED                rows freed, later ones ignored; otherwise like OPEN, and
+                                                  commit publishes the reused prefix alone
+
+        tokens   0 ......... m ............. r ........... prompt ....... generated
+                 memory      Redis, adopted   run by prefill  returned by decode
 
     While OPEN or OVERFLOWED it holds references on the pieces that it reuses, so that neither eviction nor
-    another turn's commit frees them; a drop or the lease does, and loading then raises HistoryMiss. Rows
-    appended to a turn in any other state go nowhere: its commit tells.
+    another turn's commit frees them. Rows appended in any other state are ignored: the commit fails.
 
     Attributes:
-        base: the session's record when the turn began, or None; the commit replaces no other.
-        pieces, reused_tokens: what the turn continues from, of `base` or of another record of the owner.
-        num_exact_reused: how many of the reused tokens are exact, see `StoredRecord`.
-        staged: chunks per layer, in order.
-        adopted: whether rows of another tier are among them, which are not known to be exact.
+        deadline_s: when its lease expires, on the store's clock.
     """
 
-    session: SessionKey
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    base: StoredRecord | None
-    pieces: tuple[Piece, ...]
-    reused_tokens: int
-    num_exact_reused: int
-    reuse_source: ReuseSource
-    staged: list[list[RowChunk]]
-    deadline_s: float
-    adopted: bool = False
-    state: TurnState = field(default=TurnState.OPEN)
+    def __init__(
+        self,
+        context: TurnContext,
+        session: SessionKey,
+        request_id: str,
+        prompt_token_ids: tuple[int, ...],
+        found: tuple[ReuseSource, StoredRecord | None, int],
+    ) -> None:
+        """Register the turn. The caller holds the store's lock. Args: found: see `RecordTable.find`."""
+        self.session = session
+        self.request_id = request_id
+        self._memory_source, record, self._memory_tokens = found
+        self.deadline_s = context.clock() + context.lease_s
+        self._context = context
+        self._records = context.records
+        self._prompt = prompt_token_ids
+        # The commit replaces this record of the session and no other.
+        self._base = self._records.get(session)
+        self._pieces = first_pieces(record.pieces, self._memory_tokens) if record is not None else ()
+        self._num_exact_reused = (
+            min(self._memory_tokens, record.num_exact_tokens) if record is not None else 0
+        )
+        self._adopted = False  # rows of another tier are not known to be exact
+        self._remote: RemoteRows | None = None
+        self._replicate: Callable[[bool], None] | None = None
+        self._rebuild = False
+        self._staged: list[list[RowChunk]] = [[] for _ in range(context.num_layers)]
+        self._staged_bytes = 0
+        self._state = TurnState.OPEN
+        self._records.retain(self._pieces)
+        context.turns[request_id] = self
 
     @property
-    def under_way(self) -> bool:
-        return self.state in (TurnState.OPEN, TurnState.OVERFLOWED)
+    def is_first(self) -> bool:
+        """Whether host memory had no record of the session when the turn began."""
+        return self._base is None
 
     @property
-    def staged_bytes(self) -> int:
-        return sum(chunk_bytes(chunk) for chunks in self.staged for chunk in chunks)
-
-    @property
-    def num_staged_tokens(self) -> int:
-        """Tokens whose rows are staged in every layer."""
-        return min(sum(chunk.num_tokens for chunk in chunks) for chunks in self.staged)
-
-
-class TurnStore(Protocol):
-    """What a handle asks of its store."""
-
-    def load_turn(self, turn: StagedTurn, layer: int) -> LayerKV | None: ...
-
-    def limit_turn(self, turn: StagedTurn, num_tokens: int) -> None: ...
-
-    def append_turn(self, turn: StagedTurn, layer: int, keys: Tensor, values: Tensor) -> None: ...
-
-    def adopt_turn(self, turn: StagedTurn, layer: int, chunks: Iterable[RowChunk]) -> None: ...
-
-    def restart_turn(self, turn: StagedTurn) -> None: ...
-
-    def commit_turn(self, turn: StagedTurn, token_ids: tuple[int, ...]) -> HistoryInfo: ...
-
-    def abort_turn(self, turn: StagedTurn) -> None: ...
-
-
-class MemoryHistoryTurn:
-    """Implements `HistoryTurn` over a store; see `StagedTurn` for its states."""
-
-    def __init__(self, store: TurnStore, turn: StagedTurn) -> None:
-        self._store = store
-        self._turn = turn
-
-    @property
-    def session(self) -> SessionKey:
-        return self._turn.session
-
-    @property
-    def request_id(self) -> str:
-        return self._turn.request_id
+    def is_open(self) -> bool:
+        return self._state in (TurnState.OPEN, TurnState.OVERFLOWED)
 
     @property
     def reused_tokens(self) -> int:
-        return self._turn.reused_tokens
+        """How many of the prompt's first tokens the turn continues from."""
+        return self._memory_tokens + (self._remote.num_tokens if self._remote is not None else 0)
 
     @property
     def reuse_source(self) -> ReuseSource:
-        return self._turn.reuse_source
-
-    def limit(self, num_tokens: int) -> None:
-        """See `HistoryTurn.limit`."""
-        self._store.limit_turn(self._turn, num_tokens)
-
-    def load(self, layer: int) -> LayerKV | None:
-        """See `HistoryTurn.load`. What it returns must not be written to."""
-        return self._store.load_turn(self._turn, layer)
-
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """See `HistoryTurn.append`. Raises HistoryMiss where the turn is committed already."""
-        self._store.append_turn(self._turn, layer, keys, values)
-
-    def adopt(self, layer: int, chunks: Iterable[RowChunk]) -> None:
-        """Stage rows that another tier holds, as they are stored; on memory of their own."""
-        self._store.adopt_turn(self._turn, layer, chunks)
+        """Whose record the turn continues from."""
+        return self._remote.source if self._remote is not None else self._memory_source
 
     @property
     def reused_by_tier(self) -> dict[str, int]:
-        """See `HistoryTurn.reused_by_tier`."""
-        return {"memory": self._turn.reused_tokens}
+        """`reused_tokens` by where their rows come from: "memory", "redis"."""
+        remote = {"redis": self._remote.num_tokens} if self._remote is not None else {}
+        return {"memory": self._memory_tokens, **remote}
+
+    def attach(self, *, remote: RemoteRows | None, replicate: Callable[[bool], None]) -> None:
+        """Add a second tier, before anything is loaded.
+
+        Args:
+            remote: the tokens' rows that follow those which host memory has.
+            replicate: called after a commit; its argument says whether the other tier's rows turned out to be
+                lost.
+        """
+        self._remote, self._replicate = remote, replicate
+
+    def load(self, layer: int) -> LayerKV | None:
+        """K and V `[H_kv, reused_tokens, D]`, or None if nothing is reused. Must not be written to.
+
+        Raises: HistoryMiss: the rows are gone.
+        """
+        with self._records.lock:
+            if self._memory_tokens and not self.is_open:
+                raise self._over(f"history of request {self.request_id} is gone: its turn is")
+            pieces = self._pieces
+        chunks = piece_chunks(pieces, layer)
+        if self._remote is not None:
+            fetched = self._remote.load(layer)
+            with self._records.lock:
+                self._adopted = True
+                for chunk in fetched:
+                    self._stage(layer, chunk)
+            chunks += fetched
+        return chunk_rows(chunks) if chunks else None
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Copy `[H_kv, n, D]` rows to the host, after those already staged for this layer.
+
+        Raises: HistoryMiss: the turn is already committed.
+        """
+        assert keys.ndim == 3, keys.shape
+        assert keys.shape == values.shape, (keys.shape, values.shape)
+        if self._state is TurnState.COMMITTED:
+            raise HistoryMiss(f"the turn of request {self.request_id} is already committed", reason="late")
+        if self._state is not TurnState.OPEN or keys.shape[1] == 0:
+            return
+        chunk = self._context.precision.encode(keys, values)
+        with self._records.lock:
+            self._stage(layer, chunk)
 
     def restart(self) -> None:
-        """See `HistoryTurn.restart`."""
-        self._store.restart_turn(self._turn)
+        """Drop what was staged and continue from nothing, because rows to be reused are gone. Whether the
+        turn may commit does not change."""
+        with self._records.lock:
+            self._release_rows()
+            if self._remote is not None:
+                self._remote.cancel()
+                self._remote, self._rebuild = None, True
+            self._memory_tokens = self._num_exact_reused = 0
+            self._adopted = False
 
     def commit(self, token_ids: tuple[int, ...]) -> HistoryInfo:
-        """See `HistoryTurn.commit`."""
-        return self._store.commit_turn(self._turn, token_ids)
+        """Publish the reused prefix and the staged rows as the session's record. The turn is over afterwards,
+        whatever the outcome. Tokens of `token_ids` beyond the rows that have KV are ignored.
+
+        Raises:
+            SessionNotFound: the session was dropped since `begin`.
+            SessionBusy: another turn of the session has committed since, here or at another worker.
+            HistoryMiss: the turn is already over.
+            InvalidRequest: `token_ids` contradict the prompt that the staged rows belong to.
+        """
+        if self._remote is not None:
+            self._remote.cancel()
+        reused = self._own_pieces()
+        with self._records.lock:
+            if self._state is TurnState.DROPPED:
+                self.abort()
+                raise SessionNotFound(f"session {self.session.session_id!r} was deleted during the turn")
+            if not self.is_open:
+                raise self._over(f"the turn of request {self.request_id} is already")
+            try:
+                self._check_commit(token_ids)
+            except (SessionBusy, InvalidRequest):
+                self.abort()
+                raise
+            info = record_info(self._publish(token_ids, reused))
+        if self._replicate is not None:
+            self._replicate(self._rebuild)
+        return info
 
     def abort(self) -> None:
-        """See `HistoryTurn.abort`."""
-        self._store.abort_turn(self._turn)
+        """Drop what was staged. Idempotent; does nothing after a commit."""
+        if self._remote is not None:
+            self._remote.cancel()
+        if self._state is not TurnState.COMMITTED:
+            self.end(TurnState.ABORTED)
+
+    def end(self, state: TurnState) -> None:
+        """Free everything that the turn holds. A turn of a dropped session stays registered for its commit to
+        fail."""
+        with self._records.lock:
+            self._release_rows()
+            self._state = state
+            turns = self._context.turns
+            if state is not TurnState.DROPPED and turns.get(self.request_id) is self:
+                del turns[self.request_id]
+
+    def _over(self, what: str) -> HistoryMiss:
+        return HistoryMiss(f"{what} {self._state.value}", reason=self._state.value)
+
+    def _own_pieces(self) -> tuple[Piece, ...]:
+        """The reused pieces as the session may store them: slices of another session's segments are copied.
+        The lock is not needed: the turn's references keep the segments."""
+        if self._memory_source == "session":
+            return self._pieces
+        return tuple(
+            piece
+            if piece.length == piece.segment.num_tokens
+            else Piece(segment=piece.segment.first(piece.length), length=piece.length)
+            for piece in self._pieces
+        )
+
+    # ---- the caller holds the lock -----------------------------------------------------------------------
+
+    def _stage(self, layer: int, chunk: RowChunk) -> None:
+        if self._state is not TurnState.OPEN:
+            return
+        if not self._records.make_room(chunk.size_bytes, busy=self._busy()):
+            log.warning("history has no room for a turn", request_id=self.request_id)
+            self._unstage()
+            self._state = TurnState.OVERFLOWED
+            return
+        self._records.size_bytes += chunk.size_bytes
+        self._staged_bytes += chunk.size_bytes
+        self._staged[layer].append(chunk)
+        self.deadline_s = self._context.clock() + self._context.lease_s
+
+    def _busy(self) -> set[SessionKey]:
+        return {turn.session for turn in self._context.turns.values()}
+
+    def _check_commit(self, token_ids: tuple[int, ...]) -> None:
+        if self._records.get(self.session) is not self._base:
+            raise SessionBusy(f"session {self.session.session_id!r} was changed by another turn")
+        if common_prefix(self._prompt, token_ids) < min(len(self._prompt), len(token_ids)):
+            raise InvalidRequest(f"the turn's token ids differ from request {self.request_id}'s prompt")
+
+    def _publish(self, token_ids: tuple[int, ...], reused: tuple[Piece, ...]) -> StoredRecord | None:
+        """Replace the session's record by the reused prefix and, as one new segment, the staged rows."""
+        records = self._records
+        pieces, num_tokens = records.add_copies(first_pieces(reused, len(token_ids)), busy=self._busy())
+        if num_tokens == self._memory_tokens:
+            num_staged = min(sum(chunk.num_tokens for chunk in chunks) for chunks in self._staged)
+            num_new = min(len(token_ids) - num_tokens, num_staged)
+            if num_new > 0:
+                segment = Segment(self._staged, num_new)
+                records.size_bytes += segment.size_bytes
+                pieces = (*pieces, Piece(segment=segment, length=num_new))
+                num_tokens += num_new
+        records.retain(pieces)
+        version = self._base.version + 1 if self._base is not None else 1
+        records.forget(self.session)
+        record = None
+        if num_tokens > 0:
+            exact = self._num_exact_reused
+            if exact == self._memory_tokens and not self._adopted:
+                exact = len(self._prompt)
+            record = StoredRecord(
+                token_ids=token_ids[:num_tokens],
+                version=version,
+                pieces=pieces,
+                num_exact_tokens=min(exact, num_tokens),
+            )
+            records.add(self.session, record)
+        self.end(TurnState.COMMITTED)
+        return record
+
+    def _release_rows(self) -> None:
+        self._unstage()
+        self._records.release(self._pieces)
+        self._pieces = ()
+
+    def _unstage(self) -> None:
+        self._records.size_bytes -= self._staged_bytes
+        self._staged_bytes = 0
+        self._staged = [[] for _ in range(self._context.num_layers)]
+
+
+def record_info(record: StoredRecord | None) -> HistoryInfo:
+    """What host memory has of a session."""
+    if record is None:
+        return HistoryInfo(num_tokens=0, size_bytes=0, tier="none")
+    return HistoryInfo(num_tokens=len(record.token_ids), size_bytes=record.size_bytes)

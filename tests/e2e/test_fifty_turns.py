@@ -35,9 +35,8 @@ def server() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def fifty_stack(start_stack: Callable[..., Any], server: Any) -> Iterator[Any]:
-    # what is held is always used, however slow this machine is
-    options = ("--history-redis", server.url, "--history-redis-timeout-s", "60", "--history-choice", "reuse")
-    with start_stack(*options, "--history-redis-turn-timeout-s", "120") as running:
+    # a long timeout, so that no history is given up on a slow machine
+    with start_stack("--history-redis", server.url, "--history-redis-timeout-s", "60") as running:
         yield running
 
 

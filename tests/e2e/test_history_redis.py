@@ -30,8 +30,7 @@ def server() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def redis_stack(start_stack: Callable[..., Any], server: Any) -> Iterator[Any]:
-    options = ("--history-redis", server.url, "--history-redis-timeout-s", "5")
-    with start_stack(*options, "--history-redis-retry-s", "0.2") as running:
+    with start_stack("--history-redis", server.url, "--history-redis-timeout-s", "5") as running:
         yield running
 
 

@@ -54,7 +54,7 @@ class Faulty:
                 used = admin.info("memory")
                 admin.config_set("maxmemory", (used["used_memory"] + used["used_memory_startup"]) // 2)
         if fault == "slow":
-            self.gate.throttle(20_000)  # a session's rows have 600 kB
+            self.gate.throttle(20_000)  # a session's rows have 600 kB: 30 s
         elif fault == "killed":
             self.server.kill()
         elif fault == "paused":
@@ -112,6 +112,9 @@ class Faulty:
     def misses(self) -> float:
         return float(self.stack.prefill_metric("kvferry_history_miss_total"))
 
+    def choices(self, way: str, reason: str) -> float:
+        return float(self.stack.prefill_metric("kvferry_history_choices_total", way=way, reason=reason))
+
 
 def known_tokens(answer: dict[str, Any]) -> int:
     """Tokens whose KV is there after a turn: all but the last generated one's."""
@@ -129,8 +132,8 @@ def faulty(start_stack: Callable[..., Any]) -> Iterator[Faulty]:
         options = (
             # room for one conversation: the other one's turn leaves this one's in Redis alone
             *("--in-process", "--history-bytes", str(1_100_000), "--history-redis", gate.url),
-            *("--history-redis-timeout-s", "6", "--history-redis-turn-timeout-s", "3"),
-            *("--history-redis-retry-s", "0.2", "--history-choice", "reuse"),
+            # a turn waits for Redis five times as long
+            *("--history-redis-timeout-s", "3"),
         )
         with start_stack(*options) as stack:
             yield Faulty(stack=stack, server=server, gate=gate)
@@ -159,7 +162,7 @@ def test_a_fault_in_a_turn_costs_a_miss_at_most(
     assert faulty.stored_tokens(session) == known_tokens(answers[0])
     faulty.ask(lines[0], next(fillers))
 
-    misses = faulty.misses()
+    misses, recomputed = faulty.misses(), faulty.choices("recompute", "miss")
     words, count = MOMENTS[moment]
     faulty.gate.trap(*words, action=lambda: faulty.strike(fault), count=count)
     try:
@@ -174,6 +177,7 @@ def test_a_fault_in_a_turn_costs_a_miss_at_most(
     elif fault != "evicting":  # which may have spared this session
         assert reused == 0
     assert faulty.misses() - misses == (reused == 0)
+    assert faulty.choices("recompute", "miss") - recomputed == (reused == 0)
     assert answers[1]["kv"]["history"] == ("delta" if reused else "recompute")
 
     # the worker leaves Redis alone for a moment: other sessions show when it no longer does

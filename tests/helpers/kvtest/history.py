@@ -23,7 +23,8 @@ from kvferry.shared.history.redis_client import RedisLink, RedisOptions
 from kvferry.shared.history.redis_format import RowShape
 from kvferry.shared.history.redis_history import RedisHistory
 from kvferry.shared.history.redis_quota import RedisQuota
-from kvferry.shared.history.tiered import TieredHistoryStore, TieredHistoryTurn
+from kvferry.shared.history.tiered import TieredHistoryStore
+from kvferry.shared.history.turn import StagedTurn
 
 LAYERS, HEADS, DIM = 3, 2, 4
 TOKEN_BYTES = 2 * LAYERS * HEADS * DIM * 4
@@ -46,13 +47,12 @@ class Worker:
         max_bytes: int = 1 << 30,
         bits: HistoryBits = "model",
         fingerprint: str = "model-a",
-        owner_max_bytes: int = 0,
         redis_max_bytes: int = 0,
         value_bytes: int = 1 << 20,
         timeout_s: float = 20.0,
         turn_timeout_s: float = 60.0,
         retry_s: float = 0.001,
-        write_mode: Any = "through",
+        commit_timeout_s: float = 60.0,
         num_layers: int = LAYERS,
         heads: int = HEADS,
         dim: int = DIM,
@@ -66,7 +66,7 @@ class Worker:
         )  # fmt: skip
         options = RedisOptions(url=url, timeout_s=timeout_s, backoff_s=0.001, breaker_open_s=retry_s)
         self.link = RedisLink(options)
-        quota = RedisQuota(self.link, max_bytes=redis_max_bytes, owner_max_bytes=owner_max_bytes, ttl_s=1000)
+        quota = RedisQuota(self.link, max_bytes=redis_max_bytes, ttl_s=1000)
         shape = RowShape(num_layers=num_layers, num_kv_heads=heads, head_dim=dim, precision=precision)
         self.remote = RedisHistory(
             self.link, quota, shape=shape, fingerprint=fingerprint, ttl_s=1000, value_bytes=value_bytes
@@ -74,20 +74,19 @@ class Worker:
         self.store = TieredHistoryStore(
             self.memory,
             self.remote,
-            write_mode=write_mode,
             turn_timeout_s=turn_timeout_s,
-            write_timeout_s=60,
+            commit_timeout_s=commit_timeout_s,
             on_miss=lambda reason: self.misses.update([reason]),
             on_failure=lambda reason: self.failures.update([reason]),
             clock=time.monotonic,
         )
         self._count = 0
 
-    def begin(self, session: SessionKey, prompt: tuple[int, ...], **options: Any) -> TieredHistoryTurn:
+    def begin(self, session: SessionKey, prompt: tuple[int, ...], **options: Any) -> StagedTurn:
         self._count += 1
         return self.store.begin(session, f"r{self._count}", prompt, method="rocketkv", **options)
 
-    def run(self, turn: TieredHistoryTurn, prompt: tuple[int, ...], at_layer: Callable[[int], None]) -> int:
+    def run(self, turn: StagedTurn, prompt: tuple[int, ...], at_layer: Callable[[int], None]) -> int:
         """A pass of the prompt as the engine makes it; returns the reused tokens that it ended with."""
         try:
             self._pass(turn, prompt, at_layer)
@@ -97,9 +96,7 @@ class Worker:
             self._pass(turn, prompt, lambda layer: None)
         return turn.reused_tokens
 
-    def _pass(
-        self, turn: TieredHistoryTurn, prompt: tuple[int, ...], at_layer: Callable[[int], None]
-    ) -> None:
+    def _pass(self, turn: StagedTurn, prompt: tuple[int, ...], at_layer: Callable[[int], None]) -> None:
         reused = turn.reused_tokens
         for layer in range(LAYERS):
             at_layer(layer)

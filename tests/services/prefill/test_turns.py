@@ -280,9 +280,7 @@ async def test_a_request_retried_under_its_id_replaces_its_turn(harness: Harness
     assert (await commit(harness, again, prompt)).num_tokens == 30
 
 
-@pytest.mark.parametrize(
-    "prefill_options", [{"turn_lease_s": 0.5, "sweep_interval_s": 0.05}], ids=["short-lease"]
-)
+@pytest.mark.parametrize("prefill_options", [{"turn_lease_s": 0.5}], ids=["short-lease"])
 async def test_an_abandoned_turn_is_swept(harness: Harness) -> None:
     request = harness.request(make_prompt(30), session=A)
     await harness.run(request)

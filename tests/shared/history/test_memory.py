@@ -10,7 +10,7 @@ from torch import Tensor
 from kvferry.shared.control.messages import HistoryInfo, SessionKey
 from kvferry.shared.errors import HistoryMiss, InvalidRequest, SessionBusy, SessionNotFound
 from kvferry.shared.history.memory import MemoryHistoryStore
-from kvferry.shared.history.turn import MemoryHistoryTurn
+from kvferry.shared.history.turn import StagedTurn
 
 LAYERS = 3
 HEADS = 2
@@ -51,7 +51,7 @@ def rows(layer: int, tokens: tuple[int, ...], start: int) -> Tensor:
     return base[None, :, None] + torch.arange(HEADS)[:, None, None] * 0.25 + torch.zeros(DIM)
 
 
-def stage(turn: MemoryHistoryTurn, tokens: tuple[int, ...], start: int) -> None:
+def stage(turn: StagedTurn, tokens: tuple[int, ...], start: int) -> None:
     for layer in range(LAYERS):
         kv = rows(layer, tokens, start)
         turn.append(layer, kv, -kv)
@@ -71,7 +71,7 @@ def run_turn(
     return turn.commit(prompt + generated)
 
 
-def assert_loads(turn: MemoryHistoryTurn, tokens: tuple[int, ...]) -> None:
+def assert_loads(turn: StagedTurn, tokens: tuple[int, ...]) -> None:
     assert turn.reused_tokens == len(tokens)
     for layer in range(LAYERS):
         loaded = turn.load(layer)
@@ -82,23 +82,6 @@ def assert_loads(turn: MemoryHistoryTurn, tokens: tuple[int, ...]) -> None:
         expected = rows(layer, tokens, 0)
         assert torch.equal(loaded[0], expected)
         assert torch.equal(loaded[1], -expected)
-
-
-@pytest.mark.parametrize("num_tokens", [4, 3, 1, 0])
-def test_a_turn_may_continue_from_less_than_is_there(store: MemoryHistoryStore, num_tokens: int) -> None:
-    run_turn(store, A, "r1", (1, 2, 3), (4, 5))
-    prompt = (1, 2, 3, 4, 5, 6)
-    turn = store.begin(A, "r2", prompt)
-    turn.limit(num_tokens)
-    assert turn.reused_by_tier == {"memory": num_tokens}
-    assert_loads(turn, prompt[:num_tokens])
-    stage(turn, prompt[num_tokens:], num_tokens)
-    assert turn.commit(prompt).num_tokens == 6
-    # the first record's segment lives on where the second begins with a part of it
-    assert store.size_bytes == (6 if num_tokens in (4, 0) else 4 + 6 - num_tokens) * TOKEN_BYTES
-    assert_loads(store.begin(A, "r3", (*prompt, 7)), prompt)
-    store.drop(A)
-    assert store.size_bytes == 0
 
 
 def test_a_session_that_has_had_turns_and_is_not_there_is_a_miss(clock: Clock) -> None:

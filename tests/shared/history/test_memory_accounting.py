@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss, SessionBusy, SessionNotFound
 from kvferry.shared.history.memory import MemoryHistoryStore
-from kvferry.shared.history.turn import MemoryHistoryTurn
+from kvferry.shared.history.turn import StagedTurn
 
 LAYERS = 2
 TOKEN_BYTES = LAYERS * 2 * 4
@@ -29,7 +29,7 @@ def rows(token_ids: tuple[int, ...], start: int) -> torch.Tensor:
 class PlainTurn:
     """What the machine knows of one turn."""
 
-    def __init__(self, turn: MemoryHistoryTurn, session: SessionKey, prompt: tuple[int, ...]) -> None:
+    def __init__(self, turn: StagedTurn, session: SessionKey, prompt: tuple[int, ...]) -> None:
         self.turn = turn
         self.session = session
         self.prompt = prompt

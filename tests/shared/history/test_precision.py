@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss
-from kvferry.shared.history.precision import GROUP_TOKENS, QuantisedChunk, RowPrecision, chunk_bytes
+from kvferry.shared.history.precision import GROUP_TOKENS, RowPrecision
 from kvferry.shared.history.redis_format import (
     RecordBody,
     RowShape,
@@ -41,11 +41,11 @@ def random_kv(heads: int, num_tokens: int, dim: int, dtype: torch.dtype = torch.
 def test_bytes_are_the_formulas(bits: Any, num_tokens: int, dim: int) -> None:
     chunk = RowPrecision(bits=bits, dtype=torch.float32).encode(*random_kv(3, num_tokens, dim))
     if bits == "16":
-        assert chunk_bytes(chunk) == 2 * 3 * num_tokens * dim * 2
+        assert chunk.size_bytes == 2 * 3 * num_tokens * dim * 2
     else:
         codes = 2 * 3 * num_tokens * -(-dim // (8 // int(bits)))
         groups = -(-num_tokens // GROUP_TOKENS)
-        assert chunk_bytes(chunk) == codes + 8 * 3 * dim * groups + 8 * 3 * num_tokens
+        assert chunk.size_bytes == codes + 8 * 3 * dim * groups + 8 * 3 * num_tokens
 
 
 @pytest.mark.parametrize("bits", ["8", "4"])
@@ -108,7 +108,7 @@ def test_any_other_bytes_are_a_miss(data: st.DataObject) -> None:
     precision = RowPrecision(bits="8", dtype=torch.float32)
     shape = RowShape(num_layers=1, num_kv_heads=2, head_dim=3, precision=precision)
     chunk = precision.encode(*random_kv(2, 5, 3))
-    assert isinstance(chunk, QuantisedChunk)
+    assert chunk.bits == 8
     value = write_chunk(chunk, shape=shape, segment_id=SEGMENT, layer=0, first_token=0)
     session = SessionKey(owner="o", session_id="s")
     entry = SegmentEntry(segment_id=SEGMENT, length=2, value_tokens=(1, 1), size_bytes=9)

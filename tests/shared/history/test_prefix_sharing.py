@@ -14,7 +14,7 @@ from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.history.memory import MemoryHistoryStore
 from kvferry.shared.history.prefix import BLOCK_TOKENS, common_prefix
-from kvferry.shared.history.turn import MemoryHistoryTurn
+from kvferry.shared.history.turn import StagedTurn
 
 LAYERS, HEADS, DIM = 2, 2, 3
 TOKEN_BYTES = 2 * LAYERS * HEADS * DIM * 4
@@ -39,7 +39,7 @@ def rows(layer: int, tokens: tuple[int, ...], start: int) -> Tensor:
     return base[None, :, None] + torch.arange(HEADS)[:, None, None] * 0.25 + torch.zeros(DIM)
 
 
-def stage(turn: MemoryHistoryTurn, tokens: tuple[int, ...], start: int) -> None:
+def stage(turn: StagedTurn, tokens: tuple[int, ...], start: int) -> None:
     for layer in range(LAYERS):
         kv = rows(layer, tokens, start)
         turn.append(layer, kv, -kv)
