@@ -1,7 +1,7 @@
-"""The last two steps of every sparse decode attention here: choose the best tokens, attend exactly to them.
+"""The last two steps of the sparse decode attentions: select the best tokens, attend exactly to them.
 
-Used by the torch paths of `exact_topk`, `hsa`, `quest` and `sparq`, which differ in how they score tokens.
-Checks nothing: arguments come from those dispatches.
+Used by `exact_topk`, `hsa`, `quest` and `sparq` in torch, which differ in how they score tokens. Arguments
+are checked by those ops.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ def top_tokens(scores: Tensor, num_tokens: int, *, length: int | None = None, pa
     """The newest token and the `num_tokens - 1` best of the others; of equal scores the lowest index wins.
 
     Args:
-        scores: float32 `[H_kv, ceil(n / page_size)]`, at least 0: of every token, or of pages, whose tokens
-            share it; the newest token's own does not count.
-        length: n, at least num_tokens; not needed where every token has a score.
+        scores: float32 `[H_kv, ceil(n / page_size)]`, at least 0: one per token, or one per page, which all
+        its
+            tokens share. The newest token's own score does not count.
+        length: n, at least num_tokens; None where every token has a score.
 
     Returns: int64 `[H_kv, num_tokens]`, in no particular order.
     """
@@ -44,10 +45,10 @@ def top_indices(scores: Tensor, count: int) -> Tensor:
 
 
 def _distinct_keys(scores: Tensor, page_size: int) -> Tensor:
-    """int64 `[n, m * page_size]` that order as scores do. Args: scores: as of `top_tokens`.
+    """int64 `[n, m * page_size]` in the scores' order, without ties. Args: scores: as of `top_tokens`.
 
-    torch.topk leaves the order of ties open, so no two keys are equal: floats of at least 0 order as their
-    bits do, and of equal ones the lower index has the higher key.
+    torch.topk leaves the order of ties open. Floats of at least 0 order as their bits do, which become the
+    high half of a key; the low half falls with the index.
     """
     bits = scores.view(torch.int32).unsqueeze(2)
     return torch.add(_falling(scores.shape[1], page_size, scores.device), bits, alpha=1 << 32).flatten(1)
@@ -55,14 +56,14 @@ def _distinct_keys(scores: Tensor, page_size: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _falling(num_pages: int, page_size: int, device: torch.device) -> Tensor:
-    """int64 `[pages, page_size]`, one less from token to token and the last one's 0; layers share it."""
+    """int64 `[pages, page_size]`, from the number of tokens less 1 down to 0; all layers share it."""
     return torch.arange(num_pages * page_size - 1, -1, -1, device=device).view(num_pages, page_size)
 
 
 @functools.lru_cache(maxsize=256)
-def head_starts(num_kv_heads: int, apart: int, device: torch.device) -> Tensor:
-    """int64 `[H_kv, 1]`: the row that each head's rows begin at where heads are so many rows apart."""
-    return torch.arange(0, num_kv_heads * apart, apart, device=device)[:, None]
+def head_starts(num_kv_heads: int, head_rows: int, device: torch.device) -> Tensor:
+    """int64 `[H_kv, 1]`: each head's first row where heads are `head_rows` rows apart."""
+    return torch.arange(0, num_kv_heads * head_rows, head_rows, device=device)[:, None]
 
 
 def attend_tokens(
@@ -74,29 +75,30 @@ def attend_tokens(
     scaling: float,
     joint: JointRows | None = None,
 ) -> Tensor:
-    """Exact attention to the chosen tokens of each KV head.
+    """Exact attention to the selected tokens of each KV head.
 
-    Args: queries `[H_kv, G, D]`, keys and values `[H_kv, n, D]`, tokens int64 `[H_kv, k]`; joint: keys and
-    values as rows of one tensor, if that is known already.
+    Args: queries `[H_kv, G, D]`, keys and values `[H_kv, n, D]`, tokens int64 `[H_kv, k]`; joint:
+        `JointRows.of(keys, values)`, or of a cache that they are the front of, if known already.
     Returns: `[H_kv, G, D]` in the queries' dtype.
     """
     joint = joint or JointRows.of(keys, values)
     if joint is None:
-        wide = tokens[:, :, None].expand(-1, -1, keys.shape[2])
-        chosen_keys, chosen_values = keys.gather(1, wide), values.gather(1, wide)
-    else:
-        chosen_keys, chosen_values = joint.gather(tokens)
+        index = tokens[:, :, None].expand(-1, -1, keys.shape[2])
+        return dense_decode(queries, keys.gather(1, index), values.gather(1, index), scaling=scaling)
+    chosen = joint.rows.index_select(0, (tokens + joint.starts).view(-1))
+    chosen_keys, chosen_values = chosen.view(2, *tokens.shape, keys.shape[2]).unbind(0)
     return dense_decode(queries, chosen_keys, chosen_values, scaling=scaling)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JointRows:
-    """K and V of all heads as rows of one tensor: an index of several parts, such as a head and a token, is
-    taken apart again for every element.
+    """K and V of all heads as rows of one tensor, so that one `index_select` copies whole rows of both.
+
+    An index of several parts, such as head and token, would be split again for every element.
 
     Attributes:
         rows: `[n, D]`.
-        starts: int64 `[2, H_kv, 1]`: the rows that each head's keys and values begin at.
+        starts: int64 `[2, H_kv, 1]`: the first row of each head's keys and values.
     """
 
     rows: Tensor
@@ -104,7 +106,7 @@ class JointRows:
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor) -> JointRows | None:
-        """Args: keys, values `[H_kv, n, D]`. Returns: None where they do not lie in one storage so."""
+        """Args: keys, values `[H_kv, n, D]`. Returns: None if they are not evenly spaced in one storage."""
         num_kv_heads, num_rows, head_dim = keys.shape
         head_stride, row, one = keys.stride()
         apart = values.storage_offset() - keys.storage_offset()
@@ -116,34 +118,9 @@ class JointRows:
         starts = _starts(num_kv_heads, head_stride // head_dim, apart // head_dim, keys.device)
         return cls(rows=keys.as_strided((size, head_dim), (head_dim, 1)), starts=starts)
 
-    def gather(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Each head's chosen rows, copied whole: `[H_kv, k, D]` each. Args: tokens int64 `[H_kv, k]`."""
-        chosen = self.rows.index_select(0, (tokens + self.starts).view(-1))
-        keys, values = chosen.view(2, *tokens.shape, self.rows.shape[1]).unbind(0)
-        return keys, values
-
 
 @functools.lru_cache(maxsize=256)
-def _starts(num_kv_heads: int, heads_apart: int, values_apart: int, device: torch.device) -> Tensor:
-    """int64 `[2, H_kv, 1]`: the rows that each head's keys and values begin at."""
-    keys = head_starts(num_kv_heads, heads_apart, device)
-    return torch.stack([keys, keys + values_apart])
-
-
-def check_cache(queries: Tensor, keys: Tensor, values: Tensor, *, length: int, num_tokens: int) -> None:
-    """Raises ValueError where queries `[H_kv, G, D]` and a cache `[H_kv, cap, D]` do not fit together, or a
-    size is out of range."""
-    if keys.ndim != 3 or values.shape != keys.shape:
-        raise ValueError(
-            f"keys {tuple(keys.shape)} and values {tuple(values.shape)} must both be [H_kv, cap, D]"
-        )
-    if queries.ndim != 3 or queries.shape[0] != keys.shape[0] or queries.shape[2] != keys.shape[2]:
-        raise ValueError(f"queries {tuple(queries.shape)} must be [H_kv, G, D] of keys {tuple(keys.shape)}")
-    if not queries.dtype == keys.dtype == values.dtype:
-        raise ValueError(f"dtypes must agree: {queries.dtype}, {keys.dtype}, {values.dtype}")
-    if not queries.device == keys.device == values.device:
-        raise ValueError(f"devices must agree: {queries.device}, {keys.device}, {values.device}")
-    if not 1 <= length <= keys.shape[1]:
-        raise ValueError(f"length is {length}; it must be 1 to {keys.shape[1]}")
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens is {num_tokens}; it must be at least 1")
+def _starts(num_kv_heads: int, head_rows: int, value_rows: int, device: torch.device) -> Tensor:
+    """`JointRows.starts`. Args: value_rows: rows from a head's first key to its first value."""
+    keys = head_starts(num_kv_heads, head_rows, device)
+    return torch.stack([keys, keys + value_rows])

@@ -6,9 +6,9 @@ import torch
 from case import Case, Device, Model
 
 from kvferry.kernels import attention_mass
+from kvferry.kernels.chunk_scores import chunk_scores_torch
 from kvferry.kernels.chunk_scores import triton_kernel as chunk_scores
-from kvferry.kernels.chunk_scores.torch_path import chunk_scores_torch
-from kvferry.kernels.window_scores.torch_path import window_scores_torch
+from kvferry.kernels.window_scores import window_scores_torch
 
 
 def window_case(

@@ -1,17 +1,20 @@
 """Chunk scores: how much the tokens of a chunk are attended within it, without the causal mask.
 
-First step of Compactor's attention scores, called once a layer while the prompt is prefilled. Does not pool,
-does not weigh by values, does not select. The torch path holds at most `MAX_LOGITS` float32 logits at a time,
-however long the prompt is; the Triton kernel none.
+First step of Compactor's attention scores, called once per layer while the prompt is prefilled. Does not
+pool, does not weight by values, does not select. In torch at most `MAX_LOGITS` float32 logits exist at a
+time, however long the prompt is: as many chunks together as fit. The Triton kernel stores none.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from kvferry.kernels.chunk_scores.torch_path import chunk_scores_torch, shared_chunk_scores_torch
-from kvferry.kernels.descriptors import alignment_problem, shape_problem
+from kvferry.kernels.checks import check_scores, check_size, scores_problem
 from kvferry.kernels.dispatch import path_for
+
+MAX_LOGITS = 1 << 24
+"""float32 logits at a time (64 MiB); those of one query, or of one chunk pair, are always allowed."""
 
 
 def chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: float) -> Tensor:
@@ -29,11 +32,14 @@ def chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: f
     Raises:
         ValueError: shapes, dtypes or devices disagree.
     """
-    _check(queries, keys, chunk_tokens)
+    check_size("chunk_tokens", chunk_tokens, 1)
+    check_scores(queries, keys, rows="T")
     if queries.shape[2] != keys.shape[1]:
-        raise ValueError(f"there are {queries.shape[2]} queries and {keys.shape[1]} keys; must be as many")
-    if path_for("chunk_scores", keys.device, _unsupported(queries, keys)) != "torch":
-        # Here, because a CPU install has no Triton.
+        raise ValueError(
+            f"there are {queries.shape[2]} queries and {keys.shape[1]} keys; they must be as many"
+        )
+    if path_for("chunk_scores", keys.device, scores_problem(queries, keys)) != "torch":
+        # a CPU install has no Triton
         from kvferry.kernels.chunk_scores import triton_kernel
 
         return triton_kernel.chunk_scores(
@@ -43,7 +49,7 @@ def chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: f
 
 
 def shared_chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: float) -> Tensor:
-    """The same where the chunks' own queries are not at hand: every chunk is attended by the same M queries,
+    """`chunk_scores` where the chunks' own queries are not known: the same M queries attend to every chunk,
     `a_t = (chunk's length / M) * mean_g sum_i softmax(q_{g,i} K_chunk^T * scaling)_t`.
 
     Args: queries: `[H_kv, G, M, D]`, M >= 1. The rest as in `chunk_scores`.
@@ -52,11 +58,12 @@ def shared_chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, sca
     Raises:
         ValueError: shapes, dtypes or devices disagree.
     """
-    _check(queries, keys, chunk_tokens)
+    check_size("chunk_tokens", chunk_tokens, 1)
+    check_scores(queries, keys, rows="M")
     if queries.shape[2] < 1:
         raise ValueError("there are 0 queries; there must be at least 1")
-    if path_for("chunk_scores", keys.device, _unsupported(queries, keys)) != "torch":
-        # Here, because a CPU install has no Triton.
+    if path_for("chunk_scores", keys.device, scores_problem(queries, keys)) != "torch":
+        # a CPU install has no Triton
         from kvferry.kernels.chunk_scores import triton_kernel
 
         return triton_kernel.chunk_scores(
@@ -65,26 +72,43 @@ def shared_chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, sca
     return shared_chunk_scores_torch(queries, keys, chunk_tokens, scaling)
 
 
-def _check(queries: Tensor, keys: Tensor, chunk_tokens: int) -> None:
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
-    if queries.ndim != 4 or keys.ndim != 3:
-        raise ValueError(
-            f"queries have shape {tuple(queries.shape)} and keys {tuple(keys.shape)}; "
-            "expected [H_kv, G, T, D] and [H_kv, T, D]"
-        )
-    if keys.shape[0] != queries.shape[0] or keys.shape[2] != queries.shape[3]:
-        raise ValueError(
-            f"keys have shape {tuple(keys.shape)}; expected [{queries.shape[0]}, T, {queries.shape[3]}] to "
-            "match queries"
-        )
-    if queries.dtype != keys.dtype or queries.device != keys.device:
-        raise ValueError(
-            f"queries are {queries.dtype} on {queries.device}, keys {keys.dtype} on {keys.device}; "
-            "they must agree"
-        )
+def chunk_scores_torch(
+    queries: Tensor, keys: Tensor, chunk_tokens: int, scaling: float, max_logits: int = MAX_LOGITS
+) -> Tensor:
+    """`chunk_scores` in torch; arguments are not checked."""
+    num_kv_heads, group, num_tokens, head_dim = queries.shape
+    scores = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=keys.device)
+    spans = _spans(num_tokens, chunk_tokens, max_logits // (group * chunk_tokens**2))
+    for head in range(num_kv_heads):
+        for begin, end, size in spans:
+            head_queries = queries[head, :, begin:end].float().reshape(group, -1, size, head_dim)
+            head_keys = keys[head, begin:end].float().reshape(-1, size, head_dim)
+            probabilities = (head_queries @ head_keys.mT).mul_(scaling).softmax(dim=-1)  # [G, n, c, c]
+            scores[head, begin:end] = probabilities.sum(dim=2).mean(dim=0).flatten()
+    return scores
 
 
-def _unsupported(queries: Tensor, keys: Tensor) -> str | None:
-    problem = shape_problem(queries.dtype, 1, queries.shape[3])
-    return problem or alignment_problem(keys=keys)
+def shared_chunk_scores_torch(
+    queries: Tensor, keys: Tensor, chunk_tokens: int, scaling: float, max_logits: int = MAX_LOGITS
+) -> Tensor:
+    """`shared_chunk_scores` in torch; arguments are not checked."""
+    num_kv_heads, num_tokens, _ = keys.shape
+    num_rows = queries.shape[1] * queries.shape[2]
+    scores = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=keys.device)
+    spans = _spans(num_tokens, chunk_tokens, max_logits // (num_rows * chunk_tokens))
+    for head in range(num_kv_heads):
+        rows = queries[head].flatten(0, 1).float() * scaling
+        for begin, end, size in spans:
+            logits = (rows @ keys[head, begin:end].float().mT).view(num_rows, -1, size)  # [G M, n, c]
+            scores[head, begin:end] = logits.softmax(dim=-1).mean(dim=0).flatten() * size
+    return scores
+
+
+def _spans(num_tokens: int, chunk_tokens: int, max_chunks: int) -> list[tuple[int, int, int]]:
+    """(begin, end, tokens of a chunk) of runs of equal chunks, each at most `max_chunks` long, at least 1."""
+    step = chunk_tokens * max(1, max_chunks)
+    num_whole = num_tokens // chunk_tokens * chunk_tokens
+    spans = [(begin, min(begin + step, num_whole), chunk_tokens) for begin in range(0, num_whole, step)]
+    if num_whole < num_tokens:
+        spans.append((num_whole, num_tokens, num_tokens - num_whole))
+    return spans

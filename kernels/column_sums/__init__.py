@@ -1,19 +1,25 @@
 """Column sums: how much all of a prompt's queries attend to each token, and how unevenly.
 
-D2O's and H2O's accumulated attention score, called once a layer while the prompt is prefilled; the variances
-are what D2O's layer budgets are made of. Never holds a T x T matrix: at most `MAX_LOGITS` float32 logits are
-alive at a time. `window_scores` is the same for the last W queries alone. Does not select.
+D2O's and H2O's accumulated attention score, called once per layer while the prompt is prefilled; D2O's layer
+budgets come from the variances. Never stores a T x T matrix: in torch at most `MAX_LOGITS` float32 logits
+exist at a time, in Triton (`kernels/attention_mass.py`) none. `window_scores` is the same for the last W
+queries alone. Does not select.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from kvferry.kernels.column_sums.torch_path import column_sums_torch
-from kvferry.kernels.descriptors import alignment_problem, shape_problem
+from kvferry.kernels.checks import check_scores, scores_problem
 from kvferry.kernels.dispatch import path_for
+
+MAX_LOGITS = 1 << 24
+"""float32 logits at a time (64 MiB); one query's G * T logits are always allowed."""
+MAX_CHUNK_QUERIES = 256
+"""A chunk computes its whole diagonal block, half of it for nothing: short chunks keep that small."""
 
 
 class ColumnSums(NamedTuple):
@@ -34,8 +40,8 @@ def column_sums(queries: Tensor, keys: Tensor, *, scaling: float) -> ColumnSums:
     `variances_g = Var_t(c_{g,t})` (D2O, Eq. 4).
 
     Args:
-        queries: post-RoPE `[H_kv, G, T_new, D]`; query i sits at position T - T_new + i and sees no later
-            token. T_new == T for a first turn; with history the older queries are gone and sum to nothing.
+        queries: post-RoPE `[H_kv, G, T_new, D]`; query i is at position T - T_new + i and sees no later
+            token. T_new == T for a first turn; with history, older queries are not known and not summed.
         keys: post-RoPE `[H_kv, T, D]`, T >= T_new >= 1, same dtype and device as `queries`.
         scaling: softmax scale.
 
@@ -44,31 +50,46 @@ def column_sums(queries: Tensor, keys: Tensor, *, scaling: float) -> ColumnSums:
     Raises:
         ValueError: shapes, dtypes or devices disagree.
     """
-    if queries.ndim != 4 or keys.ndim != 3:
-        raise ValueError(
-            f"queries have shape {tuple(queries.shape)} and keys {tuple(keys.shape)}; "
-            "expected [H_kv, G, T_new, D] and [H_kv, T, D]"
-        )
-    num_kv_heads, _, num_queries, head_dim = queries.shape
-    if keys.shape[0] != num_kv_heads or keys.shape[2] != head_dim:
-        raise ValueError(
-            f"keys have shape {tuple(keys.shape)}; expected [{num_kv_heads}, T, {head_dim}] to match queries"
-        )
-    if not 1 <= num_queries <= keys.shape[1]:
-        raise ValueError(f"there are {num_queries} queries; there must be 1 to {keys.shape[1]} (T)")
-    if queries.dtype != keys.dtype or queries.device != keys.device:
-        raise ValueError(
-            f"queries are {queries.dtype} on {queries.device}, keys {keys.dtype} on {keys.device}; "
-            "they must agree"
-        )
-    if path_for("column_sums", keys.device, _unsupported(queries, keys)) != "torch":
-        # Here, because a CPU install has no Triton.
-        from kvferry.kernels.column_sums import triton_kernel
+    check_scores(queries, keys, rows="T_new")
+    if not 1 <= queries.shape[2] <= keys.shape[1]:
+        raise ValueError(f"there are {queries.shape[2]} queries; there must be 1 to {keys.shape[1]} (T)")
+    if path_for("column_sums", keys.device, scores_problem(queries, keys)) != "torch":
+        # a CPU install has no Triton
+        from kvferry.kernels.attention_mass import attention_mass
 
-        return ColumnSums(*triton_kernel.column_sums(queries, keys, scaling=scaling))
-    return ColumnSums(*column_sums_torch(queries, keys, scaling))
+        columns = attention_mass(queries, keys, scaling=scaling, per_query_head=True)
+        return ColumnSums(columns.sum(dim=1), columns.var(dim=-1, correction=0))
+    return column_sums_torch(queries, keys, scaling)
 
 
-def _unsupported(queries: Tensor, keys: Tensor) -> str | None:
-    problem = shape_problem(queries.dtype, 1, queries.shape[3])
-    return problem or alignment_problem(keys=keys)
+def column_sums_torch(
+    queries: Tensor, keys: Tensor, scaling: float, max_logits: int = MAX_LOGITS
+) -> ColumnSums:
+    """`column_sums` in torch, a chunk of queries of one KV head at a time; arguments are not checked.
+
+    Args: max_logits: bound on a chunk's logits.
+    """
+    num_kv_heads, group, num_queries, head_dim = queries.shape
+    num_tokens = keys.shape[1]
+    history = num_tokens - num_queries
+    chunk = min(max(1, max_logits // (group * num_tokens)), MAX_CHUNK_QUERIES, num_queries)
+    future = torch.ones(chunk, chunk, dtype=torch.bool, device=keys.device).triu(1)
+    sums = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=keys.device)
+    variances = torch.empty(num_kv_heads, group, dtype=torch.float32, device=keys.device)
+    for head in range(num_kv_heads):
+        columns = torch.zeros(group, num_tokens, dtype=torch.float32, device=keys.device)
+        head_keys = keys[head].float()
+        for begin in range(0, num_queries, chunk):
+            count = min(chunk, num_queries - begin)
+            visible = history + begin + count
+            rows = queries[head, :, begin : begin + count].reshape(group * count, head_dim).float() * scaling
+            logits = (rows @ head_keys[:visible].T).view(group, count, visible)
+            # only the chunk's own columns can lie in a query's future
+            logits[:, :, visible - count :].masked_fill_(future[:count, :count], float("-inf"))
+            weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
+            # dividing each row by its sum and summing the columns is one product: no second matrix
+            inverse = weights.sum(-1).reciprocal_()
+            columns[:, :visible] += torch.bmm(inverse[:, None], weights)[:, 0]
+        sums[head] = columns.sum(0)
+        variances[head] = columns.var(-1, correction=0)
+    return ColumnSums(sums, variances)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvferry.kernels.checks import shape_problem
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, SlotBatch
 from kvferry.kernels.dense_decode.torch_path import dense_decode
-from kvferry.kernels.descriptors import ROW_FIELDS, shape_problem
+from kvferry.kernels.descriptors import ROW_FIELDS
 from kvferry.kernels.dispatch import decided_path
 from kvferry.kernels.split_workspace import choose_num_splits, split_workspace
 

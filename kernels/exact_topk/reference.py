@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.dense_decode.reference import dense_decode
-from kvferry.kernels.hsa.reference import select_tokens
+from kvferry.kernels.hsa.reference import attend_selected, select_tokens
 
 
 def token_scores(queries: Tensor, keys: Tensor, *, scaling: float) -> Tensor:
@@ -28,10 +28,4 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, *, num_tokens: int, sc
     if keys.shape[1] <= num_tokens:
         return dense_decode(queries, keys, values, scaling=scaling)
     chosen = select_tokens(token_scores(queries, keys, scaling=scaling), num_tokens=num_tokens)
-    heads = range(keys.shape[0])
-    return dense_decode(
-        queries,
-        torch.stack([keys[h, chosen[h]] for h in heads]),
-        torch.stack([values[h, chosen[h]] for h in heads]),
-        scaling=scaling,
-    )
+    return attend_selected(queries, keys, values, chosen, scaling=scaling)

@@ -1,12 +1,11 @@
 """Hybrid sparse attention (HSA), RocketKV section 3.4: page extremes, append, attend.
 
-The receiver builds the page extremes of the kept keys when a transfer commits; the decode engine appends one
-row and attends once per layer and step. Each function checks its arguments and dispatches to an
-implementation; `reference.py` is the same maths in plain float32.
+The receiver builds the page extremes of the received keys when a transfer commits; the decode engine appends
+one row and attends once per layer and step. `reference.py` is the same maths in plain float32.
 
 Legend: H_kv KV heads, G query heads per KV head, n rows in use, cap rows allocated, D head_dim, P page_size,
-k1 num_channels, k2 num_tokens. Rows at n and beyond, and pages beyond ceil(n / P), are never read: they may
-hold anything.
+k1 num_channels, k2 num_tokens. Rows at n and beyond, and pages beyond ceil(n / P), are never read and may
+have any content.
 """
 
 from __future__ import annotations
@@ -15,7 +14,14 @@ from functools import partial
 
 from torch import Tensor
 
-from kvferry.kernels.descriptors import alignment_problem, shape_problem
+from kvferry.kernels.checks import (
+    alignment_problem,
+    check_attention,
+    check_new_row,
+    check_same_kind,
+    check_size,
+    shape_problem,
+)
 from kvferry.kernels.dispatch import path_for
 from kvferry.kernels.hsa import torch_path
 from kvferry.kernels.hsa.descriptors import MAX_PAGES
@@ -37,7 +43,7 @@ def page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: i
     Raises:
         ValueError: shapes or dtypes do not fit together, or length is out of range.
     """
-    _check_pages(keys, page_max, page_min, length=length, page_size=page_size)
+    check_pages(keys, page_max, page_min, length=length, page_size=page_size)
     path_for("hsa_pages", keys.device)
     torch_path.write_page_extremes(keys[:, :length], page_max, page_min, page_size=page_size)
 
@@ -64,12 +70,8 @@ def append_row(
     Raises:
         ValueError: shapes or dtypes do not fit together, or position is out of range.
     """
-    _check_pages(keys, page_max, page_min, length=position + 1, page_size=page_size)
-    if key.shape != (keys.shape[0], keys.shape[2]) or value.shape != key.shape or values.shape != keys.shape:
-        raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [H_kv, D] of keys "
-            f"{tuple(keys.shape)} and values {tuple(values.shape)}"
-        )
+    check_pages(keys, page_max, page_min, length=position + 1, page_size=page_size)
+    check_new_row(keys, values, key, value)
     path_for("hsa_pages", keys.device)
     keys[:, position] = key
     values[:, position] = value
@@ -106,28 +108,16 @@ def attend(
         num_tokens: k2, at least 1.
         scaling: the softmax scale of the exact attention.
 
-    Returns:
-        `[H_kv, G, D]` in the queries' dtype.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together, or a size is out of range.
+    Returns: `[H_kv, G, D]` in the queries' dtype.
+    Raises: ValueError: shapes or dtypes do not fit together, or a size is out of range.
     """
-    _check_pages(keys, page_max, page_min, length=length, page_size=page_size)
-    head_dim = keys.shape[2]
-    if queries.ndim != 3 or queries.shape[0] != keys.shape[0] or queries.shape[2] != head_dim:
-        raise ValueError(f"queries {tuple(queries.shape)} must be [H_kv, G, D] of keys {tuple(keys.shape)}")
-    if values.shape != keys.shape or not queries.dtype == keys.dtype == values.dtype:
-        raise ValueError(
-            f"keys {tuple(keys.shape)} {keys.dtype}, values {tuple(values.shape)} {values.dtype} and queries "
-            f"{queries.dtype} must agree"
-        )
-    if not 1 <= num_channels <= head_dim:
-        raise ValueError(f"num_channels is {num_channels}; it must be 1 to {head_dim}")
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens is {num_tokens}; it must be at least 1")
+    check_attention(queries, keys, values)
+    check_pages(keys, page_max, page_min, length=length, page_size=page_size)
+    check_size("num_channels", num_channels, 1, keys.shape[2])
+    check_size("num_tokens", num_tokens, 1)
     unsupported = partial(_unsupported, queries, keys, values, page_max, page_min, page_size)
     if path_for("hsa", queries.device, unsupported) != "torch":
-        # Here, because a CPU install has no Triton.
+        # a CPU install has no Triton
         from kvferry.kernels.hsa import triton_kernel
 
         return triton_kernel.attend(
@@ -156,21 +146,19 @@ def attend(
     )
 
 
-def _check_pages(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: int, page_size: int) -> None:
+def check_pages(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: int, page_size: int) -> None:
+    """Require page extremes `[H_kv, ceil(cap / P), D]` of keys `[H_kv, cap, D]`, and sizes in range."""
     if keys.ndim != 3:
         raise ValueError(f"keys {tuple(keys.shape)} must be [H_kv, cap, D]")
     num_kv_heads, capacity, head_dim = keys.shape
-    if page_size < 1:
-        raise ValueError(f"page_size is {page_size}; it must be at least 1")
-    if not 1 <= length <= capacity:
-        raise ValueError(f"length is {length}; it must be 1 to {capacity}")
+    check_size("page_size", page_size, 1)
+    check_size("length", length, 1, capacity)
     expected = (num_kv_heads, num_pages(capacity, page_size), head_dim)
     if page_max.shape != expected or page_min.shape != expected:
         raise ValueError(
             f"page extremes {tuple(page_max.shape)} and {tuple(page_min.shape)} must be {expected}"
         )
-    if not keys.dtype == page_max.dtype == page_min.dtype:
-        raise ValueError(f"dtypes differ: {keys.dtype}, {page_max.dtype}, {page_min.dtype}")
+    check_same_kind(keys=keys, page_max=page_max, page_min=page_min)
 
 
 def _unsupported(
@@ -184,6 +172,6 @@ def _unsupported(
     if problem is None and page_max.shape[1] > MAX_PAGES:
         problem = f"there are {page_max.shape[1]} pages; there must be at most {MAX_PAGES}"
     if problem is None and page_size > 1:
-        # read along pages, in pieces of 16 bytes
+        # read along pages, 16 bytes at a time
         problem = alignment_problem(page_max=page_max.mT, page_min=page_min.mT)
     return problem or alignment_problem(keys=keys, values=values)

@@ -9,6 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
+from kvferry.kernels.checks import shape_problem
 from kvferry.kernels.decode_batch import (
     BatchShape,
     CachedRows,
@@ -17,7 +18,6 @@ from kvferry.kernels.decode_batch import (
     in_buckets,
     row_fields,
 )
-from kvferry.kernels.descriptors import shape_problem
 from kvferry.kernels.dispatch import decided_path
 from kvferry.kernels.hsa import num_pages
 from kvferry.kernels.hsa.descriptors import (

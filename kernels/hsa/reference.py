@@ -70,6 +70,14 @@ def select_tokens(scores: Tensor, *, num_tokens: int) -> Tensor:
     return torch.stack(selected)
 
 
+def attend_selected(
+    queries: Tensor, keys: Tensor, values: Tensor, selected: Tensor, *, scaling: float
+) -> Tensor:
+    """attn(q, K[i], V[i]) of each head's selected tokens int64 `[H_kv, k]`: float32 `[H_kv, G, D]`."""
+    heads = torch.arange(keys.shape[0])[:, None]
+    return dense_decode(queries, keys[heads, selected], values[heads, selected], scaling=scaling)
+
+
 def attend(
     queries: Tensor,
     keys: Tensor,
@@ -94,10 +102,4 @@ def attend(
         queries, page_max, page_min, length=length, page_size=page_size, num_channels=num_channels
     )
     i2 = select_tokens(scores, num_tokens=num_tokens)
-    heads = range(keys.shape[0])
-    return dense_decode(
-        queries,
-        torch.stack([keys[h, i2[h]] for h in heads]),
-        torch.stack([values[h, i2[h]] for h in heads]),
-        scaling=scaling,
-    )
+    return attend_selected(queries, keys, values, i2, scaling=scaling)

@@ -1,24 +1,27 @@
 """KIVI: uniform quantisation of K per channel in groups of tokens, of V per token; attention on the codes.
 
-Prefill quantises kept rows; decode attends on the packed bytes as they came, a tile of groups at a time, or
-dequantises them on arrival where only the wire is quantised. What is left over after the last whole group
-stays as rows. Does not choose rows or widths. `reference.py` is the same maths in plain loops.
+Prefill quantises the selected rows; decode attends to the packed bytes as received, a tile of groups at a
+time, or dequantises them on arrival where only the wire is quantised. Rows after the last whole group are not
+quantised. Does not choose rows or widths. `reference.py` is the same maths in plain loops.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvferry.kernels.checks import check_attention
 from kvferry.kernels.dispatch import path_for
-from kvferry.kernels.kivi import torch_path
-from kvferry.kernels.packed.value_rows import value_row_bytes
-from kvferry.kernels.quantise import WIDTHS
+from kvferry.kernels.packed.value_rows import pack_value_rows, unpack_value_rows, value_row_bytes
+from kvferry.kernels.quantise import WIDTHS, dequantise_rows, quantise_rows
 
-GROUP_TOKENS = torch_path.GROUP_TOKENS
+GROUP_TOKENS = 32
 """Tokens that share one scale of a K channel (Liu et al. 2024, group size 32)."""
+TILE_GROUPS = 32
+"""Groups of each head that are float32 at a time: 1,024 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,7 @@ def kivi_shapes(
 
 
 def kivi_quantise(keys: Tensor, values: Tensor, bits: int) -> KiviRows:
-    """Quantise whole groups of rows and keep the rest.
+    """Quantise whole groups of rows; the others stay as they are.
 
     Deviation: KIVI leaves up to 128 of the latest tokens in full precision and quantises them as they fill
     up; here those beyond the last whole group stay, n mod 32.
@@ -94,20 +97,36 @@ def kivi_quantise(keys: Tensor, values: Tensor, bits: int) -> KiviRows:
         raise ValueError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} must be [H_kv, n, D]")
     num_kv_heads, num_rows, head_dim = keys.shape
     shapes = kivi_shapes(num_rows, num_kv_heads=num_kv_heads, head_dim=head_dim, bits=bits)
-    grouped = num_rows // GROUP_TOKENS * GROUP_TOKENS
-    codes, scales = torch_path.quantise(keys[:, :grouped], values[:, :grouped], bits)
+    groups = num_rows // GROUP_TOKENS
+    grouped = groups * GROUP_TOKENS
+    shape = (num_kv_heads, groups, GROUP_TOKENS, head_dim)
+    codes, scales = [], []
+    for rows in (keys[:, :grouped].reshape(shape).transpose(2, 3), values[:, :grouped].reshape(shape)):
+        row_codes, row_scales, minima = quantise_rows(rows, bits)
+        packed = pack_value_rows(row_codes.flatten(0, 2), bits)
+        codes.append(packed.view(num_kv_heads, groups, rows.shape[2] * packed.shape[1]))
+        scales += [row_scales, minima]
     return KiviRows(
         bits=bits,
-        codes=codes.reshape(shapes[0]),
-        scales=scales.reshape(shapes[1]),
+        codes=torch.cat(codes, dim=2).reshape(shapes[0]),
+        scales=torch.cat(scales, dim=2).reshape(shapes[1]),
         keys=keys[:, grouped:].contiguous(),
         values=values[:, grouped:].contiguous(),
     )
 
 
 def kivi_dequantise(rows: KiviRows) -> tuple[Tensor, Tensor]:
-    """K and V `[H_kv, n, D]` in the dtype of the rows left over; codes become `s code + min` first."""
-    keys, values = torch_path.dequantise(rows.codes, rows.scales, rows.bits)
+    """K and V `[H_kv, n, D]` in the dtype of the unquantised rows; codes become `s code + min` in float32."""
+    num_kv_heads, num_left, head_dim = rows.keys.shape
+    grouped = rows.num_rows - num_left
+    keys = rows.scales.new_empty(num_kv_heads, grouped, head_dim)
+    values = torch.empty_like(keys)
+    for start, tile in _tiles(rows):
+        key_codes, key_scales, key_minima, value_codes, value_scales, value_minima = tile
+        stop = start + value_codes.shape[1] * GROUP_TOKENS
+        channels_first = dequantise_rows(key_codes, key_scales, key_minima)
+        keys[:, start:stop] = channels_first.transpose(2, 3).flatten(1, 2)
+        values[:, start:stop] = dequantise_rows(value_codes, value_scales, value_minima).flatten(1, 2)
     dtype = rows.keys.dtype
     return torch.cat([keys.to(dtype), rows.keys], dim=1), torch.cat([values.to(dtype), rows.values], dim=1)
 
@@ -117,28 +136,61 @@ def kivi_decode(
 ) -> Tensor:
     """Softmax attention of one new token over quantised rows and the new tokens, itself included.
 
+    `q . k = sum_c (s_c q_c) code_c + sum_c min_c q_c` and `sum_t (p_t s_t) code_t + sum_t p_t min_t`: codes
+    are never scaled.
+
     Args:
         queries: `[H_kv, G, D]`.
-        new_keys, new_values: `[H_kv, m, D]`, m >= 0, at any strides.
+        new_keys, new_values: `[H_kv, m, D]`, m >= 0, the queries' dtype, at any strides.
         scaling: the softmax scale.
 
     Returns: `[H_kv, G, D]` in the queries' dtype; accumulated in float32.
-
-    Raises: ValueError: shapes do not fit together, or there is nothing to attend to.
+    Raises: ValueError: shapes or dtypes do not fit together, or there is nothing to attend to.
     """
-    expected = (queries.shape[0], new_keys.shape[1], queries.shape[2])
-    if queries.ndim != 3 or new_keys.shape != expected or new_values.shape != expected:
-        raise ValueError(
-            f"queries {tuple(queries.shape)}, new_keys {tuple(new_keys.shape)} and new_values "
-            f"{tuple(new_values.shape)} must be [H_kv, G, D], [H_kv, m, D] and [H_kv, m, D]"
-        )
+    check_attention(queries, new_keys, new_values, least=0, prefix="new_", rows="m")
     if (rows.keys.shape[0], rows.keys.shape[2]) != (queries.shape[0], queries.shape[2]):
         raise ValueError(f"rows of {tuple(rows.keys.shape)} do not fit queries {tuple(queries.shape)}")
     if rows.num_rows + new_keys.shape[1] == 0:
         raise ValueError("there is neither a quantised row nor a new one; there must be one to attend to")
+    path_for("kivi", queries.device)
     left_keys = torch.cat([rows.keys, new_keys], dim=1)
     left_values = torch.cat([rows.values, new_values], dim=1)
-    path_for("kivi", queries.device)
-    return torch_path.decode(
-        queries, rows.codes, rows.scales, rows.bits, left_keys, left_values, scaling=scaling
-    )
+    scaled = queries.float() * scaling
+    grouped = rows.codes.shape[1] * GROUP_TOKENS
+    logits = scaled.new_empty(*queries.shape[:2], grouped + left_keys.shape[1])
+    for start, (key_codes, key_scales, key_minima, *_) in _tiles(rows):
+        # [H_kv, g, G, D] @ [H_kv, g, D, 32]
+        products = (scaled[:, None] * key_scales[:, :, None]) @ key_codes
+        products += (scaled[:, None] @ key_minima[..., None]).expand_as(products)
+        stop = start + key_codes.shape[1] * GROUP_TOKENS
+        logits[:, :, start:stop] = products.transpose(1, 2).flatten(2)
+    logits[:, :, grouped:] = scaled @ left_keys.float().mT
+    probabilities = logits.softmax(dim=-1)
+    output = probabilities[:, :, grouped:] @ left_values.float()
+    for start, (*_, value_codes, value_scales, value_minima) in _tiles(rows):
+        stop = start + value_codes.shape[1] * GROUP_TOKENS
+        tile = probabilities[:, :, start:stop]
+        output += (tile * value_scales.flatten(1)[:, None]) @ value_codes.flatten(1, 2)
+        output += tile @ value_minima.flatten(1)[:, :, None]
+    return output.to(queries.dtype)
+
+
+def _tiles(rows: KiviRows) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """A tile's first token; K codes float32 `[H_kv, t, D, 32]`, their scales and minima `[H_kv, t, D]`, V
+    codes `[H_kv, t, 32, D]`, their scales and minima `[H_kv, t, 32]`."""
+    bits, (num_kv_heads, _, head_dim) = rows.bits, rows.keys.shape
+    key_bytes, value_bytes = value_row_bytes(bits, GROUP_TOKENS), value_row_bytes(bits, head_dim)
+    sizes = [head_dim, head_dim, GROUP_TOKENS, GROUP_TOKENS]
+    for first in range(0, rows.codes.shape[1], TILE_GROUPS):
+        tile = rows.codes[:, first : first + TILE_GROUPS]
+        count = tile.shape[1]
+        keys = unpack_value_rows(
+            tile[:, :, : head_dim * key_bytes].reshape(-1, key_bytes), bits, GROUP_TOKENS
+        ).view(num_kv_heads, count, head_dim, GROUP_TOKENS)
+        values = unpack_value_rows(
+            tile[:, :, head_dim * key_bytes :].reshape(-1, value_bytes), bits, head_dim
+        ).view(num_kv_heads, count, GROUP_TOKENS, head_dim)
+        of_keys, key_minima, of_values, value_minima = torch.split(
+            rows.scales[:, first : first + count], sizes, dim=2
+        )
+        yield first * GROUP_TOKENS, (keys, of_keys, key_minima, values, of_values, value_minima)

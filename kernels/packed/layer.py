@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.kernels.descriptors import shape_problem
+from kvferry.kernels.checks import shape_problem
 from kvferry.kernels.dispatch import path_for
 from kvferry.kernels.packed.key_words import (
     WIDTHS,

@@ -1,30 +1,30 @@
 """Asymmetric uniform quantiser: one scale and one minimum per row, 2, 4 or 8 bits a code.
 
-Prefill quantises what it is about to pack: a row is a K channel over the kept tokens, or a V token over the
-head's channels. Does not choose widths (shared/compression/rdkv) and does not pack (`kernels/packed`).
+Prefill quantises what it is about to pack: a row is a K channel over the retained tokens, or a V token over
+the head's channels. Does not choose widths (shared/compression/rdkv) and does not pack (`kernels/packed`).
 `reference.py` is the same maths, value by value.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kvferry.kernels.dispatch import path_for
-from kvferry.kernels.quantise import torch_path
 
 WIDTHS = (2, 4, 8)
 """Code widths in bits."""
 
 
-def quantise_rows(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantise_rows(rows: Tensor, bits: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`s = (max - min) / (2^b - 1)`, `code = round((x - min) / s)`; a row of zero range has s = 1, code 0.
 
     Deviation: the paper stores a zero point z and dequantises `s (code - z)`. The fp32 minimum stored here
-    equals an unrounded and unclamped z; a clamped one loses every channel that keeps one sign.
+    equals an unrounded and unclamped z; a clamped one loses every channel whose values all have one sign.
 
     Args:
         rows: floating `[..., R, C]`, C >= 1, rows at any stride.
-        bits: b, 2, 4 or 8.
+        bits: b, 2, 4 or 8; or integers `[R]`, one b per row, which the caller has checked.
 
     Returns:
         codes uint8 `[..., R, C]` below 2^b; scales and minima float32 `[..., R]`.
@@ -32,14 +32,28 @@ def quantise_rows(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         ValueError: another width, no columns, or a value that is not finite in float32.
     """
-    if bits not in WIDTHS:
+    if isinstance(bits, int) and bits not in WIDTHS:
         raise ValueError(f"bits is {bits}; it must be one of {WIDTHS}")
     if rows.ndim < 2 or rows.shape[-1] < 1 or not rows.is_floating_point():
         raise ValueError(
             f"rows are {tuple(rows.shape)} {rows.dtype}; they must be floating [..., R, C], C >= 1"
         )
     path_for("quantise", rows.device)
-    return torch_path.quantise_rows(rows, bits)
+    values = rows.float()
+    minima, maxima = values.amin(dim=-1), values.amax(dim=-1)
+    span = maxima - minima
+    # a NaN in a row reaches its extremes; an infinity or an overflowing range reaches the span
+    if not bool(span.isfinite().all()):
+        raise ValueError(
+            "rows have a value that is not finite, or a range beyond float32; all must be finite"
+        )
+    levels = torch.as_tensor(bits, device=rows.device).exp2().sub_(1)
+    scales = span / levels
+    # a subnormal range may underflow to a zero scale: it counts as no range
+    scales = torch.where(scales > 0, scales, 1.0)
+    # at least 0, because no value is below the minimum
+    codes = ((values - minima[..., None]) / scales[..., None]).round_().clamp_(max=levels[..., None])
+    return codes.to(torch.uint8), scales, minima
 
 
 def dequantise_rows(codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Quest's decode attention (Tang et al. 2024): upper bounds of whole pages choose the tokens to attend.
 
-Called by the decode engine once per layer and step for layers whose plan says so. Pages are built and grown
-by `kernels.hsa` (`page_extremes`, `append_row`): the auxiliary tensors are the same. `reference.py` is the
+Called by the decode engine once per layer and step for layers whose plan says so. `kernels.hsa` builds and
+grows the pages (`page_extremes`, `append_row`): the auxiliary tensors are the same. `reference.py` is the
 same maths in plain float32.
 
 Legend: H_kv KV heads, G query heads per KV head, n rows in use, cap rows allocated, D head_dim, P page_size.
@@ -9,12 +9,14 @@ Legend: H_kv KV heads, G query heads per KV head, n rows in use, cap rows alloca
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from kvferry.kernels.checks import check_attention, check_size
+from kvferry.kernels.dense_decode.torch_path import dense_decode
 from kvferry.kernels.dispatch import path_for
-from kvferry.kernels.hsa import num_pages
-from kvferry.kernels.quest import torch_path
-from kvferry.kernels.top_tokens import check_cache
+from kvferry.kernels.hsa import check_pages, num_pages
+from kvferry.kernels.top_tokens import attend_tokens, top_tokens
 
 
 def attend(
@@ -37,7 +39,7 @@ def attend(
     read.
 
     Deviation: the newest token is always among the k. Whole pages are not forced: where k is no multiple of P
-    the last chosen page is cut, so that the budget holds to the token.
+    the last chosen page is cut, so that the budget is exact.
 
     Args:
         queries: `[H_kv, G, D]`.
@@ -48,29 +50,34 @@ def attend(
         num_tokens: k, at least 1.
         scaling: the softmax scale, of the bounds and of the exact attention.
 
-    Returns:
-        `[H_kv, G, D]` in the queries' dtype.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together, or a size is out of range.
+    Returns: `[H_kv, G, D]` in the queries' dtype.
+    Raises: ValueError: shapes or dtypes do not fit together, or a size is out of range.
     """
-    check_cache(queries, keys, values, length=length, num_tokens=num_tokens)
-    if page_size < 1:
-        raise ValueError(f"page_size is {page_size}; it must be at least 1")
-    expected = (keys.shape[0], num_pages(keys.shape[1], page_size), keys.shape[2])
-    if page_max.shape != expected or page_min.shape != expected:
-        raise ValueError(
-            f"page extremes {tuple(page_max.shape)} and {tuple(page_min.shape)} must be {expected}"
-        )
-    pages = num_pages(length, page_size)
+    check_attention(queries, keys, values)
+    check_pages(keys, page_max, page_min, length=length, page_size=page_size)
+    check_size("num_tokens", num_tokens, 1)
     path_for("quest", queries.device)
-    return torch_path.attend(
-        queries,
-        keys[:, :length],
-        values[:, :length],
-        page_max[:, :pages],
-        page_min[:, :pages],
-        page_size=page_size,
-        num_tokens=num_tokens,
-        scaling=scaling,
-    )
+    keys, values, pages = keys[:, :length], values[:, :length], num_pages(length, page_size)
+    if length <= num_tokens:
+        return dense_decode(queries, keys, values, scaling=scaling)
+    extremes = page_max[:, :pages], page_min[:, :pages]
+    scores = token_scores(queries, *extremes, length=length, page_size=page_size, scaling=scaling)
+    return attend_tokens(queries, keys, values, top_tokens(scores, num_tokens), scaling=scaling)
+
+
+def token_scores(
+    queries: Tensor, page_max: Tensor, page_min: Tensor, *, length: int, page_size: int, scaling: float
+) -> Tensor:
+    """The mean over the group of each head's bounded softmax over tokens: float32 `[H_kv, n]`."""
+    q = queries.float() * scaling
+    # max(q Kmax, q Kmin) is q Kmax where q is positive, q Kmin where it is not
+    logits = torch.matmul(q.clamp(min=0), page_max.float().transpose(1, 2))
+    logits += torch.matmul(q.clamp(max=0), page_min.float().transpose(1, 2))  # [H_kv, G, pages]
+
+    # softmax over tokens: a page's term counts once for each of its tokens
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    pages = page_max.shape[1]
+    counts = torch.full((pages,), float(page_size), device=q.device)
+    counts[-1] = length - (pages - 1) * page_size
+    scores = (weights / (weights @ counts)[..., None]).mean(1)
+    return scores.repeat_interleave(page_size, dim=1)[:, :length]

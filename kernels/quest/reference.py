@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.dense_decode.reference import dense_decode
-from kvferry.kernels.hsa.reference import page_extremes, select_tokens
+from kvferry.kernels.hsa.reference import attend_selected, page_extremes, select_tokens
 
 
 def token_scores(queries: Tensor, keys: Tensor, *, page_size: int, scaling: float) -> Tensor:
@@ -40,10 +40,4 @@ def attend(
         return dense_decode(queries, keys, values, scaling=scaling)
     scores = token_scores(queries, keys, page_size=page_size, scaling=scaling)
     chosen = select_tokens(scores, num_tokens=num_tokens)
-    heads = range(keys.shape[0])
-    return dense_decode(
-        queries,
-        torch.stack([keys[h, chosen[h]] for h in heads]),
-        torch.stack([values[h, chosen[h]] for h in heads]),
-        scaling=scaling,
-    )
+    return attend_selected(queries, keys, values, chosen, scaling=scaling)

@@ -1,18 +1,19 @@
-"""Decode attention where every KV head of a layer has a number of rows of its own: AdaKV.
+"""Decode attention where every KV head of a layer has its own number of rows: AdaKV.
 
-Called by the decode engine for layers whose prompt kept ragged heads. Heads' rows lie one after another,
-padded to nothing; rows of new tokens, as many for every head, lie apart. Checks its arguments and dispatches
-to an implementation; `reference.py` is the same maths in plain float32.
+Called by the decode engine for layers whose prompt has ragged heads. Heads' rows follow one another without
+padding; the rows of new tokens, equally many for every head, are separate. `reference.py` is the same maths
+in plain float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from kvferry.kernels.checks import check_same_kind
 from kvferry.kernels.dispatch import path_for
-from kvferry.kernels.ragged_decode import torch_path
 
 
 def ragged_decode(
@@ -27,6 +28,8 @@ def ragged_decode(
 ) -> Tensor:
     """softmax(scaling * q K^T) V of each head over its own rows and the new ones.
 
+    Heads are a loop, not a padded batch: padding would copy all rows at every step.
+
     Args:
         queries: `[H_kv, G, D]`.
         head_rows: n_h for each KV head, each at least 0; n is their sum.
@@ -34,23 +37,9 @@ def ragged_decode(
         new_keys, new_values: `[H_kv, m, D]`, m >= 0, at any strides.
         scaling: the softmax scale.
 
-    Returns: `[H_kv, G, D]` in the queries' dtype.
-
+    Returns: `[H_kv, G, D]` in the queries' dtype; the softmax is in float32.
     Raises: ValueError: shapes or dtypes do not fit together, or a head has nothing to attend to.
     """
-    _check(queries, head_rows, keys, values, new_keys, new_values)
-    path_for("ragged_decode", queries.device)
-    return torch_path.ragged_decode(queries, head_rows, keys, values, new_keys, new_values, scaling=scaling)
-
-
-def _check(
-    queries: Tensor,
-    head_rows: Sequence[int],
-    keys: Tensor,
-    values: Tensor,
-    new_keys: Tensor,
-    new_values: Tensor,
-) -> None:
     num_kv_heads, _, head_dim = queries.shape
     rows, new = (sum(head_rows), head_dim), (num_kv_heads, new_keys.shape[1], head_dim)
     shapes = tuple(tuple(t.shape) for t in (keys, values, new_keys, new_values))
@@ -59,8 +48,16 @@ def _check(
             f"K, V and new K, V are {shapes}, rows of each head {list(head_rows)}; they must be "
             f"{(rows, rows, new, new)} for {num_kv_heads} heads"
         )
-    dtypes = {t.dtype for t in (queries, keys, values, new_keys, new_values)}
-    if len(dtypes) != 1 or not queries.is_floating_point():
-        raise ValueError(f"dtypes must be floating and agree: {sorted(map(str, dtypes))}")
+    check_same_kind(queries=queries, keys=keys, values=values, new_keys=new_keys, new_values=new_values)
     if min(head_rows) + new_keys.shape[1] == 0:
         raise ValueError("a head has neither a row of the prompt nor a new one; it must have one")
+    path_for("ragged_decode", queries.device)
+    output = torch.empty_like(queries)
+    new_logits = queries @ new_keys.mT
+    pieces = zip(*(torch.split(tensor, list(head_rows)) for tensor in (keys, values)), strict=True)
+    for head, (head_keys, head_values) in enumerate(pieces):
+        logits = torch.cat([queries[head] @ head_keys.T, new_logits[head]], dim=1).float()
+        probabilities = (logits * scaling).softmax(dim=-1).to(queries.dtype)
+        output[head] = probabilities[:, : len(head_keys)] @ head_values
+        output[head].addmm_(probabilities[:, len(head_keys) :], new_values[head])
+    return output

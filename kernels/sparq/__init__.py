@@ -13,24 +13,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvferry.kernels.checks import check_attention, check_new_row, check_size
+from kvferry.kernels.dense_decode.torch_path import dense_decode
 from kvferry.kernels.dispatch import path_for
-from kvferry.kernels.sparq import torch_path
-from kvferry.kernels.top_tokens import check_cache
+from kvferry.kernels.top_tokens import attend_tokens, top_tokens
 
 
 def write_value_sum(values: Tensor, value_sum: Tensor, *, length: int) -> None:
     """Write the sum of the first `length` values.
 
-    Args:
-        values: `[H_kv, cap, D]`.
-        value_sum: out, float32 `[H_kv, D]`.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together, or length is out of range.
+    Args: values `[H_kv, cap, D]`; value_sum: out, float32 `[H_kv, D]`.
+    Raises: ValueError: shapes or dtypes do not fit together, or length is out of range.
     """
     _check_sum(values, value_sum)
-    if not 1 <= length <= values.shape[1]:
-        raise ValueError(f"length is {length}; it must be 1 to {values.shape[1]}")
+    check_size("length", length, 1, values.shape[1])
     torch.sum(values[:, :length], dim=1, dtype=torch.float32, out=value_sum)
 
 
@@ -39,17 +35,11 @@ def append_row(
 ) -> None:
     """Write one token's K and V `[H_kv, D]` as row `position` and add the value to the running sum, in place.
 
-    Raises:
-        ValueError: shapes or dtypes do not fit together, or position is out of range.
+    Raises: ValueError: shapes or dtypes do not fit together, or position is out of range.
     """
     _check_sum(values, value_sum)
-    if keys.shape != values.shape or key.shape != value_sum.shape or value.shape != value_sum.shape:
-        raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [H_kv, D] of keys "
-            f"{tuple(keys.shape)} and values {tuple(values.shape)}"
-        )
-    if not 0 <= position < keys.shape[1]:
-        raise ValueError(f"position is {position}; it must be 0 to {keys.shape[1] - 1}")
+    check_new_row(keys, values, key, value)
+    check_size("position", position, 0, keys.shape[1] - 1)
     keys[:, position] = key
     values[:, position] = value
     value_sum += value
@@ -84,26 +74,37 @@ def attend(
         num_tokens: k, at least 1.
         scaling: the softmax scale.
 
-    Returns:
-        `[H_kv, G, D]` in the queries' dtype.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together, or a size is out of range.
+    Returns: `[H_kv, G, D]` in the queries' dtype.
+    Raises: ValueError: shapes or dtypes do not fit together, or a size is out of range.
     """
-    check_cache(queries, keys, values, length=length, num_tokens=num_tokens)
+    check_attention(queries, keys, values)
     _check_sum(values, value_sum)
-    if not 1 <= num_channels <= keys.shape[2]:
-        raise ValueError(f"num_channels is {num_channels}; it must be 1 to {keys.shape[2]}")
+    check_size("length", length, 1, keys.shape[1])
+    check_size("num_channels", num_channels, 1, keys.shape[2])
+    check_size("num_tokens", num_tokens, 1)
     path_for("sparq", queries.device)
-    return torch_path.attend(
-        queries,
-        keys[:, :length],
-        values[:, :length],
-        value_sum / length,
-        num_channels=num_channels,
-        num_tokens=num_tokens,
-        scaling=scaling,
-    )
+    keys, values = keys[:, :length], values[:, :length]
+    if length <= num_tokens:
+        return dense_decode(queries, keys, values, scaling=scaling)
+    scores = approximate_scores(queries, keys, num_channels=num_channels, scaling=scaling)
+    tokens = top_tokens(scores.mean(1), num_tokens)
+    alpha = scores.gather(2, tokens[:, None].expand(-1, scores.shape[1], -1)).sum(-1, keepdim=True)
+    exact = attend_tokens(queries, keys, values, tokens, scaling=scaling)
+    return (alpha * exact.float() + (1 - alpha) * (value_sum / length)[:, None]).to(queries.dtype)
+
+
+def approximate_scores(queries: Tensor, keys: Tensor, *, num_channels: int, scaling: float) -> Tensor:
+    """Each head's softmax over tokens, from r channels: float32 `[H_kv, G, n]`."""
+    q = queries.float()
+    q_abs = q.abs()
+    channels = q_abs.sum(1).sort(dim=-1, descending=True, stable=True).indices[:, :num_channels]
+    chosen = torch.zeros_like(q_abs[:, 0], dtype=torch.bool).scatter_(1, channels, True)
+    # reading whole rows with zeros in q is faster than gathering single channels
+    q_kept = torch.where(chosen[:, None], q, 0.0)
+    l1_kept = q_kept.abs().sum(-1, keepdim=True)
+    # a head that is zero on these channels has logits of zero whatever it is divided by
+    temperature = torch.where(l1_kept > 0, (l1_kept / q_abs.sum(-1, keepdim=True)).sqrt(), 1.0)
+    return torch.matmul(q_kept * scaling / temperature, keys.float().transpose(1, 2)).softmax(dim=-1)
 
 
 def _check_sum(values: Tensor, value_sum: Tensor) -> None:

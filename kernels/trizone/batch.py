@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvferry.kernels.checks import shape_problem
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, SlotBatch, in_buckets
-from kvferry.kernels.descriptors import ROW_FIELDS, shape_problem
+from kvferry.kernels.descriptors import ROW_FIELDS
 from kvferry.kernels.dispatch import decided_path
 from kvferry.kernels.packed import PackedLayer
 from kvferry.kernels.split_workspace import choose_num_splits, split_workspace

@@ -1,17 +1,21 @@
 """Window scores: how much the prompt's last queries attend to each token, summed over window and group.
 
-First step of SnapKV's and RocketKV's scoring, called once a layer while the prompt is prefilled. Does not
-pool, does not select, and does not drop the window's own columns. The torch path holds at most `MAX_LOGITS`
-float32 logits at a time, however long the prompt is; the Triton kernel none.
+First step of SnapKV's and RocketKV's scoring, called once per layer while the prompt is prefilled. Does not
+pool, does not select, and does not drop the window's own columns. In torch at most `MAX_LOGITS` float32
+logits exist at a time, however long the prompt is; the Triton kernels (`kernels/attention_mass.py`) store
+none.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from kvferry.kernels.descriptors import alignment_problem, shape_problem
+from kvferry.kernels.checks import check_scores, check_size, scores_problem
 from kvferry.kernels.dispatch import path_for
-from kvferry.kernels.window_scores.torch_path import window_scores_torch
+
+MAX_LOGITS = 1 << 24
+"""float32 logits at a time (64 MiB); one row of T logits is always allowed."""
 
 
 def window_scores(queries: Tensor, keys: Tensor, *, scaling: float) -> Tensor:
@@ -27,31 +31,38 @@ def window_scores(queries: Tensor, keys: Tensor, *, scaling: float) -> Tensor:
     Raises:
         ValueError: shapes, dtypes or devices disagree.
     """
-    if queries.ndim != 4 or keys.ndim != 3:
-        raise ValueError(
-            f"queries have shape {tuple(queries.shape)} and keys {tuple(keys.shape)}; "
-            "expected [H_kv, G, W, D] and [H_kv, T, D]"
-        )
-    num_kv_heads, _, window, head_dim = queries.shape
-    if keys.shape[0] != num_kv_heads or keys.shape[2] != head_dim:
-        raise ValueError(
-            f"keys have shape {tuple(keys.shape)}; expected [{num_kv_heads}, T, {head_dim}] to match queries"
-        )
-    if not 1 <= window <= keys.shape[1]:
-        raise ValueError(f"the window has {window} queries; it must have 1 to {keys.shape[1]} (T)")
-    if queries.dtype != keys.dtype or queries.device != keys.device:
-        raise ValueError(
-            f"queries are {queries.dtype} on {queries.device}, keys {keys.dtype} on {keys.device}; "
-            "they must agree"
-        )
-    if path_for("window_scores", keys.device, _unsupported(queries, keys)) != "torch":
-        # Here, because a CPU install has no Triton.
-        from kvferry.kernels.window_scores import triton_kernel
+    check_scores(queries, keys, rows="W")
+    check_size("the window's queries", queries.shape[2], 1, keys.shape[1])
+    if path_for("window_scores", keys.device, scores_problem(queries, keys)) != "torch":
+        # a CPU install has no Triton
+        from kvferry.kernels.attention_mass import attention_mass
 
-        return triton_kernel.window_scores(queries, keys, scaling=scaling)
+        return attention_mass(queries, keys, scaling=scaling, per_query_head=False)
     return window_scores_torch(queries, keys, scaling)
 
 
-def _unsupported(queries: Tensor, keys: Tensor) -> str | None:
-    problem = shape_problem(queries.dtype, 1, queries.shape[3])
-    return problem or alignment_problem(keys=keys)
+def window_scores_torch(
+    queries: Tensor, keys: Tensor, scaling: float, max_logits: int = MAX_LOGITS
+) -> Tensor:
+    """`window_scores` in torch, head by head and chunk of query rows by chunk; arguments are not checked.
+
+    Args: max_logits: bound on a chunk's logits.
+    """
+    num_kv_heads, group, window, head_dim = queries.shape
+    num_tokens = keys.shape[1]
+    row_chunk = max(1, max_logits // num_tokens)
+    window_start = num_tokens - window
+    rows = torch.arange(group * window, device=keys.device) % window
+    columns = torch.arange(window, device=keys.device)
+    scores = torch.zeros(num_kv_heads, num_tokens, dtype=torch.float32, device=keys.device)
+    for head in range(num_kv_heads):
+        head_queries = queries[head].reshape(group * window, head_dim).float() * scaling
+        head_keys = keys[head].float()
+        for begin in range(0, group * window, row_chunk):
+            chunk = slice(begin, begin + row_chunk)
+            logits = head_queries[chunk] @ head_keys.T
+            # Only the window's own columns can lie in a query's future.
+            future = columns[None, :] > rows[chunk, None]
+            logits[:, window_start:].masked_fill_(future, float("-inf"))
+            scores[head] += logits.softmax(dim=-1).sum(dim=0)
+    return scores

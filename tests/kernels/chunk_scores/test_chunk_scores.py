@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvferry.kernels.chunk_scores import chunk_scores, shared_chunk_scores
+from kvferry.kernels.chunk_scores import (
+    chunk_scores,
+    chunk_scores_torch,
+    shared_chunk_scores,
+    shared_chunk_scores_torch,
+)
 from kvferry.kernels.chunk_scores.reference import chunk_scores_reference, shared_chunk_scores_reference
-from kvferry.kernels.chunk_scores.torch_path import chunk_scores_torch, shared_chunk_scores_torch
 
 
 def make(group: int, num_queries: int, num_tokens: int, num_kv_heads: int = 2) -> tuple[Tensor, Tensor]:

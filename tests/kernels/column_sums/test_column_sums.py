@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvferry.kernels.column_sums import column_sums
+from kvferry.kernels.column_sums import MAX_CHUNK_QUERIES, column_sums, column_sums_torch
 from kvferry.kernels.column_sums.reference import column_sums_reference
-from kvferry.kernels.column_sums.torch_path import MAX_CHUNK_QUERIES, column_sums_torch
 
 
 def make(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvferry.kernels import exact_topk
-from kvferry.kernels.exact_topk import reference, torch_path
+from kvferry.kernels.exact_topk import reference
 from kvferry.kernels.top_tokens import top_tokens
 
 NAN = float("nan")
@@ -39,7 +39,7 @@ def test_output_agrees_with_the_reference(group_size, length, num_tokens):
 def test_scores_are_the_mean_of_the_groups_softmaxes(group_size):
     keys, _ = make_cache(131, 131)
     queries = make_queries(group_size)
-    scores = torch_path.token_scores(queries, keys, scaling=0.25)
+    scores = exact_topk.token_scores(queries, keys, scaling=0.25)
     expected = torch.stack(
         [torch.stack([torch.softmax(0.25 * keys[h] @ q, 0) for q in queries[h]]).mean(0) for h in range(2)]
     )

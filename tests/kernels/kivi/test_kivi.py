@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.kernels import kivi
 from kvferry.kernels.dense_decode.reference import dense_decode
 from kvferry.kernels.kivi import (
     KiviRows,
@@ -12,7 +13,6 @@ from kvferry.kernels.kivi import (
     kivi_dequantise,
     kivi_quantise,
     kivi_shapes,
-    torch_path,
 )
 from kvferry.kernels.kivi.reference import rounded
 
@@ -67,7 +67,7 @@ def test_no_value_moves_by_more_than_half_a_step_of_its_group(num_rows, dim, bit
 def test_attention_on_codes_is_attention_on_what_they_stand_for(
     num_rows, num_new, group_size, dtype, monkeypatch
 ):
-    monkeypatch.setattr(torch_path, "TILE_GROUPS", 2)  # several tiles, the last one short
+    monkeypatch.setattr(kivi, "TILE_GROUPS", 2)  # several tiles, the last one short
     keys, values = make(num_rows, dim=7, seed=num_rows, dtype=dtype)
     rows = kivi_quantise(keys, values, 4)
     generator = torch.Generator().manual_seed(1)

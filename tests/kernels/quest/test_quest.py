@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvferry.kernels import hsa, quest
 from kvferry.kernels.dense_decode.reference import dense_decode
 from kvferry.kernels.hsa.reference import page_extremes
-from kvferry.kernels.quest import reference, torch_path
+from kvferry.kernels.quest import reference
 from kvferry.kernels.top_tokens import top_tokens
 
 NAN = float("nan")
@@ -40,7 +40,7 @@ def test_selection_and_output_agree_with_the_reference_up_to_ties(group_size, le
     expected_scores = reference.token_scores(queries, keys[:, :length], page_size=page_size, scaling=0.25)
     pages = hsa.num_pages(length, page_size)
     used = page_max[:, :pages], page_min[:, :pages]
-    scores = torch_path.token_scores(queries, *used, length=length, page_size=page_size, scaling=0.25)
+    scores = quest.token_scores(queries, *used, length=length, page_size=page_size, scaling=0.25)
     torch.testing.assert_close(scores, expected_scores)
     torch.testing.assert_close(scores.sum(1), torch.ones(2))
     if length <= num_tokens:
@@ -68,21 +68,21 @@ def test_with_pages_of_one_token_scores_are_exact_and_larger_pages_bound_them(le
     per_token = bounds.repeat_interleave(page_size, dim=2)[..., :length]
     assert (per_token >= logits - 1e-5).all()
     one, other = page_extremes(keys, page_size=1)
-    scores = torch_path.token_scores(query, one, other, length=length, page_size=1, scaling=1.0)
+    scores = quest.token_scores(query, one, other, length=length, page_size=1, scaling=1.0)
     torch.testing.assert_close(scores, logits[:, 0].softmax(-1))
 
 
 def test_each_head_of_a_group_takes_the_extreme_of_its_own_sign():
     queries = torch.tensor([[[1.0], [-1.0]]])
     page_max, page_min = torch.tensor([[[3.0], [0.0], [0.0]]]), torch.tensor([[[-5.0], [0.0], [0.0]]])
-    scores = torch_path.token_scores(queries, page_max, page_min, length=3, page_size=1, scaling=1.0)
+    scores = quest.token_scores(queries, page_max, page_min, length=3, page_size=1, scaling=1.0)
     plus, minus = torch.tensor([3.0, 0.0, 0.0]), torch.tensor([5.0, 0.0, 0.0])
     torch.testing.assert_close(scores[0], (plus.softmax(0) + minus.softmax(0)) / 2)
 
 
 def test_equal_scores_select_the_lowest_indices_and_the_newest_token():
     page = torch.ones(1, 4, 8)
-    scores = torch_path.token_scores(torch.ones(1, 2, 8), page, page, length=15, page_size=4, scaling=1.0)
+    scores = quest.token_scores(torch.ones(1, 2, 8), page, page, length=15, page_size=4, scaling=1.0)
     assert top_tokens(scores, 6).sort().values.tolist() == [[0, 1, 2, 3, 4, 14]]
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels import sparq
-from kvferry.kernels.sparq import reference, torch_path
+from kvferry.kernels.sparq import reference
 
 NAN = float("nan")
 
@@ -33,7 +33,7 @@ def test_scores_and_output_agree_with_the_reference(group_size, length, num_chan
     output = sparq.attend(queries, keys, values, value_sum, length=length, num_tokens=num_tokens, **sizes)
     used = keys[:, :length], values[:, :length]
     torch.testing.assert_close(
-        torch_path.approximate_scores(queries, used[0], **sizes),
+        sparq.approximate_scores(queries, used[0], **sizes),
         reference.approximate_scores(queries, used[0], **sizes),
     )
     expected = reference.attend(queries, *used, num_tokens=num_tokens, **sizes)
@@ -66,15 +66,13 @@ def test_what_is_not_attended_is_filled_in_by_the_mean_value():
 def test_all_channels_give_the_exact_scores():
     keys, _, _ = make_cache(31, 31)
     queries = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(3))
-    scores = torch_path.approximate_scores(queries, keys, num_channels=12, scaling=0.3)
+    scores = sparq.approximate_scores(queries, keys, num_channels=12, scaling=0.3)
     torch.testing.assert_close(scores, (queries @ keys.transpose(1, 2) * 0.3).softmax(-1))
 
 
 def test_channels_of_equal_magnitude_go_to_the_lowest_index():
     keys = torch.tensor([[[5.0, 0.0, -9.0], [0.0, 0.0, 9.0]]])
-    scores = torch_path.approximate_scores(
-        torch.tensor([[[1.0, -1.0, 1.0]]]), keys, num_channels=1, scaling=1.0
-    )
+    scores = sparq.approximate_scores(torch.tensor([[[1.0, -1.0, 1.0]]]), keys, num_channels=1, scaling=1.0)
     # only channel 0 is read, at the temperature of a third of |q|
     torch.testing.assert_close(scores[0, 0], torch.softmax(torch.tensor([5.0, 0.0]) * 3**0.5, 0))
 

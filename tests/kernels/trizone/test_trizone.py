@@ -263,7 +263,7 @@ def test_a_head_that_keeps_nothing_attends_to_the_new_tokens():
     packed = pack_layer(rows, rows, none[:, :4], none)
     output = trizone_decode(queries, packed, new_keys, new_values, scaling=0.3)
     torch.testing.assert_close(output, dense_decode(queries, new_keys, new_values, scaling=0.3))
-    with pytest.raises(ValueError, match="no token"):
+    with pytest.raises(ValueError, match="has no token"):
         trizone_decode(queries, packed, new_keys[:, :0], new_values[:, :0], scaling=0.3)
 
 

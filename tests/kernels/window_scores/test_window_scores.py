@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvferry.kernels.window_scores import window_scores
+from kvferry.kernels.window_scores import window_scores, window_scores_torch
 from kvferry.kernels.window_scores.reference import window_scores_reference
-from kvferry.kernels.window_scores.torch_path import window_scores_torch
 
 
 def make(num_kv_heads: int, group: int, window: int, num_tokens: int, dtype: torch.dtype = torch.float32):
@@ -75,12 +74,12 @@ def test_non_contiguous_views_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("queries", "keys", "named"),
     [
-        (torch.zeros(2, 1, 5, 4), torch.zeros(2, 4, 4), "window has 5"),
+        (torch.zeros(2, 1, 5, 4), torch.zeros(2, 4, 4), "window.s queries is 5"),
         (torch.zeros(2, 1, 1, 4), torch.zeros(3, 4, 4), r"\(3, 4, 4\)"),
         (torch.zeros(2, 1, 1, 4), torch.zeros(2, 4, 8), r"\(2, 4, 8\)"),
         (torch.zeros(2, 1, 4), torch.zeros(2, 4, 4), r"\(2, 1, 4\)"),
         (torch.zeros(2, 1, 1, 4), torch.zeros(2, 4, 4, dtype=torch.float16), "float16"),
-        (torch.zeros(2, 1, 0, 4), torch.zeros(2, 4, 4), "window has 0"),
+        (torch.zeros(2, 1, 0, 4), torch.zeros(2, 4, 4), "window.s queries is 0"),
     ],
 )
 def test_bad_shapes_are_refused_by_name(queries: torch.Tensor, keys: torch.Tensor, named: str) -> None:
