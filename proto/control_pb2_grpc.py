@@ -60,21 +60,21 @@ class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Reserve, receive, decode: one event stream a request. Cancelling it frees the request's memory.
+        """Reserve memory, receive the prompt's KV, then stream tokens. Cancelling the call frees the request's memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Finish(self, request, context):
-        """End a completion with the tokens that it has: the stream ends as if they had been all that was wanted.
+        """End a completion early. Its stream still sends GenerationFinished and, where requested, HistoryReturned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DropSession(self, request, context):
-        """Let go of what is held of a session.
+        """Free the KV that this worker retains for a session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -274,32 +274,36 @@ class PrefillServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Prefill(self, request, context):
-        """Run, compress and ship a prompt.
+        """Run a prompt, compress its KV and ship it to the decode worker that issued the ticket.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitTurn(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Publish the history that a turn staged as the session's record.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortTurn(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Discard the history that a turn staged.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SessionInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Report what is stored for a session.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DropSession(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Delete a session's history.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

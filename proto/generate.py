@@ -1,7 +1,6 @@
-"""Regenerates the protobuf code from `control.proto`: run after changing that file, commit what it writes.
+"""Regenerate the protobuf code: run this after changing `control.proto` and commit what it writes.
 
-Not on any request's path. Needs the `dev` extra (grpcio-tools, mypy-protobuf). A test runs it into a scratch
-folder and compares; it does not compile the block format, which is no protobuf.
+Needs the `dev` extra (grpcio-tools, mypy-protobuf). A test runs it into a temporary folder and compares.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def generate(target: Path) -> None:
     `kvferry.proto.control_pb2`.
 
     Raises:
-        subprocess.CalledProcessError: protoc refused.
+        subprocess.CalledProcessError: protoc failed.
     """
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch, _IMPORT_FOLDER, PROTO)

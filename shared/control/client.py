@@ -1,19 +1,18 @@
-"""gRPC clients of the two control interfaces; to the router they are the interfaces themselves.
+"""gRPC clients that implement the two control interfaces.
 
-Place in the request's path: the router calls, a worker's `server.py` answers. Maps statuses back to errors;
-does not retry, choose workers or reinterpret deadlines.
+The router calls them; `server.py` of a worker answers. They turn gRPC statuses back into errors; they do not
+retry, choose workers or change deadlines.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
-from kvferry.shared.control import codec
-from kvferry.shared.control.codec import Codec
+from kvferry.shared.control.codec import DECODE, PREFILL, Service
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
     GenerateEvent,
@@ -42,16 +41,19 @@ _OPTIONS = (
     ("grpc.enable_retries", 0),
 )
 
-_Request = TypeVar("_Request")
-_Response = TypeVar("_Response")
-
 
 class _Client:
-    """One channel to one worker's service."""
+    """One channel to one worker's service, and the calls that both services have."""
 
-    def __init__(self, address: str, service: str, max_message_bytes: int) -> None:
+    _service: Service
+
+    def __init__(self, address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
+        """Create it in the event loop that uses it; it connects on the first call.
+
+        Args:
+            address: host:port, or any gRPC target.
+        """
         self._address = address
-        self._service = service
         self._channel = grpc.aio.insecure_channel(
             address,
             options=(
@@ -62,20 +64,21 @@ class _Client:
         )
 
     async def close(self) -> None:
-        """Cancel the calls under way and close the connection. Idempotent."""
+        """Cancel the calls in flight and close the connection. Idempotent."""
         await self._channel.close(None)
 
-    async def _unary(
-        self,
-        method: str,
-        request: _Request,
-        codecs: tuple[Codec[_Request], Codec[_Response]],
-        *,
-        timeout_s: float,
-        request_id: str = "",
-    ) -> _Response:
-        call: Any = self._channel.unary_unary(f"/{self._service}/{method}", None, None)(
-            codecs[0].encode(request), timeout=timeout_s, metadata=_metadata(request_id)
+    async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
+        dropped: HistoryInfo = await self._unary("DropSession", session, timeout_s)
+        return dropped
+
+    async def status(self, *, timeout_s: float) -> WorkerStatus:
+        status: WorkerStatus = await self._unary("Status", None, timeout_s)
+        return status
+
+    async def _unary(self, name: str, request: Any, timeout_s: float, request_id: str = "") -> Any:
+        method = self._service.methods[name]
+        call: Any = self._channel.unary_unary(method.path, None, None)(
+            method.request.encode(request), timeout=timeout_s, metadata=_metadata(request_id)
         )
         try:
             data = await call
@@ -84,23 +87,24 @@ class _Client:
         except asyncio.CancelledError:
             await self._raise_if_peer_cancelled(call)
             raise
-        return self._decoded(codecs[1], data)
+        try:
+            return method.response.decode(data)
+        except InvalidRequest as error:
+            raise self._bad_answer(error) from error
 
     async def _stream(
-        self,
-        method: str,
-        request: _Request,
-        codecs: tuple[Codec[_Request], Codec[_Response]],
-        *,
-        timeout_s: float,
-        request_id: str,
-    ) -> AsyncGenerator[_Response, None]:
-        call: Any = self._channel.unary_stream(f"/{self._service}/{method}", None, None)(
-            codecs[0].encode(request), timeout=timeout_s, metadata=_metadata(request_id)
+        self, name: str, request: Any, timeout_s: float, request_id: str
+    ) -> AsyncGenerator[Any, None]:
+        method = self._service.methods[name]
+        decode = method.response.decode
+        call: Any = self._channel.unary_stream(method.path, None, None)(
+            method.request.encode(request), timeout=timeout_s, metadata=_metadata(request_id)
         )
         try:
             async for data in call:
-                yield self._decoded(codecs[1], data)
+                yield decode(data)
+        except InvalidRequest as error:
+            raise self._bad_answer(error) from error
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from error
         except asyncio.CancelledError:
@@ -113,9 +117,14 @@ class _Client:
         metadata: Any = error.trailing_metadata() or ()
         return from_status(error.code(), error.details() or "", metadata, peer=self._address)
 
+    def _bad_answer(self, error: InvalidRequest) -> WorkerUnavailable:
+        return WorkerUnavailable(
+            f"{self._address} sent an answer that cannot be decoded: {error.message}", reason="bad_answer"
+        )
+
     async def _raise_if_peer_cancelled(self, call: Any) -> None:
-        """grpc.aio raises CancelledError for the worker's status CANCELLED, too: tell it from the
-        cancellation of our own task."""
+        """grpc.aio raises CancelledError also when the worker answers CANCELLED: raise that status's error,
+        unless it is our own task that is being cancelled."""
         task = asyncio.current_task()
         if call.done() and (task is None or not task.cancelling()):
             metadata = await call.trailing_metadata() or ()
@@ -123,97 +132,37 @@ class _Client:
                 await call.code(), await call.details() or "", metadata, peer=self._address
             ) from None
 
-    def _decoded(self, response: Codec[_Response], data: bytes) -> _Response:
-        try:
-            return response.decode(data)
-        except InvalidRequest as error:
-            raise WorkerUnavailable(
-                f"{self._address} sent an answer that cannot be read: {error.message}", reason="bad_answer"
-            ) from error
-
 
 class GrpcDecodeClient(_Client):
     """Implements `DecodeControl` over gRPC."""
 
-    def __init__(self, address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
-        """`address` is host:port, or any gRPC target. Connects on the first call; make it in the loop that
-        uses it."""
-        super().__init__(address, codec.DECODE_SERVICE, max_message_bytes)
+    _service = DECODE
 
     def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[GenerateEvent, None]:
-        return self._stream(
-            "Generate",
-            request,
-            (codec.GENERATE_REQUEST, codec.GENERATE_EVENT),
-            timeout_s=timeout_s,
-            request_id=request.request_id,
-        )
+        return self._stream("Generate", request, timeout_s, request.request_id)
 
     async def finish(self, request_id: str, *, timeout_s: float) -> None:
-        await self._unary(
-            "Finish",
-            request_id,
-            (codec.FINISH_REQUEST, codec.FINISH_RESPONSE),
-            timeout_s=timeout_s,
-            request_id=request_id,
-        )
-
-    async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
-        codecs = (codec.SESSION_KEY, codec.HISTORY_INFO)
-        return await self._unary("DropSession", session, codecs, timeout_s=timeout_s)
-
-    async def status(self, *, timeout_s: float) -> WorkerStatus:
-        return await self._unary(
-            "Status", None, (codec.STATUS_REQUEST, codec.WORKER_STATUS), timeout_s=timeout_s
-        )
+        await self._unary("Finish", request_id, timeout_s, request_id)
 
 
 class GrpcPrefillClient(_Client):
     """Implements `PrefillControl` over gRPC."""
 
-    def __init__(self, address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
-        """See `GrpcDecodeClient`."""
-        super().__init__(address, codec.PREFILL_SERVICE, max_message_bytes)
+    _service = PREFILL
 
     def prefill(self, request: PrefillRequest, *, timeout_s: float) -> AsyncGenerator[PrefillEvent, None]:
-        return self._stream(
-            "Prefill",
-            request,
-            (codec.PREFILL_REQUEST, codec.PREFILL_EVENT),
-            timeout_s=timeout_s,
-            request_id=request.request_id,
-        )
+        return self._stream("Prefill", request, timeout_s, request.request_id)
 
     async def commit_turn(self, request: CommitTurnRequest, *, timeout_s: float) -> HistoryInfo:
-        return await self._unary(
-            "CommitTurn",
-            request,
-            (codec.COMMIT_TURN_REQUEST, codec.HISTORY_INFO),
-            timeout_s=timeout_s,
-            request_id=request.request_id,
-        )
+        committed: HistoryInfo = await self._unary("CommitTurn", request, timeout_s, request.request_id)
+        return committed
 
     async def abort_turn(self, request_id: str, *, timeout_s: float) -> None:
-        await self._unary(
-            "AbortTurn",
-            request_id,
-            (codec.ABORT_TURN_REQUEST, codec.ABORT_TURN_RESPONSE),
-            timeout_s=timeout_s,
-            request_id=request_id,
-        )
+        await self._unary("AbortTurn", request_id, timeout_s, request_id)
 
     async def session_info(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
-        codecs = (codec.SESSION_KEY, codec.HISTORY_INFO)
-        return await self._unary("SessionInfo", session, codecs, timeout_s=timeout_s)
-
-    async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
-        codecs = (codec.SESSION_KEY, codec.HISTORY_INFO)
-        return await self._unary("DropSession", session, codecs, timeout_s=timeout_s)
-
-    async def status(self, *, timeout_s: float) -> WorkerStatus:
-        return await self._unary(
-            "Status", None, (codec.STATUS_REQUEST, codec.WORKER_STATUS), timeout_s=timeout_s
-        )
+        info: HistoryInfo = await self._unary("SessionInfo", session, timeout_s)
+        return info
 
 
 def _metadata(request_id: str) -> tuple[tuple[str, str], ...]:

@@ -1,8 +1,8 @@
-"""The two control interfaces. Services implement them; gRPC and in-process clients offer them to the router.
+"""The two control interfaces, implemented by the services themselves and by their gRPC clients.
 
-Streams are async generators: closing one (or cancelling the task that reads it) cancels the work behind it
-and frees its memory. `timeout_s` is the whole call's deadline. Errors are those of `shared.errors`, on both
-sides.
+Streams are async generators: closing one, or cancelling the task that reads it, cancels the work behind it
+and frees its memory. `timeout_s` is the deadline of the whole call. Errors are those of `shared.errors` on
+both sides.
 """
 
 from __future__ import annotations
@@ -23,42 +23,43 @@ from kvferry.shared.control.messages import (
 
 
 class DecodeControl(Protocol):
-    """What a decode worker offers."""
+    """The calls that a decode worker answers."""
 
     def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[GenerateEvent, None]:
-        """Reserve, receive, decode. Yields TicketIssued, TransferAccepted, TokenGenerated...,
-        GenerationFinished and, where asked for, HistoryReturned."""
+        """Reserve memory, receive the prompt's KV, decode. Yields TicketIssued, TransferAccepted,
+        TokenGenerated..., GenerationFinished and, if the request stores history, HistoryReturned."""
         ...
 
     async def finish(self, request_id: str, *, timeout_s: float) -> None:
-        """End a completion with the tokens that it has; `generate` goes on to its last event. Unknown ids are
-        no error."""
+        """End a completion early; `generate` still yields its last events. An unknown id is no error."""
         ...
 
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
-        """Let go of the rows held of a session for its next turn; returns what was held."""
+        """Free the KV retained for a session; returns what was retained."""
         ...
 
     async def status(self, *, timeout_s: float) -> WorkerStatus: ...
 
 
 class PrefillControl(Protocol):
-    """What a prefill worker offers."""
+    """The calls that a prefill worker answers."""
 
     def prefill(self, request: PrefillRequest, *, timeout_s: float) -> AsyncGenerator[PrefillEvent, None]:
-        """Run, compress and ship a prompt. Yields FirstToken, then TransferDone."""
+        """Run a prompt, compress and ship its KV. Yields FirstToken, then TransferDone."""
         ...
 
-    async def commit_turn(self, request: CommitTurnRequest, *, timeout_s: float) -> HistoryInfo: ...
+    async def commit_turn(self, request: CommitTurnRequest, *, timeout_s: float) -> HistoryInfo:
+        """Publish the history that a turn staged as the session's record."""
+        ...
 
     async def abort_turn(self, request_id: str, *, timeout_s: float) -> None:
-        """Drop what the turn staged. Unknown ids are no error."""
+        """Discard the history that a turn staged. An unknown id is no error."""
         ...
 
     async def session_info(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo: ...
 
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
-        """Delete a session's history; returns what was held. Turns under way for it will not commit."""
+        """Delete a session's history; returns what was stored. Turns in flight for it will not commit."""
         ...
 
     async def status(self, *, timeout_s: float) -> WorkerStatus: ...

@@ -1,7 +1,8 @@
-"""The control messages as typed dataclasses: what router, prefill and decode say to one another.
+"""The control messages between router, prefill and decode, as typed dataclasses.
 
-`codec/` is the only code that turns them into protobuf and back (`proto/control.proto` mirrors this
-file); in-process clients pass them as they are. Times are seconds, sizes bytes.
+Between processes they travel as the messages of the same names in `proto/control.proto`, converted by
+`codec.py`; in one process they are passed as they are. A new field needs a line here and one in
+`control.proto`. They hold nothing but their fields. Times are in seconds, sizes in bytes.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from kvferry.shared.sampling.params import SampledToken, SamplingParams
 
 FinishReason = Literal["stop", "length"]
 ReuseSource = Literal["session", "document", "prefix"]
-"""Whose KV a turn continues from: its session's, the document's it names, another session's of its key."""
+"""Whose KV a request reuses: its session's, its document's, or that of another session of the same API
+key."""
 HistoryWay = Literal["recompute", "fetch", "delta"]
-"""How a turn came by its history: run again, loaded from where it is held, or loaded and shipped without the
-rows that decode still holds."""
+"""How prefill got the session's KV: computed again, loaded from the history store, or loaded and shipped
+without the rows that decode still retains."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionKey:
-    """A session of one API key. `owner` is a digest of the key, never the key itself."""
+    """A session of one API key. `owner` is a digest of the key, not the key."""
 
     owner: str
     session_id: str
@@ -31,19 +33,19 @@ class SessionKey:
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """Decode's promise of memory for one transfer.
+    """Memory that a decode worker has reserved for one transfer.
 
     Attributes:
         endpoint: where to ship the blocks: `tcp://...`, `ipc://...` or `inproc://...`.
-        transfer_id: random u64, names the reservation.
-        generation: u32; blocks of an older generation are dropped and counted.
+        transfer_id: random 64-bit number of the reservation.
+        generation: 32-bit number; blocks of an older generation are dropped and counted.
         credit_bytes: payload bytes that may be in flight before the receiver grants more.
-        lease_s: the reservation is freed if the transfer is not complete by then.
-        reserved_bytes: arena bytes held.
-        held_transfer_id: the transfer of which this worker still has the session's rows; they need not come
-            again. 0 if there is none.
-        held_tokens: how many tokens of the new prompt, from its start, are those of the rows held.
-        held_depth: how many transfers' rows are held: that one's and those before it.
+        lease_s: the reservation is freed if the transfer is not complete after this time.
+        reserved_bytes: size of the reservation in the arena.
+        held_transfer_id: the session's last transfer whose rows this worker retains and that need not be
+            shipped again; 0 if there is none.
+        held_tokens: how many tokens of the new prompt, from its start, the retained rows belong to.
+        held_depth: how many transfers, up to and including that one, the retained rows came with.
     """
 
     endpoint: str
@@ -62,13 +64,13 @@ class Ticket:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """Router to decode: reserve memory, await the transfer, then stream tokens.
+    """Router to decode: reserve memory, wait for the transfer, then stream tokens.
 
     Attributes:
-        prompt_token_ids: all of the prompt, history included (penalties need it).
-        store_history: ship the generated tokens' KV back to prefill when the turn ends.
-        probe: a readiness probe; moves no request, token or byte counter.
-        session: whose rows may be held from its last turn, and are held after this one; None holds none.
+        prompt_token_ids: the whole prompt, history included (penalties need it).
+        store_history: ship the generated tokens' KV back to prefill at the end.
+        probe: a readiness probe; changes no counter of requests, tokens or bytes.
+        session: whose KV may be retained from its last request and for its next one; None retains nothing.
     """
 
     request_id: str
@@ -90,7 +92,7 @@ class TicketIssued:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferAccepted:
-    """All blocks verified; the sequence has joined the running batch.
+    """All blocks are verified; the sequence has joined the running batch.
 
     Attributes:
         transfer_s: from the manifest's arrival to the last block's verification.
@@ -101,18 +103,18 @@ class TransferAccepted:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenGenerated:
-    """A token of index >= 1 (prefill's answer brings token 0)."""
+    """A token of index >= 1 (token 0 comes from prefill)."""
 
     token: SampledToken
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationFinished:
-    """No more tokens will come.
+    """The completion has ended.
 
     Attributes:
-        num_tokens: completion tokens, the first and a final end-of-sequence token counted.
-        cache_bytes: arena bytes that the sequence used at its end.
+        num_tokens: completion tokens, including the first and a final end-of-sequence token.
+        cache_bytes: arena bytes in use by the sequence at its end.
     """
 
     finish_reason: FinishReason
@@ -122,12 +124,11 @@ class GenerationFinished:
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryReturned:
-    """The generated tokens' KV has been acknowledged by prefill. Last event where `store_history` was set.
+    """Prefill has acknowledged the generated tokens' KV. The last event if `store_history` was set.
 
     Attributes:
-        num_tokens: rows returned: completion tokens less the last, which has no KV yet. 0 if the return
-        failed
-            (the next turn then prefills these tokens again).
+        num_tokens: tokens whose KV was returned: all but the last, which has no KV yet. 0 if the return
+            failed; the session's next request then runs these tokens again.
     """
 
     num_tokens: int
@@ -141,13 +142,14 @@ GenerateEvent = TicketIssued | TransferAccepted | TokenGenerated | GenerationFin
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillRequest:
-    """Router to prefill: run the prompt, compress, ship to the ticket's endpoint, answer with the first
-    token.
+    """Router to prefill: run the prompt, compress its KV, ship it and return the first token.
 
     Attributes:
-        session: where history is looked up and staged; None keeps none.
-        document: whose history the session may begin with; of the same owner.
-        has_history: the session has had turns, so that history which is not there is a miss.
+        session: whose history is looked up and staged; None stores none.
+        document: whose history a new session may start from; of the same owner.
+        kept_bins: how many equal stretches of the prompt to report the kept fraction of; 0 for none, at most
+            512.
+        has_history: the session has had requests before, so missing history counts as a miss.
     """
 
     request_id: str
@@ -165,20 +167,20 @@ class PrefillRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstToken:
-    """First event of a Prefill stream: the token sampled from prefill's own dense logits.
+    """First event of a Prefill stream: the token sampled from the logits of the full prompt.
 
     Attributes:
-        method: the method in effect ("full" where the budget covers the prompt).
+        method: the method in effect ("full" if the budget covers the prompt).
         reused_tokens: prompt tokens whose KV came from history.
         reuse_source: whose history that was.
-        full_bytes: what full KV of the whole prompt would be.
-        prefill_s: the forward pass, compression included.
+        full_bytes: size of the whole prompt's KV without compression.
+        prefill_s: the forward pass, including compression.
         compress_s: compression alone.
         queue_s: time spent waiting for the engine.
         kept: the fraction of rows kept in each of the request's `kept_bins` stretches of the prompt, over all
-            layers and KV heads; empty where it asks for none.
-        history_way: how the turn came by what was there before it; None where there was nothing.
-        history_tier: the slowest tier that gave rows; "" where none did.
+            layers and KV heads; empty if none were requested.
+        history_way: how prefill got the session's KV; None if there was none.
+        history_tier: the slowest tier that KV was loaded from; "" if none was.
     """
 
     token: SampledToken
@@ -200,9 +202,9 @@ class TransferDone:
 
     Attributes:
         bytes_by_kind: payload bytes on the wire: codes, scales, rows, index, state, manifest.
-        transfer_s: from the first block's sending to the acknowledgement.
-        delta_bytes: bytes of rows that decode did not hold, where it was spared those that it did; None where
-            every row came.
+        transfer_s: from sending the first block to the last acknowledgement.
+        delta_bytes: bytes of the rows shipped, if only those were that decode does not retain; None if all
+            were.
     """
 
     bytes_by_kind: dict[str, int]
@@ -218,7 +220,7 @@ class CommitTurnRequest:
     """Router to prefill at a turn's end: publish the staged history as the session's record, atomically.
 
     Attributes:
-        token_ids: prompt and completion; KV exists for the prompt and for what decode returned.
+        token_ids: prompt and completion. KV exists for the prompt and for what decode returned.
     """
 
     request_id: str
@@ -228,11 +230,11 @@ class CommitTurnRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryInfo:
-    """What the history store holds of a session.
+    """What is stored of a session.
 
     Attributes:
         num_tokens: tokens with KV.
-        tier: "memory", or "none" where nothing is held.
+        tier: where it is stored: "memory", "redis", "retained" (a decode worker's arena), or "none".
     """
 
     num_tokens: int
@@ -248,12 +250,11 @@ class WorkerStatus:
     """A worker's identity and load, polled by the router for placement and readiness.
 
     Attributes:
-        instance_id: random, new at every start: a change tells that the worker restarted.
+        instance_id: random, new at every start; a change means that the worker restarted.
         ready: the engine has recently done work or passed its own probe.
-        running, waiting: requests.
-        free_bytes, total_bytes: decode: the arena, what is retained counted as free; prefill: the history
-            store's bound.
-        kernel_paths: the path that each of its kernels takes, by the op's name.
+        running, waiting: numbers of requests.
+        free_bytes, total_bytes: of decode's arena (retained KV counts as free) or prefill's history store.
+        kernel_paths: the implementation in use of each kernel, by the kernel's name.
     """
 
     role: Literal["prefill", "decode"]

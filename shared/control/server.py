@@ -1,12 +1,13 @@
 """The gRPC server of a worker's control interface, with health and reflection.
 
-Place in the request's path: the router's call arrives here and becomes a call of the service. Maps errors,
-deadlines and cancellation; knows nothing of what the service does.
+The router's call arrives here and becomes a call of the service's method of the same name. Maps errors,
+deadlines and cancellation.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import Any, TypeVar, cast
 
@@ -16,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvferry.shared.control import codec
-from kvferry.shared.control.codec import Codec
+from kvferry.shared.control.codec import Method
 from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
 from kvferry.shared.control.status import to_status
 from kvferry.shared.errors import ConfigurationError, KvferryError
@@ -34,7 +35,6 @@ _OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 
-_Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 _Context = grpc.aio.ServicerContext[bytes, bytes]
 
@@ -42,7 +42,7 @@ _log = structlog.get_logger(__name__)
 
 
 class ControlServer:
-    """A serving control server. Made by `serve_control`.
+    """A running control server, made by `serve_control`.
 
     serving (health SERVING) ──close──► NOT_SERVING, no new calls ──grace_s or all done──► calls cancelled
     """
@@ -53,7 +53,7 @@ class ControlServer:
         self.address = address
 
     async def close(self, grace_s: float) -> None:
-        """Take no new calls, let those under way finish for at most `grace_s` seconds, cancel the rest."""
+        """Refuse new calls, wait at most `grace_s` seconds for those in flight, cancel the rest."""
         await self._status.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
@@ -80,92 +80,67 @@ async def serve_control(
         ("grpc.max_send_message_length", max_message_bytes),
     )
     server = grpc.aio.server(options=options)
-    methods: dict[str, dict[str, grpc.RpcMethodHandler[bytes, bytes]]] = {}
-    if prefill is not None:
-        methods[codec.PREFILL_SERVICE] = _prefill_methods(prefill)
-    if decode is not None:
-        methods[codec.DECODE_SERVICE] = _decode_methods(decode)
+    names = []
+    for service, implementation in ((codec.PREFILL, prefill), (codec.DECODE, decode)):
+        if implementation is not None:
+            names.append(service.name)
+            handlers = {
+                name: _handler(method, getattr(implementation, _snake_case(name)))
+                for name, method in service.methods.items()
+            }
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.name, handlers),))
     status = cast(Any, health).aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
-    names = (*methods, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
-    for name, handlers in methods.items():
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
         raise ConfigurationError(f"cannot listen for control calls at {listen!r}: {error}") from error
     await server.start()
-    for name in ("", *methods):
+    for name in ("", *names):
         await status.set(name, health_pb2.HealthCheckResponse.SERVING)
     return ControlServer(server, status, f"{listen.rpartition(':')[0]}:{port}")
 
 
-def _decode_methods(service: DecodeControl) -> dict[str, grpc.RpcMethodHandler[bytes, bytes]]:
-    return {
-        "Generate": _streaming(
-            "Decode/Generate", service.generate, codec.GENERATE_REQUEST, codec.GENERATE_EVENT
-        ),
-        "Finish": _unary(service.finish, codec.FINISH_REQUEST, codec.FINISH_RESPONSE),
-        "DropSession": _unary(service.drop_session, codec.SESSION_KEY, codec.HISTORY_INFO),
-        "Status": _unary(_without_request(service.status), codec.STATUS_REQUEST, codec.WORKER_STATUS),
-    }
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-def _prefill_methods(service: PrefillControl) -> dict[str, grpc.RpcMethodHandler[bytes, bytes]]:
-    return {
-        "Prefill": _streaming("Prefill/Prefill", service.prefill, codec.PREFILL_REQUEST, codec.PREFILL_EVENT),
-        "CommitTurn": _unary(service.commit_turn, codec.COMMIT_TURN_REQUEST, codec.HISTORY_INFO),
-        "AbortTurn": _unary(service.abort_turn, codec.ABORT_TURN_REQUEST, codec.ABORT_TURN_RESPONSE),
-        "SessionInfo": _unary(service.session_info, codec.SESSION_KEY, codec.HISTORY_INFO),
-        "DropSession": _unary(service.drop_session, codec.SESSION_KEY, codec.HISTORY_INFO),
-        "Status": _unary(_without_request(service.status), codec.STATUS_REQUEST, codec.WORKER_STATUS),
-    }
+def _handler(method: Method, call: Callable[..., Any]) -> grpc.RpcMethodHandler[bytes, bytes]:
+    """The handler of one method; `call` is the service's method, which takes no request if that is empty."""
+    request, response = method.request, method.response
+    span = method.path.rpartition(".")[2]
 
+    def start(data: bytes, context: _Context) -> Any:
+        value = request.decode(data)
+        return call(*(() if value is None else (value,)), timeout_s=_timeout_s(context))
 
-def _without_request(call: Callable[..., Awaitable[_Response]]) -> Callable[..., Awaitable[_Response]]:
-    async def with_request(request: None, *, timeout_s: float) -> _Response:
-        return await call(timeout_s=timeout_s)
+    async def unary(data: bytes, context: _Context) -> bytes:
+        async def work() -> bytes:
+            return response.encode(await start(data, context))
 
-    return with_request
+        return await _guarded(work, context)
 
+    async def stream(data: bytes, context: _Context) -> None:
+        """Writes, rather than yields: cancellation then always strikes in here, and the service's generator
+        is closed at once."""
 
-def _streaming(
-    name: str,
-    call: Callable[..., AsyncGenerator[_Response, None]],
-    request: Codec[_Request],
-    response: Codec[_Response],
-) -> grpc.RpcMethodHandler[bytes, bytes]:
-    """A handler that writes, rather than yields: cancellation then always strikes inside it, and the
-    service's generator is closed at once."""
-
-    async def handle(data: bytes, context: _Context) -> None:
         async def work() -> None:
-            with _span(name, context):
-                stream = call(request.decode(data), timeout_s=_timeout_s(context))
-                async with aclosing(stream):
-                    async for event in stream:
+            with _span(span, context):
+                async with aclosing(start(data, context)) as events:
+                    async for event in events:
                         await context.write(response.encode(event))
 
         await _guarded(work, context)
 
-    return grpc.unary_stream_rpc_method_handler(handle)
-
-
-def _unary(
-    call: Callable[..., Awaitable[_Response]], request: Codec[_Request], response: Codec[_Response]
-) -> grpc.RpcMethodHandler[bytes, bytes]:
-    async def handle(data: bytes, context: _Context) -> bytes:
-        async def work() -> bytes:
-            return response.encode(await call(request.decode(data), timeout_s=_timeout_s(context)))
-
-        return await _guarded(work, context)
-
-    return grpc.unary_unary_rpc_method_handler(handle)
+    if method.streams:
+        return grpc.unary_stream_rpc_method_handler(stream)
+    return grpc.unary_unary_rpc_method_handler(unary)
 
 
 async def _guarded(work: Callable[[], Awaitable[_Response]], context: _Context) -> _Response:
-    """Run a call with its request id bound; errors become statuses, unexpected ones are logged once."""
+    """Run a call with its request id in the log context; errors become statuses, unexpected ones are
+    logged."""
     with request_context(_request_id(context)):
         try:
             return await work()
@@ -180,7 +155,7 @@ async def _guarded(work: Callable[[], Awaitable[_Response]], context: _Context) 
 
 
 def _span(name: str, context: _Context) -> AbstractContextManager[None]:
-    """A span of a call that belongs to a trace."""
+    """A tracing span, if the call belongs to a trace."""
     metadata: Any = context.invocation_metadata() or ()
     parent = context_of({key: value for key, value in metadata if isinstance(value, str)})
     return nullcontext() if parent is None else entry(name, parent)

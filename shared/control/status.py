@@ -1,6 +1,7 @@
-"""The error tree as gRPC statuses and back: class, code, reason, param and retry-after travel as metadata.
+"""Errors as gRPC statuses and back, for both ends of a control call.
 
-Place in the request's path: at both ends of a control call. Knows errors and metadata, not calls.
+The status code and the details carry category and message; trailing metadata carries class, code, reason,
+param and retry-after.
 """
 
 from __future__ import annotations
@@ -63,10 +64,10 @@ def to_status(error: KvferryError) -> tuple[grpc.StatusCode, str, tuple[tuple[st
 def from_status(
     code: grpc.StatusCode, details: str, metadata: Iterable[tuple[str, str | bytes]], *, peer: str
 ) -> KvferryError:
-    """The error that a status tells of, not raised.
+    """The error of a status, not raised.
 
     Args:
-        metadata: trailing metadata; where it names no class, the status came from gRPC itself.
+        metadata: trailing metadata; if it names no class, gRPC itself made the status.
         peer: the worker's address, for messages.
     """
     fields = {str(key): value for key, value in metadata}
@@ -84,7 +85,7 @@ def from_status(
 
 
 def _nearest_class(kind: type[KvferryError]) -> str:
-    """The class's own name, or its nearest base's that the tree has."""
+    """The name of the class, or of its nearest base in the error tree."""
     return next(base.__name__ for base in kind.__mro__ if base.__name__ in _CLASSES)
 
 

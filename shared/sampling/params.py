@@ -14,7 +14,7 @@ class SamplingParams:
         max_tokens: N, at least 1; the first token, sampled by prefill, counts.
         temperature: 0 is greedy (first index wins a tie).
         top_k: 0 is off.
-        seed: any 64-bit integer; the router draws one where the client gave none, so a replay is exact.
+        seed: a signed 64-bit integer; the router draws one where the client gave none, so a replay is exact.
         logprobs: how many alternatives to report per token; None reports no logprobs at all.
         stop: stop strings, matched on the completion's decoded text.
         stop_token_ids: ids that end the completion beside the model's own.

@@ -1,4 +1,7 @@
-"""Every control message survives protobuf; what is incomplete or no protobuf at all is InvalidRequest."""
+"""Every control message survives protobuf; incomplete messages and other bytes are InvalidRequest.
+
+A field added to a dataclass and to control.proto needs no code; one that is missing in either is refused.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,19 @@ import typing
 from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.proto import control_pb2 as pb
 from kvferry.shared.compression.plan import Budget, CompressionPlan, Part
-from kvferry.shared.control import codec
+from kvferry.shared.control import codec, messages
 from kvferry.shared.control.codec import Codec
 from kvferry.shared.control.messages import (
-    CommitTurnRequest,
-    GenerateEvent,
     GenerateRequest,
     GenerationFinished,
-    HistoryInfo,
-    PrefillEvent,
-    PrefillRequest,
-    SessionKey,
     TransferDone,
-    WorkerStatus,
 )
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.sampling.params import SamplingParams
@@ -33,7 +31,7 @@ from kvferry.shared.sampling.params import SamplingParams
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
 OWN: dict[tuple[type, str], st.SearchStrategy[Any]] = {
-    (SamplingParams, "seed"): st.integers(-(2**63), 2**64 - 1),
+    (SamplingParams, "seed"): st.integers(-(2**63), 2**63 - 1),
     (Part, "params"): st.dictionaries(
         st.text(),
         st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.booleans() | st.text(),
@@ -76,29 +74,22 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     return leaves[annotation]
 
 
-MESSAGES: dict[str, tuple[Codec[Any], Any]] = {
-    "generate request": (codec.GENERATE_REQUEST, GenerateRequest),
-    "generate event": (codec.GENERATE_EVENT, GenerateEvent),
-    "prefill request": (codec.PREFILL_REQUEST, PrefillRequest),
-    "prefill event": (codec.PREFILL_EVENT, PrefillEvent),
-    "commit": (codec.COMMIT_TURN_REQUEST, CommitTurnRequest),
-    "session": (codec.SESSION_KEY, SessionKey),
-    "history": (codec.HISTORY_INFO, HistoryInfo),
-    "status": (codec.WORKER_STATUS, WorkerStatus),
-    "finish": (codec.FINISH_REQUEST, str),
-    "finishing": (codec.FINISH_RESPONSE, type(None)),
-    "abort": (codec.ABORT_TURN_REQUEST, str),
-    "aborted": (codec.ABORT_TURN_RESPONSE, type(None)),
-    "status request": (codec.STATUS_REQUEST, type(None)),
+ANNOTATIONS: dict[str, Any] = {
+    "FinishRequest": str,
+    "FinishResponse": type(None),
+    "AbortTurnRequest": str,
+    "AbortTurnResponse": type(None),
+    "StatusRequest": type(None),
 }
+"""Of messages that have no class of their own."""
 
 
-@pytest.mark.parametrize("name", MESSAGES)
+@pytest.mark.parametrize("name", codec.CODECS)
 @settings(UNTIMED, max_examples=60)
 @given(data=st.data())
 def test_every_message_survives(name: str, data: st.DataObject) -> None:
-    message, annotation = MESSAGES[name]
-    value = data.draw(values(annotation))
+    message = codec.CODECS[name]
+    value = data.draw(values(ANNOTATIONS.get(name) or getattr(messages, name)))
     assert message.decode(message.encode(value)) == value
 
 
@@ -106,7 +97,7 @@ def test_every_message_survives(name: str, data: st.DataObject) -> None:
 @given(values(CompressionPlan))
 def test_parameters_keep_their_types(plan: CompressionPlan) -> None:
     request = dataclasses.replace(REQUEST, plan=plan)
-    back = codec.GENERATE_REQUEST.decode(codec.GENERATE_REQUEST.encode(request)).plan
+    back = codec.CODECS["GenerateRequest"].decode(codec.CODECS["GenerateRequest"].encode(request)).plan
     for before, after in (
         (plan.scorer, back.scorer),
         (plan.attention, back.attention),
@@ -128,7 +119,7 @@ REQUEST = GenerateRequest(
 
 
 def test_token_ids_are_packed() -> None:
-    assert len(codec.GENERATE_REQUEST.encode(REQUEST)) < 3 * 100_000
+    assert len(codec.CODECS["GenerateRequest"].encode(REQUEST)) < 3 * 100_000
 
 
 @pytest.mark.parametrize(
@@ -136,7 +127,7 @@ def test_token_ids_are_packed() -> None:
     [
         dataclasses.replace(REQUEST, prompt_token_ids=(-1,)),
         dataclasses.replace(REQUEST, prompt_token_ids=(2**32,)),
-        dataclasses.replace(REQUEST, sampling=SamplingParams(max_tokens=1, seed=2**64)),
+        dataclasses.replace(REQUEST, sampling=SamplingParams(max_tokens=1, seed=2**63)),
         dataclasses.replace(REQUEST, request_id="\ud800"),
         dataclasses.replace(
             REQUEST, plan=CompressionPlan(method="m", attention=Part(name="d", params={"n": 2**63}))
@@ -145,14 +136,14 @@ def test_token_ids_are_packed() -> None:
 )
 def test_values_that_do_not_fit_are_refused_when_encoding(request_: GenerateRequest) -> None:
     with pytest.raises(InvalidRequest, match="GenerateRequest cannot be encoded"):
-        codec.GENERATE_REQUEST.encode(request_)
+        codec.CODECS["GenerateRequest"].encode(request_)
 
 
-@pytest.mark.parametrize("name", MESSAGES)
+@pytest.mark.parametrize("name", codec.CODECS)
 @UNTIMED
 @given(data=st.binary(max_size=100))
 def test_random_bytes_decode_or_are_refused(name: str, data: bytes) -> None:
-    message, _ = MESSAGES[name]
+    message = codec.CODECS[name]
     try:
         value = message.decode(data)
     except InvalidRequest:
@@ -163,28 +154,28 @@ def test_random_bytes_decode_or_are_refused(name: str, data: bytes) -> None:
 @pytest.mark.parametrize(
     ("message", "content", "named"),
     [
-        (codec.GENERATE_REQUEST, pb.GenerateRequest(sampling=pb.SamplingParams()), "no plan"),
-        (codec.GENERATE_REQUEST, pb.GenerateRequest(plan=pb.CompressionPlan()), "no sampling"),
+        (codec.CODECS["GenerateRequest"], pb.GenerateRequest(sampling=pb.SamplingParams()), "no plan"),
+        (codec.CODECS["GenerateRequest"], pb.GenerateRequest(plan=pb.CompressionPlan()), "no sampling"),
         (
-            codec.GENERATE_REQUEST,
+            codec.CODECS["GenerateRequest"],
             pb.GenerateRequest(plan=pb.CompressionPlan(), sampling=pb.SamplingParams()),
             "no attention",
         ),
-        (codec.PREFILL_REQUEST, pb.PrefillRequest(), "no plan"),
-        (codec.COMMIT_TURN_REQUEST, pb.CommitTurnRequest(), "no session"),
-        (codec.GENERATE_EVENT, pb.GenerateEvent(), "no event"),
-        (codec.GENERATE_EVENT, pb.GenerateEvent(ticket_issued=pb.TicketIssued()), "no ticket"),
+        (codec.CODECS["PrefillRequest"], pb.PrefillRequest(), "no plan"),
+        (codec.CODECS["CommitTurnRequest"], pb.CommitTurnRequest(), "no session"),
+        (codec.CODECS["GenerateEvent"], pb.GenerateEvent(), "no event"),
+        (codec.CODECS["GenerateEvent"], pb.GenerateEvent(ticket_issued=pb.TicketIssued()), "no ticket"),
         (
-            codec.GENERATE_EVENT,
+            codec.CODECS["GenerateEvent"],
             pb.GenerateEvent(generation_finished=pb.GenerationFinished()),
             "finish_reason is 0; stop, length are allowed",
         ),
-        (codec.PREFILL_EVENT, pb.PrefillEvent(), "no event"),
-        (codec.PREFILL_EVENT, pb.PrefillEvent(first_token=pb.FirstToken()), "no token"),
-        (codec.WORKER_STATUS, pb.WorkerStatus(role=pb.ROLE_DECODE), "no model"),
-        (codec.WORKER_STATUS, pb.WorkerStatus(model=pb.ModelSpec(dtype="float32")), "role is 0"),
+        (codec.CODECS["PrefillEvent"], pb.PrefillEvent(), "no event"),
+        (codec.CODECS["PrefillEvent"], pb.PrefillEvent(first_token=pb.FirstToken()), "no token"),
+        (codec.CODECS["WorkerStatus"], pb.WorkerStatus(role=pb.ROLE_DECODE), "no model"),
+        (codec.CODECS["WorkerStatus"], pb.WorkerStatus(model=pb.ModelSpec(dtype="float32")), "role is 0"),
         (
-            codec.WORKER_STATUS,
+            codec.CODECS["WorkerStatus"],
             pb.WorkerStatus(role=pb.ROLE_DECODE, model=pb.ModelSpec(dtype="int8")),
             "dtype is 'int8'; float32, float16, bfloat16 are allowed",
         ),
@@ -203,15 +194,121 @@ def test_a_budget_validates_itself() -> None:
             representation=pb.Part(name="rows"),
             budget=pb.Budget(tokens=0),
         ),
-        sampling=pb.SamplingParams(signed_seed=0),
+        sampling=pb.SamplingParams(),
     )
     with pytest.raises(InvalidRequest, match="token_budget is 0"):
-        codec.GENERATE_REQUEST.decode(content.SerializeToString())
+        codec.CODECS["GenerateRequest"].decode(content.SerializeToString())
 
 
 def test_unknown_fields_of_a_later_version_are_ignored() -> None:
     value = TransferDone(bytes_by_kind={"rows": 3}, transfer_s=0.5)
-    data = codec.PREFILL_EVENT.encode(value) + b"\xfa\x7f\x01x"
-    assert codec.PREFILL_EVENT.decode(data) == value
+    data = codec.CODECS["PrefillEvent"].encode(value) + b"\xfa\x7f\x01x"
+    assert codec.CODECS["PrefillEvent"].decode(data) == value
     finished = GenerationFinished(finish_reason="stop", num_tokens=1, cache_bytes=2)
-    assert codec.GENERATE_EVENT.decode(codec.GENERATE_EVENT.encode(finished)) == finished
+    assert codec.CODECS["GenerateEvent"].decode(codec.CODECS["GenerateEvent"].encode(finished)) == finished
+
+
+# ---- dataclasses and control.proto -----------------------------------------------------------------------
+
+PACKAGE = text_format.Parse(
+    """
+    name: "later.proto" package: "later" syntax: "proto3"
+    enum_type {
+      name: "Tier"
+      value { name: "TIER_UNSPECIFIED" number: 0 } value { name: "TIER_MEMORY" number: 1 }
+      value { name: "TIER_REDIS" number: 2 }
+    }
+    message_type {
+      name: "Layer"
+      field { name: "rows" number: 1 type: TYPE_UINT32 label: LABEL_OPTIONAL }
+      field { name: "name" number: 2 type: TYPE_STRING label: LABEL_OPTIONAL }
+    }
+    message_type {
+      name: "Plan"
+      field { name: "layers" number: 1 type: TYPE_MESSAGE type_name: ".later.Layer" label: LABEL_REPEATED }
+      field { name: "spans" number: 2 type: TYPE_MESSAGE type_name: ".later.Layer" label: LABEL_REPEATED }
+      field { name: "tier" number: 3 type: TYPE_ENUM type_name: ".later.Tier" label: LABEL_OPTIONAL }
+      field { name: "last" number: 4 type: TYPE_MESSAGE type_name: ".later.Layer" label: LABEL_OPTIONAL }
+      field { name: "digest" number: 5 type: TYPE_BYTES label: LABEL_OPTIONAL }
+    }
+    """,
+    descriptor_pb2.FileDescriptorProto(),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    rows: int
+    name: str = "rows"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    layers: tuple[Layer, ...]
+    spans: tuple[tuple[int, str], ...] = ()
+    tier: Literal["memory", "redis"] | None = None
+    last: Layer | None = None
+    digest: bytes = b""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanWithoutDigest:
+    layers: tuple[Layer, ...]
+    spans: tuple[tuple[int, str], ...] = ()
+    tier: Literal["memory", "redis"] | None = None
+    last: Layer | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOfAnotherTier(PlanWithoutDigest):
+    tier: Literal["memory", "disk"] | None = None  # type: ignore[assignment]
+    digest: bytes = b""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanWithOptionalDigest(PlanWithoutDigest):
+    digest: bytes | None = None
+
+
+@pytest.fixture(scope="module")
+def later() -> type[Message]:
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(PACKAGE)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("later.Plan"))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Plan(layers=()),
+        Plan(
+            layers=(Layer(rows=1), Layer(rows=2, name="kivi")),
+            spans=((3, "a"), (4, "")),
+            tier="redis",
+            last=Layer(rows=0, name=""),
+            digest=b"\x00\xff",
+        ),
+    ],
+)
+def test_a_new_field_needs_only_its_two_lines(later: type[Message], value: Plan) -> None:
+    message = codec.make_codec(Plan, later)
+    assert message.decode(message.encode(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        (PlanWithoutDigest, "PlanWithoutDigest and control.proto differ in digest"),
+        (PlanOfAnotherTier, "later.Plan.tier allows memory, redis; its class memory, disk"),
+        (PlanWithOptionalDigest, "later.Plan.digest must be optional in control.proto"),
+    ],
+)
+def test_a_class_and_a_message_that_differ_are_refused(later: type[Message], kind: type, named: str) -> None:
+    with pytest.raises(TypeError, match=named):
+        codec.make_codec(kind, later)
+
+
+def test_a_choice_outside_its_literal_is_refused_when_encoding(later: type[Message]) -> None:
+    message = codec.make_codec(Plan, later)
+    with pytest.raises(InvalidRequest, match="tier is 'disk'; memory, redis are allowed"):
+        message.encode(dataclasses.replace(Plan(layers=()), tier="disk"))  # type: ignore[arg-type]

@@ -1,0 +1,284 @@
+"""Control messages to protobuf bytes and back. The only code that uses the generated protobuf classes.
+
+Used by the gRPC client and server; in-process calls pass the dataclasses themselves. The codecs are built at
+import by matching the dataclasses of `messages.py` with `proto/control.proto` by name, so a new field needs a
+line in each and nothing here:
+
+    dataclass             a message with the same fields
+    A | B                 a message with one `oneof`: a member for each class, or for each type of plain value
+    X | None              an `optional` field
+    Literal["a", "b"]     an enum PREFIX_UNSPECIFIED, PREFIX_A, PREFIX_B, or a string
+    tuple[X, ...]         a repeated field
+    dict[K, X]            a map
+    tuple[X, Y]           a message whose fields are X and Y, in that order
+    none of messages.py   None for a message without fields, otherwise the value of its only field
+
+Decoding checks that a message is complete and that its choices are known; it does not check ranges, which the
+services do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from types import UnionType
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+
+from kvferry.proto import control_pb2 as pb
+from kvferry.shared.control import messages
+from kvferry.shared.errors import InvalidRequest
+
+_Value = TypeVar("_Value")
+_Convert = Callable[[Any], Any]
+_PLAIN_TYPES = {
+    FieldDescriptor.CPPTYPE_BOOL: bool,
+    FieldDescriptor.CPPTYPE_INT64: int,
+    FieldDescriptor.CPPTYPE_DOUBLE: float,
+    FieldDescriptor.CPPTYPE_STRING: str,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec(Generic[_Value]):
+    """Both directions of one message. Both raise InvalidRequest for what does not fit the message's type."""
+
+    encode: Callable[[_Value], bytes]
+    decode: Callable[[bytes], _Value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One remote procedure."""
+
+    path: str
+    request: Codec[Any]
+    response: Codec[Any]
+    streams: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """A service of `control.proto`: its full name and its methods by name."""
+
+    name: str
+    methods: Mapping[str, Method]
+
+
+def make_codec(hint: Any, proto: type[Message]) -> Codec[Any]:
+    """The codec of one message.
+
+    Args:
+        hint: the type of its values; None for a message that has no class of its own.
+    Raises:
+        TypeError: the type and the message do not match.
+    """
+    message: Any = proto.DESCRIPTOR
+    write, read = _only_field(message) if hint is None else _message(hint, message)
+
+    def encode(value: Any) -> bytes:
+        try:
+            return proto(**write(value)).SerializeToString()
+        except (ValueError, TypeError, KeyError) as error:
+            raise InvalidRequest(f"{message.name} cannot be encoded: {error}") from error
+
+    def decode(data: bytes) -> Any:
+        try:
+            content = proto.FromString(data)
+        except DecodeError as error:
+            raise InvalidRequest(f"{message.name} cannot be decoded: {error}") from error
+        return read(content)
+
+    return Codec(encode=encode, decode=decode)
+
+
+# Each of the following returns a pair: `write` turns a value into what protobuf's constructor takes (messages
+# as dictionaries), `read` turns what protobuf parsed into a value.
+
+
+def _only_field(message: Descriptor) -> tuple[_Convert, _Convert]:
+    if not message.fields:
+        return lambda _: {}, lambda _: None
+    (field,) = message.fields
+    return lambda value: {field.name: value}, attrgetter(field.name)
+
+
+def _message(hint: Any, message: Descriptor) -> tuple[_Convert, _Convert]:
+    if dataclasses.is_dataclass(hint):
+        return _dataclass(hint, message)
+    if get_origin(hint) is tuple:
+        return _tuple(message)
+    return _union(set(get_args(hint)), message)
+
+
+def _dataclass(kind: Any, message: Descriptor) -> tuple[_Convert, _Convert]:
+    hints = get_type_hints(kind)
+    names = {field.name for field in dataclasses.fields(kind)}
+    if different := names ^ set(message.fields_by_name):
+        raise TypeError(f"{kind.__name__} and control.proto differ in {', '.join(sorted(different))}")
+    writers: list[tuple[str, _Convert]] = []
+    readers: list[tuple[str, _Convert | None, bool]] = []
+    required: list[str] = []
+    for field in message.fields:
+        write, read = _field(hints[field.name], field)
+        if write is not None:
+            writers.append((field.name, write))
+        readers.append((field.name, read, field.has_presence))
+        if field.has_presence and not _is_optional(hints[field.name]):
+            required.append(field.name)
+
+    def write_fields(value: Any) -> dict[str, Any]:
+        content: dict[str, Any] = vars(value).copy()
+        for name, convert in writers:
+            if content[name] is not None:
+                content[name] = convert(content[name])
+        return content
+
+    def read_fields(content: Any) -> Any:
+        for name in required:
+            if not content.HasField(name):
+                raise InvalidRequest(f"{message.name} has no {name}; it is required", param=name)
+        values: dict[str, Any] = {}
+        for name, convert, has_presence in readers:
+            if has_presence and not content.HasField(name):
+                values[name] = None
+            else:
+                value = getattr(content, name)
+                values[name] = value if convert is None else convert(value)
+        return kind(**values)
+
+    return write_fields if writers else vars, read_fields
+
+
+def _is_optional(hint: Any) -> bool:
+    return get_origin(hint) in (Union, UnionType) and type(None) in get_args(hint)
+
+
+def _field(hint: Any, field: FieldDescriptor) -> tuple[_Convert | None, _Convert | None]:
+    """None for a direction in which the value stays as it is."""
+    if not field.is_repeated:
+        return _single(hint, field)
+    if get_origin(hint) is dict:
+        entry: Any = field.message_type
+        write, read = _single(get_args(hint)[1], entry.fields_by_name["value"])
+        if write is None or read is None:
+            return None, dict
+        return (
+            lambda items: dict(zip(items, map(write, items.values()), strict=True)),
+            lambda items: dict(zip(items, map(read, items.values()), strict=True)),
+        )
+    write, read = _single(get_args(hint)[0], field)
+    if write is None or read is None:
+        return None, tuple
+    return partial(map, write), lambda items: tuple(map(read, items))
+
+
+def _single(hint: Any, field: FieldDescriptor) -> tuple[_Convert | None, _Convert | None]:
+    optional = _is_optional(hint)
+    if optional:
+        hint = Union[tuple(kind for kind in get_args(hint) if kind is not type(None))]  # noqa: UP007
+    if field.message_type is not None:
+        return _message(hint, field.message_type)
+    if get_origin(hint) is Literal:
+        return _choice(field, get_args(hint), optional=optional)
+    if field.has_presence is not optional:
+        raise TypeError(f"{field.full_name} must be {'' if optional else 'not '}optional in control.proto")
+    return None, None
+
+
+def _choice(field: FieldDescriptor, names: tuple[str, ...], *, optional: bool) -> tuple[_Convert, _Convert]:
+    if field.enum_type is None:
+        same = _Choices(field.name, names, {name: name for name in names})
+        return same.__getitem__, same.__getitem__
+    unspecified, *others = field.enum_type.values
+    prefix = unspecified.name.removesuffix("UNSPECIFIED")
+    numbers = {value.name.removeprefix(prefix).lower(): value.number for value in others}
+    if numbers.keys() != set(names):
+        raise TypeError(f"{field.full_name} allows {', '.join(numbers)}; its class {', '.join(names)}")
+    read: dict[Any, Any] = {number: name for name, number in numbers.items()}
+    if optional:
+        read[unspecified.number] = None
+    return _Choices(field.name, names, numbers).__getitem__, _Choices(field.name, names, read).__getitem__
+
+
+class _Choices(dict[Any, Any]):
+    """A mapping of allowed values that names them where another is looked up."""
+
+    def __init__(self, field: str, allowed: tuple[str, ...], items: Mapping[Any, Any]) -> None:
+        super().__init__(items)
+        self._field = field
+        self._allowed = ", ".join(allowed)
+
+    def __missing__(self, value: object) -> Any:
+        raise InvalidRequest(
+            f"{self._field} is {value!r}; {self._allowed} are allowed", param=self._field
+        ) from None
+
+
+def _tuple(message: Descriptor) -> tuple[_Convert, _Convert]:
+    names = tuple(message.fields_by_name)
+    return lambda values: dict(zip(names, values, strict=True)), attrgetter(*names)
+
+
+def _union(kinds: set[type], message: Descriptor) -> tuple[_Convert, _Convert]:
+    (group,) = message.oneofs
+    classes = {kind.__name__: kind for kind in kinds}
+    writers: dict[type, tuple[str, _Convert | None]] = {}
+    readers: dict[str, _Convert | None] = {}
+    for field in group.fields:
+        if field.message_type is None:
+            kind, write, read = _PLAIN_TYPES[field.cpp_type], None, None
+        else:
+            kind = classes[field.message_type.name]
+            write, read = _message(kind, field.message_type)
+        writers[kind] = field.name, write
+        readers[field.name] = read
+    if writers.keys() != kinds:
+        raise TypeError(f"{message.name} in control.proto and its classes differ")
+
+    def write_member(value: Any) -> dict[str, Any]:
+        name, convert = writers[type(value)]
+        return {name: value if convert is None else convert(value)}
+
+    def read_member(content: Any) -> Any:
+        name = content.WhichOneof(group.name)
+        if name is None:
+            raise InvalidRequest(
+                f"{message.name} has no {group.name} that this version knows", param=group.name
+            )
+        value, convert = getattr(content, name), readers[name]
+        return value if convert is None else convert(value)
+
+    return write_member, read_member
+
+
+CODECS: Mapping[str, Codec[Any]] = {
+    message.name: make_codec(getattr(messages, message.name, None), getattr(pb, message.name))
+    for service in pb.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+    for message in (method.input_type, method.output_type)
+}
+"""The codecs of what calls carry, by the message's name."""
+
+
+def _service(name: str) -> Service:
+    service = pb.DESCRIPTOR.services_by_name[name]
+    methods = {
+        method.name: Method(
+            path=f"/{service.full_name}/{method.name}",
+            request=CODECS[method.input_type.name],
+            response=CODECS[method.output_type.name],
+            streams=method.server_streaming,
+        )
+        for method in service.methods
+    }
+    return Service(name=service.full_name, methods=methods)
+
+
+DECODE = _service("Decode")
+PREFILL = _service("Prefill")
