@@ -32,6 +32,7 @@ class TransformersModel:
         self._rotation = rotation
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
+        self._skipped = (0, 0)
 
     @property
     def spec(self) -> ModelSpec:
@@ -76,7 +77,17 @@ class TransformersModel:
             )
         return self._rotation.undo(layer, keys)
 
+    def skip_positions(self, first: int, number: int) -> None:
+        """Rotate the tokens at position `first` and later as if they were `number` positions further on.
+
+        Holds for later passes; for measuring what distance alone costs. `number` 0 skips nothing.
+        """
+        self._skipped = (first, number)
+
     def _run(self, token_ids: Tensor, positions: Tensor, current: AttentionPass) -> Tensor:
+        first, skipped = self._skipped
+        if skipped:
+            positions = positions + skipped * (positions >= first)
         output = self._model(
             input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=1, kvferry=current
         )

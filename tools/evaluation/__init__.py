@@ -9,6 +9,9 @@
 
     calibrate.py    `kvferry calibrate`: distortion tables and quality curves, on prompts of samples.py
 
+One evaluation for everything that answers recall tasks: methods and budgets, settings, lengths and depths, a
+training checkpoint's accuracy (`--methods full`), and what distance alone costs (`--gap`).
+
 Runs the one-process generator of `kvferry.shared.oracle`, which the served path equals token for token; the
 tasks are `kvferry.tools.recall`'s. Talks to no service.
 """

@@ -38,7 +38,10 @@ from kvferry.tools.evaluation.provenance import commit, hardware
 from kvferry.tools.evaluation.records import Key, Record, RecordFile
 from kvferry.tools.evaluation.summary import Cell, summarise
 from kvferry.tools.evaluation.table import markdown
+from kvferry.tools.recall.network import save_folder
 from kvferry.tools.recall.tasks import TASKS
+from kvferry.tools.recall.tokenizer import save_tokenizer
+from kvferry.tools.recall.trainer import load_network
 
 _FIRST_TOKEN = {
     "prefill": "the first answer token comes from prefill's dense logits, as served; the others see the "
@@ -62,20 +65,32 @@ def run(config: EvalConfig, *, console: Console | None = None) -> int:
         KvferryError: a process died, or the model failed.
     """
     install_tables(config.epsilon_tables)
-    experiment = read_experiment(config)
+    model = _model_folder(config)
+    experiment = read_experiment(config.model_copy(update={"model": model}))
     if config.plots:
         plots.check_available()
     console = console or Console(stderr=True, highlight=False)
-    spec = load_model(config.model, device=config.device, dtype=config.dtype).spec
+    spec = load_model(model, device=config.device, dtype=config.dtype).spec
     out = Path(config.out)
     file = RecordFile(out / "records.jsonl", fresh=config.fresh)
     jobs = _missing(experiment, spec.fingerprint, file.records)
-    _measure(jobs, file, config, experiment, console)
+    _measure(jobs, file, config, model, experiment, console)
     cells = summarise(experiment, spec.fingerprint, file.records)
     commits = sorted({record.commit for record in file.records.values()})
     for path in _write(out, cells, config, experiment, spec, commits):
         console.print(str(path), markup=False, soft_wrap=True)
     return 0
+
+
+def _model_folder(config: EvalConfig) -> str:
+    """The model as `load_model` takes it; a training checkpoint is exported into the output folder first."""
+    checkpoint = Path(config.model)
+    if not checkpoint.is_file():
+        return config.model
+    folder = Path(config.out) / "model"
+    save_folder(load_network(checkpoint), folder)
+    save_tokenizer(folder)
+    return str(folder)
 
 
 def _missing(experiment: Experiment, fingerprint: str, records: Mapping[Key, Record]) -> list[Job]:
@@ -95,13 +110,18 @@ def _missing(experiment: Experiment, fingerprint: str, records: Mapping[Key, Rec
 
 
 def _measure(
-    jobs: Sequence[Job], file: RecordFile, config: EvalConfig, experiment: Experiment, console: Console
+    jobs: Sequence[Job],
+    file: RecordFile,
+    config: EvalConfig,
+    model: str,
+    experiment: Experiment,
+    console: Console,
 ) -> None:
     if not jobs:
         console.print("nothing is missing")
         return
     options = WorkerOptions(
-        model=config.model,
+        model=model,
         device=config.device,
         dtype=config.dtype,
         threads=config.threads,
@@ -164,8 +184,10 @@ def _provenance(config: EvalConfig, experiment: Experiment, spec: ModelSpec) -> 
         "dtype": spec.dtype,
         "first_token": f"{experiment.first_token}: {_FIRST_TOKEN[experiment.first_token]}",
         "match": f"{experiment.match}: {_MATCH[experiment.match]}",
-        "seeds": [experiment.seeds.start, experiment.seeds.stop],
+        "first_seed": experiment.first_seed,
+        "examples": experiment.lengths,
         "held_out": experiment.held_out,
+        "gap": experiment.gap,
         "answers": experiment.answers,
         "kv_dtype": experiment.kv_dtype,
         "tasks": {name: TASKS[name].description for name in experiment.tasks},

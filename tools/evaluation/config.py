@@ -12,7 +12,11 @@ from kvferry.shared.config import LogLevel, PlanSettings
 class EvalConfig(PlanSettings):
     """Each list is comma-separated."""
 
-    model: str = Field("demo", description="local folder or hub id of the model; demo is the shipped one")
+    model: str = Field(
+        "demo",
+        description="local folder or hub id of the model, or a checkpoint.pt of kvferry train-demo; demo is "
+        "the shipped one",
+    )
     device: str = Field("auto", description="auto (CUDA where there is one), cpu, cuda, cuda:N")
     dtype: str = Field(
         "auto", description="auto (the model's own on CUDA, float32 on CPU), float32, float16, bfloat16"
@@ -34,7 +38,11 @@ class EvalConfig(PlanSettings):
         description="what K and V rows are counted in; auto is the checkpoint's own, whatever it is run in",
     )
     tasks: str = Field("single_needle,multi_key_8", description="tasks, or all")
-    lengths: str = Field("1024", description="prompt lengths in the demo tokenizer's tokens")
+    lengths: str = Field(
+        "1024",
+        description="prompt lengths in the demo tokenizer's tokens; LENGTH:EXAMPLES gives a length its "
+        "own number of examples (512:200,4096:50)",
+    )
     depths: str = Field(
         "", description="where the statements stand in the document, 0 to 1; scattered if empty"
     )
@@ -56,6 +64,12 @@ class EvalConfig(PlanSettings):
     examples: int = Field(20, ge=1, description="examples of each cell")
     first_seed: int = Field(0, ge=0, description="seed of the first example; training never uses these")
     held_out: bool = Field(False, description="entities and wordings that training never asks about")
+    gap: int = Field(
+        0,
+        ge=0,
+        description="positions skipped before the last question, which then stands further from the document "
+        "in a prompt of the same length; with --methods full only",
+    )
     max_new_tokens: int = Field(20, ge=1, description="longest answer in tokens")
     jobs: int = Field(1, ge=1, description="processes")
     threads: int = Field(

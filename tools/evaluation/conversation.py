@@ -35,10 +35,12 @@ class Conversation:
 
     Attributes:
         num_document_tokens: tokens of the first prompt that no question changes.
+        num_before_last_question: tokens of the last prompt that the last question does not change.
     """
 
     turns: tuple[Turn, ...]
     num_document_tokens: int
+    num_before_last_question: int
 
     def next_prompt(self, index: int, prompt: Sequence[int], answer: Sequence[int]) -> tuple[int, ...]:
         """Turn `index`'s prompt where the turn before it was answered otherwise.
@@ -81,8 +83,13 @@ def tokenize(example: Example, tokenizer: ChatTokenizer) -> Conversation:
         end = tokenizer.eos_token_ids[:1]
         turns.append(Turn(prompt_token_ids=prompt, answer_token_ids=(*ids, *end), answer=answer))
     alone = tokenizer.render([{"role": "user", "content": example.document}])
+    num_document_tokens = _common_prefix(alone, turns[0].prompt_token_ids)
+    earlier = [{"role": m["role"], "content": m["content"]} for m in example.messages[:-1]]
+    unasked = tokenizer.render([*earlier, {"role": "user", "content": ""}]) if earlier else alone
     return Conversation(
-        turns=tuple(turns), num_document_tokens=_common_prefix(alone, turns[0].prompt_token_ids)
+        turns=tuple(turns),
+        num_document_tokens=num_document_tokens,
+        num_before_last_question=_common_prefix(unasked, turns[-1].prompt_token_ids),
     )
 
 

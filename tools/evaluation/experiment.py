@@ -91,27 +91,36 @@ class Experiment:
 
     Attributes:
         kv_dtype: what K and V rows are counted in.
+        lengths: prompt lengths, each with its number of examples.
         answers: what earlier turns of a conversation hold.
+        gap: positions skipped before the last question.
     """
 
     contenders: tuple[Contender, ...]
     match: Match
     kv_dtype: DTypeName
     tasks: tuple[str, ...]
-    lengths: tuple[int, ...]
+    lengths: dict[int, int]
     depths: tuple[float | None, ...]
     settings: tuple[Setting, ...]
     first_token: FirstToken
     answers: Answers
-    seeds: range
+    first_seed: int
     held_out: bool
+    gap: int
     max_new_tokens: int
+
+    def seeds(self, num_tokens: int) -> range:
+        """The seeds of a length's examples."""
+        return range(self.first_seed, self.first_seed + self.lengths[num_tokens])
 
     def units(self) -> Iterator[Unit]:
         """All examples, the first seed of every cell first, so that a table fills evenly."""
-        for seed in self.seeds:
+        for seed in range(self.first_seed, self.first_seed + max(self.lengths.values())):
             for task in self.tasks:
                 for num_tokens in self.lengths:
+                    if seed not in self.seeds(num_tokens):
+                        continue
                     for depth in self.depths:
                         yield Unit(
                             task=task, num_tokens=num_tokens, depth=depth, held_out=self.held_out, seed=seed
@@ -119,7 +128,7 @@ class Experiment:
 
     def settings_of(self, task: str) -> tuple[Setting, ...]:
         """The settings to measure: one question alone makes "once" the same as "aware"."""
-        example = TASKS[task].example(num_tokens=self.lengths[0], seed=0)
+        example = TASKS[task].example(num_tokens=min(self.lengths), seed=0)
         if len(example.messages) == 1 and "aware" in self.settings:
             return tuple(s for s in self.settings if s != "once")
         return self.settings
@@ -134,18 +143,23 @@ def read_experiment(config: EvalConfig) -> Experiment:
                 f"--budgets has {target.label}; bytes need --match kept or read, --match given takes a share "
                 "or tokens"
             )
+    contenders = tuple(_contenders(config.methods, targets))
+    if config.gap and any(contender.method != FULL for contender in contenders):
+        raise ConfigurationError(f"--gap is {config.gap}; it takes --methods full, not {config.methods}")
+    lengths = dict(read_list("--lengths", config.lengths, lambda text: _length(text, config.examples)))
     return Experiment(
-        contenders=tuple(_contenders(config.methods, targets)),
+        contenders=contenders,
         match=config.match,
         kv_dtype=checkpoint_dtype(config.model) if config.kv_dtype == "auto" else config.kv_dtype,
         tasks=_chosen("--tasks", config.tasks, tuple(TASKS)),
-        lengths=tuple(read_list("--lengths", config.lengths, _length)),
+        lengths=lengths,
         depths=tuple(read_list("--depths", config.depths, _depth)) if config.depths else (None,),
         settings=cast(tuple[Setting, ...], _chosen("--settings", config.settings, SETTINGS)),
         first_token=config.first_token,
         answers=config.answers,
-        seeds=range(config.first_seed, config.first_seed + config.examples),
+        first_seed=config.first_seed,
         held_out=config.held_out,
+        gap=config.gap,
         max_new_tokens=config.max_new_tokens,
     )
 
@@ -193,12 +207,16 @@ def _param(text: str, value: str, default: ParamValue) -> ParamValue:
         ) from error
 
 
-def _length(text: str) -> int:
-    if not text.isdecimal() or int(text) < MIN_TOKENS:
+def _length(text: str, num_examples: int) -> tuple[int, int]:
+    """A prompt length and its number of examples, num_examples where the text has none."""
+    length, colon, examples = text.partition(":")
+    if not length.isdecimal() or int(length) < MIN_TOKENS:
         raise ConfigurationError(
             f"--lengths has {text!r}; lengths are whole numbers of at least {MIN_TOKENS}"
         )
-    return int(text)
+    if colon and (not examples.isdecimal() or int(examples) < 1):
+        raise ConfigurationError(f"--lengths has {text!r}; LENGTH:EXAMPLES needs at least one example")
+    return int(length), int(examples) if colon else num_examples
 
 
 def _depth(text: str) -> float:

@@ -48,6 +48,7 @@ class Key:
     match: str
     kv_dtype: str
     max_new_tokens: int
+    gap: int = 0
 
     @classmethod
     def of(
@@ -66,6 +67,7 @@ class Key:
             match=experiment.match if contender.target else "given",
             kv_dtype=experiment.kv_dtype,
             max_new_tokens=experiment.max_new_tokens,
+            gap=experiment.gap,
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.oracle import Continuation, OneProcessGenerator
 from kvferry.tools.evaluation.asking import Captures, make_asker
@@ -29,7 +29,7 @@ Work = tuple[Setting, Contender]
 class UnitRunner:
     """Measures units of an experiment with one model. Not thread-safe."""
 
-    def __init__(self, model: LanguageModel, tokenizer: ChatTokenizer, experiment: Experiment) -> None:
+    def __init__(self, model: TransformersModel, tokenizer: ChatTokenizer, experiment: Experiment) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._experiment = experiment
@@ -46,6 +46,7 @@ class UnitRunner:
             ConfigurationError: the example does not fit into the model's window.
         """
         conversation = self._conversation(unit)
+        self._model.skip_positions(conversation.num_before_last_question, self._experiment.gap)
         captures = Captures(self._generator)
         full_tokens = self._full_tokens(conversation, captures)
         records: list[Record] = []
@@ -58,10 +59,11 @@ class UnitRunner:
         conversation = tokenize(unit.example(), self._tokenizer)
         num_answers = len(conversation.turns) if self._experiment.answers == "own" else 1
         needed = len(conversation.turns[-1].prompt_token_ids) + num_answers * self._experiment.max_new_tokens
+        needed += self._experiment.gap
         if needed > self._model.spec.max_model_len:
             raise ConfigurationError(
-                f"--lengths has {unit.num_tokens}; with its answer that is {needed} of this model's tokens, "
-                f"whose window is {self._model.spec.max_model_len}"
+                f"--lengths has {unit.num_tokens}; with its answer and --gap that is {needed} of this "
+                f"model's tokens, whose window is {self._model.spec.max_model_len}"
             )
         return conversation
 

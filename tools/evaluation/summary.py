@@ -69,7 +69,7 @@ def summarise(experiment: Experiment, fingerprint: str, records: dict[Key, Recor
                                 held_out=experiment.held_out,
                                 seed=seed,
                             )
-                            for seed in experiment.seeds
+                            for seed in experiment.seeds(num_tokens)
                         )
                         keys = (Key.of(fingerprint, experiment, unit, setting, contender) for unit in units)
                         found = [records[key] for key in keys if key in records]

@@ -1,9 +1,11 @@
-"""Markdown tables of an evaluation: one for each setting and length, and needle grids of depth by length."""
+"""Markdown tables of an evaluation: one for each setting and length, needle grids of depth by length, and
+the full cache's accuracy by task and length."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from kvferry.tools.evaluation.experiment import FULL
 from kvferry.tools.evaluation.summary import Cell
 from kvferry.tools.recall.tasks import TASKS
 
@@ -32,9 +34,31 @@ def markdown(cells: Sequence[Cell], *, title: str, notes: Sequence[str]) -> str:
                 parts.append(f"## {num_tokens} tokens, {setting}: {meaning}")
                 parts.append("\n".join(_comparison(scattered)))
         parts += list(_grids([cell for cell in chosen if cell.depth is not None], setting))
+    full = {
+        (cell.task, cell.num_tokens): (cell.scores.accuracy, cell.scores.half_width)
+        for cell in cells
+        if cell.method == FULL and cell.setting == "aware" and cell.depth is None and cell.scores is not None
+    }
+    if full:
+        parts += ["## Full KV: accuracy by length", tasks_by_length(full)]
     if any(cell.scores is None for cell in cells):
         parts.append(f"{NOT_MET}: the method cannot meet the budget, whatever it drops.")
     return "\n\n".join(parts) + "\n"
+
+
+def tasks_by_length(measured: Mapping[tuple[str, int], tuple[float, float]]) -> str:
+    """Tasks down, lengths across, accuracy in % with the half width of its 95 % interval.
+
+    Args: measured: accuracy and half width, both 0 to 1, by task and number of tokens.
+    """
+    lengths = sorted({num_tokens for _, num_tokens in measured})
+    lines = ["| task | " + " | ".join(map(str, lengths)) + " |", "|---|" + "---|" * len(lengths)]
+    for task in TASKS.values():
+        row = [measured.get((task.name, num_tokens)) for num_tokens in lengths]
+        if any(row):
+            texts = [f"{100 * found[0]:.1f} ±{100 * found[1]:.1f}" if found else "" for found in row]
+            lines.append(f"| {task.description} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
 
 
 def _comparison(cells: Sequence[Cell]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The demo model's own package: word lists, document generator, evaluation tasks, training.
+"""The demo model: word lists, document generator, recall tasks and training.
 
-Serving needs none of it. `kvferry train-demo` (`train.py`) makes the model, `tasks.py` feeds evaluation.
+`kvferry train-demo` (`train.py`) makes the model; `tasks.py` is what `kvferry eval` asks.
 """
