@@ -1,26 +1,27 @@
 """Connections to Redis, blocking and asyncio, whose every call ends in bounded time with a named error.
 
-Used by whatever keeps state in Redis: history segments at prefill, session records at the router. Connects
-when first used, so that a service starts while Redis is down. Knows no keys and no values.
+Used by whatever stores state in Redis: history at prefill, session records at the router. They connect when
+first used, so that a service starts while Redis is down. redis-py's own classes connect to a server, to a
+Sentinel's master or to a cluster, and its `Retry` retries; the circuit breaker around it is ours.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import redis
 import redis.asyncio
-from redis.asyncio.cluster import ClusterNode as AsyncClusterNode
+import redis.asyncio.cluster
+import redis.cluster
 from redis.asyncio.retry import Retry as AsyncRetry
-from redis.asyncio.sentinel import Sentinel as AsyncSentinel
-from redis.backoff import NoBackoff
-from redis.cluster import ClusterNode
+from redis.backoff import EqualJitterBackoff, NoBackoff
+from redis.connection import parse_url
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
@@ -34,7 +35,6 @@ from redis.exceptions import (
     TryAgainError,
 )
 from redis.retry import Retry
-from redis.sentinel import Sentinel
 
 from kvferry.shared.errors import ConfigurationError, StoreUnavailable
 from kvferry.shared.history.breaker import CircuitBreaker
@@ -43,17 +43,17 @@ from kvferry.shared.history.redis_url import RedisAddress, parse_redis_url
 T = TypeVar("T")
 
 Client = Any
-"""A client of `redis` or `redis.asyncio`, for a server, a Sentinel master or a cluster: their commands are
-the same, their types are not."""
+"""A client of `redis` or `redis.asyncio`: of a server, a Sentinel's master or a cluster. They have the same
+commands, but not the same types."""
 
 _SOCKET_READ_BYTES = 1 << 18
-# These have no types of their own.
-_SENTINEL: Any = Sentinel
-_ASYNC_SENTINEL: Any = AsyncSentinel
-_CLUSTER_NODE: Any = ClusterNode
+_parse_url: Any = parse_url  # it has no types
+_MAX_BACKOFF_S = 1.0
 # Answers of a server that is loading, failing over or resharding.
 _TRANSIENT = (ReadOnlyError, MasterDownError, ClusterDownError, TryAgainError)
 _DENIED = (AuthenticationError, AuthorizationError, NoPermissionError)
+_ALIVE = ("full", "refused")
+"""Reasons with which Redis did answer, so that the breaker need not open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +62,12 @@ class RedisOptions:
 
     Attributes:
         url: see `redis_url.py`.
-        timeout_s: bound on connecting and on each read or write of a socket; a call that has taken so long
-            is not tried again.
-        max_attempts: tries of one call.
-        backoff_s: pause before the second try; doubles, times 0.5 to 1.5 at random.
-        breaker_failures, breaker_open_s: calls in a row that fail before Redis is left alone, for how long.
+        timeout_s: limit on connecting and on each read or write of a socket; a call that has taken this long
+            is not retried.
+        max_attempts: attempts of one call.
+        backoff_s: scale of the pauses between attempts, which double and are jittered.
+        breaker_failures, breaker_open_s: how many calls in a row must fail before Redis is left alone, and
+            for how long.
     """
 
     url: str = field(repr=False)
@@ -77,37 +78,51 @@ class RedisOptions:
     breaker_open_s: float = 5.0
 
     def __post_init__(self) -> None:
-        parse_redis_url(self.url)
+        _ = self.address
         for name in ("timeout_s", "max_attempts", "backoff_s", "breaker_failures", "breaker_open_s"):
             if getattr(self, name) <= 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be above 0")
 
-    @property
+    @cached_property
     def address(self) -> RedisAddress:
         return parse_redis_url(self.url)
 
-    def breaker(self) -> CircuitBreaker:
-        return CircuitBreaker(max_failures=self.breaker_failures, open_s=self.breaker_open_s)
 
-    def pauses(self) -> Iterator[float]:
-        """Seconds to wait before each further try."""
-        for attempt in range(self.max_attempts - 1):
-            yield self.backoff_s * 2**attempt * random.uniform(0.5, 1.5)
-
-
-class RedisLink:
-    """A blocking client behind retries and a breaker. Thread-safe; connects on its first call."""
+class _Link:
+    """What both links share: a client made on the first call, a retry and a breaker."""
 
     def __init__(self, options: RedisOptions, *, breaker: CircuitBreaker | None = None) -> None:
+        self.breaker = breaker or CircuitBreaker(
+            max_failures=options.breaker_failures, open_s=options.breaker_open_s
+        )
         self._options = options
-        self._breaker = breaker or options.breaker()
-        self._lock = threading.Lock()
-        self._client: Client | None = None
-        self._sentinels: list[Client] = []
+        self._backoff = EqualJitterBackoff(cap=_MAX_BACKOFF_S, base=options.backoff_s)
+        self._clients: list[Client] = []
+        """The client, then those of its sentinels."""
 
-    @property
-    def breaker(self) -> CircuitBreaker:
-        return self._breaker
+    def _failure(self, error: Exception, begin_s: float) -> StoreUnavailable:
+        """What an exception of redis-py means."""
+        reason = _reason(error)
+        message = f"Redis: {type(error).__name__}: {str(error)[:200]}"
+        in_time = time.monotonic() - begin_s < self._options.timeout_s
+        return (_Retryable if reason == "unreachable" and in_time else StoreUnavailable)(
+            message, reason=reason
+        )
+
+    def _report(self, error: StoreUnavailable) -> None:
+        if error.reason in _ALIVE:
+            self.breaker.succeeded()
+        else:
+            self.breaker.failed()
+
+
+class RedisLink(_Link):
+    """A blocking client behind retries and a breaker. Thread-safe."""
+
+    def __init__(self, options: RedisOptions, *, breaker: CircuitBreaker | None = None) -> None:
+        super().__init__(options, breaker=breaker)
+        self._lock = threading.Lock()
+        self._retry = Retry(self._backoff, options.max_attempts - 1, (_Retryable,))
 
     def call(self, operation: Callable[[Client], T]) -> T:
         """Run an operation that may be run again.
@@ -115,87 +130,85 @@ class RedisLink:
         Raises: StoreUnavailable: reason "unreachable", "timeout", "denied", "full" (out of memory),
             "refused" (Redis answered with another error) or "breaker_open".
         """
-        self._breaker.enter()
-        give_up_s = time.monotonic() + self._options.timeout_s
-        pauses = self._options.pauses()
-        while True:
+        self.breaker.enter()
+        begin_s = time.monotonic()
+
+        def attempt() -> T:
             try:
-                result = operation(self._connected())
+                return operation(self._client())
             except (RedisError, OSError) as error:
-                failure = _failure(error)
-                pause_s = next(pauses, None) if failure.retryable_here else None
-                if pause_s is None or time.monotonic() + pause_s > give_up_s:
-                    raise failure.report(self._breaker) from error
-                time.sleep(pause_s)
-            else:
-                self._breaker.succeeded()
-                return result
+                raise self._failure(error, begin_s) from error
+
+        try:
+            result = self._retry.call_with_retry(attempt, lambda error: None)
+        except StoreUnavailable as error:
+            self._report(error)
+            raise
+        self.breaker.succeeded()
+        return result
 
     def close(self) -> None:
         """Close the connections. Idempotent; a later call connects again."""
         with self._lock:
-            clients = [self._client, *self._sentinels]
-            self._client, self._sentinels = None, []
+            clients, self._clients = self._clients, []
         for client in clients:
-            if client is not None:
-                client.close()
+            client.close()
 
-    def _connected(self) -> Client:
+    def _client(self) -> Client:
         with self._lock:
-            if self._client is None:
-                self._client, self._sentinels = _connect(self._options)
-            return self._client
+            self._clients = self._clients or _connect(redis, Retry(NoBackoff(), 0), self._options)
+            return self._clients[0]
 
 
-class AsyncRedisLink:
-    """The same for one event loop. Connects on its first call."""
+class AsyncRedisLink(_Link):
+    """The same for one event loop."""
 
     def __init__(self, options: RedisOptions, *, breaker: CircuitBreaker | None = None) -> None:
-        self._options = options
-        self._breaker = breaker or options.breaker()
-        self._client: Client | None = None
-        self._sentinels: list[Client] = []
-
-    @property
-    def breaker(self) -> CircuitBreaker:
-        return self._breaker
+        super().__init__(options, breaker=breaker)
+        retryable: Any = (_Retryable,)
+        self._retry = AsyncRetry(self._backoff, options.max_attempts - 1, retryable)
 
     async def call(self, operation: Callable[[Client], Awaitable[T]]) -> T:
-        """See `RedisLink.call`; here a try as a whole is bounded by `timeout_s`."""
-        self._breaker.enter()
-        give_up_s = time.monotonic() + self._options.timeout_s
-        pauses = self._options.pauses()
-        cancelled = _Cancellation()
-        while True:
+        """See `RedisLink.call`; here each attempt as a whole is limited to `timeout_s`."""
+        self.breaker.enter()
+        begin_s = time.monotonic()
+        cancellation = _Cancellation()
+
+        async def attempt() -> T:
             try:
-                if self._client is None:
-                    self._client, self._sentinels = _connect_async(self._options)
+                self._clients = self._clients or _connect(
+                    redis.asyncio, AsyncRetry(NoBackoff(), 0), self._options
+                )
                 async with asyncio.timeout(self._options.timeout_s):
-                    result = await operation(self._client)
-                cancelled.check()
+                    result = await operation(self._clients[0])
             except (RedisError, OSError) as error:
-                cancelled.check()
-                failure = _failure(error)
-                pause_s = next(pauses, None) if failure.retryable_here else None
-                if pause_s is None or time.monotonic() + pause_s > give_up_s:
-                    raise failure.report(self._breaker) from error
-                await asyncio.sleep(pause_s)
-            else:
-                self._breaker.succeeded()
-                return result
+                cancellation.check()
+                raise self._failure(error, begin_s) from error
+            cancellation.check()
+            return result
+
+        try:
+            result = await self._retry.call_with_retry(attempt, _ignore)
+        except StoreUnavailable as error:
+            self._report(error)
+            raise
+        self.breaker.succeeded()
+        return result
 
     async def close(self) -> None:
         """Close the connections. Idempotent; a later call connects again."""
-        clients = [self._client, *self._sentinels]
-        self._client, self._sentinels = None, []
+        clients, self._clients = self._clients, []
         for client in clients:
-            if client is not None:
-                await client.aclose()
+            await client.aclose()
+
+
+class _Retryable(StoreUnavailable):
+    """Another attempt may succeed at once."""
 
 
 class _Cancellation:
-    """Raises the current task's cancellation where a library has swallowed it: the client does, where one
-    comes at the moment of an answer."""
+    """Raises the current task's cancellation if redis-py has swallowed it, as it does with one that arrives
+    together with an answer."""
 
     def __init__(self) -> None:
         self._task = asyncio.current_task()
@@ -206,90 +219,49 @@ class _Cancellation:
             raise asyncio.CancelledError
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Failure:
-    """What an exception of the client means.
-
-    Attributes:
-        alive: Redis answered, so the breaker has nothing to guard against.
-        retryable_here: trying again at once may help.
-    """
-
-    reason: str
-    message: str
-    alive: bool = False
-    retryable_here: bool = False
-
-    def report(self, breaker: CircuitBreaker) -> StoreUnavailable:
-        """Tell the breaker; returns the error to raise."""
-        if self.alive:
-            breaker.succeeded()
-        else:
-            breaker.failed()
-        return StoreUnavailable(f"Redis: {self.message}", reason=self.reason)
+async def _ignore(error: Exception) -> None:
+    """Nothing to do between attempts."""
 
 
-def _failure(error: Exception) -> _Failure:
-    message = f"{type(error).__name__}: {str(error)[:200]}"
+def _reason(error: Exception) -> str:
     if isinstance(error, _DENIED):
-        return _Failure(reason="denied", message=message)
+        return "denied"
     if isinstance(error, OutOfMemoryError):
-        return _Failure(reason="full", message=message, alive=True)
+        return "full"
     if isinstance(error, ResponseError) and not isinstance(error, _TRANSIENT):
-        return _Failure(reason="refused", message=message, alive=True)
+        return "refused"
     if isinstance(error, TimeoutError | redis.exceptions.TimeoutError):
-        return _Failure(reason="timeout", message=message, retryable_here=True)
-    return _Failure(reason="unreachable", message=message, retryable_here=True)
+        return "timeout"
+    return "unreachable"
 
 
-def _connect(options: RedisOptions) -> tuple[Client, list[Client]]:
-    """A blocking client, and those of the sentinels behind it; only a cluster's connects here."""
+def _connect(library: Any, no_retry: Any, options: RedisOptions) -> list[Client]:
+    """A client, then those of the sentinels behind it. Only a cluster's connects here.
+
+    Args: library: `redis` or `redis.asyncio`.
+    """
     address = options.address
-    common = _common(options, address) | {"retry": Retry(NoBackoff(), 0)}
-    match address.topology:
-        case "unix":
-            return redis.Redis(unix_socket_path=address.path, db=address.db, **common), []
-        case "single":
-            ((host, port),) = address.hosts
-            return redis.Redis(host=host, port=port, db=address.db, **common), []
-        case "sentinel":
-            sentinel = _SENTINEL(address.hosts, sentinel_kwargs=_sentinel(common, address), **common)
-            return sentinel.master_for(address.service, db=address.db), sentinel.sentinels
-        case "cluster":
-            nodes = [_CLUSTER_NODE(host, port) for host, port in address.hosts]
-            return redis.RedisCluster(startup_nodes=nodes, **common), []
-
-
-def _connect_async(options: RedisOptions) -> tuple[Client, list[Client]]:
-    address = options.address
-    common = _common(options, address) | {"retry": AsyncRetry(NoBackoff(), 0)}
-    match address.topology:
-        case "unix":
-            return redis.asyncio.Redis(unix_socket_path=address.path, db=address.db, **common), []
-        case "single":
-            ((host, port),) = address.hosts
-            return redis.asyncio.Redis(host=host, port=port, db=address.db, **common), []
-        case "sentinel":
-            sentinel = _ASYNC_SENTINEL(address.hosts, sentinel_kwargs=_sentinel(common, address), **common)
-            return sentinel.master_for(address.service, db=address.db), sentinel.sentinels
-        case "cluster":
-            nodes = [AsyncClusterNode(host, port) for host, port in address.hosts]
-            return redis.asyncio.RedisCluster(startup_nodes=nodes, **common), []
-
-
-def _common(options: RedisOptions, address: RedisAddress) -> dict[str, Any]:
-    return {
-        "username": address.username,
-        "password": address.password,
+    common = {
         "socket_timeout": options.timeout_s,
         "socket_connect_timeout": options.timeout_s,
         "socket_read_size": _SOCKET_READ_BYTES,
         "protocol": 2,
-        **address.tls,
+        "retry": no_retry,
     }
-
-
-def _sentinel(common: dict[str, Any], address: RedisAddress) -> dict[str, Any]:
-    """Sentinels have credentials of their own, or none."""
-    inherited = {key: value for key, value in common.items() if key not in ("username", "password")}
-    return inherited | address.sentinel_credentials
+    if not address.topology:
+        return [library.Redis.from_url(address.urls[0], **common)]
+    parsed: list[dict[str, Any]] = [_parse_url(url) for url in address.urls]
+    nodes = [(node.pop("host"), node.pop("port")) for node in parsed]
+    data = parsed[0]
+    if data.pop("connection_class", None) is not None:
+        data["ssl"] = True
+    if address.topology == "cluster":
+        del data["db"]
+        startup_nodes = [library.cluster.ClusterNode(*node) for node in nodes]
+        return [library.RedisCluster(startup_nodes=startup_nodes, **common, **data)]
+    # Sentinels have credentials of their own, or none, and no databases.
+    own = {key: value for key, value in data.items() if key not in ("username", "password", "db")}
+    sentinel = library.Sentinel(
+        nodes, sentinel_kwargs={**common, **own, **address.sentinel_credentials}, **common, **data
+    )
+    return [sentinel.master_for(address.service), *sentinel.sentinels]

@@ -213,12 +213,13 @@ def test_urls_name_all_hosts_and_options() -> None:
         "rediss+sentinel://u:p%2Fq@a:1,[::1]/main/3?ssl_ca_certs=/ca&ssl_check_hostname=false"
         "&sentinel_username=s&sentinel_password=t"
     )
-    assert address.hosts == (("a", 1), ("::1", 26379))
-    assert (address.service, address.db, address.username, address.password) == ("main", 3, "u", "p/q")
-    assert address.tls == {"ssl": True, "ssl_ca_certs": "/ca", "ssl_check_hostname": False}
+    query = "ssl_ca_certs=%2Fca&ssl_check_hostname=false"
+    assert address.urls == tuple(f"rediss://u:p%2Fq@{host}/3?{query}" for host in ("a:1", "[::1]:26379"))
+    assert (address.topology, address.service) == ("sentinel", "main")
     assert address.sentinel_credentials == {"username": "s", "password": "t"}
-    assert "p/q" not in repr(address)
-    assert parse_redis_url("unix://u:p@/run/redis.sock?db=2").path == "/run/redis.sock"
+    assert "p%2Fq" not in repr(address)
+    assert "'t'" not in repr(address)
+    assert parse_redis_url("unix://u:p@/run/redis.sock?db=2").urls == ("unix://u:p@/run/redis.sock?db=2",)
 
 
 async def test_a_cancellation_that_the_client_swallows_is_raised() -> None:
