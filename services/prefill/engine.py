@@ -1,7 +1,7 @@
 """The prefill engine: one thread that owns the model and runs prompts one after another.
 
-Place in the request's path: between the service's asyncio side, which submits jobs and awaits their first
-token, and the block sender, whose own thread ships each layer while the next computes. Does not wait for
+Place in the request's path: between the service, which submits jobs on the event loop and awaits their first
+token, and the block sender, whose own thread ships each layer while the next is computed. Does not wait for
 acknowledgements and does not commit history.
 """
 
@@ -16,9 +16,8 @@ from torch import Tensor
 
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.host_copies import host_copies
-from kvferry.services.prefill.job import PrefillJob
+from kvferry.services.prefill.job import JobQueue, PrefillJob
 from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
-from kvferry.services.prefill.queue import FairQueue
 from kvferry.services.prefill.receiver import HistoryReceiver
 from kvferry.services.prefill.session_turns import SessionTurns
 from kvferry.shared.cache.layout import TORCH_DTYPES
@@ -43,7 +42,7 @@ _HISTORY_CREDIT_BYTES = 64 << 20
 
 
 class _ProbeObserver:
-    """An observer of a pass that nobody wants anything of."""
+    """No-op observer for probes."""
 
     def history(self, layer: int) -> None:
         return None
@@ -57,10 +56,11 @@ class PrefillEngine:
 
         submit ──► queue ──► run: begin turn, open transfer ──► layers ──► sample ──► end record ──► first
                                   (after the layers, where these decide its sizes)
-                                    │ error or cancelled: transfer aborted, turn dropped, error told
+                                    │ error or cancelled: transfer aborted, turn dropped, error raised in
+                                    first
 
-    Idle, it runs one token every `probe_interval_s`; `ready` says whether a layer or a probe has been
-    finished within `ready_timeout_s`.
+    While idle, it runs one token every `probe_interval_s`; it is ready while a layer or a probe was finished
+    within `ready_timeout_s`.
     """
 
     def __init__(
@@ -82,14 +82,10 @@ class PrefillEngine:
         self._clock = clock
         self._copies = host_copies(model.device)
         self._turns = SessionTurns(
-            spec=model.spec,
-            store=store,
-            receiver=receiver,
-            metrics=metrics,
-            config=config,
+            spec=model.spec, store=store, receiver=receiver, metrics=metrics, config=config
         )
         self._condition = threading.Condition()
-        self._queue: FairQueue[PrefillJob] = FairQueue()
+        self._queue = JobQueue()
         self._running: PrefillJob | None = None
         self._stopping = False
         self._history_endpoint = ""
@@ -102,7 +98,8 @@ class PrefillEngine:
         self._thread.start()
 
     def close(self) -> None:
-        """Fail what waits, cancel what runs, end the thread. Idempotent; blocks until the layer is over."""
+        """Fail waiting jobs, cancel the running one and end the thread; blocks until its layer is done.
+        Idempotent."""
         with self._condition:
             self._stopping = True
             running = self._running
@@ -114,7 +111,7 @@ class PrefillEngine:
 
     @property
     def ready(self) -> bool:
-        """Whether work has recently gone through."""
+        """Whether a layer or a probe was finished recently."""
         last_s = self._last_progress_s
         return (
             self._thread.is_alive()
@@ -128,7 +125,7 @@ class PrefillEngine:
             return len(self._queue)
 
     def submit(self, job: PrefillJob) -> None:
-        """Queue a job; its `first` resolves in time.
+        """Queue a job; the engine resolves its `first`.
 
         Raises:
             CapacityExceeded: too many are waiting.
@@ -143,13 +140,13 @@ class PrefillEngine:
                     reason="queue_full",
                     retry_after_s=1.0,
                 )
-            self._queue.push(job.owner, job)
+            self._queue.push(job)
             self._condition.notify_all()
 
     def withdraw(self, job: PrefillJob) -> None:
-        """Take a job out of the queue if it still waits there."""
+        """Remove a job from the queue if it is still waiting."""
         with self._condition:
-            self._queue.remove(job.owner, job)
+            self._queue.remove(job)
 
     # ---- the engine thread -------------------------------------------------------------------------------
 
@@ -165,7 +162,7 @@ class PrefillEngine:
             self._fail_waiting()
 
     def _next(self) -> PrefillJob | None:
-        """The next job, probing the model while there is none; None once stopping."""
+        """The next job; None once stopping. Probes the model while there is none."""
         while True:
             with self._condition:
                 if not self._stopping and not len(self._queue):
@@ -233,7 +230,8 @@ class PrefillEngine:
         token = job.sampler.sample(logits)
         job.transfer.finish(EndRecord(key=job.key, num_blocks=0, payload_bytes=0, first_token=token))
         self._turns.end(job, layers)
-        reused_by_tier = job.turn.reused_by_tier if job.turn is not None else {}
+        turn = job.turn
+        reused_by_tier = turn.reused_by_tier if turn is not None else {}
         first = FirstToken(
             token=token,
             method=resolved.method,
@@ -242,20 +240,21 @@ class PrefillEngine:
             prefill_s=self._clock() - begin_s,
             compress_s=layers.times.compress_s,
             queue_s=queue_s,
-            reuse_source=job.turn.reuse_source if job.turn is not None else "session",
+            reuse_source=turn.reuse_source if turn is not None else "session",
             kept=layers.kept_map.fractions() if layers.kept_map is not None else (),
             history_way=job.history_way,
             history_tier=next((tier for tier, count in reversed(reused_by_tier.items()) if count), ""),
         )
-        self._observe(job, first, layers.times)
+        if not request.probe:
+            self._observe(first, layers.times, reused_by_tier if turn is not None else None)
         return first
 
     def forget(self, session: SessionKey) -> None:
-        """Any thread: the session is dropped."""
+        """Forget what was shipped for a dropped session. Any thread may call this."""
         self._turns.forget(session)
 
     def _open(self, job: PrefillJob, settled: ResolvedPlan) -> OutgoingTransfer:
-        """Open the transfer of what the plan came to; from here on the job owns it."""
+        """Open the transfer of the final plan; the job owns it from here on."""
         job.transfer = self._sender.open(
             job.request.ticket, self._manifest(job, settled), timeout_s=self._config.transfer_timeout_s
         )
@@ -263,7 +262,7 @@ class PrefillEngine:
         return job.transfer
 
     def _forward(self, job: PrefillJob, layers: PromptPass) -> Tensor:
-        """The prompt's pass over what history does not have; over all of it if history turns out gone."""
+        """Run the tokens whose KV is not stored; the whole prompt if the stored KV turns out to be gone."""
         try:
             return self._pass(job, layers)
         except HistoryMiss as miss:
@@ -310,20 +309,19 @@ class PrefillEngine:
             held_depth=job.held.depth if job.held is not None else 0,
         )
 
-    def _observe(self, job: PrefillJob, first: FirstToken, times: PassTimes) -> None:
-        if job.request.probe:
-            return
-        model, by = self._model.spec.name, (self._model.spec.name, first.method)
-        self._metrics.queue.labels("prefill").observe(first.queue_s)
-        self._metrics.prefill.labels(*by).observe(first.prefill_s)
-        self._metrics.compress.labels(*by).observe(times.compress_s)
-        self._metrics.pack.labels(*by).observe(times.pack_s)
-        if job.turn is not None:
-            self._metrics.history_store.labels(model).observe(times.history_store_s)
-            for tier, num_tokens in job.turn.reused_by_tier.items():
-                self._metrics.history_reused_tokens.labels(tier).inc(num_tokens)
-            if first.reused_tokens > 0:
-                self._metrics.history_load.labels(model).observe(times.history_load_s)
+    def _observe(self, first: FirstToken, times: PassTimes, reused: dict[str, int] | None) -> None:
+        """Args: reused: tokens by tier; None without a session."""
+        model, metrics = self._model.spec.name, self._metrics
+        metrics.queue.labels("prefill").observe(first.queue_s)
+        metrics.prefill.labels(model, first.method).observe(first.prefill_s)
+        metrics.compress.labels(model, first.method).observe(times.compress_s)
+        metrics.pack.labels(model, first.method).observe(times.pack_s)
+        if reused is not None:
+            metrics.history_store.labels(model).observe(times.history_store_s)
+            for tier, num_tokens in reused.items():
+                metrics.history_reused_tokens.labels(tier).inc(num_tokens)
+        if first.reused_tokens:
+            metrics.history_load.labels(model).observe(times.history_load_s)
 
     def _fail_waiting(self) -> None:
         with self._condition:

@@ -1,8 +1,8 @@
-"""Copies of a layer's tensors on the host, made while the next layer computes.
+"""Copies of a layer's tensors on the host, made while the next layer is computed.
 
 Place in the request's path: between a layer's compression and its shipping and staging (`prompt_pass.py`). On
-CUDA the thread computes on one stream of its own and copies to pinned memory on another, behind an event; on
-a CPU there is nothing to copy.
+CUDA the thread computes on one stream of its own and copies to pinned memory on another, after an event; on a
+CPU there is nothing to copy.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ Arrived = Callable[[], tuple[Tensor, ...]]
 class HostCopies(Protocol):
     """One thread's copies.
 
-    Attributes: layers_behind: layers that may be computed before the copies of one are asked for.
+    Attributes: layers_behind: how many further layers may be computed before one's copies are waited for.
     """
 
     layers_behind: int
 
     def scope(self) -> AbstractContextManager[object]:
-        """Where the thread computes: on the device, and behind nobody else's work."""
+        """The context in which the thread computes: on a CUDA device, its own stream."""
         ...
 
     def start(self, tensors: Sequence[Tensor]) -> Arrived:
-        """Begin to copy what the device has been asked to compute. Nobody may change it meanwhile."""
+        """Begin to copy tensors that the device may still be computing. They must not change meanwhile."""
         ...
 
-    def settle(self) -> None:
-        """Wait for what the device has been asked to compute; not for copies."""
+    def synchronize(self) -> None:
+        """Wait for the device to finish what it was asked to compute, but not for copies."""
         ...
 
 
 class CpuCopies:
-    """Implements `HostCopies` for tensors that are on the host: they are their own copies."""
+    """Implements `HostCopies` for tensors on the host: they are their own copies."""
 
     layers_behind = 0
 
@@ -50,8 +50,8 @@ class CpuCopies:
     def start(self, tensors: Sequence[Tensor]) -> Arrived:
         return lambda: tuple(tensors)
 
-    def settle(self) -> None:
-        """Nothing runs behind."""
+    def synchronize(self) -> None:
+        """A CPU has finished already."""
 
 
 class PinnedCopies:
@@ -61,7 +61,7 @@ class PinnedCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # The default stream is others': the receiver's copies into the arena, and whoever waits for these.
+        # Others use the default stream: the receiver copies into the arena on it, and decode waits for that.
         self._computing, self._stream = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def scope(self) -> AbstractContextManager[object]:
@@ -76,7 +76,7 @@ class PinnedCopies:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 copies.append(copy.copy_(tensor, non_blocking=True))
                 if tensor.is_cuda:
-                    # its memory is not handed out again before the copy is made
+                    # Its memory is not reused before the copy is made.
                     tensor.record_stream(self._stream)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record(self._stream)
@@ -87,10 +87,10 @@ class PinnedCopies:
 
         return wait
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
 
 
 def host_copies(device: torch.device) -> HostCopies:
-    """Copies from the device that a model is on."""
+    """Copies from the device of a model."""
     return PinnedCopies(device) if device.type == "cuda" else CpuCopies()

@@ -1,7 +1,9 @@
-"""One request on its way through the prefill engine: what asyncio and the engine thread share of it."""
+"""One request in the prefill engine, shared by the event loop and the engine's thread, and the queue of those
+that wait."""
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from concurrent.futures import Future
 
 from kvferry.shared.compression.plan import ResolvedPlan
@@ -22,9 +24,14 @@ class PrefillJob:
            │                  │            │
            └──────────────────┴── cancel ──┴──► transfer aborted, staged turn dropped
 
-    The engine thread attaches transfer and turn while RUNNING, and resolves `first` at its end. `cancel` may
-    come from any thread at any time: what is attached by then it ends itself; what is attached later the
-    engine ends, because it looks at the flag after attaching and before each layer.
+    The engine's thread attaches the transfer and the turn while RUNNING, and resolves `first` at the end.
+    `cancel` may be called from any thread at any time: it ends what is attached by then; the engine ends what
+    it attaches later, because it checks for cancellation after attaching and before each layer.
+
+    Attributes:
+        history_way: how the turn got its history; None if there was none.
+        held: rows that decode retains, so that they are not shipped; set before the transfer opens.
+        saved_bytes: of those rows.
     """
 
     def __init__(
@@ -39,47 +46,36 @@ class PrefillJob:
         self.resolved = resolved
         self.sampler = sampler
         self.submitted_s = submitted_s
+        self.owner = request.session.owner if request.session is not None else ""
+        # Returned generated KV has the same key.
+        self.key = TransferKey(transfer_id=request.ticket.transfer_id, generation=request.ticket.generation)
         self.trace_context = current_context()
         self.queue_span = begin("queue")
         self.first: Future[FirstToken] = Future()
         self.transfer: OutgoingTransfer | None = None
         self.turn: StagedTurn | None = None
         self.history_way: HistoryWay | None = None
-        """How it comes by what was there before it; None where there was nothing."""
         self.held: HeldSelections | None = None
-        """Rows that decode holds and so are not shipped; set before the transfer opens."""
         self.saved_bytes = 0
-        """Of those rows."""
         self._cancellation: KvferryError | None = None
 
-    @property
-    def owner(self) -> str:
-        """Whose share of the engine it uses."""
-        return self.request.session.owner if self.request.session is not None else ""
-
-    @property
-    def key(self) -> TransferKey:
-        """Its ticket's key, which a return of generated KV bears as well."""
-        ticket = self.request.ticket
-        return TransferKey(transfer_id=ticket.transfer_id, generation=ticket.generation)
-
     def check_cancelled(self) -> None:
-        """Raises what `cancel` was called with, once it was."""
+        """Raises the error that `cancel` was called with, if it was."""
         if self._cancellation is not None:
             raise self._cancellation
 
     def cause(self, error: KvferryError) -> KvferryError:
-        """Why the work ended: the cancellation if there was one, for `error` is then its consequence."""
+        """Why the work ended: the cancellation if there was one, since `error` then follows from it."""
         return self._cancellation or error
 
     def cancel(self, error: KvferryError) -> None:
-        """Stop the work at any stage, with this error, and free what it holds. Idempotent."""
+        """Stop the work at any stage with this error and free its resources. Idempotent."""
         if self._cancellation is None:
             self._cancellation = error
         self.abandon(error.reason)
 
     def abandon(self, reason: str) -> None:
-        """End transfer and staged turn, as far as they are attached. Idempotent."""
+        """End the transfer and the staged turn, if they are attached. Idempotent."""
         transfer, turn = self.transfer, self.turn
         if transfer is not None:
             transfer.abort(reason)
@@ -87,6 +83,39 @@ class PrefillJob:
             turn.abort()
 
     def fail(self, error: KvferryError) -> None:
-        """The engine gives up: free everything, then tell who waits."""
+        """Free everything, then pass the error to the waiting request."""
         self.abandon(error.reason)
         self.first.set_exception(error)
+
+
+class JobQueue:
+    """Waiting jobs: round-robin over owners, first come first served within one. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._by_owner: OrderedDict[str, deque[PrefillJob]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_owner.values()))
+
+    def push(self, job: PrefillJob) -> None:
+        self._by_owner.setdefault(job.owner, deque()).append(job)
+
+    def pop(self) -> PrefillJob:
+        """The next job; its owner goes to the end of the round. Raises IndexError when empty."""
+        if not self._by_owner:
+            raise IndexError("pop from an empty JobQueue")
+        owner, jobs = self._by_owner.popitem(last=False)
+        job = jobs.popleft()
+        if jobs:
+            self._by_owner[owner] = jobs
+        return job
+
+    def remove(self, job: PrefillJob) -> bool:
+        """Remove a waiting job; False if it is not waiting."""
+        jobs = self._by_owner.get(job.owner)
+        if jobs is None or job not in jobs:
+            return False
+        jobs.remove(job)
+        if not jobs:
+            del self._by_owner[job.owner]
+        return True

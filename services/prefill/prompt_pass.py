@@ -172,13 +172,13 @@ class PromptPass:
 
     def _ship(self, resolved: ResolvedPlan, inputs: LayerInputs, scores: Tensor | None = None) -> None:
         # Kernels run behind the host: without this, compression's time would be booked on what comes after.
-        self._copies.settle()
+        self._copies.synchronize()
         begin_s = self._clock()
         with stage("compress", layer=inputs.layer):
             kept = compress_layer(resolved, inputs, scores=scores)
         if self.kept_map is not None:
             self.kept_map.add(kept)
-        self._copies.settle()
+        self._copies.synchronize()
         compressed_s = self._clock()
         self.times.compress_s += compressed_s - begin_s
         layer, held = inputs.layer, self._held_rows

@@ -1,7 +1,6 @@
 """The prefill worker as a process: loads the model, serves control, blocks and metrics until a signal.
 
-Wires; decides nothing. `build_service` is for whoever brings transports of its own, such as one process that
-holds all services.
+`build_service` makes the service over given transports, for one process that runs all services.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def build_service(
     """A service and its history store; the caller starts and closes it.
 
     Args:
-        sender: ships blocks to decode workers; closed with the service.
+        sender: ships blocks to decode workers; the service closes it.
         server_factory: makes the block server for returned history, at the service's start.
     """
     return PrefillService(

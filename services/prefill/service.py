@@ -1,7 +1,7 @@
 """The prefill service: `PrefillControl` over the engine, the history store and the block wire.
 
-Place in the request's path: the router calls it, in process or through gRPC. Everything here runs on the
-event loop; prompts run on the engine's thread, blocks move on the wire's.
+Place in the request's path: the router calls it, in process or through gRPC. This module runs on the event
+loop, prompts on the engine's thread, and blocks on the wire's.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ _SWEEP_INTERVAL_S = 1.0
 
 
 class PrefillService:
-    """Implements `PrefillControl`. Owns the engine's thread, the block server and the sender; `close` ends
-    them all.
+    """Implements `PrefillControl`. Owns the engine's thread, the block server, the sender and the store, and
+    closes them.
 
         prefill: validate ──► job ──► engine ──► FirstToken ──► acknowledgement ──► TransferDone
                                └── generator closed, deadline, error: job cancelled at any stage
-        turn:    staged by the engine ──► generated rows staged by the receiver ──► commit_turn | abort_turn
+        staged turn: begun by the engine ──► generated rows from the receiver ──► commit_turn | abort_turn
     """
 
     def __init__(
@@ -112,17 +112,17 @@ class PrefillService:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a layer or a probe was finished lately. Any thread may ask."""
+        """Whether a layer or a probe was finished recently. Any thread may call this."""
         return self._engine.ready
 
     async def start(self) -> None:
-        """Listen for returned history, start the engine and the sweeping of expired turns."""
+        """Listen for returned history, start the engine and the sweeper of expired staged turns."""
         self._server = self._server_factory(self._receiver)
         self._engine.start(self._server.endpoint)
         self._sweeper = asyncio.create_task(self._sweep())
 
     async def close(self) -> None:
-        """Cancel what is under way and end every thread. Idempotent."""
+        """Cancel running jobs and end every thread. Idempotent."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -148,9 +148,9 @@ class PrefillService:
         """See `PrefillControl.prefill`.
 
         Raises:
-            InvalidRequest, ContextLengthExceeded, ProtocolMismatch: the request is not one for this worker.
+            InvalidRequest, ContextLengthExceeded, ProtocolMismatch: this worker cannot serve the request.
             CapacityExceeded: too many requests wait.
-            TransferFailed: decode refused or vanished.
+            TransferFailed: decode refused the transfer or was lost.
             DeadlineExceeded, Cancelled.
         """
         self._validate(request)
@@ -189,7 +189,7 @@ class PrefillService:
         """See `PrefillControl.commit_turn`.
 
         Raises:
-            HistoryMiss: no such turn is staged: never begun, over, expired, or this worker restarted.
+            HistoryMiss: the request has no staged turn: never begun, over, expired, or lost in a restart.
             SessionNotFound, SessionBusy, InvalidRequest: as `StagedTurn.commit`.
         """
         turn = self._store.turn(request.request_id)
@@ -211,7 +211,7 @@ class PrefillService:
             await self._in_thread(turn.abort, timeout_s)
 
     async def session_info(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
-        """See `PrefillControl.session_info`; tier "none" where nothing is held."""
+        """See `PrefillControl.session_info`; tier "none" if nothing is stored."""
         return await self._in_thread(lambda: self._store.info(session), timeout_s)
 
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
@@ -265,7 +265,7 @@ class PrefillService:
         """Wait for decode's acknowledgement and count what crossed the wire."""
         transfer = job.transfer
         assert transfer is not None
-        # Longer than the deadline, so that it is the deadline that is reported.
+        # Longer than the deadline, so that the error names the deadline.
         wait_s = max(0.0, deadline_s - self._clock()) + 1.0
         waiting = asyncio.get_running_loop().run_in_executor(self._waiters, transfer.wait, wait_s)
         transfer_s = await self._before(deadline_s, waiting, "the transfer")
@@ -286,7 +286,7 @@ class PrefillService:
         try:
             return await asyncio.wait_for(work, max(0.0, deadline_s - self._clock()))
         except TimeoutError:
-            raise DeadlineExceeded(f"{what} was not done by the request's deadline") from None
+            raise DeadlineExceeded(f"{what} did not finish by the request's deadline") from None
 
     async def _in_thread(self, work: Callable[[], T], timeout_s: float) -> T:
         try:
@@ -300,10 +300,10 @@ class PrefillService:
         job.cancel(error)
 
     async def _sweep(self) -> None:
-        """Drop expired turns, on a clock of its own."""
+        """Periodically drop expired turns."""
         while True:
             await asyncio.sleep(min(_SWEEP_INTERVAL_S, self._config.turn_lease_s / 10))
             expired = self._store.sweep()
             if expired:
-                log.warning("turns expired", count=expired)
+                log.warning("staged turns expired", count=expired)
             self._receiver.prune()
