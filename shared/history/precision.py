@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -48,13 +49,13 @@ class RowChunk:
     dtype: torch.dtype
     group_offset: int = 0
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return self.tensors[0].shape[1]
 
     @cached_property
     def size_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(map(attrgetter("nbytes"), self.tensors))
 
     def rows(self) -> LayerKV:
         """K and V in the model's dtype."""
@@ -126,19 +127,15 @@ class RowPrecision:
 
     def encode(self, keys: Tensor, values: Tensor) -> RowChunk:
         """Args: `[H_kv, n, D]`, n >= 1, on any device. Returns: a chunk on the host that shares no memory."""
-        dtype, head_dim = keys.dtype, keys.shape[2]
-        stored = self._stored(dtype)
-        if self._code_bits:
-            tensors = _quantise(keys, values, self._code_bits)
-        elif stored == dtype:
-            tensors = (_host_copy(keys), _host_copy(values))
+        dtype, head_dim, bits = keys.dtype, keys.shape[2], self._code_bits
+        if bits:
+            tensors = _quantise(keys, values, bits)
         else:
-            limit = torch.finfo(stored).max
-            tensors = (
-                _host_copy(keys.clamp(-limit, limit).to(stored)),
-                _host_copy(values.clamp(-limit, limit).to(stored)),
-            )
-        return RowChunk(tensors=tensors, bits=self._code_bits, head_dim=head_dim, dtype=dtype)
+            if self.bits == "16" and dtype == torch.float32:
+                limit = torch.finfo(torch.float16).max
+                keys, values = (rows.clamp(-limit, limit).to(torch.float16) for rows in (keys, values))
+            tensors = (_host_copy(keys), _host_copy(values))
+        return RowChunk(tensors=tensors, bits=bits, head_dim=head_dim, dtype=dtype)
 
     def shapes(
         self, *, num_tokens: int, group_offset: int, num_kv_heads: int, head_dim: int

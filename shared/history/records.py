@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
 from kvferry.shared.control.messages import ReuseSource, SessionKey
@@ -100,7 +100,7 @@ class RecordTable:
             self.release(record.pieces)
 
     def add_copies(
-        self, pieces: tuple[Piece, ...], *, busy: Set[SessionKey]
+        self, pieces: tuple[Piece, ...], *, busy: Callable[[], Set[SessionKey]]
     ) -> tuple[tuple[Piece, ...], int]:
         """Count the pieces whose segments are new. The first that does not fit and all after it are left out.
         Returns the remaining pieces and their tokens."""
@@ -126,11 +126,15 @@ class RecordTable:
             if piece.segment.references == 0:
                 self.size_bytes -= piece.segment.size_bytes
 
-    def make_room(self, num_bytes: int, *, busy: Set[SessionKey]) -> bool:
-        """Evict sessions that are not busy until `num_bytes` fit. Evicts none if that would not be enough."""
+    def make_room(self, num_bytes: int, *, busy: Callable[[], Set[SessionKey]]) -> bool:
+        """Evict sessions that are not busy until `num_bytes` fit. Evicts none if that would not be enough.
+
+        Args: busy: returns the sessions that have open turns.
+        """
         if self.size_bytes + num_bytes <= self.max_bytes:
             return True
-        idle = [session for session in self._sessions if session not in busy]
+        in_turns = busy()
+        idle = [session for session in self._sessions if session not in in_turns]
         named = Counter(piece.segment for session in idle for piece in self._sessions[session].pieces)
         evictable_bytes = sum(
             segment.size_bytes for segment, count in named.items() if count == segment.references

@@ -1,7 +1,7 @@
-"""Rows of full KV in host memory: immutable segments, shared between records by slicing.
+"""Rows of full KV in host memory: immutable segments, which records share by slicing.
 
-A record is a list of pieces, each the first `length` tokens of a segment; a branch shares the pieces up to
-where it leaves, without copying. Does no locking and no accounting; the store does both.
+A record is a list of pieces, each the first `length` tokens of a segment. A record that branches off shares
+the pieces up to that point without copying. Locking and accounting are the store's.
 """
 
 from __future__ import annotations
@@ -14,57 +14,53 @@ import torch
 from kvferry.shared.history.precision import LayerKV, RowChunk
 
 
-def first_rows(chunks: Iterable[RowChunk], num_tokens: int) -> list[RowChunk]:
-    """Views of the first `num_tokens` rows of consecutive chunks; whole chunks come as they are."""
-    return part_of(chunks, 0, num_tokens)
-
-
 def part_of(chunks: Iterable[RowChunk], start: int, stop: int) -> list[RowChunk]:
-    """Views of rows [start, stop) of consecutive chunks; whole chunks come as they are."""
-    views: list[RowChunk] = []
+    """Rows [start, stop) of consecutive chunks: the chunks that lie inside, and views of those that are
+    cut."""
+    parts: list[RowChunk] = []
     position = 0
     for chunk in chunks:
         if position >= stop:
             break
         low, high = max(start - position, 0), min(stop - position, chunk.num_tokens)
         if low < high:
-            views.append(chunk if (low, high) == (0, chunk.num_tokens) else chunk.part(low, high))
+            parts.append(chunk if (low, high) == (0, chunk.num_tokens) else chunk.part(low, high))
         position += chunk.num_tokens
     assert position >= stop, f"{stop - position} of {stop} rows are missing"
-    return views
+    return parts
 
 
 class Segment:
-    """What one turn added: `num_tokens` rows of every layer. Never changes.
+    """What one turn added: `num_tokens` rows of every layer. Immutable.
 
     Attributes:
-        size_bytes: host memory that it holds as long as anything names it, sliced or not.
-        references: records and turns that name it; kept by the store under its lock.
+        size_bytes: host memory in use while anything names the segment, even a slice of it.
+        references: how many records and turns name it. Guarded by the store's lock.
     """
 
     def __init__(self, layers: Sequence[Sequence[RowChunk]], num_tokens: int) -> None:
-        """Args: layers: consecutive chunks per layer. Rows beyond `num_tokens` are cut off, so that their
-        memory is not kept."""
+        """Args: layers: consecutive chunks of each layer. A chunk with rows beyond `num_tokens` is copied
+        without them, so that their memory is freed."""
         self.num_tokens = num_tokens
-        self._layers = tuple(self._trimmed(chunks, num_tokens) for chunks in layers)
-        self.size_bytes = sum(chunk.size_bytes for chunks in self._layers for chunk in chunks)
+        self.size_bytes = 0
         self.references = 0
+        self._layers: list[list[RowChunk]] = []
+        for chunks in layers:
+            rows = part_of(chunks, 0, num_tokens)
+            if rows[-1] is not chunks[len(rows) - 1]:
+                rows[-1] = rows[-1].copy()
+            self._layers.append(rows)
+            for chunk in rows:
+                self.size_bytes += chunk.size_bytes
 
     def rows(self, layer: int, num_tokens: int) -> list[RowChunk]:
-        """Views of the first `num_tokens` tokens of a layer."""
-        return first_rows(self._layers[layer], num_tokens)
+        """The first `num_tokens` tokens' rows of a layer."""
+        return part_of(self._layers[layer], 0, num_tokens)
 
     def first(self, num_tokens: int) -> Segment:
-        """A segment of its own with copies of the first `num_tokens` tokens; nothing is shared."""
-        layers = [[chunk.copy() for chunk in first_rows(chunks, num_tokens)] for chunks in self._layers]
+        """A segment with copies of the first `num_tokens` tokens' rows."""
+        layers = [[chunk.copy() for chunk in part_of(chunks, 0, num_tokens)] for chunks in self._layers]
         return Segment(layers, num_tokens)
-
-    @staticmethod
-    def _trimmed(chunks: Sequence[RowChunk], num_tokens: int) -> tuple[RowChunk, ...]:
-        whole = {id(chunk) for chunk in chunks}
-        return tuple(
-            chunk if id(chunk) in whole else chunk.copy() for chunk in first_rows(chunks, num_tokens)
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +74,11 @@ class Piece:
 def first_pieces(pieces: Iterable[Piece], num_tokens: int) -> tuple[Piece, ...]:
     """The pieces that make up the first `num_tokens` tokens."""
     taken: list[Piece] = []
-    remaining = num_tokens
     for piece in pieces:
-        if remaining <= 0:
+        if num_tokens <= 0:
             break
-        taken.append(Piece(segment=piece.segment, length=min(piece.length, remaining)))
-        remaining -= piece.length
+        taken.append(Piece(segment=piece.segment, length=min(piece.length, num_tokens)))
+        num_tokens -= piece.length
     return tuple(taken)
 
 
@@ -93,8 +88,8 @@ def piece_chunks(pieces: Iterable[Piece], layer: int) -> list[RowChunk]:
 
 
 def chunk_rows(chunks: Sequence[RowChunk]) -> LayerKV:
-    """K and V `[H_kv, n, D]` of consecutive chunks: those of the chunk where there is one, else one copy."""
+    """K and V `[H_kv, n, D]` of consecutive chunks; not copied if there is only one."""
+    if len(chunks) == 1:
+        return chunks[0].rows()
     rows = [chunk.rows() for chunk in chunks]
-    if len(rows) == 1:
-        return rows[0]
     return torch.cat([keys for keys, _ in rows], dim=1), torch.cat([values for _, values in rows], dim=1)

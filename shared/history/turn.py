@@ -102,6 +102,7 @@ class StagedTurn:
         self._replicate: Callable[[bool], None] | None = None
         self._rebuild = False
         self._staged: list[list[RowChunk]] = [[] for _ in range(context.num_layers)]
+        self._staged_tokens = [0] * context.num_layers
         self._staged_bytes = 0
         self._state = TurnState.OPEN
         self._records.retain(self._pieces)
@@ -253,7 +254,7 @@ class StagedTurn:
     def _stage(self, layer: int, chunk: RowChunk) -> None:
         if self._state is not TurnState.OPEN:
             return
-        if not self._records.make_room(chunk.size_bytes, busy=self._busy()):
+        if not self._records.make_room(chunk.size_bytes, busy=self._busy):
             log.warning("history has no room for a turn", request_id=self.request_id)
             self._unstage()
             self._state = TurnState.OVERFLOWED
@@ -261,6 +262,7 @@ class StagedTurn:
         self._records.size_bytes += chunk.size_bytes
         self._staged_bytes += chunk.size_bytes
         self._staged[layer].append(chunk)
+        self._staged_tokens[layer] += chunk.num_tokens
         self.deadline_s = self._context.clock() + self._context.lease_s
 
     def _busy(self) -> set[SessionKey]:
@@ -275,10 +277,9 @@ class StagedTurn:
     def _publish(self, token_ids: tuple[int, ...], reused: tuple[Piece, ...]) -> StoredRecord | None:
         """Replace the session's record by the reused prefix and, as one new segment, the staged rows."""
         records = self._records
-        pieces, num_tokens = records.add_copies(first_pieces(reused, len(token_ids)), busy=self._busy())
+        pieces, num_tokens = records.add_copies(first_pieces(reused, len(token_ids)), busy=self._busy)
         if num_tokens == self._memory_tokens:
-            num_staged = min(sum(chunk.num_tokens for chunk in chunks) for chunks in self._staged)
-            num_new = min(len(token_ids) - num_tokens, num_staged)
+            num_new = min(len(token_ids) - num_tokens, *self._staged_tokens)
             if num_new > 0:
                 segment = Segment(self._staged, num_new)
                 records.size_bytes += segment.size_bytes
@@ -310,6 +311,7 @@ class StagedTurn:
     def _unstage(self) -> None:
         self._records.size_bytes -= self._staged_bytes
         self._staged_bytes = 0
+        self._staged_tokens = [0] * self._context.num_layers
         self._staged = [[] for _ in range(self._context.num_layers)]
 
 
