@@ -1,4 +1,4 @@
-"""Writes docs/api.md from the API's own description and from the control protocol.
+"""Writes docs/api.md from FastAPI's description of the API and from the control protocol.
 
 python docs/make_api.py docs/api.md
 """
@@ -12,16 +12,20 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvferry.services.router.openapi import openapi_document
+from kvferry.models import DEMO_MODEL
+from kvferry.services.router.app import create_app
+from kvferry.services.router.config import RouterConfig
+from kvferry.services.router.server import grpc_pools
+from kvferry.shared.model.tokenizer import ChatTokenizer
 
 INTRODUCTION = """# API reference
 
-Made by `docs/make_api.py` from `services/router/openapi.py` and `proto/control.proto`; a test compares it.
-The running server has the HTTP part at `/openapi.json`.
+Made by `docs/make_api.py` from the routes' types and `proto/control.proto`; a test compares it.
+The running server has the HTTP part at `/openapi.json`, and as a page at `/docs`.
 
 Errors have OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`. With keys configured, every
-path but `/health` and `/ready` wants `Authorization: Bearer KEY`; `/metrics` and `/` follow
-`--metrics-access`. `X-Request-ID` is honoured and echoed; `traceparent` is continued.
+path but `/health` and `/ready` wants `Authorization: Bearer KEY`; `/metrics`, `/`, `/example`, `/docs` and
+`/openapi.json` follow `--metrics-access`. `X-Request-ID` is honoured and echoed; `traceparent` is continued.
 """
 _MESSAGE = re.compile(r"^(message|enum|service) (\w+) \{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 
@@ -33,6 +37,14 @@ def main(target: Path) -> None:
 def render() -> str:
     """The whole page."""
     return "\n".join([INTRODUCTION, *_http(openapi_document()), *_control(), ""])
+
+
+def openapi_document() -> dict[str, Any]:
+    """The description as the running server has it."""
+    config = RouterConfig()
+    prefill, decode = grpc_pools(config)
+    app = create_app(config, prefill=prefill, decode=decode, tokenizer=ChatTokenizer.load(DEMO_MODEL))
+    return app.openapi()
 
 
 # ---- HTTP ------------------------------------------------------------------------------------------------

@@ -3,5 +3,7 @@
 from pathlib import Path
 
 DEMO_MODEL = Path(__file__).parent / "demo"
+DEMO_EXAMPLE = DEMO_MODEL / "example.json"
+"""A request to the demo model that shows compression: a body for POST /v1/chat/completions."""
 SHIPPED_CURVES = Path(__file__).parent / "calibration"
 """Quality curves of the shipped models."""

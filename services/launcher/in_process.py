@@ -22,9 +22,8 @@ from kvferry.services.prefill.server import build_service as build_prefill
 from kvferry.services.prefill.service import PrefillService
 from kvferry.services.router.app import create_app
 from kvferry.services.router.config import RouterConfig
-from kvferry.services.router.discovery import keep_name
-from kvferry.services.router.http_server import http_server
-from kvferry.services.router.placement import WorkerPool
+from kvferry.services.router.http.server import http_server
+from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.config import ServiceSettings, WorkerSettings
 from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
@@ -123,26 +122,11 @@ class InProcessStack:
         decode: DecodeControl,
         tokenizer: ChatTokenizer,
     ) -> str:
+        interval_s = config.status_interval_s
         app = create_app(
             config,
-            prefill=WorkerPool(
-                "prefill",
-                (_WORKER,),
-                connect=lambda _: prefill,
-                resolve=keep_name,
-                status_interval_s=config.status_interval_s,
-                status_timeout_s=config.status_timeout_s,
-                resolve_interval_s=config.resolve_interval_s,
-            ),
-            decode=WorkerPool(
-                "decode",
-                (_WORKER,),
-                connect=lambda _: decode,
-                resolve=keep_name,
-                status_interval_s=config.status_interval_s,
-                status_timeout_s=config.status_timeout_s,
-                resolve_interval_s=config.resolve_interval_s,
-            ),
+            prefill=WorkerPool.of_clients("prefill", {_WORKER: prefill}, status_interval_s=interval_s),
+            decode=WorkerPool.of_clients("decode", {_WORKER: decode}, status_interval_s=interval_s),
             tokenizer=tokenizer,
         )
         return await self._open.enter_async_context(http_server(app, config))

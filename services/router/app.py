@@ -1,6 +1,10 @@
-"""The router as an ASGI application, built from parts that are passed in. Nothing is global.
+"""The router as an ASGI application, built from the parts that are passed in. There is no global state.
 
-RequestEdge (id, log, errors) ─► RequestLimits (sizes, times) ─► routes
+http/        sockets, middleware, keys, errors
+api/         routes and the objects of answers
+completion/  a request: fields, prompt, plan, choices, documents
+turn/        a turn over the workers: attempts, retries, worker pools, readiness
+sessions/    records, leases, quotas; in memory or in Redis
 """
 
 from __future__ import annotations
@@ -9,39 +13,55 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import dataclass
+from importlib.metadata import version
 
 import structlog
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvferry.services.router.auth import Authenticator
-from kvferry.services.router.completion import CompletionService
+from kvferry.services.router.api.routes import Routes
+from kvferry.services.router.api.session_routes import SessionRoutes
+from kvferry.services.router.completion.completion import CompletionService
+from kvferry.services.router.completion.documents import DocumentService
+from kvferry.services.router.completion.plans import PlanChooser
+from kvferry.services.router.completion.prompt import PromptBuilder
 from kvferry.services.router.config import RouterConfig, split_list
-from kvferry.services.router.documents import DocumentService
-from kvferry.services.router.edge import RequestEdge
-from kvferry.services.router.errors import error_response, from_http_exception
-from kvferry.services.router.history import WorkerHistory
-from kvferry.services.router.limits import RequestLimits
-from kvferry.services.router.placement import WorkerPool
-from kvferry.services.router.plans import PlanChoice
-from kvferry.services.router.prompt import PromptBuilder
-from kvferry.services.router.quota import KeyQuota
-from kvferry.services.router.readiness import Readiness
-from kvferry.services.router.redis_records import RedisRecords
-from kvferry.services.router.redis_sessions import RedisSessionStore
-from kvferry.services.router.routes import Routes
-from kvferry.services.router.sessions import MemorySessionStore, SessionStore
-from kvferry.services.router.tasks import BackgroundTasks
-from kvferry.services.router.turn import TurnRunner
+from kvferry.services.router.http.api_route import Authenticator
+from kvferry.services.router.http.errors import error_response, from_framework
+from kvferry.services.router.http.middleware import LimitsMiddleware, RequestMiddleware
+from kvferry.services.router.sessions.quota import KeyQuota
+from kvferry.services.router.sessions.redis_records import RedisRecords
+from kvferry.services.router.sessions.redis_store import RedisSessionStore, SessionStore
+from kvferry.services.router.sessions.store import MemorySessionStore
+from kvferry.services.router.turn.history import WorkerHistory
+from kvferry.services.router.turn.readiness import Readiness
+from kvferry.services.router.turn.turn import BackgroundTasks, TurnRunner
+from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.tokenizer import ChatTokenizer
 
-_SWEEP_INTERVAL_S = 5.0
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Intervals that are constants of the router; tests shorten them.
+
+    Attributes:
+        recovery_backoff_s: the first pause before a replay.
+        probe_interval_s: an idle router sends a probe turn this often.
+        session_lease_s: with Redis, how soon another router may take over the session of a lost one.
+        sweep_interval_s: how often expired sessions are removed.
+    """
+
+    recovery_backoff_s: float = 0.25
+    probe_interval_s: float = 10.0
+    session_lease_s: float = 15.0
+    sweep_interval_s: float = 5.0
 
 
 def create_app(
@@ -52,6 +72,7 @@ def create_app(
     tokenizer: ChatTokenizer,
     metrics: RouterMetrics | None = None,
     clock: Callable[[], float] = time.time,
+    timing: Timing = Timing(),
 ) -> FastAPI:
     """Build the application. Its lifespan starts and closes the pools.
 
@@ -60,23 +81,24 @@ def create_app(
     """
     metrics = metrics or RouterMetrics()
     tasks = BackgroundTasks()
-    plans = PlanChoice(config)
+    plans = PlanChooser(config)
     runner = TurnRunner(
         prefill=prefill,
         decode=decode,
         tasks=tasks,
+        metrics=metrics,
         max_recoveries=config.max_recoveries,
-        backoff_s=config.recovery_backoff_s,
+        backoff_s=timing.recovery_backoff_s,
         recovery_wait_s=config.recovery_wait_s,
     )
     readiness = Readiness(
         runner,
         plans.plan(None),
-        probe_interval_s=config.probe_interval_s,
+        probe_interval_s=timing.probe_interval_s,
         window_s=config.readiness_window_s,
     )
     metrics.ready.set_function(lambda: float(readiness.problem() is None))
-    sessions = session_store(config, metrics, clock)
+    sessions = session_store(config, metrics, clock, timing)
     prompts = PromptBuilder(tokenizer)
     history = WorkerHistory(prefill=prefill, decode=decode)
     quota = KeyQuota(
@@ -108,12 +130,12 @@ def create_app(
         on_success=readiness.mark,
         clock=clock,
     )
+    auth = Authenticator(split_list(config.api_keys))
     routes = Routes(
         config=config,
-        auth=Authenticator(split_list(config.api_keys)),
+        auth=auth,
         completions=completions,
         readiness=readiness,
-        pools=(prefill, decode),
         metrics=metrics,
         started_at=int(clock()),
     )
@@ -121,7 +143,10 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await asyncio.gather(prefill.start(), decode.start())
-        loops = [asyncio.create_task(readiness.run()), asyncio.create_task(_sweep(completions))]
+        loops = [
+            asyncio.create_task(readiness.run()),
+            asyncio.create_task(_sweep(completions, timing.sweep_interval_s)),
+        ]
         try:
             yield
         finally:
@@ -132,20 +157,32 @@ def create_app(
             await sessions.close()
             await asyncio.gather(prefill.close(), decode.close())
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
-    app.include_router(routes.router())
-    app.add_exception_handler(HTTPException, _refuse)
+    app = FastAPI(
+        title="kvferry",
+        version=version("kvferry"),
+        lifespan=lifespan,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    keyed, operations = routes.routers()
+    sessions_of_key = SessionRoutes(auth=auth, completions=completions, served=routes.served).router()
+    for router in (keyed, sessions_of_key, operations):
+        app.include_router(router)
+    for refusal in (HTTPException, RequestValidationError):
+        app.add_exception_handler(refusal, _refuse)
     app.add_middleware(
-        RequestLimits,
+        LimitsMiddleware,
         max_header_bytes=config.max_header_bytes,
         max_body_bytes=config.max_body_bytes,
         read_timeout_s=config.read_timeout_s,
     )
-    app.add_middleware(RequestEdge, metrics=metrics)
+    app.add_middleware(RequestMiddleware, metrics=metrics)
     return app
 
 
-def session_store(config: RouterConfig, metrics: RouterMetrics, clock: Callable[[], float]) -> SessionStore:
+def session_store(
+    config: RouterConfig, metrics: RouterMetrics, clock: Callable[[], float], timing: Timing
+) -> SessionStore:
     """The sessions of this router, or of all that share its Redis. Opens nothing yet."""
     local = MemorySessionStore(
         ttl_s=config.session_ttl_s,
@@ -160,31 +197,31 @@ def session_store(config: RouterConfig, metrics: RouterMetrics, clock: Callable[
     return RedisSessionStore(
         RedisRecords(AsyncRedisLink(options), clock=clock),
         local,
-        lease_s=config.session_lease_s,
+        lease_s=timing.session_lease_s,
         wait_s=config.session_wait_s,
         clock=clock,
         on_event=lambda event: metrics.session_store_events.labels(event=event).inc(),
     )
 
 
-async def _refuse(request: Request, refusal: Any) -> Response:
-    """Unknown routes and methods, as the framework finds them."""
-    error = from_http_exception(refusal, request.method, request.url.path)
+async def _refuse(request: Request, refusal: Exception) -> Response:
+    """Answer what the framework refuses: unknown routes and methods, wrong fields."""
+    error = from_framework(refusal, request.method, request.url.path)
     request.state.record.fail(error)
     response = error_response(error)
-    for name, value in (refusal.headers or {}).items():
+    for name, value in (getattr(refusal, "headers", None) or {}).items():
         response.headers[name] = value
     return response
 
 
-async def _sweep(completions: CompletionService) -> None:
-    """Forget stale sessions, and have their history dropped."""
+async def _sweep(completions: CompletionService, interval_s: float) -> None:
+    """Remove expired sessions, and have their history dropped."""
     log = structlog.get_logger(__name__)
     while True:
-        await asyncio.sleep(_SWEEP_INTERVAL_S)
+        await asyncio.sleep(interval_s)
         try:
             for key in await completions.sessions.remove_stale():
                 await completions.history.drop(key)
         except Exception:
-            # The loop's top: without it sessions would stay for ever.
+            # The top of the loop: it must go on, or sessions would stay for ever.
             log.exception("session sweep failed")

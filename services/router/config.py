@@ -1,6 +1,6 @@
-"""The router's options, each also a variable `KVFERRY_*`. Defaults stand here once.
+"""The router's options, each also a variable `KVFERRY_*`, with their defaults.
 
-Holds values only: nothing is opened, resolved or loaded here.
+Values only: nothing is opened, resolved or loaded here.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ class RouterConfig(TracedSettings):
 
     listen: str = Field("127.0.0.1:8000", description="host:port of the HTTP server; port 0 picks a free one")
     prefill_workers: str = Field(
-        "127.0.0.1:9001", description="prefill workers' control addresses, comma-separated host:port; a name "
-        "may resolve to many",
-    )  # fmt: skip
+        "127.0.0.1:9001",
+        description="prefill workers' control addresses, comma-separated host:port; a name may "
+        "resolve to many",
+    )
     decode_workers: str = Field("127.0.0.1:9002", description="decode workers' control addresses, likewise")
     worker_metrics: str = Field("", description="host:port of the metrics that /metrics?all=1 includes")
     model: str = Field("demo", description="model whose tokenizer is used: local folder, hub id, or demo")
@@ -42,54 +43,38 @@ class RouterConfig(TracedSettings):
     allowed_methods: str = Field("", description="methods a request may name; empty allows all")
     calibration: str = Field(
         "",
-        description="folder of quality curves, as kvferry calibrate quality writes them, beside those of the "
-        "shipped model",
+        description="folder of quality curves of kvferry calibrate quality, beside the shipped ones",
     )
     default_max_tokens: int = Field(
-        512, ge=1, description="bound on chat completions that give no max_tokens, within the context"
+        512, ge=1, description="limit of chat completions that give no max_tokens, within the context"
     )
 
-    session_ttl_s: float = Field(604_800.0, gt=0, description="idle sessions are dropped after this long")
-    session_wait_s: float = Field(30.0, ge=0, description="how long a request awaits its busy session")
-    max_sessions: int = Field(10_000, ge=1, description="sessions remembered; the longest idle go first")
-    session_lease_s: float = Field(
-        15.0, gt=0, description="with Redis: a router that is gone loses its sessions' turns after so long"
-    )
-    document_ttl_s: float = Field(604_800.0, gt=0, description="documents are dropped after this long")
-    max_sessions_per_key: int = Field(1000, ge=1, description="sessions that one API key may keep")
-    max_documents_per_key: int = Field(100, ge=0, description="documents that one API key may keep")
+    session_ttl_s: float = Field(604_800.0, gt=0, description="idle time after which a session expires")
+    session_wait_s: float = Field(30.0, ge=0, description="how long a request waits for its busy session")
+    max_sessions: int = Field(10_000, ge=1, description="sessions in memory; the longest idle are dropped")
+    document_ttl_s: float = Field(604_800.0, gt=0, description="time after which a document expires")
+    max_sessions_per_key: int = Field(1000, ge=1, description="sessions that one API key may store")
+    max_documents_per_key: int = Field(100, ge=0, description="documents that one API key may store")
     max_history_tokens_per_key: int = Field(
-        0, ge=0, description="tokens of one key's sessions together, and of its documents; 0: any number"
+        0, ge=0, description="tokens of one key's sessions together, and of its documents; 0: no limit"
     )
     history_redis: str = Field(
-        "", repr=False, description="URL of the Redis that keeps sessions; empty keeps them in memory"
+        "", repr=False, description="URL of the Redis that stores sessions; empty stores them in memory"
     )
-    history_redis_timeout_s: float = Field(
-        2.0, gt=0, description="when a call of Redis counts as failed, in seconds"
-    )
+    history_redis_timeout_s: float = Field(2.0, gt=0, description="timeout of one Redis call")
 
-    request_timeout_s: float = Field(600.0, gt=0, description="one deadline for a whole request")
-    keepalive_s: float = Field(15.0, gt=0, description="a silent stream sends a comment this often")
+    request_timeout_s: float = Field(600.0, gt=0, description="deadline of a whole request")
+    keepalive_s: float = Field(15.0, gt=0, description="interval of comments in a stream that is silent")
     read_timeout_s: float = Field(30.0, gt=0, description="time for a client to send a head or a body")
-    write_timeout_s: float = Field(
-        60.0, gt=0, description="a client that reads nothing for so long is dropped"
-    )
+    write_timeout_s: float = Field(60.0, gt=0, description="a client that reads nothing this long is dropped")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body")
     max_header_bytes: int = Field(64 << 10, ge=1024, description="largest request head")
-    shutdown_timeout_s: float = Field(
-        10.0, ge=0, description="requests under way at shutdown may take so long"
-    )
+    shutdown_timeout_s: float = Field(10.0, ge=0, description="time for requests in flight at shutdown")
 
-    status_interval_s: float = Field(1.0, gt=0, description="how often workers are asked for their status")
-    status_timeout_s: float = Field(2.0, gt=0, description="when a worker's status counts as not given")
-    resolve_interval_s: float = Field(5.0, gt=0, description="how often worker names are resolved again")
-    max_recoveries: int = Field(3, ge=0, description="lost workers that one turn may survive")
-    recovery_backoff_s: float = Field(
-        0.25, gt=0, description="first pause before a replay; doubles, jittered"
-    )
-    recovery_wait_s: float = Field(20.0, ge=0, description="how long a replay awaits a ready worker")
-    probe_interval_s: float = Field(10.0, gt=0, description="idle routers send a probe turn this often")
-    readiness_window_s: float = Field(30.0, gt=0, description="/ready needs a turn or probe this recent")
+    status_interval_s: float = Field(1.0, gt=0, description="interval of status calls to workers")
+    max_recoveries: int = Field(3, ge=0, description="how many lost workers one turn may survive")
+    recovery_wait_s: float = Field(20.0, ge=0, description="how long a replay waits for a ready worker")
+    readiness_window_s: float = Field(30.0, gt=0, description="/ready needs a successful turn this recent")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

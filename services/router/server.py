@@ -1,7 +1,4 @@
-"""The router as a process: loads the tokenizer, knows its workers by address, serves HTTP until a signal.
-
-Wires; decides nothing.
-"""
+"""The router as a process: loads the tokenizer, connects to its workers, and serves HTTP until a signal."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ import structlog
 
 from kvferry.services.router.app import create_app
 from kvferry.services.router.config import RouterConfig, split_list
-from kvferry.services.router.http_server import http_server
-from kvferry.services.router.placement import WorkerPool
+from kvferry.services.router.http.server import http_server
+from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
 from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
@@ -28,18 +25,18 @@ _log = structlog.get_logger(__name__)
 async def run(config: RouterConfig, announce: Announce | None = None) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Args: announce: told once, with the addresses, that the router listens; the ready file is written besides.
+    Args: announce: called once with the addresses when the router listens, after the ready file is written.
     Raises: ConfigurationError, UnsupportedModel: the router cannot start.
     """
     setup_logging(config.log_level, config.log_format, "router")
     install_tables(config.epsilon_tables)
     stop_tracing = setup_tracing(config.otlp_endpoint, "router")
     tokenizer = await asyncio.to_thread(ChatTokenizer.load, config.model)
-    app = create_app(config, prefill=prefill_pool(config), decode=decode_pool(config), tokenizer=tokenizer)
+    prefill, decode = grpc_pools(config)
+    app = create_app(config, prefill=prefill, decode=decode, tokenizer=tokenizer)
     async with AsyncExitStack() as stack:
         stack.callback(stop_tracing)
         address = await stack.enter_async_context(http_server(app, config))
-        # Metrics are served beside everything else.
         info = {"service": "router", "address": address, "metrics": address}
         announce_ready(config.ready_file, info)
         if announce is not None:
@@ -49,45 +46,25 @@ async def run(config: RouterConfig, announce: Announce | None = None) -> None:
         _log.info("router stops")
 
 
-def prefill_pool(config: RouterConfig) -> WorkerPool[PrefillControl]:
-    """The configured prefill workers, over gRPC."""
-    clients: dict[str, GrpcPrefillClient] = {}
-
-    def connect(address: str) -> PrefillControl:
-        clients[address] = GrpcPrefillClient(address)
-        return clients[address]
-
-    async def disconnect(address: str) -> None:
-        await clients.pop(address).close()
-
-    return WorkerPool(
+def grpc_pools(config: RouterConfig) -> tuple[WorkerPool[PrefillControl], WorkerPool[DecodeControl]]:
+    """The configured workers, over gRPC."""
+    prefill: WorkerPool[PrefillControl] = WorkerPool(
         "prefill",
         split_list(config.prefill_workers),
-        connect=connect,
-        disconnect=disconnect,
+        connect=GrpcPrefillClient,
+        disconnect=_close,
         status_interval_s=config.status_interval_s,
-        status_timeout_s=config.status_timeout_s,
-        resolve_interval_s=config.resolve_interval_s,
     )
-
-
-def decode_pool(config: RouterConfig) -> WorkerPool[DecodeControl]:
-    """The configured decode workers, over gRPC."""
-    clients: dict[str, GrpcDecodeClient] = {}
-
-    def connect(address: str) -> DecodeControl:
-        clients[address] = GrpcDecodeClient(address)
-        return clients[address]
-
-    async def disconnect(address: str) -> None:
-        await clients.pop(address).close()
-
-    return WorkerPool(
+    decode: WorkerPool[DecodeControl] = WorkerPool(
         "decode",
         split_list(config.decode_workers),
-        connect=connect,
-        disconnect=disconnect,
+        connect=GrpcDecodeClient,
+        disconnect=_close,
         status_interval_s=config.status_interval_s,
-        status_timeout_s=config.status_timeout_s,
-        resolve_interval_s=config.resolve_interval_s,
     )
+    return prefill, decode
+
+
+async def _close(client: object) -> None:
+    assert isinstance(client, GrpcPrefillClient | GrpcDecodeClient), "the pool closes what it connected"
+    await client.close()

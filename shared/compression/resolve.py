@@ -100,6 +100,17 @@ def resolve_plan(
     )
 
 
+def why_full(plan: CompressionPlan, *, num_prompt_tokens: int) -> str:
+    """Why a plan whose method in effect is "full" compresses nothing of a prompt, as a client is told."""
+    if plan.method == "full":
+        return "method full keeps every token"
+    if plan.takes_budget and (budget := _budget_tokens(plan, num_prompt_tokens)) >= num_prompt_tokens:
+        if plan.budget.retention is not None:
+            return f"a retention of {plan.budget.retention:g} keeps every token"
+        return f"the budget of {budget} tokens covers the prompt"
+    return f"method {plan.method} finds nothing to compress in this prompt and model"
+
+
 def _check(plan: CompressionPlan, num_layers: int) -> None:
     """Whether the plan's parts exist and fit together."""
     preset(plan.method)

@@ -1,7 +1,7 @@
-"""The playground: one page, complete in itself, that talks to this router as any client does.
+"""The playground: one self-contained page that calls this router as any client does.
 
-`page.html` gets `style.css` and `app.js` put in; nothing is loaded from anywhere else, and the policy that
-goes with the page allows nothing else to run. Knows no sessions, models or methods: the page asks for them.
+`style.css` and `app.js` are inserted into `page.html`. The page loads nothing from elsewhere, and its content
+security policy lets nothing else run. It asks the router for models, methods and sessions.
 """
 
 from __future__ import annotations

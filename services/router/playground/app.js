@@ -191,8 +191,23 @@ async function runTurn(content, answer) {
 }
 
 function factsOf(turn) {
-  return `${turn.method}: shipped ${formatBytes(turn.shipped_bytes)} of ${formatBytes(turn.full_bytes)}, ` +
+  const reason = turn.reason ? ` (${turn.reason})` : "";
+  return `${turn.method}${reason}: shipped ${formatBytes(turn.shipped_bytes)} of ${formatBytes(turn.full_bytes)}, ` +
     `${turn.reused_tokens} of ${turn.prompt_tokens} prompt tokens reused, first token after ${formatMs(turn.ttftMs)}`;
+}
+
+/** Fill the form with the server's example: a document, a question about it and a token budget. */
+async function loadExample() {
+  const example = await get("/example");
+  const [documentText, question] = example.messages[0].content.split("\n\n");
+  setDraft(question, documentText);
+  if (!modelName) await loadServer();
+  $("method").value = example.kv_compression.method;
+  $("budget-kind").value = "token_budget";
+  showBudget();
+  $("budget").value = example.kv_compression.token_budget;
+  $("max-tokens").value = example.max_tokens;
+  $("message").focus();
 }
 
 function setDraft(message, documentText) {
@@ -329,6 +344,7 @@ document.addEventListener("keydown", (event) => {
 });
 $("stop").addEventListener("click", () => running?.abort());
 $("theme").addEventListener("click", switchTheme);
+$("example").addEventListener("click", () => loadExample().then(() => showError(null), showError));
 $("new-session").addEventListener("click", newSession);
 $("session").addEventListener("change", clearTurns);
 $("delete-session").addEventListener("click", () => deleteSession().then(() => showError(null), showError));

@@ -17,11 +17,10 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from kvferry.models import DEMO_MODEL
-from kvferry.services.router.app import create_app
+from kvferry.services.router.app import Timing, create_app
 from kvferry.services.router.config import RouterConfig
-from kvferry.services.router.discovery import keep_name
-from kvferry.services.router.http_server import http_server
-from kvferry.services.router.placement import WorkerPool
+from kvferry.services.router.http.server import http_server
+from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.text import TextAssembler
@@ -175,14 +174,14 @@ async def _start(
     decode = {f"decode-{index}": ScriptedDecode(script, wire) for index in range(num_decode)}
     polling = {"status_interval_s": 0.05, "status_timeout_s": 1.0}
     metrics = RouterMetrics()
-    settings = {"listen": "127.0.0.1:0", "recovery_backoff_s": 0.01, "shutdown_timeout_s": 1.0, **options}
+    settings = {"listen": "127.0.0.1:0", "shutdown_timeout_s": 1.0, **options}
+    timing = settings.pop("timing", Timing(recovery_backoff_s=0.01))
     config = RouterConfig(**settings)
     app = create_app(
         config,
-        prefill=WorkerPool(
-            "prefill", tuple(prefill), connect=prefill.__getitem__, resolve=keep_name, **polling
-        ),
-        decode=WorkerPool("decode", tuple(decode), connect=decode.__getitem__, resolve=keep_name, **polling),
+        prefill=WorkerPool.of_clients("prefill", prefill, **polling),
+        decode=WorkerPool.of_clients("decode", decode, **polling),
+        timing=timing,
         tokenizer=tokenizer,
         metrics=metrics,
     )

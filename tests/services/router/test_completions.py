@@ -268,6 +268,12 @@ async def test_compression_override_reaches_the_workers(
     assert answer.kv["method"] == method
 
 
+async def test_an_answer_says_why_nothing_was_compressed(stack: Any) -> None:
+    answer = await chat(stack, max_tokens=1, extra_body={"kv_compression": {"method": "full"}})
+    assert answer.kv["reason"] == "method full keeps every token"
+    assert "reason" not in (await chat(stack, max_tokens=1)).kv
+
+
 async def test_parameters_of_a_request_reach_the_workers(stack: Any) -> None:
     wanted = {"method": "rdkv", "retention": 0.5, "parameters": {"epsilon_table": "Qwen3-4B", "window": 8}}
     await chat(stack, max_tokens=1, extra_body={"kv_compression": wanted})

@@ -15,6 +15,7 @@ from kvtest.router import eventually
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvferry.services.router.app import Timing
 from kvferry.shared.errors import WorkerUnavailable
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.serving import serve_metrics
@@ -142,7 +143,7 @@ async def test_not_ready_while_either_pool_has_no_ready_worker(stack: Any) -> No
 
 
 async def test_not_ready_where_workers_answer_but_no_work_goes_through(start_stack: Any) -> None:
-    stack = await start_stack(probe_interval_s=0.05, readiness_window_s=0.4, max_recoveries=0)
+    stack = await start_stack(timing=Timing(probe_interval_s=0.05), readiness_window_s=0.4, max_recoveries=0)
     async with asyncio.timeout(5.0):
         while (await stack.http.get("/ready")).status_code != 200:
             await asyncio.sleep(0.01)

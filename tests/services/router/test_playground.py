@@ -40,6 +40,18 @@ async def test_the_page_follows_the_metrics_option(start_stack: Any, access: str
     assert (await stack.http.get("/")).status_code == status
 
 
+async def test_the_example_is_a_request_that_the_router_takes(stack: Any) -> None:
+    example = (await stack.http.get("/example")).json()
+    assert example["model"] == "demo"
+    assert 1900 < len(example["messages"][0]["content"].split()) < 2100
+    assert example["kv_compression"]["token_budget"] < 512
+    _, question = example["messages"][0]["content"].split("\n\n")
+    assert question.endswith("?")
+    answer = await stack.http.post("/v1/chat/completions", json={**example, "max_tokens": 2})
+    # The scripted model's context is shorter than the example; everything before that accepted the request.
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 async def test_methods_are_those_a_request_may_name(start_stack: Any) -> None:
     stack = await start_stack(default_token_budget=77)
     listed = (await stack.http.get("/v1/methods")).json()

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from kvferry.services.router.redis_records import RedisRecords
-from kvferry.services.router.redis_sessions import RedisSessionStore
-from kvferry.services.router.session_record import (
+from kvferry.services.router.sessions.record import (
     FORMAT_VERSION,
     SessionRecord,
     decode_record,
     document_key,
     encode_record,
 )
-from kvferry.services.router.sessions import MemorySessionStore
+from kvferry.services.router.sessions.redis_records import RedisRecords
+from kvferry.services.router.sessions.redis_store import RedisSessionStore
+from kvferry.services.router.sessions.store import MemorySessionStore
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import SessionBusy, SessionNotFound, StoreUnavailable
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from kvferry.services.router.completion.plans import PlanChooser
 from kvferry.services.router.config import RouterConfig, split_list
-from kvferry.services.router.plans import PlanChoice
 from kvferry.shared.errors import ConfigurationError, KvferryError
 
 
@@ -58,7 +58,7 @@ def test_wrong_options_are_refused(options: dict[str, object]) -> None:
 )
 def test_methods_that_cannot_be_are_refused_at_start(options: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError):
-        PlanChoice(RouterConfig(**options))  # type: ignore[arg-type]
+        PlanChooser(RouterConfig(**options))  # type: ignore[arg-type]
 
 
 def test_keys_do_not_show_in_the_settings() -> None:

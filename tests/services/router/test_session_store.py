@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from kvferry.services.router.session_record import SessionRecord
-from kvferry.services.router.sessions import MemorySessionStore
+from kvferry.services.router.sessions.record import SessionRecord
+from kvferry.services.router.sessions.store import MemorySessionStore
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import SessionBusy, SessionNotFound
 

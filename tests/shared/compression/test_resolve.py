@@ -13,7 +13,7 @@ from kvferry.shared.compression.allocation import ALLOCATIONS
 from kvferry.shared.compression.attention import ATTENTIONS, make_attention
 from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
-from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.compression.resolve import resolve_plan, why_full
 from kvferry.shared.errors import InvalidRequest
 
 
@@ -33,6 +33,20 @@ def resolve(
         num_layers=num_layers,
         head_dim=head_dim,
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "budget", "reason"),
+    [
+        ("full", None, "method full keeps every token"),
+        ("rocketkv", Budget(tokens=512), "the budget of 512 tokens covers the prompt"),
+        ("snapkv", Budget(retention=1.0), "a retention of 1 keeps every token"),
+        ("quest", Budget(tokens=8), "method quest finds nothing to compress in this prompt and model"),
+    ],
+)
+def test_what_is_not_compressed_has_a_reason(method: str, budget: Budget | None, reason: str) -> None:
+    assert resolve(method, prompt=123, new=5, budget=budget).method == "full"
+    assert why_full(plan_for(method, budget=budget), num_prompt_tokens=123) == reason
 
 
 def test_rocketkv_worked_example() -> None:

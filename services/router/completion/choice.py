@@ -1,0 +1,134 @@
+"""One choice of a response: a turn's tokens as text, with log-probabilities and timings.
+
+`TextAssembler` holds back text that may begin a stop string.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvferry.services.router.turn.turn import Turn
+from kvferry.shared.control.messages import FinishReason
+from kvferry.shared.metrics import RouterMetrics
+from kvferry.shared.model.text import TextAssembler
+from kvferry.shared.sampling.params import SampledToken
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """One token's log-probability.
+
+    Attributes:
+        text: what the token adds to the completion.
+        offset: where that begins in the completion, in characters.
+        top: the most likely alternatives with theirs, best first.
+    """
+
+    text: str
+    logprob: float
+    offset: int
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceDelta:
+    """What one event adds to a choice."""
+
+    index: int
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+
+
+class RequestTimer:
+    """Latencies of one request from its arrival, and its place among the waiting and the running.
+
+    waiting ──admitted──► running ──close──► gone
+    """
+
+    def __init__(self, metrics: RouterMetrics, model: str, arrival_s: float) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._arrival_s = arrival_s
+        self.first_token_s: float | None = None
+        self._waiting = metrics.requests_waiting.labels(model=model)
+        self._running = metrics.requests_running.labels(model=model)
+        self._gauge = self._waiting
+        self._closed = False
+        self._gauge.inc()
+
+    def admitted(self) -> None:
+        """Decode has reserved memory for one of the request's choices."""
+        if self._gauge is self._waiting and not self._closed:
+            self._waiting.dec()
+            self._running.inc()
+            self._gauge = self._running
+
+    def token(self, method: str, previous_s: float | None) -> float:
+        """Count a choice's token; `previous_s` is when its previous one came. Returns the time now."""
+        now_s = time.perf_counter()
+        labels = {"model": self._model, "method": method}
+        self._metrics.generation_tokens.labels(**labels).inc()
+        if previous_s is not None:
+            self._metrics.inter_token_latency.labels(**labels).observe(now_s - previous_s)
+        if self.first_token_s is None:
+            self.first_token_s = now_s - self._arrival_s
+            self._metrics.time_to_first_token.labels(**labels).observe(self.first_token_s)
+        return now_s
+
+    def finished(self, method: str) -> None:
+        elapsed_s = time.perf_counter() - self._arrival_s
+        self._metrics.e2e_request_latency.labels(model=self._model, method=method).observe(elapsed_s)
+
+    def close(self) -> None:
+        """The request neither waits nor runs any more. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._gauge.dec()
+
+
+class Choice:
+    """One turn's completion as text.
+
+    Attributes:
+        text: the completion so far, as delivered.
+    """
+
+    def __init__(
+        self, index: int, turn: Turn, assembler: TextAssembler, timer: RequestTimer, *, with_logprobs: bool
+    ) -> None:
+        self.index = index
+        self.turn = turn
+        self.text = ""
+        self._assembler = assembler
+        self._timer = timer
+        self._with_logprobs = with_logprobs
+        self._offset = 0
+        self._last_token_s: float | None = None
+
+    def token(self, token: SampledToken) -> ChoiceDelta | None:
+        """Take the next token; returns what it adds, None while nothing can be delivered."""
+        self._last_token_s = self._timer.token(self.turn.stats.method, self._last_token_s)
+        # Alternatives are decoded in the token's place, so before the token itself is taken.
+        top = tuple((self._assembler.token_text(other), value) for other, value in token.top_logprobs)
+        delta = self._assembler.push(token.token_id)
+        self.turn.text_ended = delta.stopped
+        self.text += delta.text
+        entries = None
+        if self._with_logprobs:
+            logprob = token.logprob if token.logprob is not None else 0.0
+            entries = (TokenLogprob(text=delta.token_text, logprob=logprob, offset=self._offset, top=top),)
+            self._offset += len(delta.token_text)
+        if not (delta.text or entries):
+            return None
+        return ChoiceDelta(index=self.index, text=delta.text, logprobs=entries)
+
+    def end(self, reason: FinishReason) -> Iterator[ChoiceDelta]:
+        """The text held back, if any, and the choice's end."""
+        rest = self._assembler.flush()
+        self.text += rest
+        if rest:
+            yield ChoiceDelta(index=self.index, text=rest, logprobs=() if self._with_logprobs else None)
+        yield ChoiceDelta(index=self.index, finish_reason=reason)

@@ -1,0 +1,333 @@
+"""One completion request from its typed fields to its deltas: session, prompt, plan, turns, record.
+
+It runs as a task of its own, because what follows the client's last chunk (returning generated KV, committing
+the session) must not depend on the client's connection, and because a slow client must slow nothing. One
+queue hands its deltas to `delivery.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
+
+import structlog
+
+from kvferry.services.router.completion.choice import Choice, ChoiceDelta, RequestTimer
+from kvferry.services.router.completion.documents import DocumentService, NamedDocuments
+from kvferry.services.router.completion.kv_report import KvReport, Usage, kv_report
+from kvferry.services.router.completion.plans import PlanChooser
+from kvferry.services.router.completion.prompt import Preamble, Prompt, PromptBuilder
+from kvferry.services.router.completion.requests import (
+    ChatRequest,
+    TextRequest,
+    sampling_params,
+    with_seed_of,
+)
+from kvferry.services.router.http.errors import internal_error
+from kvferry.services.router.sessions.quota import KeyQuota
+from kvferry.services.router.sessions.record import SessionRecord
+from kvferry.services.router.sessions.redis_store import SessionLease, SessionStore
+from kvferry.services.router.turn.attempt import CUT_OFF_S, Admitted, Finished, TurnRequest
+from kvferry.services.router.turn.history import WorkerHistory
+from kvferry.services.router.turn.turn import Turn, TurnRunner, deadline_passed
+from kvferry.shared.compression.plan import CompressionPlan
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.errors import KvferryError, Overloaded
+from kvferry.shared.metrics import RouterMetrics
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.sampling.params import SampledToken
+
+_logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionEnd:
+    """Follows the last delta of the last choice."""
+
+    usage: Usage
+    kv: KvReport
+
+
+CompletionEvent = ChoiceDelta | CompletionEnd | KvferryError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionService:
+    """Dependencies of completions.
+
+    Attributes:
+        default_max_tokens: limits chat completions whose request gives no limit.
+    """
+
+    runner: TurnRunner
+    sessions: SessionStore
+    documents: DocumentService
+    history: WorkerHistory
+    quota: KeyQuota
+    prompts: PromptBuilder
+    plans: PlanChooser
+    metrics: RouterMetrics
+    default_max_tokens: int
+    request_timeout_s: float
+    on_success: Callable[[], None]
+    clock: Callable[[], float]
+
+    def start(
+        self,
+        request: ChatRequest | TextRequest,
+        *,
+        model: ModelSpec,
+        owner: str,
+        session: SessionKey | None,
+        request_id: str,
+        arrival_s: float,
+    ) -> Completion:
+        """Begin a completion; its events arrive in `Completion.events`."""
+        completion = Completion(self, request, model, owner, session, request_id, arrival_s)
+        completion.task = self.runner.tasks.start(completion.run(), name="completion")
+        return completion
+
+
+class Completion:
+    """One request's choices.
+
+        session ─► prompt ─► turns ─► end ─► history returned ─► commit ─► session free
+        └─────────── cancelled if the client leaves ───┘└── goes on without the client ───┘
+                          └─ a session's stream is cut off instead: it ends with what was delivered
+
+    Attributes:
+        events: deltas, then one CompletionEnd or one error.
+    """
+
+    def __init__(
+        self,
+        service: CompletionService,
+        request: ChatRequest | TextRequest,
+        model: ModelSpec,
+        owner: str,
+        session: SessionKey | None,
+        request_id: str,
+        arrival_s: float,
+    ) -> None:
+        self.events: asyncio.Queue[CompletionEvent] = asyncio.Queue()
+        self.task: asyncio.Task[None] | None = None
+        self.request = request
+        self.choices: list[Choice] = []
+        self.num_prompt_tokens = 0
+        self.timer = RequestTimer(service.metrics, model.name, arrival_s)
+        self._service = service
+        self._model = model
+        self._owner = owner
+        self._session = session
+        self._request_id = request_id
+        self._deadline_s = asyncio.get_running_loop().time() + service.request_timeout_s
+        self._limit: asyncio.Timeout | None = None
+        self._plan: CompressionPlan | None = None
+        self._quality: float | None = None
+        self._closed = False
+        """The client has its last event, or has left: nothing more goes into `events`."""
+        self._log = _logger.bind(request_id=request_id)
+
+    def cancel(self) -> None:
+        """The client left. A completion that has ended goes on to its commit, and so does what a session's
+        stream has delivered."""
+        if not self._closed and not self._cut_off(None) and self.task is not None:
+            self.task.cancel()
+
+    async def run(self) -> None:
+        try:
+            async with AsyncExitStack() as stack:
+                lease: SessionLease | None = None
+                if self._session is not None:
+                    lease = await stack.enter_async_context(
+                        self._service.sessions.lease(self._session, needs_record=not self.request.is_whole)
+                    )
+                await self._answer(lease)
+        except KvferryError as error:
+            if self._closed:
+                self._log.warning("turn was not added to its session", error=error.message)
+            self._close(error)
+        except asyncio.CancelledError:
+            # The client left, and nobody reads this; or the router is stopping, and the client is told.
+            self._close(Overloaded("The server is shutting down"))
+            raise
+        except Exception:
+            # The top of the task: whoever waits for events must get one.
+            self._log.exception("completion failed unexpectedly")
+            self._close(internal_error())
+
+    def _close(self, event: CompletionEnd | KvferryError | None) -> None:
+        if not self._closed:
+            self._closed = True
+            self.timer.close()
+            if event is not None:
+                self.events.put_nowait(event)
+
+    async def _answer(self, lease: SessionLease | None) -> None:
+        service, request = self._service, self.request
+        record = lease.record if lease is not None else None
+        if record is not None and record.model_fingerprint != self._model.fingerprint:
+            record = None  # token ids of another model
+        ids = request.document_ids if isinstance(request, ChatRequest) else None
+        named = await service.documents.named(self._owner, ids) if ids else None
+        # No ids at all leave the session's documents; an empty list means none.
+        preamble = None if ids is None else named.preamble if named is not None else Preamble()
+        prompt = await service.prompts.build(request, record, self._model, preamble)
+        self.num_prompt_tokens = len(prompt.token_ids)
+        if lease is not None:
+            await service.quota.check(
+                service.sessions, lease.key, is_new=lease.record is None, num_tokens=self.num_prompt_tokens
+            )
+        compression = request.kv_compression
+        if compression is None and named is not None:
+            compression = named.compression
+        self._quality = compression.quality if compression is not None else None
+        self._plan = await service.plans.choose(compression, prompt.token_ids, self._model)
+        turn = self._turn_request(record, prompt, named, self._plan)
+        for index in range(request.n or 1):
+            self.choices.append(
+                Choice(
+                    index,
+                    Turn(service.runner, replace(turn, sampling=with_seed_of(turn.sampling, index))),
+                    service.prompts.assembler(request.stop_strings),
+                    self.timer,
+                    with_logprobs=request.num_alternatives is not None,
+                )
+            )
+        await self._run_choices()
+        if lease is not None:
+            await self._commit(lease, record, prompt)
+
+    def _turn_request(
+        self,
+        record: SessionRecord | None,
+        prompt: Prompt,
+        named: NamedDocuments | None,
+        plan: CompressionPlan,
+    ) -> TurnRequest:
+        request = self.request
+        prefer = record.prefill_addresses if record is not None else ()
+        return TurnRequest(
+            request_id=self._request_id,
+            model=self._model,
+            prompt_token_ids=prompt.token_ids,
+            plan=plan,
+            sampling=sampling_params(
+                request, self.num_prompt_tokens, self._model, self._service.default_max_tokens
+            ),
+            deadline_s=self._deadline_s,
+            session=self._session,
+            document=named.history if named is not None and self._session is not None else None,
+            has_history=record is not None,
+            keeps_cut_off=self._session is not None and bool(request.stream),
+            prefer_prefill=prefer or (named.prefill_addresses if named is not None else ()),
+            kept_bins=request.kv_kept_bins or 0,
+            prefer_decode=(record.decode_address,) if record is not None else (),
+        )
+
+    # ---- turns -------------------------------------------------------------------------------------------
+
+    async def _run_choices(self) -> None:
+        """Run all turns to their ends. At the deadline, or after `cancel`, a session's stream has a little
+        more time to return the delivered tokens to the history."""
+        failed: tuple[KvferryError | BaseExceptionGroup[KvferryError], ...] = ()
+        try:
+            async with asyncio.timeout_at(self._deadline_s + CUT_OFF_S) as self._limit:
+                deadline = asyncio.get_running_loop().call_at(self._deadline_s, self._expire)
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        for choice in self.choices:
+                            group.create_task(self._run_choice(choice))
+                except* KvferryError as failures:
+                    failed = failures.exceptions
+                finally:
+                    deadline.cancel()
+        except TimeoutError:
+            if any(choice.turn.finish_reason is None for choice in self.choices):
+                raise deadline_passed() from None
+        if failed:
+            raise failed[0]
+
+    def _expire(self) -> None:
+        """The deadline has come."""
+        if not self._cut_off(deadline_passed()) and self._limit is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+    def _cut_off(self, error: KvferryError | None) -> bool:
+        """End the turns with what they delivered, where the session keeps that; returns whether it does.
+
+        Args: error: the client's last event; None where the client has left.
+        """
+        if not any([choice.turn.cut() for choice in self.choices]):
+            return False
+        assert self._limit is not None, "turns run within the limit"
+        self._limit.reschedule(asyncio.get_running_loop().time() + CUT_OFF_S)
+        self._close(error)
+        return True
+
+    async def _run_choice(self, choice: Choice) -> None:
+        async with aclosing(choice.turn.events()) as events:
+            async for event in events:
+                match event:
+                    case SampledToken():
+                        if (delta := choice.token(event)) is not None:
+                            self.events.put_nowait(delta)
+                    case Admitted():
+                        self.timer.admitted()
+                    case Finished(reason=reason):
+                        for delta in choice.end(reason):
+                            self.events.put_nowait(delta)
+                        self._choice_finished()
+
+    def _choice_finished(self) -> None:
+        if self._closed or any(choice.turn.finish_reason is None for choice in self.choices):
+            return
+        metrics, model, first = self._service.metrics, self._model.name, self.choices[0].turn.stats.first
+        assert first is not None, "a turn that has finished has a first token"
+        metrics.prompt_tokens.labels(model=model).inc(self.num_prompt_tokens)
+        if first.reused_tokens:
+            metrics.prompt_tokens_reused.labels(model=model, source=first.reuse_source).inc(
+                first.reused_tokens
+            )
+        for choice in self.choices:
+            reason = choice.turn.finish_reason
+            metrics.request_success.labels(model=model, finish_reason=reason).inc()
+        self.timer.finished(first.method)
+        self._service.on_success()
+        usage = Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=self.num_completion_tokens,
+            total_tokens=self.num_prompt_tokens + self.num_completion_tokens,
+            prompt_tokens_details={"cached_tokens": first.reused_tokens},
+        )
+        self._close(CompletionEnd(usage=usage, kv=self.kv()))
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(len(choice.turn.stats.token_ids) for choice in self.choices)
+
+    def kv(self) -> KvReport:
+        """The response's `kv` object; of what is known so far while the turns run."""
+        stats = [choice.turn.stats for choice in self.choices]
+        return kv_report(self._plan, self._quality, self.num_prompt_tokens, stats)
+
+    async def _commit(self, lease: SessionLease, before: SessionRecord | None, prompt: Prompt) -> None:
+        """Publish the staged history, then the record."""
+        choice, stats = self.choices[0], self.choices[0].turn.stats
+        await self._service.history.publish(lease, stats, prompt.token_ids)
+        earlier = before.prefill_addresses if before is not None else ()
+        record = prompt.record(self._model, tuple(stats.token_ids), choice.text)
+        committed = await lease.commit(
+            replace(
+                record,
+                turns=(before.turns if before is not None else 0) + 1,
+                last_plan={name: value for name, value in self.kv().items() if name != "kept"},
+                prefill_addresses=tuple(dict.fromkeys((stats.prefill_address, *earlier))),
+                created_at_s=before.created_at_s if before is not None else self._service.clock(),
+                decode_address=stats.decode_address,
+            )
+        )
+        if not committed:
+            self._log.warning("turn was not added to its session: it was deleted or taken over")

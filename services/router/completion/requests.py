@@ -1,0 +1,369 @@
+"""The bodies of POST requests as strict types with every range, and the sampling parameters they stand for.
+
+A field is supported, accepted and ignored (`Ignored`: it does not change the answer), or accepted only with a
+value that asks for nothing (`Unsupported`: ignoring it would change the answer). FastAPI reads bodies into
+these types and describes them at `/openapi.json`; `http/errors.py` words their errors.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic.annotated_handlers import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from kvferry.services.router.sessions.record import SESSION_ID_RULE, is_session_id
+from kvferry.shared.compression.kept import MAX_KEPT_BINS
+from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.sampling.params import SamplingParams
+
+_TEXT_MAX_TOKENS = 16
+_INT31, _INT63 = 2**31 - 1, 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number; an error states both."""
+
+    low: float
+    high: float | None = None
+    excludes_low: bool = False
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        low = {"exclusiveMinimum" if self.excludes_low else "minimum": self.low}
+        return {**handler(schema), **low, **({} if self.high is None else {"maximum": self.high})}
+
+    def _check(self, value: float) -> float:
+        too_low = value <= self.low if self.excludes_low else value < self.low
+        if too_low or (self.high is not None and value > self.high):
+            lower = f"{'above' if self.excludes_low else 'at least'} {self.low}"
+            raise PydanticCustomError(
+                "range", lower if self.high is None else f"{lower} and at most {self.high}"
+            )
+        return value
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A field of OpenAI's whose effect a client would miss, with the values that ask for nothing."""
+
+    neutral: Any = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: Any) -> Any:
+        neutral = self.neutral if isinstance(self.neutral, tuple) else (self.neutral,)
+        if value is not None and value not in neutral:
+            raise PydanticCustomError("unsupported", "is not supported by this server")
+        return value
+
+
+Ignored = Annotated[Any, Field(description="accepted and ignored")]
+"""A field of OpenAI's that changes nothing about the answer here."""
+
+TokenId = Annotated[int, Range(0)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Parameters = Annotated[
+    dict[
+        Annotated[str, StringConstraints(max_length=64)],
+        bool | int | float | Annotated[str, StringConstraints(max_length=256)],
+    ],
+    Field(max_length=32),
+]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """One message. The chat template decides which roles there are. Fields that clients echo from an answer
+    (`refusal`, `tool_calls`, ...) must be empty."""
+
+    role: Annotated[str, StringConstraints(max_length=64)]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class KvCompression(_Strict):
+    """A request's own compression: a method, at most one budget, and values for parameters of the method."""
+
+    method: str | None = None
+    token_budget: Annotated[int, Range(1, _INT31)] | None = None
+    retention: Annotated[float, Range(0, 1, excludes_low=True)] | None = None
+    quality: Annotated[float, Range(0, 1, excludes_low=True)] | None = None
+    parameters: Parameters | None = None
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        given = [name for name in ("token_budget", "retention", "quality") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise PydanticCustomError("rule", f"must have only one of {' and '.join(given)}")
+        return self
+
+
+class CompletionFields(_Strict):
+    """The fields of both endpoints."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    max_tokens: Annotated[int, Range(1)] | None = None
+    temperature: Annotated[float, Range(0, 2)] | None = None
+    top_p: Annotated[float, Range(0, 1)] | None = None
+    top_k: Annotated[int, Range(0, _INT31)] | None = None
+    min_p: Annotated[float, Range(0, 1)] | None = None
+    seed: Annotated[int, Range(-_INT63 - 1, _INT63)] | None = None
+    presence_penalty: Annotated[float, Range(-2, 2)] | None = None
+    frequency_penalty: Annotated[float, Range(-2, 2)] | None = None
+    repetition_penalty: Annotated[float, Range(0, 10, excludes_low=True)] | None = None
+    n: Annotated[int, Range(1, 16)] | None = None
+    logit_bias: dict[str, Annotated[float, Range(-100, 100)]] | None = None
+    user: str | None = None
+    session_id: str | None = None
+    session_mode: Literal["append", "replace", "auto"] | None = None
+    kv_compression: KvCompression | None = None
+    kv_kept_bins: Annotated[int, Range(1, MAX_KEPT_BINS)] | None = None
+
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    parallel_tool_calls: Ignored = None
+    reasoning_effort: Ignored = None
+    verbosity: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+
+    tools: Annotated[Any, Unsupported([])] = None
+    tool_choice: Annotated[Any, Unsupported(("none", "auto"))] = None
+    functions: Annotated[Any, Unsupported([])] = None
+    function_call: Annotated[Any, Unsupported(("none", "auto"))] = None
+    response_format: Annotated[Any, Unsupported({"type": "text"})] = None
+    modalities: Annotated[Any, Unsupported(["text"])] = None
+    audio: Annotated[Any, Unsupported()] = None
+    prediction: Annotated[Any, Unsupported()] = None
+    web_search_options: Annotated[Any, Unsupported()] = None
+    best_of: Annotated[Any, Unsupported(1)] = None
+    echo: Annotated[Any, Unsupported(False)] = None
+    suffix: Annotated[Any, Unsupported("")] = None
+
+    @field_validator("session_id")
+    @classmethod
+    def _session_id(cls, value: str | None) -> str | None:
+        return _checked_id(value)
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bias_keys(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or {}:
+            if not (key.isascii() and key.isdigit() and len(key) <= 10):
+                raise PydanticCustomError("rule", "must map token ids of the vocabulary to biases")
+        return value
+
+    @field_validator("stream_options")
+    @classmethod
+    def _stream_only(cls, value: StreamOptions | None, info: Any) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise PydanticCustomError("rule", "is allowed only where stream is true")
+        return value
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def token_limit(self) -> tuple[str, int] | None:
+        """The field that bounds the completion and its value, where the client gave one."""
+        return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
+
+    @property
+    def num_alternatives(self) -> int | None:
+        """How many alternatives to report per token; None reports no logprobs."""
+        raise NotImplementedError
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it certainly has the whole conversation, so that the session's record is not needed."""
+        return self.session_mode == "replace"
+
+
+class ChatRequest(CompletionFields):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    document_ids: Annotated[list[str], Field(max_length=16)] | None = None
+    max_completion_tokens: Annotated[int, Range(1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Range(0, 20)] | None = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _needs_logprobs(cls, value: int | None, info: Any) -> int | None:
+        if value is not None and not info.data.get("logprobs"):
+            raise PydanticCustomError("rule", "is allowed only where logprobs is true")
+        return value
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _one_limit(cls, value: int | None, info: Any) -> int | None:
+        other = info.data.get("max_tokens")
+        if value is not None and other is not None and value != other:
+            raise PydanticCustomError("rule", "and max_tokens differ; give one of them")
+        return value
+
+    @field_validator("document_ids")
+    @classmethod
+    def _documents(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and not all(is_session_id(name) for name in value):
+            raise PydanticCustomError("rule", f"must be ids of documents: {SESSION_ID_RULE}")
+        if value is not None and len(set(value)) < len(value):
+            raise PydanticCustomError("rule", "must not name a document twice")
+        return value
+
+    @property
+    def token_limit(self) -> tuple[str, int] | None:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().token_limit
+
+    @property
+    def num_alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def is_whole(self) -> bool:
+        answered = any(message.role == "assistant" for message in self.messages)
+        return super().is_whole or (self.session_mode != "append" and answered)
+
+
+class TextRequest(CompletionFields):
+    """POST /v1/completions. One prompt per request: a string, or token ids."""
+
+    prompt: str | Annotated[list[TokenId], Field(min_length=1)]
+    logprobs: Annotated[int, Range(0, 5)] | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _one_prompt(cls, value: Any) -> Any:
+        """A list of prompts is allowed where it has one entry."""
+        if not isinstance(value, list) or not any(isinstance(item, str | list) for item in value):
+            return value
+        if len(value) > 1:
+            raise PydanticCustomError("rule", "must be one prompt: a string or a list of token ids")
+        return value[0]
+
+    @property
+    def num_alternatives(self) -> int | None:
+        return self.logprobs
+
+
+class DocumentRequest(_Strict):
+    """POST /v1/documents."""
+
+    text: Annotated[str, StringConstraints(min_length=1)]
+    id: str | None = None
+    kv_compression: KvCompression | None = None
+
+    @field_validator("id")
+    @classmethod
+    def _document_id(cls, value: str | None) -> str | None:
+        return _checked_id(value)
+
+
+def _checked_id(value: str | None) -> str | None:
+    if value is not None and not is_session_id(value):
+        raise PydanticCustomError("rule", f"must be {SESSION_ID_RULE}")
+    return value
+
+
+def sampling_params(
+    request: ChatRequest | TextRequest, num_prompt_tokens: int, model: ModelSpec, default_max_tokens: int
+) -> SamplingParams:
+    """The request's sampling, with its exact length, and a random seed where it gives none.
+
+    Raises: ContextLengthExceeded; InvalidRequest where an id is not in the vocabulary.
+    """
+    window, is_chat = model.max_model_len, isinstance(request, ChatRequest)
+    room, limit = window - num_prompt_tokens, request.token_limit
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"The prompt has {num_prompt_tokens} tokens; the context of {window} tokens must hold it and at "
+            "least one more",
+            param="messages" if is_chat else "prompt",
+        )
+    if limit is not None and limit[1] > room:
+        raise ContextLengthExceeded(
+            f"The prompt has {num_prompt_tokens} tokens and {limit[0]} is {limit[1]}; together they exceed "
+            f"the context of {window} tokens",
+            param=limit[0],
+        )
+    bias = {int(token_id): value for token_id, value in (request.logit_bias or {}).items()}
+    stop_ids = tuple(request.stop_token_ids or ())
+    for param, ids in (("logit_bias", tuple(bias)), ("stop_token_ids", stop_ids)):
+        highest = max(ids, default=0)
+        if highest >= model.vocab_size:
+            raise InvalidRequest(
+                f"{param} names token {highest}; the vocabulary has ids 0 to {model.vocab_size - 1}",
+                param=param,
+            )
+    given = {
+        name: value
+        for name in (
+            *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+            *("repetition_penalty", "seed", "ignore_eos"),
+        )
+        if (value := getattr(request, name)) is not None
+    }
+    default = default_max_tokens if is_chat else _TEXT_MAX_TOKENS
+    return SamplingParams(
+        max_tokens=limit[1] if limit is not None else min(default, room),
+        logprobs=request.num_alternatives,
+        stop=request.stop_strings,
+        stop_token_ids=stop_ids,
+        logit_bias=bias,
+        **{"seed": secrets.randbits(63), **given},
+    )
+
+
+def with_seed_of(sampling: SamplingParams, index: int) -> SamplingParams:
+    """Choice i draws with seed + i, wrapped into 64 bits."""
+    return replace(sampling, seed=(sampling.seed + index + 2**63) % 2**64 - 2**63)

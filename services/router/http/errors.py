@@ -1,0 +1,158 @@
+"""Errors as HTTP answers in the OpenAI shape: which field, its value, and what is allowed.
+
+`KvferryError`s become bodies and headers here, and the framework's own refusals become `KvferryError`s.
+Raises and logs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from typing_extensions import TypedDict
+
+from kvferry.shared.errors import (
+    AuthenticationFailed,
+    InvalidRequest,
+    KvferryError,
+    MethodNotAllowed,
+    NotFound,
+    PayloadTooLarge,
+    RequestTimeout,
+)
+
+DEFAULT_RETRY_AFTER_S = 1.0
+
+Path = tuple[str | int, ...]
+
+_LITERAL_TYPES = frozenset({"literal_error", "float_type", "bool_type"})
+# In a union, errors of the members that the value is nothing like are reported after the others.
+_TYPE_ERRORS = frozenset({"string_type", "list_type", "int_type", "dict_type", "model_type", "none_required"})
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    """OpenAI's error object."""
+
+    error: ErrorDetail
+
+
+def error_body(error: KvferryError) -> ErrorBody:
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def error_headers(error: KvferryError) -> dict[str, str]:
+    """Retry-After where a retry may help, the challenge of a 401, and `close` where a part of the request is
+    unread."""
+    headers = {}
+    if error.http_status in (409, 429, 503):
+        seconds = error.retry_after_s if error.retry_after_s is not None else DEFAULT_RETRY_AFTER_S
+        headers["retry-after"] = str(max(1, math.ceil(seconds)))
+    if isinstance(error, AuthenticationFailed):
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, PayloadTooLarge | RequestTimeout):
+        headers["connection"] = "close"
+    return headers
+
+
+def error_response(error: KvferryError) -> JSONResponse:
+    return JSONResponse(error_body(error), status_code=error.http_status, headers=error_headers(error))
+
+
+def internal_error() -> KvferryError:
+    """What a client is told of an unexpected failure; the log has the rest."""
+    return KvferryError("The server failed unexpectedly; the request id names it in the server's log")
+
+
+def describe(value: object) -> str:
+    """A JSON value for an error message, short whatever its size."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**40:
+        return f"an integer of about {int(math.log10(abs(value))) + 1} digits"
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def from_framework(error: Exception, method: str, path: str) -> KvferryError:
+    """The framework's own refusals: unknown routes and methods, and fields that fail their types."""
+    if isinstance(error, RequestValidationError):
+        return _wrong_field(error)
+    if not isinstance(error, HTTPException) or error.status_code >= 500:
+        return internal_error()
+    if error.status_code == 404:
+        return NotFound(f"There is nothing at {method} {path}")
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        return MethodNotAllowed(f"{method} is not allowed for {path}; allowed: {allowed or 'another method'}")
+    return InvalidRequest(str(error.detail))
+
+
+# ---- fields ----------------------------------------------------------------------------------------------
+
+
+def _wrong_field(refusal: RequestValidationError) -> InvalidRequest:
+    """The error of one field, with a dotted `param` (`messages[0].role`), its value and what is allowed."""
+    found = [(_real_path(refusal.body, error), error) for error in refusal.errors()]
+    # A value that fits no member of a union has one error for each member: the deepest says most.
+    path, first = max(found, key=lambda item: (len(item[0]), item[1]["type"] not in _TYPE_ERRORS))
+    param, kind, message = _param_name(path), first["type"], first["msg"]
+    value = describe(first["input"])
+    if kind == "missing":
+        text = f"{param} is missing"
+    elif kind == "extra_forbidden":
+        text = f"Unknown field {describe(param)}"
+    elif kind == "unsupported":
+        text = f"{param} {message}"
+    elif kind == "range":
+        text = f"{param} is {value}; it must be {message}"
+    elif kind == "rule":
+        text = f"{param} {message} (given: {value})"
+    elif kind in _TYPE_ERRORS | _LITERAL_TYPES:
+        rules = dict.fromkeys(_rule(error) for other, error in found if other == path)
+        text = f"{param} is {value}; it must be {' or '.join(rules)}"
+    else:
+        text = f"{param} is not allowed: {message} (given: {value})"
+    return InvalidRequest(text, param=param[:128])
+
+
+def _rule(error: dict[str, Any]) -> str:
+    if error["type"] in ("model_type", "dict_type", "model_attributes_type"):
+        return "an object"
+    message: str = error["msg"]
+    return message.removeprefix("Input should be ")
+
+
+def _real_path(body: Any, error: dict[str, Any]) -> Path:
+    """The error's location in the body, without the names that pydantic adds for members of a union."""
+    path: list[str | int] = []
+    here, location = body, error["loc"][1:]
+    for index, segment in enumerate(location):
+        inside = (isinstance(here, dict) and segment in here) or (
+            isinstance(here, list) and isinstance(segment, int) and segment < len(here)
+        )
+        if inside:
+            here = here[segment]
+            path.append(segment)
+        elif index == len(location) - 1 and error["type"] in ("missing", "extra_forbidden"):
+            path.append(segment)
+    return tuple(path)
+
+
+def _param_name(path: Path) -> str:
+    """`("messages", 0, "role")` as `messages[0].role`."""
+    name = ""
+    for segment in path:
+        if isinstance(segment, int):
+            name += f"[{segment}]"
+        else:
+            name += f".{segment}" if name else segment
+    return name

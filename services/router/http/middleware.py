@@ -1,0 +1,207 @@
+"""Middleware around every request: its id, its log line, the limits on what a client may send, and its
+errors.
+
+    RequestMiddleware (id, log, errors) ─► LimitsMiddleware (sizes, times) ─► routes
+
+Everything inside may raise errors of `shared.errors`; only here do they become HTTP answers. The time limit
+for the head, before there is a request, is in `server.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvferry.services.router.http.errors import error_response, internal_error
+from kvferry.shared.errors import (
+    Cancelled,
+    HeadersTooLarge,
+    InvalidRequest,
+    KvferryError,
+    PayloadTooLarge,
+    RequestTimeout,
+)
+from kvferry.shared.metrics import RouterMetrics
+from kvferry.shared.telemetry import context_of, entry, fail
+
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_CLIENT_LEFT = 499
+# Machines poll these every few seconds; a line for each would bury the rest.
+_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
+# A body over the limit is read on for a while, so that the client has sent it and reads the answer rather
+# than a reset connection.
+_DRAIN_BYTES = 64 << 20
+
+
+@dataclass
+class RequestRecord:
+    """What the log line will say of a request; handlers add to `fields`.
+
+    Attributes:
+        arrival_s: on the clock of `time.perf_counter`.
+        error: what ended the request, where an answer had begun already or the client had left.
+    """
+
+    request_id: str
+    arrival_s: float
+    metrics: RouterMetrics
+    fields: dict[str, Any] = field(default_factory=dict)
+    error: KvferryError | None = None
+    status: int = 0
+
+    def fail(self, error: KvferryError) -> None:
+        """Note what ended the request. Counted before the client is told, so that counters never lag."""
+        self.error = error
+        self.metrics.request_failure.labels(category=error.category).inc()
+
+
+class RequestMiddleware:
+    """The outermost layer. The record is at `scope["state"]["record"]`."""
+
+    def __init__(self, app: ASGIApp, *, metrics: RouterMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._log = structlog.get_logger(__name__)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = RequestRecord(_request_id(Headers(scope=scope)), time.perf_counter(), self._metrics)
+        scope.setdefault("state", {})["record"] = record
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+                record.status = message["status"]
+            await send(message)
+
+        with contextlib.ExitStack() as stack:
+            if scope["method"] == "POST":
+                name, headers = f"POST {scope['path']}", Headers(scope=scope)
+                stack.enter_context(entry(name, context_of(headers), request_id=record.request_id))
+            try:
+                await self._app(scope, receive, send_with_id)
+            except KvferryError as error:
+                await self._answer(error, record, scope, receive, send_with_id)
+            except Exception:
+                self._log.exception("request failed unexpectedly", request_id=record.request_id)
+                await self._answer(internal_error(), record, scope, receive, send_with_id)
+            finally:
+                self._finish(scope, record, time.perf_counter() - record.arrival_s)
+                if record.error is not None:
+                    fail(record.error)
+
+    async def _answer(
+        self, error: KvferryError, record: RequestRecord, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        record.fail(error)
+        if record.status == 0 and not isinstance(error, Cancelled):
+            await error_response(error)(scope, receive, send)
+
+    def _finish(self, scope: Scope, record: RequestRecord, elapsed_s: float) -> None:
+        error = record.error
+        if error is not None:
+            record.fields |= {"error": error.message, "reason": error.reason, "param": error.param}
+        client_left = isinstance(error, Cancelled)
+        if scope["path"] in _QUIET_PATHS and error is None:
+            return
+        self._log.info(
+            "request",
+            request_id=record.request_id,
+            method=scope["method"],
+            path=scope["path"],
+            status=_CLIENT_LEFT if client_left else record.status,
+            outcome="ok" if error is None else error.category,
+            elapsed_ms=round(elapsed_s * 1000, 3),
+            **record.fields,
+        )
+
+
+def _request_id(headers: Headers) -> str:
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+class LimitsMiddleware:
+    """Reads the whole body before the application gets the request, so that handlers never wait for a client.
+
+    Raises: HeadersTooLarge, PayloadTooLarge, RequestTimeout; Cancelled where the client left.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, max_header_bytes: int, max_body_bytes: int, read_timeout_s: float
+    ) -> None:
+        self._app = app
+        self._max_header_bytes = max_header_bytes
+        self._max_body_bytes = max_body_bytes
+        self._read_timeout_s = read_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        self._check_head(scope)
+        try:
+            async with asyncio.timeout(self._read_timeout_s):
+                body = await self._read_body(Headers(scope=scope), receive)
+        except TimeoutError:
+            raise RequestTimeout(f"The body was not complete within {self._read_timeout_s:g} s") from None
+        pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return pending.pop() if pending else await receive()
+
+        await self._app(scope, replay, send)
+
+    def _check_head(self, scope: Scope) -> None:
+        size_bytes = len(scope.get("raw_path", b"")) + len(scope["query_string"])
+        for name, value in scope["headers"]:
+            size_bytes += len(name) + len(value) + 4
+        if size_bytes > self._max_header_bytes:
+            raise HeadersTooLarge(
+                f"The request's head has {size_bytes} bytes; at most {self._max_header_bytes} are allowed"
+            )
+
+    async def _read_body(self, headers: Headers, receive: Receive) -> bytes:
+        declared_bytes = _content_length(headers)
+        if declared_bytes > self._max_body_bytes and headers.get("expect", "").lower() == "100-continue":
+            raise self._too_large(declared_bytes)
+        chunks: list[bytes] = []
+        size_bytes = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Cancelled("The client left before its request was complete")
+            chunk = message.get("body", b"")
+            size_bytes += len(chunk)
+            if size_bytes <= self._max_body_bytes:
+                chunks.append(chunk)
+            else:
+                chunks.clear()
+            if not message.get("more_body", False) or size_bytes > self._max_body_bytes + _DRAIN_BYTES:
+                break
+        if size_bytes > self._max_body_bytes:
+            raise self._too_large(max(size_bytes, declared_bytes))
+        return b"".join(chunks)
+
+    def _too_large(self, size_bytes: int) -> PayloadTooLarge:
+        return PayloadTooLarge(
+            f"The body has {size_bytes} bytes or more; at most {self._max_body_bytes} are allowed"
+        )
+
+
+def _content_length(headers: Headers) -> int:
+    value = headers.get("content-length", "0")
+    if not (value.isascii() and value.isdigit()):
+        raise InvalidRequest(f"Content-Length is {value[:40]!r}; it must be a number of bytes")
+    return int(value)

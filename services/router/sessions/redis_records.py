@@ -1,0 +1,299 @@
+"""Session records in Redis: keys, scripts and encodings behind typed calls.
+
+Below `redis_store.py`, which decides whose turn it is and what a failure means. Every call may raise
+StoreUnavailable and may be repeated. Each script is atomic and touches keys of one API key only, which share
+a hash slot, so that it runs on a cluster as well.
+
+    session  hash   generation, holder, until (ms), committed, record, summary
+    index    zset   session id by expiry (Unix ms)
+    tokens   hash   session id -> tokens of its record
+
+`holder` is the token of the lease. A commit needs it, and a delete or another router's lease removes it, so
+two turns never both commit; `until` only says when others may take the session. The token begins with its
+router's
+own part, because a router may take over from itself: it runs one turn of a session at a time. A session
+without `committed` was never committed or was lost by Redis, since deletion leaves a marker there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvferry.services.router.sessions.record import (
+    KeyUsage,
+    SessionRecord,
+    SessionSummary,
+    decode_record,
+    decode_summary,
+    encode_record,
+    encode_summary,
+    is_document,
+)
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.history.redis_client import AsyncRedisLink
+
+_WRITE_BACKS: dict[int, Literal["conflict", "written", "held"]] = {0: "conflict", 1: "written", 2: "held"}
+
+
+_NOW = """
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+local function router_of(token) return string.match(token, '^[^.]*') end
+local function extend(key, at_least_ms)
+  if redis.call('PTTL', key) < at_least_ms then redis.call('PEXPIRE', key, at_least_ms) end
+end
+"""
+
+_ACQUIRE = (
+    _NOW
+    + """
+-- KEYS session; ARGV token, lease_ms. Returns {1, committed, record} or {0}.
+local held = redis.call('HMGET', KEYS[1], 'holder', 'until', 'committed', 'record')
+local same_router = held[1] and router_of(held[1]) == router_of(ARGV[1])
+if held[1] and not same_router and tonumber(held[2]) > now_ms then return {0} end
+redis.call('HINCRBY', KEYS[1], 'generation', 1)
+redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'until', now_ms + ARGV[2])
+extend(KEYS[1], ARGV[2] * 4)
+return {1, held[3] or '', held[4] or ''}
+"""
+)
+
+_RENEW = (
+    _NOW
+    + """
+-- KEYS session; ARGV token, lease_ms. Returns whether the lease is current, or was lost with all data.
+local holder = redis.call('HGET', KEYS[1], 'holder')
+if holder == ARGV[1] then
+  redis.call('HSET', KEYS[1], 'until', now_ms + ARGV[2])
+  extend(KEYS[1], ARGV[2] * 4)
+  return 1
+end
+return 1 - redis.call('EXISTS', KEYS[1])
+"""
+)
+
+_RELEASE = """
+-- KEYS session; ARGV token.
+if redis.call('HGET', KEYS[1], 'holder') == ARGV[1] then
+  redis.call('HDEL', KEYS[1], 'holder', 'until')
+  if redis.call('HEXISTS', KEYS[1], 'committed') == 0 then redis.call('DEL', KEYS[1]) end
+end
+return 1
+"""
+
+_PUT = """
+local function put(offset)
+  -- ARGV from offset: record, summary, commit_id, ttl_ms, expires_ms, session_id, num_tokens
+  redis.call('HSET', KEYS[1], 'record', ARGV[offset], 'summary', ARGV[offset + 1],
+             'committed', ARGV[offset + 2])
+  redis.call('PEXPIRE', KEYS[1], ARGV[offset + 3])
+  redis.call('ZADD', KEYS[2], ARGV[offset + 4], ARGV[offset + 5])
+  redis.call('HSET', KEYS[3], ARGV[offset + 5], ARGV[offset + 6])
+  extend(KEYS[2], tonumber(ARGV[offset + 3]))
+  extend(KEYS[3], tonumber(ARGV[offset + 3]))
+  return 1
+end
+"""
+
+_COMMIT = (
+    _NOW
+    + _PUT
+    + """
+-- KEYS session, index, tokens; ARGV token, then as `put`. Returns whether the lease was still current.
+local holder = redis.call('HGET', KEYS[1], 'holder')
+if holder ~= ARGV[1] and redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+return put(2)
+"""
+)
+
+_WRITE_BACK = (
+    _NOW
+    + _PUT
+    + """
+-- KEYS session, index, tokens; ARGV the commit that the record builds on ('' for none), the router, then as
+-- `put`. Returns 1, 0 where the session has a newer commit, 2 while another router has it. The router that
+-- writes back has no turn of the session: a lease of its own is left over from a call that arrived late.
+local held = redis.call('HMGET', KEYS[1], 'holder', 'until', 'committed')
+if held[3] == ARGV[5] then return 1 end
+local ours = held[1] and router_of(held[1]) == ARGV[2]
+if held[1] and not ours and tonumber(held[2]) > now_ms then return 2 end
+if held[3] and held[3] ~= ARGV[1] then return 0 end
+if ours then redis.call('HDEL', KEYS[1], 'holder', 'until') end
+return put(3)
+"""
+)
+
+_DELETE = """
+-- KEYS session, index, tokens; ARGV marker, ttl_ms, session_id. Returns whether there was anything.
+local held = redis.call('HMGET', KEYS[1], 'holder', 'record', 'committed', 'generation')
+if held[3] == ARGV[1] then return 1 end
+redis.call('ZREM', KEYS[2], ARGV[3])
+redis.call('HDEL', KEYS[3], ARGV[3])
+if not held[1] and not held[2] then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('HSET', KEYS[1], 'generation', held[4] + 1, 'committed', ARGV[1])
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+return 1
+"""
+
+_PRUNE = """
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now_ms)) do
+  redis.call('ZREM', KEYS[1], id)
+  redis.call('HDEL', KEYS[2], id)
+end
+"""
+
+_LIST = (
+    _NOW
+    + _PRUNE
+    + """
+-- KEYS index, tokens. Returns the ids of what has not expired.
+return redis.call('ZRANGE', KEYS[1], 0, -1)
+"""
+)
+
+_USAGE = (
+    _NOW
+    + _PRUNE
+    + """
+-- KEYS index, tokens; ARGV an id to leave out. Returns {records, tokens}.
+local records, tokens = redis.call('ZCARD', KEYS[1]), 0
+for _, count in ipairs(redis.call('HVALS', KEYS[2])) do tokens = tokens + count end
+local left_out = redis.call('HGET', KEYS[2], ARGV[1])
+if left_out then records, tokens = records - 1, tokens - left_out end
+return {records, tokens}
+"""
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A session as Redis has it.
+
+    Attributes:
+        commit_id: of the record, or the deletion's marker; empty where Redis has neither.
+        record: None where there is none, or it has expired.
+    """
+
+    commit_id: str
+    record: SessionRecord | None
+
+
+class RedisRecords:
+    """Args: clock: Unix time in seconds."""
+
+    def __init__(self, link: AsyncRedisLink, *, clock: Callable[[], float]) -> None:
+        self._link = link
+        self._clock = clock
+
+    # ---- leases ------------------------------------------------------------------------------------------
+
+    async def acquire(self, key: SessionKey, token: str, lease_s: float) -> Stored | None:
+        """Lease the session; None while another router has it."""
+        answer = await self._run(_ACQUIRE, [_session(key)], token, _ms(lease_s))
+        return self._stored(answer[2], answer[1]) if answer[0] else None
+
+    async def renew(self, key: SessionKey, token: str, lease_s: float) -> bool:
+        """Returns whether the lease is still current."""
+        return bool(await self._run(_RENEW, [_session(key)], token, _ms(lease_s)))
+
+    async def release(self, key: SessionKey, token: str) -> None:
+        await self._run(_RELEASE, [_session(key)], token)
+
+    async def commit(self, key: SessionKey, token: str, record: SessionRecord) -> bool:
+        """Returns whether the lease was still current; nothing is written otherwise."""
+        return bool(await self._put(_COMMIT, [token], key, record))
+
+    async def write_back(
+        self, key: SessionKey, base: str, router: str, record: SessionRecord
+    ) -> Literal["conflict", "written", "held"]:
+        """Write a record that this router committed in its memory, on top of the commit `base`."""
+        return _WRITE_BACKS[await self._put(_WRITE_BACK, [base, router], key, record)]
+
+    async def delete(self, key: SessionKey, marker: str, ttl_s: float) -> bool:
+        """Leave only a marker; returns whether there was anything else."""
+        return bool(await self._run(_DELETE, _keys(key), marker, _ms(ttl_s), key.session_id))
+
+    # ---- reading -----------------------------------------------------------------------------------------
+
+    async def read(self, key: SessionKey) -> Stored:
+        data, commit_id = await self._link.call(
+            lambda client: client.hmget(_session(key), "record", "committed")
+        )
+        return self._stored(data, commit_id)
+
+    async def commit_ids(self, keys: Sequence[SessionKey]) -> list[str]:
+        """Of each session; empty as in `Stored`."""
+        return [(value or b"").decode() for value in await self._fields(keys, "committed")]
+
+    async def summaries(self, owner: str, *, documents: bool) -> dict[SessionKey, SessionSummary]:
+        """Of the owner's sessions, or of its documents."""
+        ids = await self._run(_LIST, _index(owner, documents))
+        keys = [SessionKey(owner=owner, session_id=name.decode()) for name in ids]
+        values = await self._fields(keys, "summary")
+        return {key: decode_summary(data) for key, data in zip(keys, values, strict=True) if data is not None}
+
+    async def usage(self, owner: str, *, documents: bool, excluding: SessionKey) -> KeyUsage:
+        records, tokens = await self._run(_USAGE, _index(owner, documents), excluding.session_id)
+        return KeyUsage(num_records=records, num_tokens=tokens)
+
+    async def close(self) -> None:
+        await self._link.close()
+
+    def _stored(self, data: bytes | None, commit_id: bytes | None) -> Stored:
+        record = decode_record(data) if data else None
+        if record is not None and record.expires_at_s <= self._clock():
+            record = None
+        return Stored(commit_id=(commit_id or b"").decode(), record=record)
+
+    # ---- calls -------------------------------------------------------------------------------------------
+
+    async def _put(self, script: str, first: list[str], key: SessionKey, record: SessionRecord) -> int:
+        remaining_s = max(1.0, record.expires_at_s - self._clock())
+        return int(
+            await self._run(
+                script,
+                _keys(key),
+                *first,
+                encode_record(record),
+                encode_summary(record.summary),
+                record.commit_id,
+                _ms(remaining_s),
+                _ms(record.expires_at_s),
+                key.session_id,
+                len(record.token_ids),
+            )
+        )
+
+    async def _run(self, script: str, keys: list[str], *arguments: str | bytes | int) -> Any:
+        return await self._link.call(lambda client: client.eval(script, len(keys), *keys, *arguments))
+
+    async def _fields(self, keys: Sequence[SessionKey], field: str) -> list[bytes | None]:
+        """One field of many sessions."""
+
+        async def read(client: Any) -> list[bytes | None]:
+            pipeline = client.pipeline(transaction=False)
+            for key in keys:
+                pipeline.hget(_session(key), field)
+            return list(await pipeline.execute())
+
+        return await self._link.call(read) if keys else []
+
+
+def _session(key: SessionKey) -> str:
+    return f"kvferry:router:{{{key.owner}}}:session:{key.session_id}"
+
+
+def _index(owner: str, documents: bool) -> list[str]:
+    kind = "documents" if documents else "sessions"
+    return [f"kvferry:router:{{{owner}}}:{kind}", f"kvferry:router:{{{owner}}}:{kind}:tokens"]
+
+
+def _keys(key: SessionKey) -> list[str]:
+    return [_session(key), *_index(key.owner, is_document(key))]
+
+
+def _ms(seconds: float) -> int:
+    return int(seconds * 1000)

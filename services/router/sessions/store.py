@@ -1,0 +1,226 @@
+"""Sessions in this process's memory: one turn of a session at a time, and the records that turns leave.
+
+The record is the conversation. Its KV is at a prefill worker and may be lost without losing the session.
+`redis_store.py` shares sessions between routers and has the same methods. Does not call workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from kvferry.services.router.sessions.record import KeyUsage, SessionRecord, SessionSummary, is_document
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.errors import SessionBusy, SessionNotFound
+
+
+class _Entry:
+    """A session's place in the store. DELETE removes it from the store even while a turn has the lock."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.record: SessionRecord | None = None
+        self.users = 0
+
+
+class MemoryLease:
+    """The right to run one turn of a session, from the turn's start until its record is updated."""
+
+    def __init__(self, store: MemorySessionStore, key: SessionKey, entry: _Entry) -> None:
+        self._store = store
+        self._entry = entry
+        self.key = key
+
+    @property
+    def record(self) -> SessionRecord | None:
+        """The session before this turn; None before the end of its first turn."""
+        return self._entry.record
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the store still has the session that was leased."""
+        return self._store._entries.get(self.key) is self._entry
+
+    async def is_current(self) -> bool:
+        """False once the session was deleted or taken over: this turn must not bring it back."""
+        return self.is_valid
+
+    async def commit(self, record: SessionRecord) -> bool:
+        """Make the turn part of the session; returns whether the lease was still current."""
+        return self.put(replace(record, expires_at_s=self._store.next_expiry_s(self.key)))
+
+    def put(self, record: SessionRecord | None) -> bool:
+        """Replace the record as it is, expiry included; None removes it."""
+        if not self.is_valid:
+            return False
+        self._entry.record = record
+        return True
+
+
+class MemorySessionStore:
+    """All sessions of this router. Sessions of one key are invisible to every other key.
+
+        absent ──lease()──► first turn ──commit──► idle ◄──lease/commit──► in a turn
+           ▲                    │ abort              │ TTL, eviction, DELETE     │ DELETE
+           └────────────────────┴────────────────────┴───────────────────────────┘
+
+    Args:
+        ttl_s: idle time after which a session expires; each turn restarts it.
+        document_ttl_s: likewise for documents.
+        wait_s: how long a request waits for its busy session.
+        clock: Unix time in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        ttl_s: float,
+        wait_s: float,
+        max_sessions: int,
+        clock: Callable[[], float],
+        document_ttl_s: float = 86_400.0,
+    ) -> None:
+        self._ttl_s = ttl_s
+        self._document_ttl_s = document_ttl_s
+        self._wait_s = wait_s
+        self._max_sessions = max_sessions
+        self._clock = clock
+        self._entries: dict[SessionKey, _Entry] = {}
+
+    def ttl_s(self, key: SessionKey) -> float:
+        return self._document_ttl_s if is_document(key) else self._ttl_s
+
+    def next_expiry_s(self, key: SessionKey) -> float:
+        return self._clock() + self.ttl_s(key)
+
+    @asynccontextmanager
+    async def lease(self, key: SessionKey, *, needs_record: bool = True) -> AsyncIterator[MemoryLease]:
+        """Wait until the session is free, and lease it.
+
+        Args: needs_record: whether a turn without the record would be wrong.
+        Raises:
+            SessionBusy: another request has had it for too long.
+            StoreUnavailable: the record is needed and cannot be read.
+        """
+        while True:
+            entry = self._entries.setdefault(key, _Entry())
+            entry.users += 1
+            try:
+                await self._lock(key, entry)
+                try:
+                    lease = MemoryLease(self, key, entry)
+                    if not lease.is_valid:
+                        continue  # deleted while we waited: start again with the session's new entry
+                    if entry.record is not None and entry.record.expires_at_s <= self._clock():
+                        entry.record = None
+                    yield lease
+                    return
+                finally:
+                    entry.lock.release()
+            finally:
+                entry.users -= 1
+                if entry.users == 0 and entry.record is None and self._entries.get(key) is entry:
+                    del self._entries[key]
+
+    async def _lock(self, key: SessionKey, entry: _Entry) -> None:
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await entry.lock.acquire()
+        except TimeoutError:
+            raise busy(key, self._wait_s) from None
+
+    async def get(self, key: SessionKey) -> SessionRecord:
+        """Raises: SessionNotFound, StoreUnavailable."""
+        record = self.peek(key)
+        if record is None:
+            raise not_found(key)
+        return record
+
+    def peek(self, key: SessionKey) -> SessionRecord | None:
+        """The record; None where there is none or it has expired."""
+        entry = self._entries.get(key)
+        return None if entry is None or self._is_expired(entry) else entry.record
+
+    async def owned_by(self, owner: str, *, documents: bool) -> list[tuple[SessionKey, SessionSummary]]:
+        """The owner's sessions, or its documents. Raises: StoreUnavailable."""
+        return [
+            (key, entry.record.summary)
+            for key, entry in self._entries.items()
+            if key.owner == owner
+            and is_document(key) == documents
+            and entry.record is not None
+            and not self._is_expired(entry)
+        ]
+
+    async def usage(self, owner: str, *, documents: bool, excluding: SessionKey) -> KeyUsage:
+        """What the owner has stored, apart from one of them. Raises: StoreUnavailable."""
+        found = [
+            summary.num_tokens
+            for key, summary in await self.owned_by(owner, documents=documents)
+            if key != excluding
+        ]
+        return KeyUsage(num_records=len(found), num_tokens=sum(found))
+
+    async def delete(self, key: SessionKey) -> None:
+        """Delete a session, even during a turn. Raises: SessionNotFound, StoreUnavailable."""
+        entry = self._entries.get(key)
+        if entry is None or self._is_expired(entry):
+            raise not_found(key)
+        del self._entries[key]
+
+    def forget(self, key: SessionKey) -> None:
+        """`delete` that may find nothing."""
+        self._entries.pop(key, None)
+
+    def forget_idle(self, key: SessionKey, record: SessionRecord) -> None:
+        """Drop this record, unless a turn has started since."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.users == 0 and entry.record is record:
+            del self._entries[key]
+
+    def is_used(self, key: SessionKey) -> bool:
+        """Whether a request has the session or waits for it."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.users > 0
+
+    async def remove_stale(self) -> list[SessionKey]:
+        """Remove expired sessions, and the longest idle ones above `max_sessions`; returns those whose
+        history can be dropped."""
+        stale = self.stale()
+        for key in stale:
+            del self._entries[key]
+        return stale
+
+    def stale(self) -> list[SessionKey]:
+        """Idle sessions that `remove_stale` would remove."""
+        idle = sorted(self.idle_records(), key=lambda item: item[1].expires_at_s)
+        now_s, excess = self._clock(), len(self._entries) - self._max_sessions
+        return [
+            key for rank, (key, record) in enumerate(idle) if record.expires_at_s <= now_s or rank < excess
+        ]
+
+    def idle_records(self) -> list[tuple[SessionKey, SessionRecord]]:
+        """Records of sessions that no request has or waits for."""
+        return [
+            (key, entry.record)
+            for key, entry in self._entries.items()
+            if entry.users == 0 and entry.record is not None
+        ]
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    def _is_expired(self, entry: _Entry) -> bool:
+        return entry.users == 0 and entry.record is not None and entry.record.expires_at_s <= self._clock()
+
+
+def not_found(key: SessionKey) -> SessionNotFound:
+    return SessionNotFound(f"There is no session {key.session_id!r}")
+
+
+def busy(key: SessionKey, wait_s: float) -> SessionBusy:
+    return SessionBusy(
+        f"Session {key.session_id!r} is in another request; waited {wait_s:g} s", retry_after_s=1.0
+    )

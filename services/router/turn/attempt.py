@@ -1,0 +1,335 @@
+"""One attempt at a turn: one decode worker and one prefill worker, whose two streams become one.
+
+`turn.py` retries. An attempt says which worker failed it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from kvferry.services.router.turn.worker_pool import Role, Worker
+from kvferry.shared.compression.plan import CompressionPlan
+from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
+from kvferry.shared.control.messages import (
+    FinishReason,
+    FirstToken,
+    GenerateEvent,
+    GenerateRequest,
+    GenerationFinished,
+    HistoryReturned,
+    PrefillRequest,
+    SessionKey,
+    Ticket,
+    TicketIssued,
+    TokenGenerated,
+    TransferAccepted,
+    TransferDone,
+)
+from kvferry.shared.errors import Cancelled, KvferryError, TransferFailed, WorkerUnavailable
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.sampling.params import SampledToken, SamplingParams
+
+CUT_OFF_S = 10.0
+"""Time limit for returning the delivered tokens of a cut-off turn to the history."""
+_CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnRequest:
+    """One completion of one prompt.
+
+    Attributes:
+        request_id: the client's; each attempt derives its own id for the workers.
+        session: whose history is looked up and stored; None stores none.
+        document: whose history the session may begin with.
+        has_history: whether the session has had turns.
+        prefer_prefill: addresses that may have the session's history, best first.
+        prefer_decode: addresses that may have retained the session's last selection, best first.
+        keeps_cut_off: whether the delivered tokens of a cut-off completion become part of the session.
+        kept_bins: number of stretches of the prompt to report the retained fraction for; 0 reports none.
+        deadline_s: when the whole turn must have ended, on the event loop's clock.
+    """
+
+    request_id: str
+    model: ModelSpec
+    prompt_token_ids: tuple[int, ...]
+    plan: CompressionPlan
+    sampling: SamplingParams
+    deadline_s: float
+    session: SessionKey | None = None
+    document: SessionKey | None = None
+    has_history: bool = False
+    keeps_cut_off: bool = False
+    prefer_prefill: tuple[str, ...] = ()
+    prefer_decode: tuple[str, ...] = ()
+    probe: bool = False
+    kept_bins: int = 0
+
+
+@dataclass(kw_only=True)
+class TurnStats:
+    """What a turn has cost so far; sums over all attempts where not stated otherwise.
+
+    Attributes:
+        token_ids: the completion so far.
+        first: the first attempt's answer from prefill, whose prompt is the client's.
+        shipped_bytes: everything that crossed the wire.
+        delta_bytes: newly selected rows, where decode had retained the others; else None.
+        cache_bytes: decode's memory for the sequence at its end.
+        history_tokens: generated tokens whose KV was returned to prefill.
+        prefill_address, worker_request_id: where, and under which id, history was staged last.
+        decode_address: where the last attempt decoded.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    first: FirstToken | None = None
+    shipped_bytes: int = 0
+    delta_bytes: int | None = None
+    cache_bytes: int = 0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    queue_s: float = 0.0
+    replays: int = 0
+    history_tokens: int = 0
+    prefill_address: str = ""
+    decode_address: str = ""
+    worker_request_id: str = ""
+
+    @property
+    def method(self) -> str:
+        """The method in effect; "" before the first token."""
+        return self.first.method if self.first is not None else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admitted:
+    """Decode has reserved memory for the turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """No more tokens. The turn's stats are final, except for `history_tokens`."""
+
+    reason: FinishReason
+
+
+TurnEvent = Admitted | SampledToken | Finished
+
+
+class Attempt:
+    """Yields Admitted, each token once, and Finished; then waits until generated KV is back at prefill.
+
+        decode:   ticket ─────────────► accepted ─► token 1, 2, ... ─► finished ─► history returned
+        prefill:         ─► first token ─► transfer done
+
+    The first token comes from prefill and is yielded at once; decode's tokens wait for it. Finished waits for
+    `TransferDone`, which has the sizes. Closing either stream (an error, cancellation) frees what its worker
+    has reserved.
+
+    Attributes:
+        failed_role: the worker that ended the attempt; None while nothing failed.
+    """
+
+    def __init__(
+        self,
+        prefill: Worker[PrefillControl],
+        decode: Worker[DecodeControl],
+        request: TurnRequest,
+        stats: TurnStats,
+    ) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.instance_ids: dict[Role, str] = {"prefill": prefill.instance_id, "decode": decode.instance_id}
+        # Ids that clients choose may repeat; ids under which workers stage must not.
+        self.worker_request_id = f"{request.request_id}.{secrets.token_hex(4)}"
+        self.failed_role: Role | None = None
+        self._request = request
+        self._stats = stats
+        self._due_index: int | None = None
+        self._accepted = False
+        self._shipping: asyncio.Task[None] | None = None
+        self._log = structlog.get_logger(__name__).bind(request_id=self.worker_request_id)
+
+    async def events(self) -> AsyncGenerator[TurnEvent, None]:
+        """Raises: KvferryError, with `failed_role` set."""
+        with self.prefill.busy(), self.decode.busy():
+            async with aclosing(self._generate()) as decoding:
+                with self._blaming("decode"):
+                    ticket = await self._ticket(decoding)
+                yield Admitted()
+                first = asyncio.get_running_loop().create_future()
+                self._shipping = asyncio.create_task(self._ship(ticket, first))
+                accepting = asyncio.create_task(self._acceptance(decoding))
+                try:
+                    await _until(first, self._shipping, accepting)
+                    yield self._in_order(first.result())
+                    await _until(accepting, self._shipping)
+                    finished = False
+                    with self._blaming("decode"):
+                        async for event in decoding:
+                            match event:
+                                case TokenGenerated(token=token):
+                                    yield self._in_order(token)
+                                case GenerationFinished(finish_reason=reason, cache_bytes=cache_bytes):
+                                    await self.shipped()
+                                    self._stats.cache_bytes = cache_bytes
+                                    finished = True
+                                    yield Finished(reason=reason)
+                                case HistoryReturned(num_tokens=num_tokens):
+                                    self._stats.history_tokens = num_tokens
+                        if not finished:
+                            raise WorkerUnavailable("Decode's stream ended before the completion did")
+                finally:
+                    await _cancel(self._shipping, accepting)
+
+    async def shipped(self) -> None:
+        """Wait until prefill has sent everything, or was lost after it had."""
+        assert self._shipping is not None, "nothing is shipped before the first token"
+        await asyncio.wait((self._shipping,))
+
+    async def finish(self) -> None:
+        """Have decode end the completion with the tokens that it has."""
+        await self.decode.client.finish(self.worker_request_id, timeout_s=CUT_OFF_S)
+
+    def _remaining_s(self) -> float:
+        """The workers' deadline, with time for a turn that may be cut off to return its tokens."""
+        grace_s = CUT_OFF_S if self._request.keeps_cut_off else 0.0
+        return max(0.001, self._request.deadline_s + grace_s - asyncio.get_running_loop().time())
+
+    @contextmanager
+    def _blaming(self, role: Role) -> Iterator[None]:
+        try:
+            yield
+        except Cancelled as error:
+            # Cancellation by this router is no KvferryError: the worker gave up, as a stopping one does.
+            self.failed_role = self.failed_role or role
+            raise WorkerUnavailable(f"The {role} worker cancelled the turn: {error.message}") from error
+        except KvferryError as error:
+            if self.failed_role is None:
+                # The surviving end reports a broken transfer.
+                peer: Role = "prefill" if role == "decode" else "decode"
+                self.failed_role = peer if isinstance(error, TransferFailed) else role
+            raise
+
+    # ---- prefill -----------------------------------------------------------------------------------------
+
+    async def _ship(self, ticket: Ticket, first: asyncio.Future[SampledToken]) -> None:
+        """Run prefill against a ticket. Once decode has the whole transfer, prefill's loss is no failure."""
+        request, stats = self._request, self._stats
+        stream = self.prefill.client.prefill(
+            PrefillRequest(
+                request_id=self.worker_request_id,
+                model_fingerprint=request.model.fingerprint,
+                prompt_token_ids=request.prompt_token_ids,
+                plan=request.plan,
+                sampling=request.sampling,
+                ticket=ticket,
+                session=request.session,
+                document=request.document,
+                probe=request.probe,
+                kept_bins=request.kept_bins,
+                has_history=request.has_history,
+            ),
+            timeout_s=self._remaining_s(),
+        )
+        sent = False
+        with self._blaming("prefill"):
+            try:
+                async with aclosing(stream):
+                    async for event in stream:
+                        match event:
+                            case FirstToken():
+                                stats.first = stats.first or event
+                                stats.prefill_s += event.prefill_s
+                                stats.queue_s += event.queue_s
+                                first.set_result(event.token)
+                            case TransferDone():
+                                self._count(event)
+                                sent = True
+                if not (sent and first.done()):
+                    raise WorkerUnavailable("Prefill's stream ended before its transfer did")
+            except KvferryError as error:
+                if not (self._accepted and first.done()):
+                    raise
+                self._log.warning("prefill lost after its transfer", error=error.message)
+
+    def _count(self, event: TransferDone) -> None:
+        stats = self._stats
+        stats.shipped_bytes += sum(event.bytes_by_kind.values())
+        stats.transfer_s += event.transfer_s
+        if event.delta_bytes is not None:
+            stats.delta_bytes = (stats.delta_bytes or 0) + event.delta_bytes
+
+    # ---- decode ------------------------------------------------------------------------------------------
+
+    def _generate(self) -> AsyncGenerator[GenerateEvent, None]:
+        request = self._request
+        return self.decode.client.generate(
+            GenerateRequest(
+                request_id=self.worker_request_id,
+                model_fingerprint=request.model.fingerprint,
+                prompt_token_ids=request.prompt_token_ids,
+                plan=request.plan,
+                sampling=request.sampling,
+                store_history=request.session is not None,
+                probe=request.probe,
+                session=request.session,
+            ),
+            timeout_s=self._remaining_s(),
+        )
+
+    async def _ticket(self, decoding: AsyncGenerator[GenerateEvent, None]) -> Ticket:
+        event = await anext(decoding, None)
+        if not isinstance(event, TicketIssued):
+            raise WorkerUnavailable("Decode ended the turn without a ticket")
+        return event.ticket
+
+    async def _acceptance(self, decoding: AsyncGenerator[GenerateEvent, None]) -> None:
+        with self._blaming("decode"):
+            if not isinstance(await anext(decoding, None), TransferAccepted):
+                raise WorkerUnavailable("Decode's stream ended before the transfer was accepted")
+            self._accepted = True
+
+    def _in_order(self, token: SampledToken) -> SampledToken:
+        if self._due_index not in (None, token.index):
+            raise TransferFailed(
+                f"Token {token.index} arrived instead of token {self._due_index}", reason="token_gap"
+            )
+        self._due_index = token.index + 1
+        return token
+
+
+async def _until(wanted: asyncio.Future[Any], *tasks: asyncio.Task[None]) -> None:
+    """Wait for one future while other tasks run; a failure of any of them ends the wait at once.
+
+    Of two failures, a lost worker says more than the transfer that broke with it.
+    """
+    while not wanted.done():
+        pending = {future for future in (wanted, *tasks) if not future.done()}
+        await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        _raise_failure(tasks)
+    if isinstance(wanted, asyncio.Task):
+        _raise_failure((wanted, *tasks))
+
+
+def _raise_failure(tasks: tuple[asyncio.Task[Any], ...]) -> None:
+    failed = [error for task in tasks if task.done() and (error := task.exception()) is not None]
+    if failed:
+        raise next((error for error in failed if isinstance(error, WorkerUnavailable)), failed[0])
+
+
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
+    """End tasks, so that the streams they read can be closed."""
+    for task in tasks:
+        task.cancel()
+    ended, _ = await asyncio.wait(tasks, timeout=_CLOSE_TIMEOUT_S)
+    for task in ended:
+        if not task.cancelled():
+            task.exception()  # retrieved, or asyncio would log it

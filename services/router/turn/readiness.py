@@ -1,0 +1,102 @@
+"""Whether the router can serve: recent turns show it, and when there are none a probe turn does.
+
+A probe is a tiny turn over the real path. It counts in no metric.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+
+import structlog
+
+from kvferry.services.router.turn.attempt import TurnRequest
+from kvferry.services.router.turn.turn import TurnRunner
+from kvferry.services.router.turn.worker_pool import served_model
+from kvferry.shared.compression.plan import CompressionPlan
+from kvferry.shared.errors import KvferryError, WorkerUnavailable
+from kvferry.shared.sampling.params import SamplingParams
+
+_PROBE_PROMPT_TOKENS = 4
+_PROBE_NEW_TOKENS = 2
+_PROBE_TIMEOUT_S = 10.0
+_PROBE_INTERVAL_S = 10.0
+
+
+class Readiness:
+    """Remembers when a turn last succeeded, and probes when that is long ago.
+
+    Args:
+        plan: the compression of probes.
+        window_s: a success counts for this long.
+        probe_interval_s: a probe is sent when no turn has succeeded for this long.
+    """
+
+    def __init__(
+        self,
+        runner: TurnRunner,
+        plan: CompressionPlan,
+        *,
+        window_s: float,
+        probe_interval_s: float = _PROBE_INTERVAL_S,
+    ) -> None:
+        self._runner = runner
+        self._plan = plan
+        self._probe_interval_s = probe_interval_s
+        self._window_s = window_s
+        self._last_success_s: float | None = None
+        self._log = structlog.get_logger(__name__)
+
+    def mark(self) -> None:
+        """A turn succeeded."""
+        self._last_success_s = time.monotonic()
+
+    def problem(self) -> KvferryError | None:
+        """Why the router is not ready; None where it is."""
+        if served_model(self._runner.prefill, self._runner.decode, ready_only=True) is None:
+            return WorkerUnavailable("No prefill and decode worker with the same model are ready")
+        if self._age_s() > self._window_s:
+            return WorkerUnavailable(f"No turn succeeded within the last {self._window_s:g} s")
+        return None
+
+    async def run(self) -> None:
+        """Probe whenever no turn has succeeded for a while; runs until cancelled."""
+        failing = False
+        while True:
+            wait_s = self._probe_interval_s - self._age_s()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+                continue
+            try:
+                await self._probe()
+            except KvferryError as error:
+                if not failing:
+                    self._log.warning("probe turn failed", error=error.message)
+                failing = True
+                await asyncio.sleep(min(1.0, self._probe_interval_s))
+            except Exception:
+                # The top of the loop: it must go on, or readiness would never change again.
+                self._log.exception("probe turn failed unexpectedly")
+                await asyncio.sleep(self._probe_interval_s)
+            else:
+                failing = False
+                self.mark()
+
+    def _age_s(self) -> float:
+        return float("inf") if self._last_success_s is None else time.monotonic() - self._last_success_s
+
+    async def _probe(self) -> None:
+        model = served_model(self._runner.prefill, self._runner.decode, ready_only=True)
+        if model is None:
+            raise WorkerUnavailable("No prefill and decode worker with the same model are ready")
+        request = TurnRequest(
+            request_id=f"probe-{secrets.token_hex(4)}",
+            model=model,
+            prompt_token_ids=tuple(index % model.vocab_size for index in range(_PROBE_PROMPT_TOKENS)),
+            plan=self._plan,
+            sampling=SamplingParams(max_tokens=_PROBE_NEW_TOKENS, temperature=0.0, ignore_eos=True),
+            deadline_s=asyncio.get_running_loop().time() + _PROBE_TIMEOUT_S,
+            probe=True,
+        )
+        await self._runner.run(request)

@@ -1,0 +1,296 @@
+"""One turn: a prompt's tokens in, the completion's tokens out, each exactly once, whichever workers are lost.
+
+A turn is an async generator. Where a worker is lost it replays the prompt and the tokens already delivered on
+another one. It handles tokens only; `completion.py` makes text of them and updates the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import structlog
+
+from kvferry.services.router.turn.attempt import (
+    Admitted,
+    Attempt,
+    Finished,
+    TurnEvent,
+    TurnRequest,
+    TurnStats,
+)
+from kvferry.services.router.turn.worker_pool import Role, WorkerPool
+from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
+from kvferry.shared.control.messages import FinishReason
+from kvferry.shared.errors import (
+    CapacityExceeded,
+    DeadlineExceeded,
+    KvferryError,
+    Overloaded,
+    SessionBusy,
+    WorkerUnavailable,
+)
+from kvferry.shared.metrics import RouterMetrics
+from kvferry.shared.sampling.params import SampledToken
+
+_ABORT_TIMEOUT_S = 2.0
+_BACKOFF_S = 0.25
+
+
+class BackgroundTasks:
+    """Tasks that outlive the request that started them. Logs what they raise, and ends them at shutdown."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._log = structlog.get_logger(__name__)
+
+    def start(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    async def close(self, timeout_s: float) -> None:
+        """Wait for the tasks, then cancel those that are left."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout_s)
+        left = set(self._tasks)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=timeout_s + 1.0)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, KvferryError):
+            self._log.warning("background task failed", task=task.get_name(), error=error.message)
+        elif error is not None:
+            self._log.error("background task failed unexpectedly", task=task.get_name(), exc_info=error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnRunner:
+    """Dependencies and retry policy of turns.
+
+    Attributes:
+        max_recoveries: how many lost workers one turn may survive.
+        backoff_s: the first pause before a replay; doubles with each, times 0.5 to 1.5 at random.
+        recovery_wait_s: how long a replay waits for a ready worker.
+    """
+
+    prefill: WorkerPool[PrefillControl]
+    decode: WorkerPool[DecodeControl]
+    tasks: BackgroundTasks
+    metrics: RouterMetrics
+    max_recoveries: int = 3
+    backoff_s: float = _BACKOFF_S
+    recovery_wait_s: float = 20.0
+
+    async def run(self, request: TurnRequest) -> TurnStats:
+        """Run a turn to its end, for its effects alone.
+
+        Raises: KvferryError; DeadlineExceeded at the request's deadline.
+        """
+        turn = Turn(self, request)
+        try:
+            async with asyncio.timeout_at(request.deadline_s), aclosing(turn.events()) as events:
+                async for _ in events:
+                    pass
+        except TimeoutError:
+            if turn.finish_reason is None:
+                raise deadline_passed() from None
+        return turn.stats
+
+
+class Turn:
+    """The attempts of one turn.
+
+        attempt ──tokens──► finished ──► history returned ──► done
+          ▲   │ worker lost, transfer failed
+          └───┘ backoff; prompt + delivered tokens are the next attempt's prompt
+
+    Attributes:
+        finish_reason: None until the completion has ended.
+        text_ended: set by the reader when the last token completed a stop string. Decode ends the completion
+            there as well, by the same rule.
+    """
+
+    def __init__(self, runner: TurnRunner, request: TurnRequest) -> None:
+        self.request = request
+        self.stats = TurnStats()
+        self.finish_reason: FinishReason | None = None
+        self.text_ended = False
+        self._runner = runner
+        self._attempt: Attempt | None = None
+        self._admitted = False
+        self._was_cut = False
+        self._avoid: dict[Role, set[str]] = {"prefill": set(), "decode": set()}
+        self._log = structlog.get_logger(__name__).bind(request_id=request.request_id)
+
+    async def events(self) -> AsyncGenerator[TurnEvent, None]:
+        """Admitted, each token of the completion once, and Finished; then goes on until generated KV is back
+        at prefill.
+
+        Cancelling the reader, or closing the generator, frees everything that workers have reserved. The
+        reader applies the deadline.
+
+        Raises: any KvferryError that ends the turn before Finished; none after it.
+        """
+        while self.finish_reason is None:
+            attempt = self._next_attempt()
+            try:
+                async with aclosing(attempt.events()) as events:
+                    async for event in events:
+                        match event:
+                            case SampledToken():
+                                if self.text_ended:
+                                    # Decode missed the stop string: a replay began in the middle of it.
+                                    await attempt.shipped()
+                                    break
+                                if not self._was_cut:
+                                    self.stats.token_ids.append(event.token_id)
+                                    yield event
+                            case Admitted():
+                                if self._was_cut:
+                                    self._runner.tasks.start(attempt.finish(), name="cut off")
+                                if not self._admitted:
+                                    self._admitted = True
+                                    yield event
+                            case Finished(reason=reason):
+                                self.finish_reason = reason
+                                yield event
+            except KvferryError as error:
+                if self.finish_reason is not None:
+                    self._log.warning("generated KV was not returned to prefill", error=error.message)
+                    return
+                self._discard(attempt)
+                if self._was_cut:
+                    raise
+                if not self._tries_elsewhere(error, attempt):
+                    await self._recover(error, attempt)
+            except (asyncio.CancelledError, GeneratorExit):
+                self._discard(attempt)
+                raise
+            if self.finish_reason is None and (ended := self._end_of_tokens()) is not None:
+                self.finish_reason = ended
+                yield Finished(reason=ended)
+
+    def cut(self) -> bool:
+        """End with the delivered tokens, if the session keeps them and there are any.
+
+        Returns: whether it will; False where the turn is to be given up, or has ended.
+        """
+        if self.finish_reason is not None or not self.request.keeps_cut_off or not self.stats.token_ids:
+            return False
+        if not self._was_cut:
+            self._was_cut = True
+            if self._attempt is not None:
+                self._runner.tasks.start(self._attempt.finish(), name="cut off")
+        return True
+
+    def _next_attempt(self) -> Attempt:
+        """An attempt at the rest of the turn: delivered tokens join the prompt."""
+        request, stats, avoid = self.request, self.stats, self._avoid
+        fingerprint = request.model.fingerprint
+        prefill = self._runner.prefill.choose(
+            fingerprint=fingerprint, prefer=request.prefer_prefill, avoid=avoid["prefill"]
+        )
+        decode = self._runner.decode.choose(
+            fingerprint=fingerprint, prefer=request.prefer_decode, avoid=avoid["decode"]
+        )
+        if delivered := tuple(stats.token_ids):
+            sampling = replace(
+                request.sampling,
+                max_tokens=request.sampling.max_tokens - len(delivered),
+                first_index=len(delivered),
+            )
+            prompt = request.prompt_token_ids + delivered
+            request = replace(request, prompt_token_ids=prompt, sampling=sampling)
+        self._attempt = attempt = Attempt(prefill, decode, request, stats)
+        stats.prefill_address, stats.decode_address = prefill.address, decode.address
+        stats.worker_request_id = attempt.worker_request_id
+        return attempt
+
+    def _end_of_tokens(self) -> FinishReason | None:
+        """Why the delivered tokens are a whole completion; None while they are not. Needed where decode was
+        lost between its last token and its last event."""
+        request, delivered = self.request, self.stats.token_ids
+        ends = set(request.sampling.stop_token_ids)
+        if not request.sampling.ignore_eos:
+            ends |= set(request.model.eos_token_ids)
+        if self.text_ended or (delivered and delivered[-1] in ends):
+            return "stop"
+        return "length" if len(delivered) >= request.sampling.max_tokens else None
+
+    def _tries_elsewhere(self, error: KvferryError, attempt: Attempt) -> bool:
+        """Whether another worker may have the room that this one lacks. This is not a recovery."""
+        if not _is_refusal(error) or self.stats.token_ids or attempt.failed_role is None:
+            return False
+        pool, address = self._failed(attempt)
+        avoid = self._avoid[attempt.failed_role]
+        avoid.add(address)
+        others = pool.ready_workers(self.request.model.fingerprint)
+        return any(worker.address not in avoid for worker in others)
+
+    async def _recover(self, error: KvferryError, attempt: Attempt) -> None:
+        """Pause and wait for workers, or raise `error` where a replay would not help."""
+        stats, runner, role = self.stats, self._runner, attempt.failed_role
+        refused = _is_refusal(error) and not stats.token_ids
+        final = not error.retryable or isinstance(error, DeadlineExceeded | SessionBusy) or refused
+        if final or role is None or stats.replays >= runner.max_recoveries:
+            raise error
+        pool, address = self._failed(attempt)
+        self._avoid[role].add(address)
+        if isinstance(error, WorkerUnavailable):
+            pool.report_lost(address, attempt.instance_ids[role])
+        pause_s = runner.backoff_s * 2**stats.replays * random.uniform(0.5, 1.5)
+        stats.replays += 1
+        if not self.request.probe:
+            runner.metrics.recoveries.labels(role=role).inc()
+        self._log.warning(
+            "turn resumes on another worker",
+            role=role,
+            address=address,
+            error=error.message,
+            num_tokens=len(stats.token_ids),
+            replay=stats.replays,
+        )
+        if self._end_of_tokens() is not None:
+            return
+        await asyncio.sleep(pause_s)
+        fingerprint = self.request.model.fingerprint
+        await runner.prefill.wait_ready(fingerprint, timeout_s=runner.recovery_wait_s)
+        await runner.decode.wait_ready(fingerprint, timeout_s=runner.recovery_wait_s)
+
+    def _failed(self, attempt: Attempt) -> tuple[WorkerPool[PrefillControl] | WorkerPool[DecodeControl], str]:
+        if attempt.failed_role == "prefill":
+            return self._runner.prefill, attempt.prefill.address
+        return self._runner.decode, attempt.decode.address
+
+    def _discard(self, attempt: Attempt) -> None:
+        """Have prefill drop what the attempt staged, in the background."""
+        if self.request.session is None or self.finish_reason is not None:
+            return
+        client, request_id = attempt.prefill.client, attempt.worker_request_id
+
+        async def abort() -> None:
+            await client.abort_turn(request_id, timeout_s=_ABORT_TIMEOUT_S)
+
+        self._runner.tasks.start(abort(), name="abort turn")
+
+
+def deadline_passed() -> DeadlineExceeded:
+    return DeadlineExceeded("The request's deadline passed before its completion ended")
+
+
+def _is_refusal(error: KvferryError) -> bool:
+    """The worker works and has no room now; the client is told when to retry."""
+    overloaded = isinstance(error, Overloaded) and not isinstance(error, WorkerUnavailable)
+    return overloaded or isinstance(error, CapacityExceeded)

@@ -1,0 +1,323 @@
+"""The workers of one role: their addresses, clients and polled status, and the choice of one for a turn.
+
+A configured name may resolve to many addresses, and to others later. Every worker is polled for its status,
+and names are resolved again now and then, so that workers may come and go. Runs no turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import random
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import structlog
+
+from kvferry.shared.control.messages import WorkerStatus
+from kvferry.shared.errors import KvferryError, WorkerUnavailable
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.serving import format_address, parse_address
+from kvferry.shared.wire.messages import PROTOCOL_VERSION
+
+Role = Literal["prefill", "decode"]
+Resolve = Callable[[str], Awaitable[tuple[str, ...]]]
+
+_STATUS_TIMEOUT_S = 2.0
+_RESOLVE_INTERVAL_S = 5.0
+_RESOLVE_TIMEOUT_S = 5.0
+
+
+class WorkerClient(Protocol):
+    """The part of a client that the pool calls."""
+
+    async def status(self, *, timeout_s: float) -> WorkerStatus: ...
+
+
+ClientT = TypeVar("ClientT", bound=WorkerClient)
+
+
+@dataclass
+class Worker(Generic[ClientT]):
+    """One worker as this router sees it.
+
+        unknown ──status──► up ──missed status, lost turn──► down ──status──► up
+
+    Attributes:
+        status: the last one; None while the worker is down.
+        model: the model that it had when it was last up.
+        in_flight: this router's turns at the worker.
+    """
+
+    address: str
+    client: ClientT
+    status: WorkerStatus | None = None
+    model: ModelSpec | None = None
+    instance_id: str = ""
+    in_flight: int = 0
+
+    def is_ready_for(self, fingerprint: str | None) -> bool:
+        status = self.status
+        return (
+            status is not None
+            and status.ready
+            and status.protocol_version == PROTOCOL_VERSION
+            and fingerprint in (None, status.model.fingerprint)
+        )
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Count a turn of this router as in flight."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+
+class WorkerPool(Generic[ClientT]):
+    """All workers of one role.
+
+    Args:
+        targets: configured `host:port` names.
+        connect: makes the client of an address; connects lazily.
+        disconnect: closes a client that `connect` made.
+        resolve: the addresses behind a target.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        targets: Sequence[str],
+        *,
+        connect: Callable[[str], ClientT],
+        disconnect: Callable[[ClientT], Awaitable[None]] | None = None,
+        resolve: Resolve | None = None,
+        status_interval_s: float = 1.0,
+        status_timeout_s: float = _STATUS_TIMEOUT_S,
+        resolve_interval_s: float = _RESOLVE_INTERVAL_S,
+    ) -> None:
+        self.role: Role = role
+        self._targets = tuple(targets)
+        self._connect = connect
+        self._disconnect = disconnect
+        self._resolve = resolve or resolve_address
+        self._status_interval_s = status_interval_s
+        self._status_timeout_s = status_timeout_s
+        self._resolve_interval_s = resolve_interval_s
+        self._workers: dict[str, Worker[ClientT]] = {}
+        self._resolved: dict[str, tuple[str, ...]] = {}
+        self._changed = asyncio.Event()
+        self._loops: list[asyncio.Task[None]] = []
+        self._log = structlog.get_logger(__name__).bind(role=role)
+
+    @classmethod
+    def of_clients(
+        cls,
+        role: Role,
+        clients: Mapping[str, ClientT],
+        *,
+        status_interval_s: float = 1.0,
+        status_timeout_s: float = _STATUS_TIMEOUT_S,
+    ) -> WorkerPool[ClientT]:
+        """A pool of clients that the caller made and closes, by names that are not resolved."""
+
+        async def unresolved(name: str) -> tuple[str, ...]:
+            return (name,)
+
+        return cls(
+            role,
+            tuple(clients),
+            connect=clients.__getitem__,
+            resolve=unresolved,
+            status_interval_s=status_interval_s,
+            status_timeout_s=status_timeout_s,
+        )
+
+    async def start(self) -> None:
+        """Resolve names and poll every worker once, then go on in the background."""
+        await self._refresh_addresses()
+        await self._poll_all()
+        self._loops = [
+            asyncio.create_task(
+                self._repeat(self._poll_all, self._status_interval_s), name=f"{self.role} status"
+            ),
+            asyncio.create_task(
+                self._repeat(self._refresh_addresses, self._resolve_interval_s), name=f"{self.role} names"
+            ),
+        ]
+
+    async def close(self) -> None:
+        for task in self._loops:
+            task.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        self._loops = []
+        for worker in list(self._workers.values()):
+            await self._close_client(worker)
+        self._workers.clear()
+
+    def worker(self, address: str) -> Worker[ClientT] | None:
+        return self._workers.get(address)
+
+    def workers(self) -> list[Worker[ClientT]]:
+        return list(self._workers.values())
+
+    def ready_workers(self, fingerprint: str | None = None) -> list[Worker[ClientT]]:
+        return [worker for worker in self._workers.values() if worker.is_ready_for(fingerprint)]
+
+    def models(self, *, ready_only: bool) -> Counter[ModelSpec]:
+        """The workers' models, and how many workers have each."""
+        workers = self.ready_workers() if ready_only else self.workers()
+        return Counter(worker.model for worker in workers if worker.model is not None)
+
+    def kernel_paths(self) -> dict[str, list[str]]:
+        """The kernel paths that the workers which are up use, by op."""
+        paths: dict[str, set[str]] = {}
+        for worker in self.workers():
+            if worker.status is not None:
+                for op, path in worker.status.kernel_paths.items():
+                    paths.setdefault(op, set()).add(path)
+        return {op: sorted(taken) for op, taken in sorted(paths.items())}
+
+    def choose(
+        self, *, fingerprint: str, prefer: Sequence[str] = (), avoid: Collection[str] = ()
+    ) -> Worker[ClientT]:
+        """The worker for a turn: the first preferred one that is ready, else the least loaded.
+
+        Args:
+            prefer: addresses that may have the session's KV, best first.
+            avoid: addresses to choose only where there is no other.
+
+        Raises: WorkerUnavailable where no worker is ready.
+        """
+        ready = self.ready_workers(fingerprint)
+        if not ready:
+            raise WorkerUnavailable(
+                f"No {self.role} worker is ready; {len(self._workers)} known", retry_after_s=1.0
+            )
+        candidates = [worker for worker in ready if worker.address not in avoid] or ready
+        by_address = {worker.address: worker for worker in candidates}
+        for address in prefer:
+            if address in by_address:
+                return by_address[address]
+        random.shuffle(candidates)  # equally idle workers take turns
+        return min(candidates, key=_load)
+
+    async def wait_ready(self, fingerprint: str, *, timeout_s: float) -> None:
+        """Wait until some worker is ready; at the timeout it returns, and `choose` raises."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.ready_workers(fingerprint):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def report_lost(self, address: str, instance_id: str) -> None:
+        """Mark a worker that a turn lost as down until its next status. Ignored where it has restarted
+        since."""
+        worker = self._workers.get(address)
+        if worker is not None and worker.instance_id == instance_id:
+            worker.status = None
+
+    async def _repeat(self, work: Callable[[], Awaitable[None]], interval_s: float) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                await work()
+            except Exception:
+                # The top of the loop: it must go on, or the router would keep the last status for ever.
+                self._log.exception("worker polling failed")
+
+    async def _refresh_addresses(self) -> None:
+        for target in self._targets:
+            found = await self._resolve(target)
+            # A name that fails to resolve for a moment does not remove its workers.
+            if found or target not in self._resolved:
+                self._resolved[target] = found
+        addresses = {address for found in self._resolved.values() for address in found}
+        for address in sorted(addresses - self._workers.keys()):
+            self._workers[address] = Worker(address=address, client=self._connect(address))
+            self._log.info("worker added", address=address)
+        for address in sorted(self._workers.keys() - addresses):
+            if self._workers[address].in_flight == 0:
+                await self._close_client(self._workers.pop(address))
+                self._log.info("worker removed", address=address)
+
+    async def _close_client(self, worker: Worker[ClientT]) -> None:
+        if self._disconnect is not None:
+            await self._disconnect(worker.client)
+
+    async def _poll_all(self) -> None:
+        await asyncio.gather(*(self._poll(worker) for worker in list(self._workers.values())))
+        self._changed.set()
+
+    async def _poll(self, worker: Worker[ClientT]) -> None:
+        try:
+            async with asyncio.timeout(self._status_timeout_s):
+                status = await worker.client.status(timeout_s=self._status_timeout_s)
+        except (KvferryError, TimeoutError) as error:
+            if worker.status is not None:
+                self._log.warning("worker down", address=worker.address, error=str(error))
+            worker.status = None
+            return
+        if worker.instance_id and worker.instance_id != status.instance_id:
+            self._log.warning("worker restarted", address=worker.address, instance_id=status.instance_id)
+        elif worker.status is None:
+            self._log.info("worker up", address=worker.address, ready=status.ready)
+        worker.instance_id = status.instance_id
+        worker.model = status.model
+        worker.status = status
+
+
+def _load(worker: Worker[ClientT]) -> tuple[int, int]:
+    """Fewest requests, then most free bytes. This router's own count is newer than the polled one, which has
+    the turns of other routers as well."""
+    status = worker.status
+    assert status is not None, "only ready workers are compared"
+    return max(status.running + status.waiting, worker.in_flight), -status.free_bytes
+
+
+def served_model(
+    prefill: WorkerPool[Any], decode: WorkerPool[Any], *, ready_only: bool = False
+) -> ModelSpec | None:
+    """The model that workers of both roles have; during a rollout, the one that more of them have.
+
+    Args:
+        ready_only: ignore workers that are not ready now.
+    """
+    for only in (True,) if ready_only else (True, False):
+        prefill_models, decode_models = prefill.models(ready_only=only), decode.models(ready_only=only)
+        at_decode = Counter({spec.fingerprint: count for spec, count in decode_models.items()})
+        shared = [spec for spec in prefill_models if at_decode[spec.fingerprint]]
+        if shared:
+            widths = {spec: prefill_models[spec] + at_decode[spec.fingerprint] for spec in shared}
+            return max(shared, key=lambda spec: (widths[spec], spec.fingerprint))
+    return None
+
+
+async def resolve_address(target: str, *, timeout_s: float = _RESOLVE_TIMEOUT_S) -> tuple[str, ...]:
+    """The `host:port` addresses behind a `host:port` target, sorted; empty where the name has none now."""
+    host, port = parse_address("worker", target)
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        pass
+    else:
+        return (target,)
+    try:
+        async with asyncio.timeout(timeout_s):
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError):
+        return ()
+    hosts = {
+        str(address[0]) for family, _, _, _, address in found if family in (socket.AF_INET, socket.AF_INET6)
+    }
+    if any(":" not in entry for entry in hosts):
+        # A name with both families lists each machine twice; IPv4 alone lists it once.
+        hosts = {entry for entry in hosts if ":" not in entry}
+    return tuple(sorted(format_address(entry, port) for entry in hosts))

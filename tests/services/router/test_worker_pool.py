@@ -1,0 +1,176 @@
+"""Which worker is chosen, and how workers come, go and restart."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from kvtest.router import SPEC, eventually, scripted_token
+from kvtest.scripted_workers import Script, ScriptedDecode, Wire
+
+from kvferry.services.router.turn.worker_pool import WorkerPool, resolve_address, served_model
+from kvferry.shared.errors import ConfigurationError, WorkerUnavailable
+
+
+class Pool:
+    """A pool over scripted workers whose addresses can change."""
+
+    def __init__(self, *names: str) -> None:
+        script = Script(spec=SPEC, token=scripted_token, new_assembler=lambda stop: None)  # type: ignore[arg-type,return-value]
+        wire = Wire()
+        self.workers = {name: ScriptedDecode(script, wire) for name in ("a", "b", "c")}
+        self.names = names
+        self.closed: list[str] = []
+
+        async def resolve(_: str) -> tuple[str, ...]:
+            return self.names
+
+        async def disconnect(client: ScriptedDecode) -> None:
+            self.closed.append(next(name for name, it in self.workers.items() if it is client))
+
+        self.pool: WorkerPool[Any] = WorkerPool(
+            "decode",
+            ("workers:1",),
+            connect=self.workers.__getitem__,
+            disconnect=disconnect,
+            resolve=resolve,
+            status_interval_s=0.02,
+            status_timeout_s=0.2,
+            resolve_interval_s=0.02,
+        )
+
+    async def __aenter__(self) -> Pool:
+        await self.pool.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.pool.close()
+
+    def chosen(self, **options: Any) -> str:
+        address: str = self.pool.choose(fingerprint=SPEC.fingerprint, **options).address
+        return address
+
+
+async def test_least_loaded_worker_is_chosen() -> None:
+    async with Pool("a", "b") as it:
+        it.workers["a"].active = {"x", "y"}
+        it.workers["b"].active = {"z"}
+        await asyncio.sleep(0.1)
+        assert it.chosen() == "b"
+        worker = it.pool.worker("b")
+        with worker.busy(), worker.busy(), worker.busy():
+            assert it.chosen() == "a"
+        assert it.chosen() == "b"
+
+
+async def test_equally_idle_workers_share_the_work() -> None:
+    async with Pool("a", "b", "c") as it:
+        assert {it.chosen() for _ in range(100)} == {"a", "b", "c"}
+
+
+async def test_preference_is_followed_and_avoidance_where_there_is_a_choice() -> None:
+    async with Pool("a", "b") as it:
+        it.workers["a"].active = {"x"}
+        await asyncio.sleep(0.1)
+        assert it.chosen(prefer=("gone", "a")) == "a"
+        assert it.chosen(avoid={"b"}) == "a"
+        assert it.chosen(prefer=("a",), avoid={"a"}) == "b"
+        assert it.chosen(avoid={"a", "b"}) == "b"
+
+
+async def test_only_ready_workers_of_the_model_and_protocol_are_chosen() -> None:
+    async with Pool("a") as it:
+        worker = it.workers["a"]
+        with pytest.raises(WorkerUnavailable):
+            it.pool.choose(fingerprint="another")
+        worker.ready = False
+        await eventually(lambda: not it.pool.ready_workers())
+        with pytest.raises(WorkerUnavailable) as none:
+            it.chosen()
+        assert none.value.retry_after_s
+        worker.ready = True
+        await it.pool.wait_ready(SPEC.fingerprint, timeout_s=5.0)
+        assert it.chosen() == "a"
+
+
+async def test_workers_that_hang_or_fail_are_down_and_come_back() -> None:
+    async with Pool("a", "b") as it:
+        status = it.workers["a"].status
+
+        async def hang(*, timeout_s: float) -> Any:
+            await asyncio.sleep(60)
+
+        it.workers["a"].status = hang  # type: ignore[method-assign]
+        it.workers["b"].status_error = WorkerUnavailable("refused")
+        await eventually(lambda: not it.pool.ready_workers())
+        it.workers["a"].status = status  # type: ignore[method-assign]
+        await eventually(lambda: len(it.pool.ready_workers()) == 1)
+        assert it.chosen() == "a"
+
+
+async def test_lost_worker_is_down_until_its_next_status() -> None:
+    async with Pool("a", "b") as it:
+        worker = it.pool.worker("a")
+        it.pool.report_lost("a", "an earlier instance")
+        assert worker.status is not None
+        it.pool.report_lost("a", worker.instance_id)
+        assert worker.status is None
+        assert it.chosen() == "b"
+        await eventually(lambda: worker.status is not None)
+
+
+async def test_restart_is_noticed() -> None:
+    async with Pool("a") as it:
+        before = it.pool.worker("a").instance_id
+        it.workers["a"].instance_id = "restarted"
+        await eventually(lambda: it.pool.worker("a").instance_id == "restarted")
+        assert before != "restarted"
+
+
+async def test_workers_come_and_go_with_their_name() -> None:
+    async with Pool("a") as it:
+        it.names = ("a", "b")
+        await eventually(lambda: len(it.pool.ready_workers()) == 2)
+        with it.pool.worker("a").busy():
+            it.names = ("b",)
+            await asyncio.sleep(0.1)
+            assert it.pool.worker("a") is not None  # a turn is under way there
+        await eventually(lambda: it.pool.worker("a") is None)
+        assert it.closed == ["a"]
+        it.names = ()  # the name does not resolve for a moment
+        await asyncio.sleep(0.1)
+        assert it.chosen() == "b"
+    assert it.closed == ["a", "b"]
+
+
+async def test_served_model_is_one_that_both_roles_hold() -> None:
+    async with Pool("a", "b") as one, Pool("c") as other:
+        changed = replace(SPEC, fingerprint="changed")
+        one.workers["a"].script = replace(one.workers["a"].script, spec=changed)
+        await eventually(lambda: len(one.pool.models(ready_only=True)) == 2)
+        assert served_model(one.pool, other.pool) == SPEC
+        other.workers["c"].script = replace(other.workers["c"].script, spec=changed)
+        await eventually(lambda: served_model(one.pool, other.pool) == changed)
+        other.workers["c"].ready = False
+        await eventually(lambda: served_model(one.pool, other.pool, ready_only=True) is None)
+        assert served_model(one.pool, other.pool) == changed
+
+
+async def test_clients_of_the_caller_have_names_that_are_not_resolved_and_stay_open() -> None:
+    it = Pool("a")
+    pool: WorkerPool[Any] = WorkerPool.of_clients("decode", {"in-process": it.workers["a"]})
+    await pool.start()
+    assert pool.choose(fingerprint=SPEC.fingerprint).address == "in-process"
+    await pool.close()
+    assert it.closed == []
+
+
+async def test_names_resolve_to_addresses_with_their_port() -> None:
+    assert await resolve_address("127.0.0.1:9001") == ("127.0.0.1:9001",)
+    assert await resolve_address("[::1]:9001") == ("[::1]:9001",)
+    assert await resolve_address("localhost:9001") in (("127.0.0.1:9001",), ("[::1]:9001",))
+    assert await resolve_address("no-such-host.invalid:1") == ()
+    with pytest.raises(ConfigurationError):
+        await resolve_address("no-port")
