@@ -1,21 +1,19 @@
 """Packed K and V of one layer: mixed-bit codes, scales, float16 rows and indexes in one run of bytes.
 
-The layout (`layout.py`, `key_words.py`, `value_rows.py`) is a format between machines and carries
-`LAYOUT_VERSION`.
+The layout (`layout.py`, `key_words.py`, `value_rows.py`) is a format between machines, of `LAYOUT_VERSION`.
 """
 
 from __future__ import annotations
 
+from kvferry.kernels.descriptors import ALIGNMENT_BYTES
 from kvferry.kernels.packed.layer import (
     PackedHead,
     PackedLayer,
     check_packed_layer,
-    pack_layer,
     unpack_layer,
     view_packed_layer,
 )
 from kvferry.kernels.packed.layout import (
-    ALIGNMENT_BYTES,
     KINDS,
     LAYOUT_VERSION,
     HeadCounts,
@@ -23,6 +21,7 @@ from kvferry.kernels.packed.layout import (
     max_packed_bytes,
     packed_layout,
 )
+from kvferry.kernels.packed.packing import pack_layer
 
 __all__ = [
     "ALIGNMENT_BYTES",

@@ -1,17 +1,17 @@
-"""Products of queries with one head's K codes, laid down as tiles; codes below 16 bits stay in the order in
-which they lie.
+"""Plans the products of queries with one head's K codes as tiles, for the torch path of `trizone`.
 
-The torch path of `trizone` goes through them at every step. `key_words.py` says how the codes lie.
+`key_words.py` defines the order of the codes. Codes below 16 bits become float32 in that order: the few
+products are reordered, not the codes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed.key_words import BLOCK_TOKENS, WIDTHS, block_groups
+from kvferry.kernels.packed.key_words import BLOCK_TOKENS, WIDTHS, key_blocks
 from kvferry.kernels.packed.tiles import FieldProducts, RowProducts, Tiles, field_scales, scratch, tile_rows
 
 Blocks = tuple[Tensor, int]
@@ -19,7 +19,7 @@ Blocks = tuple[Tensor, int]
 
 
 def padded_tokens(num_tokens: int) -> int:
-    """Tokens with those of padding, for which `lay_key_products` has products too."""
+    """Tokens, padding included; `lay_key_products` computes products for padding too."""
     return -(-num_tokens // 8) * 8
 
 
@@ -33,15 +33,12 @@ def lay_key_products(
     bias: Tensor,
     products: Tensor,
 ) -> None:
-    """Lay down `weights @ codes + bias` of one head.
-
-    Codes become float32 in the order in which they lie: it is the few products that are put into the tokens'
-    order, not the codes.
+    """Plan `products = weights @ codes + bias` of one head.
 
     Args:
         words, num_channels, num_tokens: as `key_words.key_tiles`.
         weights: float32 `[G, c]`, channels in their packed order; bias float32 `[G, 1]`: read at each run.
-        products: float32 `[G, padded_tokens]`, out; of padding anything.
+        products: float32 `[G, padded_tokens]`, out; undefined for padding.
     """
     if not any(num_channels):
         if num_tokens:
@@ -56,7 +53,9 @@ def lay_key_products(
         return
     start = 0
     for run in _runs(words, num_channels, num_tokens):
-        run_tokens = sum(len(blocks) * 8 * lanes for blocks, lanes in run)
+        run_tokens = 0
+        for blocks, lanes in run:
+            run_tokens += len(blocks) * 8 * lanes
         tiles.reserve(sum(num_channels) * run_tokens)
         target = products[:, start : start + run_tokens]
         addend, byte, channel = bias, 0, 0
@@ -74,30 +73,25 @@ def lay_key_products(
         start += run_tokens
 
 
-def _runs(words: Tensor, num_channels: Sequence[int], num_tokens: int) -> Iterator[list[Blocks]]:
-    """A head's blocks, as many at a time as make a tile."""
-    block_bits = sum(w * c for w, c in zip(WIDTHS, num_channels, strict=True))
+def _runs(words: Tensor, num_channels: Sequence[int], num_tokens: int) -> list[list[Blocks]]:
+    """A head's blocks in runs that fit into a tile."""
     left = max_blocks = tile_rows(BLOCK_TOKENS * sum(num_channels))
-    run: list[Blocks] = []
-    byte = 0
-    for num_blocks, lanes in block_groups(num_tokens):
-        size = num_blocks * lanes * block_bits
-        blocks = words[byte : byte + size].view(num_blocks, lanes * block_bits)
-        byte += size
+    runs: list[list[Blocks]] = [[]]
+    for group, lanes in key_blocks(words, num_channels, num_tokens):
+        blocks = group
         while len(blocks):
             if not left:
-                yield run
-                run, left = [], max_blocks
-            run.append((blocks[:left], lanes))
+                runs.append([])
+                left = max_blocks
+            runs[-1].append((blocks[:left], lanes))
             blocks, left = blocks[left:], left - len(blocks[:left])
-    if run:
-        yield run
+    return runs if runs[0] else []
 
 
 def _lay_fields(
     tiles: Tiles, segments: Sequence[Blocks], width: int, weights: Tensor, addend: Tensor, target: Tensor
 ) -> None:
-    """One width below 16 bits. Args: segments: its bytes of each block; the rest as `_lay_halves`."""
+    """One width below 16 bits. Args: segments: its bytes of each block; others as `_lay_halves`."""
     (group_size, count), per_byte, start = weights.shape, 8 // width, 0
     scales = field_scales(width, weights.device)
     for blocks, lanes in segments:
@@ -124,10 +118,10 @@ def _lay_fields(
 def _lay_halves(
     tiles: Tiles, segments: Sequence[Blocks], width: int, weights: Tensor, addend: Tensor, target: Tensor
 ) -> None:
-    """16 bits, which lie in the tokens' order.
+    """16 bits, which are in the tokens' order.
 
-    Args: segments: their bytes of each block; weights `[G, c_w]`; addend: what products are added to, the
-        target itself or as wide as one token; target `[G, tokens of the blocks]`, out.
+    Args: segments: their bytes of each block; weights `[G, c_w]`; addend: added to the products, the target
+        itself or one column; target `[G, tokens of the blocks]`, out.
     """
     count, start = weights.shape[1], 0
     floats = tiles.floats(count, target.shape[1])

@@ -1,14 +1,14 @@
 """K codes as bytes: channels sorted by width, packed along tokens in 16-bit words, block by block.
 
-One head's n kept tokens are cut into blocks of `BLOCK_TOKENS` = 8 R tokens, R = `LANES` = 16; what is left
-over is one shorter block with R = ceil(left / 8), so that padding is at most 7 tokens. In a block the
-channels follow one another in their packed order, widths 2, 4, 8, 16; a channel of width w takes R w / 2
-words, and with F = 16 / w fields a word
+One head's n tokens are cut into blocks of `BLOCK_TOKENS` = 8 R tokens, R = `LANES` = 16; the rest is one
+shorter block with R = ceil(rest / 8), so that padding is at most 7 tokens. In a block the channels follow one
+another in their packed order, widths 2, 4, 8, 16; a channel of width w takes R w / 2 words, and with F = 16 /
+w fields a word
 
     token (j F + f) R + r  of the block lies in  word j R + r  of the channel,  bits f w .. (f + 1) w - 1
 
 for j < w / 2, f < F, r < R. Words are little-endian: fields 0 .. F/2 - 1 are the low byte. A width of 16 is
-the float16 value itself. Padding tokens hold zeros when written and may hold anything when read.
+the float16 value itself. Padding tokens are written as zeros; readers ignore them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ BLOCK_TOKENS = 8 * LANES
 
 
 def block_groups(num_tokens: int) -> list[tuple[int, int]]:
-    """Runs of equal blocks as (number of blocks, R): the full ones, then the short one; empty ones are left
-    out."""
+    """Runs of equal blocks as (number of blocks, R): the full ones, if any, then the short one, if any."""
     full, rest = divmod(num_tokens, BLOCK_TOKENS)
     groups = [(full, LANES)] if full else []
     return [*groups, (1, -(-rest // 8))] if rest else groups
@@ -33,8 +32,19 @@ def block_groups(num_tokens: int) -> list[tuple[int, int]]:
 
 def key_code_bytes(num_channels: Sequence[int], num_tokens: int) -> int:
     """Bytes of one head's K words. Args: num_channels: of each width in `WIDTHS`."""
-    bits = sum(w * c for w, c in zip(WIDTHS, num_channels, strict=True))
-    return -(-num_tokens // 8) * bits
+    two, four, eight, sixteen = num_channels
+    return -(-num_tokens // 8) * (2 * two + 4 * four + 8 * eight + 16 * sixteen)
+
+
+def key_blocks(words: Tensor, num_channels: Sequence[int], num_tokens: int) -> list[tuple[Tensor, int]]:
+    """One head's words as runs of equal blocks: uint8 `[num_blocks, block bytes]`, and their R."""
+    lane_bytes = key_code_bytes(num_channels, 8)
+    runs, byte = [], 0
+    for num_blocks, lanes in block_groups(num_tokens):
+        size = num_blocks * lanes * lane_bytes
+        runs.append((words[byte : byte + size].view(num_blocks, lanes * lane_bytes), lanes))
+        byte += size
+    return runs
 
 
 def pack_key_words(codes: Sequence[Tensor], num_tokens: int) -> Tensor:
@@ -66,11 +76,8 @@ def key_tiles(
     Yields: the tile's first token, and float32 `[c, tokens of the tile]` as `unpack_key_blocks` gives them,
         without padding tokens.
     """
-    block_bits = sum(w * c for w, c in zip(WIDTHS, num_channels, strict=True))
-    start, byte = 0, 0
-    for num_blocks, lanes in block_groups(num_tokens):
-        blocks = words[byte : byte + num_blocks * lanes * block_bits].view(num_blocks, lanes * block_bits)
-        byte += num_blocks * lanes * block_bits
+    start = 0
+    for blocks, lanes in key_blocks(words, num_channels, num_tokens):
         for tile in torch.split(blocks, max_blocks):
             codes = unpack_key_blocks(tile, num_channels, lanes)
             yield start, codes[:, : num_tokens - start]
@@ -78,17 +85,14 @@ def key_tiles(
 
 
 def gather_key_codes(words: Tensor, num_channels: Sequence[int], num_tokens: int, tokens: Tensor) -> Tensor:
-    """Some tokens' codes, each word that holds one read once for each of them and no other.
+    """Some tokens' codes; only the words that contain them are read.
 
     Args: words uint8 `[key_code_bytes]`; tokens int64 `[k]`, ascending.
     Returns: float32 `[c, k]`, channels in their packed order; 16-bit channels come as their values.
     """
-    block_bits = sum(w * c for w, c in zip(WIDTHS, num_channels, strict=True))
-    gathered, start, byte = [], 0, 0
-    for num_blocks, lanes in block_groups(num_tokens):
-        blocks = words[byte : byte + num_blocks * lanes * block_bits].view(num_blocks, lanes * block_bits)
-        byte += num_blocks * lanes * block_bits
-        stop = start + num_blocks * 8 * lanes
+    gathered, start = [], 0
+    for blocks, lanes in key_blocks(words, num_channels, num_tokens):
+        stop = start + len(blocks) * 8 * lanes
         inside = tokens[(tokens >= start) & (tokens < stop)] - start
         gathered.append(_gather_from_blocks(blocks, num_channels, lanes, inside))
         start = stop
@@ -122,13 +126,9 @@ def half_tiles(
     words: Tensor, num_channels: Sequence[int], num_tokens: int, *, max_blocks: int
 ) -> Iterator[Tensor]:
     """The 16-bit channels of `key_tiles` alone: float32 `[c_16, tokens of the tile]`, padding left out."""
-    block_bits = sum(w * c for w, c in zip(WIDTHS, num_channels, strict=True))
-    count = num_channels[3]
-    start, byte = 0, 0
-    for num_blocks, lanes in block_groups(num_tokens) if count else ():
-        blocks = words[byte : byte + num_blocks * lanes * block_bits].view(num_blocks, lanes * block_bits)
-        byte += num_blocks * lanes * block_bits
-        for tile in torch.split(blocks[:, lanes * (block_bits - 16 * count) :], max_blocks):
+    count, start = num_channels[3], 0
+    for blocks, lanes in key_blocks(words, num_channels, num_tokens) if count else ():
+        for tile in torch.split(blocks[:, blocks.shape[1] - 16 * count * lanes :], max_blocks):
             halves = unpack_key_blocks(tile, (0, 0, 0, count), lanes)
             yield halves[:, : num_tokens - start]
             start += halves.shape[1]

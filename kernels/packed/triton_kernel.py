@@ -30,14 +30,14 @@ VALUE_ITEM_FIELDS = 4
 
 
 def fill(packed: PackedLayer, keys: Tensor, values: Tensor) -> None:
-    """Quantise and pack what the layer's index keeps of K and V.
+    """Quantise and pack the channels and tokens in the layer's index.
 
     Args:
         packed: channels and positions written already.
         keys, values: `[H_kv, T, D]`, rows' elements contiguous.
 
     Raises:
-        ValueError: a kept value is not finite (in float16 where it is kept at 16 bits).
+        ValueError: a retained value is not finite (in float16 for 16 bits).
     """
     if not packed.buffer.numel():
         return
@@ -88,9 +88,7 @@ def _fill_key_ranges(packed: PackedLayer, keys: Tensor, ints: Tensor, entries: T
             low, high = (ranges[h, channels[start : start + count]] for ranges in (lowest, highest))
             if width == 16:
                 if not bool((low.half().isfinite() & high.half().isfinite()).all()):
-                    raise ValueError(
-                        "a value kept at 16 bits is not finite in float16; all must be within +-65504"
-                    )
+                    raise ValueError("a 16-bit value is not finite in float16; all must be within +-65504")
                 break
             span = high - low
             if not bool(span.isfinite().all()):

@@ -1,7 +1,7 @@
 """V codes as bytes, one row a token: 8 bits a byte each, 4 bits half-split, 2 bits quarter-split over D.
 
 With m = 8 / w codes a byte and stride = ceil(D / m), byte i of a row holds channels i, i + stride, ... at
-bits 0, w, ...; channels at D and beyond are padding, zeros when written and anything when read.
+bits 0, w, ...; channels at D and beyond are padding, which is written as zeros and which readers ignore.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def value_row_bytes(bits: int, head_dim: int) -> int:
 def pack_value_rows(codes: Tensor, bits: int) -> Tensor:
     """Args: codes uint8 `[n, D]` below 2^bits. Returns: uint8 `[n, value_row_bytes]`."""
     num_tokens, head_dim = codes.shape
-    per_byte, stride = 8 // bits, value_row_bytes(bits, head_dim)
+    per_byte = 8 // bits
+    stride = -(-head_dim // per_byte)
     padded = codes.new_zeros(num_tokens, per_byte * stride)
     padded[:, :head_dim] = codes
     packed = torch.zeros_like(padded[:, :stride])
@@ -43,12 +44,13 @@ def unpack_value_rows(packed: Tensor, bits: int, head_dim: int) -> Tensor:
 def lay_value_products(
     tiles: Tiles, weights: Tensor, rows: Sequence[tuple[int, Tensor]], output: Tensor
 ) -> None:
-    """Lay down what adds `weights @ codes` to an output; codes become float32 in the order in which they lie.
+    """Plan `output += weights @ codes`; codes become float32 in their packed order.
 
     Args:
         weights: float32 `[G, n]`, read at each run.
-        rows: the tokens in the weights' order: of each width, rising, uint8 `[n_w, value_row_bytes]` and
-            float16 `[n_16, D]`.
+        rows: (width, rows) in the weights' order, by rising width: uint8 `[n_w, value_row_bytes]`, and
+        float16
+            `[n_16, D]`.
         output: float32 `[G, D]`, in place.
     """
     start = 0
@@ -95,13 +97,13 @@ def _lay_fields(tiles: Tiles, weights: Tensor, packed: Tensor, bits: int, output
                 weights=weights[:, start : start + max_tokens].expand(per_byte, -1, -1),
                 codes=tiles.fields(tile, bits),
                 products=products,
-                sums=tuple(sums),
+                sums=sums,
             )
         )
 
 
 def _lay_rows(tiles: Tiles, weights: Tensor, rows: Sequence[Tensor], output: Tensor) -> None:
-    """Tokens whose codes are numbers in themselves. Args: rows: bytes or halves, `[n, D]` each."""
+    """Tokens whose codes fill whole elements. Args: rows: bytes or halves, `[n, D]` each."""
     head_dim = output.shape[1]
     num_tokens, max_tokens = sum(map(len, rows)), tile_rows(head_dim)
     for start in range(0, num_tokens, max_tokens):

@@ -1,0 +1,126 @@
+"""Packing one layer: quantise and pack the channels and tokens that the bit allocation retains.
+
+Called by prefill. Does not choose bits. Works a head at a time, because heads retain different numbers of
+tokens and nothing is padded to the longest.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvferry.kernels.checks import shape_problem
+from kvferry.kernels.dispatch import path_for
+from kvferry.kernels.packed.key_words import WIDTHS, pack_key_words
+from kvferry.kernels.packed.layer import PackedHead, PackedLayer, view_packed_layer
+from kvferry.kernels.packed.layout import HeadCounts, packed_layout
+from kvferry.kernels.packed.value_rows import pack_value_rows
+from kvferry.kernels.quantise import quantise_rows
+
+
+def pack_layer(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tensor) -> PackedLayer:
+    """Quantise and pack: K per channel over the retained tokens, V per token over D.
+
+    Args:
+        keys, values: floating `[H_kv, T, D]`; keys post-RoPE.
+        key_bits: uint8 `[H_kv, D]`, each 0, 2, 4, 8 or 16.
+        value_bits: uint8 `[H_kv, T]`, likewise; a token of 0 bits is dropped, with its K.
+
+    Raises:
+        ValueError: shapes do not fit together, another width, or a retained value that is not finite (in
+            float16 for 16 bits).
+    """
+    _check_pack(keys, values, key_bits, value_bits)
+    heads = []
+    for channels, tokens in zip(_counts(key_bits), _counts(value_bits), strict=True):
+        # without tokens there are no channels to store
+        heads.append(HeadCounts(channels=channels if any(tokens) else (0, 0, 0, 0), tokens=tokens))
+    layout = packed_layout(heads, keys.shape[2])
+    packed = view_packed_layer(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8, device=keys.device))
+    by_torch = path_for("pack", keys.device, _unsupported(keys, values)) == "torch"
+    channel_order = key_bits.sort(dim=1, stable=True).indices
+    token_order = value_bits.sort(dim=1, stable=True).indices
+    for h, head in enumerate(packed.heads):
+        # zero bits sort first and are dropped
+        kept = channel_order[h, keys.shape[2] - head.counts.num_channels :]
+        positions = token_order[h, keys.shape[1] - head.counts.num_tokens :]
+        head.channels.copy_(kept)
+        head.positions.copy_(positions)
+        if head.counts.num_tokens and by_torch:
+            _pack_keys(head, keys[h].index_select(0, positions).index_select(1, kept).T)
+            _pack_values(head, values[h].index_select(0, positions))
+    if not by_torch:
+        # a CPU install has no Triton
+        from kvferry.kernels.packed import triton_kernel
+
+        triton_kernel.fill(packed, keys, values)
+    return packed
+
+
+def _unsupported(keys: Tensor, values: Tensor) -> str | None:
+    if keys.stride(2) != 1 or values.stride(2) != 1:
+        return "rows of keys and values must be contiguous (stride 1 over D)"
+    return shape_problem(keys.dtype, 1, keys.shape[2]) or shape_problem(values.dtype, 1, values.shape[2])
+
+
+def _counts(bits: Tensor) -> list[tuple[int, int, int, int]]:
+    """How many units of each row have each width. Args: bits uint8 `[H_kv, U]`."""
+    counts = torch.stack([(bits == width).sum(1) for width in (0, *WIDTHS)], dim=1).tolist()
+    for row in counts:
+        if sum(row) != bits.shape[1]:
+            raise ValueError(
+                f"bits hold {sorted(set(bits.flatten().tolist()))}; each must be one of {(0, *WIDTHS)}"
+            )
+    return [(two, four, eight, sixteen) for _, two, four, eight, sixteen in counts]
+
+
+def _pack_keys(head: PackedHead, rows: Tensor) -> None:
+    """Args: rows `[c, n]`, channels and tokens in packed order."""
+    counts = head.counts.channels
+    coded = sum(counts[:3])
+    parts = [rows.new_zeros(0, rows.shape[1], dtype=torch.uint8)] * 3
+    if coded:
+        codes, scales, minima = quantise_rows(rows[:coded], _widths(counts, rows.device))
+        head.key_scales.copy_(scales)
+        head.key_minima.copy_(minima)
+        parts = list(torch.split(codes, list(counts[:3])))
+    head.key_words.copy_(pack_key_words([*parts, _half(rows[coded:])], rows.shape[1]))
+
+
+def _pack_values(head: PackedHead, rows: Tensor) -> None:
+    """Args: rows `[n, D]`, tokens in packed order."""
+    counts = head.counts.tokens
+    coded = sum(counts[:3])
+    if coded:
+        codes, scales, minima = quantise_rows(rows[:coded], _widths(counts, rows.device))
+        head.value_scales.copy_(scales)
+        head.value_minima.copy_(minima)
+        parts = torch.split(codes, list(counts[:3]))
+        targets = (head.values_2, head.values_4, head.values_8)
+        for width, target, part in zip(WIDTHS, targets, parts, strict=False):
+            if len(part):
+                target.copy_(pack_value_rows(part, width))
+    head.values_16.copy_(_half(rows[coded:]))
+
+
+def _widths(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """The width of each coded row. Args: counts: rows of each width."""
+    return torch.tensor(WIDTHS[:3]).repeat_interleave(torch.tensor(counts[:3])).to(device)
+
+
+def _half(values: Tensor) -> Tensor:
+    half = values.to(torch.float16)
+    if not bool(half.isfinite().all()):
+        raise ValueError("a 16-bit value is not finite in float16; all must be within +-65504")
+    return half
+
+
+def _check_pack(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tensor) -> None:
+    if keys.ndim != 3 or keys.shape != values.shape or not keys.is_floating_point() or keys.shape[2] < 1:
+        raise ValueError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} must be [H_kv, T, D]")
+    num_kv_heads, num_tokens, head_dim = keys.shape
+    if key_bits.shape != (num_kv_heads, head_dim) or value_bits.shape != (num_kv_heads, num_tokens):
+        raise ValueError(
+            f"key_bits {tuple(key_bits.shape)} and value_bits {tuple(value_bits.shape)} must be [H_kv, D] "
+            f"and [H_kv, T] of keys {tuple(keys.shape)}"
+        )
