@@ -1,15 +1,15 @@
-"""What the batched decode attentions share: a batch's shape, its sequences' rows, and descriptors that grow.
+"""Base of the batched decode attentions: a batch's shape, its sequences' rows, and descriptors that grow.
 
 A batch is a number of slots, each a sequence or empty, in every layer. `DenseBatch`, `HsaBatch` and
-`TriZoneBatch` attend for all slots of their kind in a layer at once: by one launch through descriptors where
-a Triton kernel serves them, else one slot after another in torch. Nothing of a step depends on a number that
-only the device knows, so a step can be captured: lengths lie on the device and grow there.
+`TriZoneBatch` attend for all slots of their kind in a layer: by one launch through descriptors if a Triton
+kernel supports them, else one slot after another in torch. A step never reads a number from the device, so it
+can be captured: lengths are stored on the device and grow there.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -21,7 +21,7 @@ from kvferry.kernels.descriptors import LENGTH
 from kvferry.kernels.dispatch import path_for
 
 Alone = Callable[[int, Callable[[], Tensor]], Tensor | None]
-"""(slot, attend) -> what `attend` returns; None where the slot has failed, now or before."""
+"""(slot, attend) -> the result of `attend`; None if the slot has failed, now or before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class CachedRows:
 
     Attributes:
         keys, values: contiguous `[H_kv, cap, D]`.
-        length: rows in use before the batch's first step, below cap.
+        length: rows in use before the batch's first step, less than cap.
     """
 
     keys: Tensor
@@ -73,7 +73,7 @@ class HeadTables:
 
     A slot without rows in a layer, and one that is not active, has length 0 there.
 
-    Args: empty: the fields of a head without rows, length 0; a kernel may still divide by some of them.
+    Args: empty: the fields of a head without rows, length 0; kernels may divide by some of them.
     """
 
     def __init__(self, shape: BatchShape, empty: Sequence[int]) -> None:
@@ -85,10 +85,10 @@ class HeadTables:
         self._grows = torch.zeros(size, dtype=torch.int64, device=shape.device)
 
     def fill(self, layers: Sequence[Mapping[int, tuple[Sequence[int], Sequence[int]]]]) -> None:
-        """Place a batch before its first step, in the same memory as the one before.
+        """Write a batch's descriptors before its first step; the memory stays the same.
 
-        Args: layers: for each, by slot: the fields of its first head and what each next head adds to them.
-        Lengths include the first step's row.
+        Args: layers: for each, by slot: the fields of its first head, and the increments from head to head.
+            Lengths include the first step's row.
         """
         shape = self._shape
         none = (self._empty, [0] * len(self._empty))
@@ -112,14 +112,14 @@ class HeadTables:
 
 
 class SlotBatch(ABC, Generic[Rows]):
-    """Decode attention of a batch's slots of one kind; a kind is a subclass.
+    """Decode attention of a batch's slots of one kind, which is a subclass.
 
         made: every slot empty ──fill──► every layer once ──advance──► every layer once ...
 
     Args:
         op: as `dispatch.py` names it.
-        base: what descriptors count from, one-dimensional in the rows' dtype; the arena.
-        is_launched: whether kernels serve it, so that a step asks the device for nothing.
+        base: the buffer that descriptors count from, one-dimensional in the rows' dtype; the arena.
+        is_launched: whether Triton kernels run it, so that a step does not wait for the device.
         empty: see `HeadTables`.
     """
 
@@ -136,7 +136,7 @@ class SlotBatch(ABC, Generic[Rows]):
             self._output = torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
     def fill(self, layers: Sequence[Mapping[int, Rows]]) -> None:
-        """Place a batch before its first step. Args: layers: for each, the rows of this kind's slots."""
+        """Set the batch before its first step. Args: layers: for each, the rows of this kind's slots."""
         self._layers = layers
         self._num_steps = 1
         if self.is_launched:
@@ -145,7 +145,7 @@ class SlotBatch(ABC, Generic[Rows]):
             )
 
     def release(self) -> None:
-        """Hold nothing of the batch any more."""
+        """Drop all references to the batch."""
         self._layers = ()
 
     def advance(self, active: Tensor) -> None:
@@ -159,41 +159,28 @@ class SlotBatch(ABC, Generic[Rows]):
     ) -> Tensor:
         """Append a row to every slot of this kind and attend.
 
-        Args: queries `[S, H_kv, G, D]`; keys, values `[S, H_kv, D]`; alone: runs one slot's part where slots
-        are attended one after another.
+        Args: queries `[S, H_kv, G, D]`; keys, values `[S, H_kv, D]`; alone: runs one slot's part, used if no
+            kernel runs them all.
         Returns: `[S, H_kv, G, D]`, zero in the other slots; valid until the next call.
         """
         path_for(self._op, self._shape.device)
         if self.is_launched:
             self._launch(layer, queries.contiguous(), keys.contiguous(), values.contiguous(), scaling)
             return self._output
-        attended = [
-            (slot, alone(slot, attend))
-            for slot, attend in self._attend_each(layer, queries, keys, values, scaling)
-        ]
-        outputs = [output for _, output in attended if output is not None]
-        if len(outputs) == queries.shape[0]:
-            return torch.stack(outputs) if len(outputs) > 1 else outputs[0].unsqueeze(0)
-        output = torch.zeros_like(queries)
-        for slot, of_slot in attended:
-            if of_slot is not None:
-                output[slot] = of_slot
-        return output
-
-    def _attend_each(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float
-    ) -> Iterator[tuple[int, Callable[[], Tensor]]]:
-        """Slots, in rising order, and what attends in torch for each."""
-        for slot, rows, tensors in self._slots(layer, queries, keys, values):
-            yield slot, partial(self._attend_one, rows, *tensors, scaling=scaling)
-
-    def _slots(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor
-    ) -> Iterator[tuple[int, Rows, tuple[Tensor, Tensor, Tensor]]]:
-        """Slots, in rising order, with their rows, and their queries, K and V."""
+        members = self._layers[layer]
         by_slot = list(zip(queries.unbind(0), keys.unbind(0), values.unbind(0), strict=True))
-        for slot, rows in self._layers[layer].items():
-            yield slot, rows, by_slot[slot]
+        attended: dict[int, Tensor] = {}
+        for slot, rows in members.items():
+            attend_one = partial(self._attend_one, layer, slot, rows, *by_slot[slot], scaling=scaling)
+            output = alone(slot, attend_one)
+            if output is not None:
+                attended[slot] = output
+        if len(attended) == len(by_slot):
+            return torch.stack(list(attended.values())) if len(attended) > 1 else attended[0].unsqueeze(0)
+        outputs = torch.zeros_like(queries)
+        for slot, output in attended.items():
+            outputs[slot] = output
+        return outputs
 
     def _fields(self, rows: Rows) -> tuple[list[int], list[int]]:
         """A descriptor, as `HeadTables.fill` takes it."""
@@ -201,21 +188,30 @@ class SlotBatch(ABC, Generic[Rows]):
 
     @abstractmethod
     def _attend_one(
-        self, rows: Rows, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float
-    ) -> Tensor: ...
+        self,
+        layer: int,
+        slot: int,
+        rows: Rows,
+        queries: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+    ) -> Tensor:
+        """Append and attend for one slot in torch. Args: queries `[H_kv, G, D]`; key, value `[H_kv, D]`."""
 
     @abstractmethod
     def _launch(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        """Append and attend for all slots into `_output`; everything is contiguous."""
+        """Append and attend for all slots into `_output`; the arguments are contiguous."""
 
 
 def elements_from(base: Tensor, tensor: Tensor) -> int:
-    """Elements from the start of one tensor to the start of another on its device, whatever the storage."""
+    """Elements from the start of one tensor to the start of another, which may be in another storage."""
     return (tensor.data_ptr() - base.data_ptr()) // base.element_size()
 
 
 def row_fields(base: Tensor, rows: CachedRows) -> tuple[list[int], list[int]]:
-    """K offset, V offset, length after the first step: of the first head, and what each next head adds."""
+    """K offset, V offset, length after the first step: of the first head, and the increments per head."""
     return (
         [elements_from(base, rows.keys), elements_from(base, rows.values), rows.length + 1],
         [rows.keys.stride(0), rows.values.stride(0), 0],
@@ -223,5 +219,5 @@ def row_fields(base: Tensor, rows: CachedRows) -> tuple[list[int], list[int]]:
 
 
 def in_buckets(number: int, *, least: int = 1) -> int:
-    """The next power of two: sizes that change from batch to batch take few values."""
+    """The next power of two, so that sizes that change from batch to batch have few values."""
     return max(1 << max(number - 1, 0).bit_length(), least)

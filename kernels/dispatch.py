@@ -1,12 +1,12 @@
-"""Which implementation of each kernel runs, decided in one place and never silently.
+"""Decides which implementation of each kernel runs, and counts the decisions.
 
-Every dispatching `kernels/<op>/__init__.py` asks `path_for` once a call; what it answers is counted, so a
-service can show which path each op takes (`kernel_paths`) and which it took (`calls`). Knows no kernel's
-arguments. Triton is looked for when it is first wanted, never at import: a CPU install has none.
+Every op calls `path_for` once per call, so a service can show which path each op takes (`kernel_paths`) and
+took (`calls`). Triton is looked for at the first use, never at import: a CPU install has none.
 
-    mode "auto"     Triton on CUDA where Triton is installed and the op supports the call, else torch
+    mode "auto"     Triton on CUDA if it is installed and supports the call, else torch
     mode "torch"    torch everywhere
-    mode "triton"   Triton, on CUDA or in its interpreter (TRITON_INTERPRET=1); an error where a call cannot
+    mode "triton"   Triton, on CUDA or in its interpreter (TRITON_INTERPRET=1); an error if it cannot run a
+    call
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ TORCH_OPS = (
     "ragged_decode",
     "sparq",
 )
-"""Ops that torch serves on every device."""
+"""Ops that have only a torch implementation."""
 
 
 class KernelUnavailable(RuntimeError):
-    """Triton was asked for where it cannot run."""
+    """Triton was requested, and cannot run here."""
 
 
 class _State:
-    """The process's choice and its counts; one of it, because ops are called from everywhere."""
+    """The process's mode and counts; one object, because ops are called from everywhere."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -59,7 +59,7 @@ _state = _State()
 
 
 class _Recording(threading.local):
-    """The calls of one thread since it began to record, None where it does not."""
+    """The calls of one thread since it began to record, None if it does not record."""
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, KernelPath]] | None = None
@@ -69,12 +69,12 @@ _recording = _Recording()
 
 
 def configure(mode: KernelMode, device: torch.device) -> None:
-    """Choose for the process, at its start.
+    """Set the process's mode, at its start.
 
     Args: device: where the kernels will run.
     Raises:
         KernelUnavailable: mode is "triton" and Triton cannot run on the device.
-        ValueError: there is no such mode.
+        ValueError: unknown mode.
     """
     if mode not in KERNEL_MODES:
         raise ValueError(f"kernels is {mode!r}; it must be one of {', '.join(KERNEL_MODES)}")
@@ -85,48 +85,40 @@ def configure(mode: KernelMode, device: torch.device) -> None:
 
 
 def mode() -> KernelMode:
-    """The process's choice."""
+    """The process's mode."""
     return _state.mode
 
 
 def path_for(op: str, device: torch.device, unsupported: Problem | str | None = None) -> KernelPath:
     """The path that a call of `op` takes, counted.
 
-    Args: unsupported: why the op's Triton kernel cannot serve this call, None where it can; or what tells,
-        asked where there is a kernel at all.
+    Args: unsupported: why the op's Triton kernel cannot run this call, None if it can; or a function that
+    returns
+        this, called only if there is a kernel.
     Raises:
-        KernelUnavailable: mode is "triton" and Triton cannot run on the device, or not this call.
+        KernelUnavailable: mode is "triton" and Triton cannot run on the device, or cannot run this call.
     """
-    path = decided_path(op, device, unsupported)
+    path = planned_path(op, device, unsupported)
     if _recording.calls is not None:
         _recording.calls[op, path] += 1
-    count({(op, path): 1})
+    with _state.lock:
+        _state.calls[op, path] += 1
     return path
 
 
-def decided_path(op: str, device: torch.device, unsupported: Problem | str | None = None) -> KernelPath:
-    """As `path_for`, for calls to come; not counted."""
-    path = planned_path(op, device)
-    if path == "torch":
-        return path
+def planned_path(op: str, device: torch.device, unsupported: Problem | str | None = None) -> KernelPath:
+    """As `path_for`, without counting."""
+    if op in TORCH_OPS or _state.mode == "torch" or (_state.mode == "auto" and device.type != "cuda"):
+        return "torch"
+    if _state.mode == "auto" and not _triton_installed():
+        return "torch"
+    path = _triton_path(device)
     problem = unsupported() if callable(unsupported) else unsupported
     if problem is None:
         return path
     if _state.mode == "triton":
         raise KernelUnavailable(f"kernels is 'triton', and {op} has no Triton kernel for this: {problem}")
     return "torch"
-
-
-def planned_path(op: str, device: torch.device) -> KernelPath:
-    """The path of a call that the op's Triton kernel supports; not counted.
-
-    Raises: KernelUnavailable: as `path_for`.
-    """
-    if op in TORCH_OPS or _state.mode == "torch":
-        return "torch"
-    if _state.mode == "triton":
-        return _triton_path(device)
-    return "triton" if device.type == "cuda" and _triton_installed() else "torch"
 
 
 def kernel_paths(device: torch.device) -> dict[str, KernelPath]:
@@ -141,14 +133,14 @@ def calls() -> dict[tuple[str, KernelPath], int]:
 
 
 def count(calls: Mapping[tuple[str, KernelPath], int]) -> None:
-    """Count calls that a captured step repeats."""
+    """Add calls that a captured step repeats."""
     with _state.lock:
         _state.calls.update(calls)
 
 
 @contextmanager
 def recording() -> Iterator[Counter[tuple[str, KernelPath]]]:
-    """The calls that this thread makes meanwhile; they are counted as well."""
+    """Record the calls that this thread makes in the context; they are counted as well."""
     _recording.calls = calls = Counter[tuple[str, KernelPath]]()
     try:
         yield calls
@@ -157,12 +149,12 @@ def recording() -> Iterator[Counter[tuple[str, KernelPath]]]:
 
 
 def planned_step_path(device: torch.device) -> StepPathName:
-    """How a decode step runs whose attention kernels serve: captured in a graph, or eagerly."""
+    """How a decode step with supported attention runs: captured in a graph, or eagerly."""
     return "graph" if device.type == "cuda" and planned_path("dense_decode", device) == "triton" else "eager"
 
 
 def interpreting() -> bool:
-    """Whether Triton runs its kernels in the CPU interpreter in this process."""
+    """Whether Triton runs kernels in its CPU interpreter in this process."""
     if not _triton_installed():
         return False
     from triton import knobs

@@ -28,7 +28,8 @@ def top_tokens(scores: Tensor, num_tokens: int, *, length: int | None = None, pa
 
     Returns: int64 `[H_kv, num_tokens]`, in no particular order.
     """
-    keys = _distinct_keys(scores, page_size)
+    bits, falling = scores.view(torch.int32).unsqueeze(2), _falling(scores.shape[1], page_size, scores.device)
+    keys = torch.add(falling, bits, alpha=1 << 32).flatten(1)
     if length is not None:
         keys = keys[:, :length]
     keys.select(1, -1).fill_(_NEWEST)
@@ -41,22 +42,18 @@ def top_indices(scores: Tensor, count: int) -> Tensor:
     Args: scores: float32 `[n, m]`, at least 0.
     Returns: int64 `[n, count]`, in no particular order.
     """
-    return _distinct_keys(scores, 1).topk(count, dim=-1, sorted=False).indices
-
-
-def _distinct_keys(scores: Tensor, page_size: int) -> Tensor:
-    """int64 `[n, m * page_size]` in the scores' order, without ties. Args: scores: as of `top_tokens`.
-
-    torch.topk leaves the order of ties open. Floats of at least 0 order as their bits do, which become the
-    high half of a key; the low half falls with the index.
-    """
-    bits = scores.view(torch.int32).unsqueeze(2)
-    return torch.add(_falling(scores.shape[1], page_size, scores.device), bits, alpha=1 << 32).flatten(1)
+    falling = _falling(scores.shape[1], 1, scores.device).view(-1)
+    keys = torch.add(falling, scores.view(torch.int32), alpha=1 << 32)
+    return keys.topk(count, dim=-1, sorted=False).indices
 
 
 @functools.lru_cache(maxsize=64)
 def _falling(num_pages: int, page_size: int, device: torch.device) -> Tensor:
-    """int64 `[pages, page_size]`, from the number of tokens less 1 down to 0; all layers share it."""
+    """int64 `[pages, page_size]`, from the number of tokens less 1 down to 0; all layers share it.
+
+    The low half of keys whose order has no ties, which torch.topk leaves open; the high half are a score's
+    bits, because floats of at least 0 order as their bits do.
+    """
     return torch.arange(num_pages * page_size - 1, -1, -1, device=device).view(num_pages, page_size)
 
 

@@ -7,6 +7,8 @@ time, however long the prompt is: as many chunks together as fit. The Triton ker
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,7 @@ def chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: f
         raise ValueError(
             f"there are {queries.shape[2]} queries and {keys.shape[1]} keys; they must be as many"
         )
-    if path_for("chunk_scores", keys.device, scores_problem(queries, keys)) != "torch":
+    if path_for("chunk_scores", keys.device, partial(scores_problem, queries, keys)) != "torch":
         # a CPU install has no Triton
         from kvferry.kernels.chunk_scores import triton_kernel
 
@@ -62,7 +64,7 @@ def shared_chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, sca
     check_scores(queries, keys, rows="M")
     if queries.shape[2] < 1:
         raise ValueError("there are 0 queries; there must be at least 1")
-    if path_for("chunk_scores", keys.device, scores_problem(queries, keys)) != "torch":
+    if path_for("chunk_scores", keys.device, partial(scores_problem, queries, keys)) != "torch":
         # a CPU install has no Triton
         from kvferry.kernels.chunk_scores import triton_kernel
 

@@ -8,6 +8,7 @@ queries alone. Does not select.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ def column_sums(queries: Tensor, keys: Tensor, *, scaling: float) -> ColumnSums:
     check_scores(queries, keys, rows="T_new")
     if not 1 <= queries.shape[2] <= keys.shape[1]:
         raise ValueError(f"there are {queries.shape[2]} queries; there must be 1 to {keys.shape[1]} (T)")
-    if path_for("column_sums", keys.device, scores_problem(queries, keys)) != "torch":
+    if path_for("column_sums", keys.device, partial(scores_problem, queries, keys)) != "torch":
         # a CPU install has no Triton
         from kvferry.kernels.attention_mass import attention_mass
 

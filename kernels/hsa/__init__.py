@@ -132,13 +132,12 @@ def attend(
             num_tokens=num_tokens,
             scaling=scaling,
         )
-    pages = num_pages(length, page_size)
     return torch_path.attend(
         queries,
         keys[:, :length],
         values[:, :length],
-        page_max[:, :pages],
-        page_min[:, :pages],
+        page_max,
+        page_min,
         page_size=page_size,
         num_channels=num_channels,
         num_tokens=num_tokens,

@@ -1,16 +1,15 @@
-"""Hybrid sparse attention of a whole batch: other lengths, page sizes and budgets share the three
-launches of a layer."""
+"""Hybrid sparse attention of a batch: any lengths, page sizes and budgets share a layer's three launches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
 from kvferry.kernels.checks import shape_problem
 from kvferry.kernels.decode_batch import (
+    Alone,
     BatchShape,
     CachedRows,
     SlotBatch,
@@ -18,8 +17,7 @@ from kvferry.kernels.decode_batch import (
     in_buckets,
     row_fields,
 )
-from kvferry.kernels.dispatch import decided_path
-from kvferry.kernels.hsa import num_pages
+from kvferry.kernels.dispatch import planned_path
 from kvferry.kernels.hsa.descriptors import (
     BLOCK_PAGES,
     FIELDS,
@@ -38,7 +36,7 @@ from kvferry.kernels.hsa.torch_path import (
 from kvferry.kernels.split_workspace import choose_num_splits
 
 _EMPTY = [int(column == PAGE_SIZE) for column in range(FIELDS)]
-"""A head without rows: pages of one token, for pages of none cannot be counted."""
+"""A head without rows. Its page size is 1, because kernels divide by it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +44,9 @@ class SparseRows(CachedRows):
     """One sequence's K and V in one layer, with their pages' extremes.
 
     Attributes:
-        page_max, page_min: `[H_kv, ceil(cap / P), D]`, strided alike, each channel's pages beside one another
-            and readable to the next 16 bytes; K itself where P is 1.
+        page_max, page_min: `[H_kv, ceil(cap / P), D]` with equal strides; a channel's pages are contiguous
+        and
+            readable to the next 16 bytes. K itself if P is 1.
         num_channels: k1; num_tokens: k2.
     """
 
@@ -60,8 +59,7 @@ class SparseRows(CachedRows):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseSize:
-    """What scratch memory has room for, in powers of two, and which launches there are; one size, one
-    shape of every launch."""
+    """Sizes of the scratch memory, powers of two, and the launches needed; one size, one set of grids."""
 
     max_pages: int
     max_tokens: int
@@ -70,7 +68,7 @@ class SparseSize:
 
     @classmethod
     def of(cls, layers: Sequence[Mapping[int, SparseRows]]) -> SparseSize:
-        """The size for a batch, each sequence at its full length."""
+        """The size for a batch whose sequences reach their full length."""
         every = [rows for layer in layers for rows in layer.values()]
         return cls(
             max_pages=in_buckets(max(rows.page_max.shape[1] for rows in every), least=BLOCK_PAGES),
@@ -81,22 +79,23 @@ class SparseSize:
 
 
 def is_too_long(rows: SparseRows) -> bool:
-    """Whether a sequence has more pages than one program selects among."""
+    """Whether a sequence has more pages than one program can select from."""
     return rows.page_max.shape[1] > MAX_PAGES
 
 
 class HsaBatch(SlotBatch[SparseRows]):
     """A `SlotBatch` by `hsa.append_row` and `hsa.attend`.
 
-    Args: size: of every batch that it is filled with.
+    Args: size: of every batch that it attends.
     """
 
     def __init__(self, shape: BatchShape, base: Tensor, size: SparseSize) -> None:
         problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim)
-        is_launched = decided_path("hsa", shape.device, problem) != "torch"
+        is_launched = planned_path("hsa", shape.device, problem) != "torch"
         super().__init__("hsa", shape, base, is_launched=is_launched, empty=_EMPTY)
         self._max_channels, self._page_sizes = size.max_channels, size.page_sizes
         self._views: list[dict[int, CacheViews]] = []
+        self._ranked: dict[int, RankedQueries] = {}
         if is_launched:
             self._num_splits = choose_num_splits(shape.num_heads, shape.device)
             self._scratch = hsa_scratch(
@@ -113,62 +112,51 @@ class HsaBatch(SlotBatch[SparseRows]):
         """See `SlotBatch.fill`."""
         super().fill(layers)
         if not self.is_launched:
-            self._views = [
-                {slot: CacheViews.of(*_tensors(rows)) for slot, rows in layer.items()} for layer in layers
-            ]
+            self._views = [{} for _ in layers]
+            for views, layer in zip(self._views, layers, strict=True):
+                for slot, rows in layer.items():
+                    views[slot] = CacheViews.of(rows.keys, rows.values, rows.page_max, rows.page_min)
 
     def release(self) -> None:
         """See `SlotBatch.release`."""
         super().release()
-        self._views = []
+        self._views, self._ranked = [], {}
 
-    def _attend_each(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float
-    ) -> Iterator[tuple[int, Callable[[], Tensor]]]:
-        """See `SlotBatch`; channels are ranked together."""
-        ranked = _rank_together(self._layers[layer], queries)
-        views = self._views[layer]
-        for slot, rows, tensors in self._slots(layer, queries, keys, values):
-            yield (
-                slot,
-                partial(
-                    self._attend_one,
-                    rows,
-                    *tensors,
-                    scaling=scaling,
-                    ranked=ranked.get(slot),
-                    views=views[slot],
-                ),
-            )
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, alone: Alone
+    ) -> Tensor:
+        """See `SlotBatch.attend`; in torch the channels of several slots are ranked together."""
+        if not self.is_launched:
+            members = self._layers[layer]
+            self._ranked = _rank_together(members, queries) if len(members) > 1 else {}
+        return super().attend(layer, queries, keys, values, scaling=scaling, alone=alone)
 
     def _attend_one(
         self,
+        layer: int,
+        slot: int,
         rows: SparseRows,
         queries: Tensor,
         key: Tensor,
         value: Tensor,
         *,
         scaling: float,
-        ranked: RankedQueries | None = None,
-        views: CacheViews | None = None,
     ) -> Tensor:
-        length, page_size = rows.length + self._num_steps, rows.page_size
-        keys, values = rows.append(key, value, position=length - 1)
-        page_max, page_min = rows.page_max, rows.page_min
-        update_page_extremes(page_max, page_min, key, position=length - 1, page_size=page_size)
-        pages = num_pages(length, page_size)
+        position = rows.length + self._num_steps - 1
+        keys, values = rows.append(key, value, position=position)
+        extremes = rows.page_max, rows.page_min
+        update_page_extremes(*extremes, key, position=position, page_size=rows.page_size)
         return attend(
             queries,
             keys,
             values,
-            page_max.narrow(1, 0, pages),
-            page_min.narrow(1, 0, pages),
-            page_size=page_size,
+            *extremes,
+            page_size=rows.page_size,
             num_channels=rows.num_channels,
             num_tokens=rows.num_tokens,
             scaling=scaling,
-            ranked=ranked,
-            views=views,
+            ranked=self._ranked.get(slot),
+            views=self._views[layer][slot],
         )
 
     def _fields(self, rows: SparseRows) -> tuple[list[int], list[int]]:
@@ -180,7 +168,7 @@ class HsaBatch(SlotBatch[SparseRows]):
         return first, [*step, 0, 0, 0, 0]
 
     def _launch(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        # Here, because a CPU install has no Triton.
+        # a CPU install has no Triton
         from kvferry.kernels.hsa.triton_kernel import append_and_attend_batch
 
         append_and_attend_batch(
@@ -198,19 +186,12 @@ class HsaBatch(SlotBatch[SparseRows]):
         )
 
 
-def _tensors(rows: SparseRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return rows.keys, rows.values, rows.page_max, rows.page_min
-
-
 def _rank_together(members: Mapping[int, SparseRows], queries: Tensor) -> dict[int, RankedQueries]:
-    """`rank_channels` of sequences that read equally many channels, by the same operators as one; nothing
-    where there is one sequence, which ranks its own.
+    """By slot: `rank_channels` of all sequences that read equally many channels, by one call.
 
     Args: queries `[S, H_kv, G, D]`.
     """
     found: dict[int, RankedQueries] = {}
-    if len(members) == 1:
-        return found
     num_kv_heads = queries.shape[1]
     for num_channels in {rows.num_channels for rows in members.values()}:
         slots = sorted(slot for slot, rows in members.items() if rows.num_channels == num_channels)

@@ -99,10 +99,20 @@ def select_tokens(
 ) -> Tensor:
     """The rest of step 2: int64 `[H_kv, k2]`, in no particular order.
 
-    Args: page_max, page_min: of the first `length` rows; rows: of them, if that is known already.
+    Args: page_max, page_min: of at least the first `length` rows; rows: `ChannelRows.of` them.
     """
-    num_pages = page_max.shape[1]
-    logits = _page_logits(ranked, page_max, page_min, rows or ChannelRows.of(page_max, page_min))
+    num_pages = -(-length // page_size)
+    q, channels, below = ranked.queries, ranked.channels, ranked.below
+    if rows is not None:
+        logits = torch.bmm(q, rows.gather(channels, below, num_pages=num_pages).float())
+    else:
+        # reading whole rows with zeros in q is faster than gathering single channels
+        wide = (channels.shape[0], q.shape[1], page_max.shape[2])
+        index = channels[:, None].expand_as(q)
+        q_max = q.masked_fill(below[:, None], 0.0)
+        highest, lowest = page_max.narrow(1, 0, num_pages).float(), page_min.narrow(1, 0, num_pages).float()
+        logits = torch.bmm(q.new_zeros(wide).scatter_(2, index, q_max), highest.mT)
+        logits.baddbmm_(q.new_zeros(wide).scatter_(2, index, q - q_max), lowest.mT)
     # softmax over tokens: a page's term counts once for each token it holds, and all but the last hold P
     in_last = length - (num_pages - 1) * page_size
     if in_last == 1:
@@ -114,21 +124,6 @@ def select_tokens(
     # summed over G: one token's share, or as many times as much for every token alike
     scores = weights.sum(1)
     return top_tokens(scores, num_tokens, length=length, page_size=page_size)
-
-
-def _page_logits(
-    ranked: RankedQueries, page_max: Tensor, page_min: Tensor, rows: ChannelRows | None
-) -> Tensor:
-    """Each page's estimate, float32 `[H_kv, G, pages]`."""
-    q, channels, below = ranked.queries, ranked.channels, ranked.below
-    if rows is not None:
-        return torch.bmm(q, rows.gather(channels, below, num_pages=page_max.shape[1]).float())
-    # reading whole rows with zeros in q beats gathering single channels
-    wide = (channels.shape[0], q.shape[1], page_max.shape[2])
-    index = channels[:, None].expand_as(q)
-    q_max = q.masked_fill(below[:, None], 0.0)
-    logits = torch.bmm(q.new_zeros(wide).scatter_(2, index, q_max), page_max.float().mT)
-    return logits.baddbmm_(q.new_zeros(wide).scatter_(2, index, q - q_max), page_min.float().mT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,14 +193,16 @@ def attend(
     ranked: RankedQueries | None = None,
     views: CacheViews | None = None,
 ) -> Tensor:
-    """Steps 2 and 3 of Algorithm 1 over exactly the rows and pages given.
+    """Steps 2 and 3 of Algorithm 1 over exactly the rows given.
 
-    Args: ranked: `rank_channels` of the queries; views: of the cache that they are part of; where they are
-    known already.
+    Args: page_max, page_min: of at least these rows; ranked: `rank_channels` of the queries, if known
+    already;
+        views: of the cache that rows and pages are the front of, if known already.
     """
     length = keys.shape[1]
     if length <= num_tokens:
         return dense_decode(queries, keys, values, scaling=scaling)
+    views = views or CacheViews.of(keys, values, page_max, page_min)
     selected = select_tokens(
         ranked or rank_channels(queries, num_channels=num_channels),
         page_max,
@@ -213,7 +210,6 @@ def attend(
         length=length,
         page_size=page_size,
         num_tokens=num_tokens,
-        rows=views.channels if views else None,
+        rows=views.channels,
     )
-    joint = views.rows if views else None
-    return attend_tokens(queries, keys, values, selected, scaling=scaling, joint=joint)
+    return attend_tokens(queries, keys, values, selected, scaling=scaling, joint=views.rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -143,26 +144,27 @@ def check_packed_layer(packed: PackedLayer, num_prompt_tokens: int) -> None:
         ValueError: a channel or a position is out of range, repeated or out of order, or a scale is not
             finite and positive, or a minimum or a 16-bit value not finite.
     """
-    heads = packed.heads
-    channels = [head.counts.channels for head in heads]
-    tokens = [head.counts.tokens for head in heads]
-    _check_index("channels", [head.channels for head in heads], channels, packed.layout.head_dim)
-    _check_index("positions", [head.positions for head in heads], tokens, num_prompt_tokens)
-    _check_scales([head.key_scales for head in heads], [head.key_minima for head in heads], channels)
-    _check_scales([head.value_scales for head in heads], [head.value_minima for head in heads], tokens)
-    halves = [head.values_16.flatten() for head in heads]
-    bad = _first_head(~torch.cat(halves).isfinite(), [len(part) for part in halves])
-    for h, head in enumerate(heads if bad is None else ()):
-        for tile in half_tiles(head.key_words, channels[h], head.counts.num_tokens, max_blocks=64):
+    names = ("channels", "positions", "key_scales", "key_minima", "value_scales", "value_minima", "values_16")
+    of_heads = zip(*map(operator.attrgetter(*names), packed.heads), strict=True)
+    channels, positions, key_scales, key_minima, value_scales, value_minima, halves = of_heads
+    counts = operator.attrgetter("counts.channels", "counts.tokens")
+    num_channels, num_tokens = zip(*map(counts, packed.heads), strict=True)
+    _check_index("channels", channels, num_channels, packed.layout.head_dim)
+    _check_index("positions", positions, num_tokens, num_prompt_tokens)
+    _check_scales(key_scales, key_minima, num_channels)
+    _check_scales(value_scales, value_minima, num_tokens)
+    bad = _first_head(~torch.cat(halves).isfinite().all(1), list(map(len, halves)))
+    for h, head in enumerate(packed.heads):
+        for tile in half_tiles(head.key_words, head.counts.channels, head.counts.num_tokens, max_blocks=64):
             if bad is None and not bool(tile.isfinite().all()):
                 bad = h
     if bad is not None:
         raise ValueError(f"what head {bad} keeps at 16 bits must be finite")
 
 
-def _check_index(name: str, parts: list[Tensor], counts: Sequence[Sequence[int]], limit: int) -> None:
+def _check_index(name: str, parts: tuple[Tensor, ...], counts: Sequence[Sequence[int]], limit: int) -> None:
     """Require every head's part to be distinct, below limit, and ascending within each width."""
-    sizes = [len(part) for part in parts]
+    sizes = list(map(len, parts))
     index = torch.cat(parts).long()
     # one range of numbers per head, so that all heads are compared at once
     numbers = torch.arange(len(parts)).repeat_interleave(torch.tensor(sizes)).to(index.device) * limit + index
@@ -181,13 +183,15 @@ def _check_index(name: str, parts: list[Tensor], counts: Sequence[Sequence[int]]
         raise ValueError(f"{name} of head {head} must be distinct, ascending by width and below {limit}")
 
 
-def _check_scales(scales: list[Tensor], minima: list[Tensor], counts: Sequence[Sequence[int]]) -> None:
+def _check_scales(
+    scales: tuple[Tensor, ...], minima: tuple[Tensor, ...], counts: Sequence[Sequence[int]]
+) -> None:
     """Require scales above 0, and that neither a minimum nor the largest code is beyond float32."""
-    coded = torch.tensor([width[:3] for width in counts]).flatten()
+    coded = torch.tensor(counts)[:, :3].flatten()
     levels = torch.tensor([3.0, 15.0, 255.0]).repeat(len(counts)).repeat_interleave(coded)
     scale, minimum = torch.cat(scales), torch.cat(minima)
     finite = minimum.isfinite() & (scale * levels.to(scale.device) + minimum).isfinite()
-    head = _first_head(~((scale > 0) & finite), [len(part) for part in scales])
+    head = _first_head(~((scale > 0) & finite), list(map(len, scales)))
     if head is not None:
         raise ValueError(f"scales of head {head} must be finite and positive, and minima finite")
 

@@ -6,6 +6,8 @@ tokens and nothing is padded to the longest.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,7 @@ def pack_layer(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tenso
         heads.append(HeadCounts(channels=channels if any(tokens) else (0, 0, 0, 0), tokens=tokens))
     layout = packed_layout(heads, keys.shape[2])
     packed = view_packed_layer(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8, device=keys.device))
-    by_torch = path_for("pack", keys.device, _unsupported(keys, values)) == "torch"
+    by_torch = path_for("pack", keys.device, partial(_unsupported, keys, values)) == "torch"
     channel_order = key_bits.sort(dim=1, stable=True).indices
     token_order = value_bits.sort(dim=1, stable=True).indices
     for h, head in enumerate(packed.heads):
@@ -65,13 +67,14 @@ def _unsupported(keys: Tensor, values: Tensor) -> str | None:
 
 def _counts(bits: Tensor) -> list[tuple[int, int, int, int]]:
     """How many units of each row have each width. Args: bits uint8 `[H_kv, U]`."""
-    counts = torch.stack([(bits == width).sum(1) for width in (0, *WIDTHS)], dim=1).tolist()
-    for row in counts:
-        if sum(row) != bits.shape[1]:
-            raise ValueError(
-                f"bits hold {sorted(set(bits.flatten().tolist()))}; each must be one of {(0, *WIDTHS)}"
-            )
-    return [(two, four, eight, sixteen) for _, two, four, eight, sixteen in counts]
+    widths = torch.tensor([0, *WIDTHS], device=bits.device)
+    counts = []
+    for none, two, four, eight, sixteen in (bits[:, :, None] == widths).sum(1).tolist():
+        if none + two + four + eight + sixteen != bits.shape[1]:
+            found = sorted(set(bits.flatten().tolist()))
+            raise ValueError(f"bits are {found}; each must be one of {(0, *WIDTHS)}")
+        counts.append((two, four, eight, sixteen))
+    return counts
 
 
 def _pack_keys(head: PackedHead, rows: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvferry.kernels.checks import check_attention, check_size
 from kvferry.kernels.dispatch import path_for
 from kvferry.kernels.hsa import num_pages
-from kvferry.kernels.hsa.torch_path import rank_channels, select_tokens, update_page_extremes
+from kvferry.kernels.hsa.torch_path import ChannelRows, rank_channels, select_tokens, update_page_extremes
 from kvferry.kernels.packed import PackedHead, PackedLayer
 from kvferry.kernels.packed.key_words import gather_key_codes, key_tiles
 from kvferry.kernels.packed.value_rows import add_value_products
@@ -130,14 +130,14 @@ def attend(
         if length <= num_tokens:
             chosen = torch.arange(length, device=queries.device)
         else:
-            pages = num_pages(length, page_size)
+            extremes = page_max[h : h + 1], page_min[h : h + 1]
             chosen = select_tokens(
                 ranked.heads(h, h + 1),
-                page_max[h : h + 1, :pages],
-                page_min[h : h + 1, :pages],
+                *extremes,
                 length=length,
                 page_size=page_size,
                 num_tokens=num_tokens,
+                rows=ChannelRows.of(*extremes),
             )[0]
             chosen = chosen.sort().values
         output[h] = _attend_to(queries[h].float() * scaling, head, chosen, new_keys[h], new_values[h])

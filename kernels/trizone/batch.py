@@ -12,7 +12,7 @@ from torch import Tensor
 from kvferry.kernels.checks import shape_problem
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, SlotBatch, in_buckets
 from kvferry.kernels.descriptors import ROW_FIELDS
-from kvferry.kernels.dispatch import decided_path
+from kvferry.kernels.dispatch import planned_path
 from kvferry.kernels.packed import PackedLayer
 from kvferry.kernels.split_workspace import choose_num_splits, split_workspace
 from kvferry.kernels.trizone.torch_path import trizone_decode_segments
@@ -96,7 +96,7 @@ class TriZoneBatch(SlotBatch[PackedRows]):
     def is_launchable(shape: BatchShape) -> bool:
         """Whether a kernel serves such batches."""
         problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim)
-        return decided_path("trizone", shape.device, problem) != "torch"
+        return planned_path("trizone", shape.device, problem) != "torch"
 
     def take_up(self, works: Sequence[WorkList]) -> None:
         """Beside `fill`, where kernels serve the op. Args: works: `packed_work` of the batch."""
@@ -107,13 +107,21 @@ class TriZoneBatch(SlotBatch[PackedRows]):
             self._items[layer, : work.items.shape[0]].copy_(work.items, non_blocking=True)
 
     def _attend_one(
-        self, rows: PackedRows, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float
+        self,
+        layer: int,
+        slot: int,
+        rows: PackedRows,
+        queries: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
     ) -> Tensor:
         keys, values = rows.append(key, value, position=rows.length + self._num_steps - 1)
         return trizone_decode_segments(queries, (rows.packed,), keys, values, scaling=scaling)
 
     def _allocate(self, size: PackedSize) -> None:
-        # Here, because a CPU install has no Triton.
+        # a CPU install has no Triton
         from kvferry.kernels.split_attention import MIN_BLOCK_G
         from kvferry.kernels.trizone.scaled_queries import STATISTICS
 
@@ -144,7 +152,7 @@ class TriZoneBatch(SlotBatch[PackedRows]):
         )
 
     def _launch(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        # Here, because a CPU install has no Triton.
+        # a CPU install has no Triton
         from kvferry.kernels.append_rows import append_rows
         from kvferry.kernels.trizone.triton_kernel import trizone_decode_batch
 

@@ -1,6 +1,5 @@
 """TriZone attention in torch: softmax and new tokens for all heads at once; codes head by head, because heads
-are ragged, and no more than one tile of them as floats at a time. Arguments are checked by the dispatch in
-`__init__.py`.
+are ragged, and at most one tile of them unpacked at a time. `__init__.py` checks arguments.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from kvferry.kernels.packed.tiles import Tiles, scratch
 from kvferry.kernels.packed.value_rows import lay_value_products
 
 MIN_WEIGHT = 1e-30
-"""Softmax weights below this add nothing that float32 could hold, and where they are too small to be normal
-floats, products with them take many times as long."""
+"""Softmax weights below this change no float32 sum. They become 0, because products with subnormal floats are
+many times slower."""
 NEW_TOKENS = 64
-"""A plan has room for so many new tokens, or for a power of two of more."""
+"""A plan has room for this many new tokens, or for a larger power of two."""
 
 
 def trizone_decode_segments(
@@ -61,20 +60,14 @@ class _Keys:
     bias: Tensor
     tiles: Tiles
 
-    def run(self, queries: Tensor) -> None:
-        torch.gather(queries, 2, self.channels, out=self.queries)
-        torch.bmm(self.queries, self.minima, out=self.bias)
-        self.queries.mul_(self.scales)
-        self.tiles.run()
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Scales:
-    """The scales of zone A's values, of heads that keep equally many.
+    """The scales of zone A's values, of heads with equal counts.
 
     Attributes:
         weights: in place, `[h, G, n]`, times scales `[h, 1, n]`.
-        minima: `[h, n, 1]`; sums: in place, `[h, G, 1]`, what all channels gain alike.
+        minima: `[h, n, 1]`; sums: in place, `[h, G, 1]`, the minima's part, equal for all channels.
     """
 
     weights: Tensor
@@ -82,24 +75,19 @@ class _Scales:
     minima: Tensor
     sums: Tensor
 
-    def run(self) -> None:
-        self.sums.baddbmm_(self.weights, self.minima)
-        self.weights.mul_(self.scales)
-
 
 class DecodePlan:
-    """All views that a step of some segments takes, made once: of their bytes, and of the memory of the
-    thread that makes it, which alone may use it.
+    """All views that a step of some segments needs, made once: of their bytes, and of the scratch memory of
+    the thread that makes the plan, the only one that may use it.
 
-    Logits lie by head: room for new tokens, then what is packed; what a head has no token for is minus
-    infinity.
+    Logits of a head: room for new tokens, then the packed tokens; minus infinity where there is no token.
     """
 
     def __init__(
         self, segments: Sequence[PackedLayer], group_size: int, num_new: int, scaling: float
     ) -> None:
         first, device = segments[0], segments[0].buffer.device
-        # no reference to the first segment, which keeps the plan
+        # no reference to the first segment, which owns the plan
         self._others = [weakref.ref(segment) for segment in segments[1:]]
         self._group_size, self._scaling = group_size, scaling
         self._room = in_buckets(num_new, least=NEW_TOKENS)
@@ -128,19 +116,22 @@ class DecodePlan:
             self._lay_values(segment, of_segment)
 
     def serves(self, segments: Sequence[PackedLayer], group_size: int, num_new: int, scaling: float) -> bool:
-        """Whether it is laid down for a step. Args: segments: the first the one that keeps it."""
-        return (
-            (group_size, scaling) == (self._group_size, self._scaling)
-            and in_buckets(num_new, least=NEW_TOKENS) == self._room
-            and len(segments) == len(self._others) + 1
-            and all(of() is segment for of, segment in zip(self._others, segments[1:], strict=True))
-        )
+        """Whether it fits a step. Args: segments: the first is the one that the plan belongs to."""
+        fits = (group_size, scaling) == (self._group_size, self._scaling)
+        fits &= self._room // 2 < max(num_new, NEW_TOKENS) <= self._room
+        fits &= len(segments) == len(self._others) + 1
+        for other, segment in zip(self._others, segments[1:], strict=False):
+            fits &= other() is segment
+        return fits
 
     def attend(self, queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
         """A step. Args: float32; queries `[H_kv, G, D]`. Returns: float32 `[H_kv, G, D]`."""
         num_new = new_keys.shape[1]
         for keys in self._keys:
-            keys.run(queries)
+            torch.gather(queries, 2, keys.channels, out=keys.queries)
+            torch.bmm(keys.queries, keys.minima, out=keys.bias)
+            keys.queries.mul_(keys.scales)
+            keys.tiles.run()
         for idle in self._idle:
             idle.fill_(-torch.inf)
         new_logits = self._logits.narrow(2, 0, num_new)
@@ -150,12 +141,13 @@ class DecodePlan:
         torch.bmm(self._weights.narrow(2, 0, num_new), new_values, out=self._attended)
         self._minima.zero_()
         for scales in self._scales:
-            scales.run()
+            scales.sums.baddbmm_(scales.weights, scales.minima)
+            scales.weights.mul_(scales.scales)
         self._values.run()
         return self._attended + self._minima
 
     def _starts(self, segments: Sequence[PackedLayer]) -> list[list[int]]:
-        """Of each segment, and of one after the last: the first token of each head, packed ones counted."""
+        """The first packed token of each head, for each segment and one more after the last."""
         starts = [[0] * len(segments[0].heads)]
         for segment in segments:
             counts = [head.counts.num_tokens for head in segment.heads]
@@ -210,7 +202,7 @@ class DecodePlan:
 
 
 def _equal_heads(segment: PackedLayer, starts: Sequence[int]) -> list[range]:
-    """Neighbours whose regions have the same sizes, and so lie at equal distances; and that start alike."""
+    """Runs of heads with equal counts, and so evenly spaced regions, and equal starts."""
     runs: list[range] = []
     for h, head in enumerate(segment.heads):
         last = runs[-1].start if runs else 0
@@ -222,7 +214,7 @@ def _equal_heads(segment: PackedLayer, starts: Sequence[int]) -> list[range]:
 
 
 def _stacked(segment: PackedLayer, heads: range, name: str) -> Tensor:
-    """One region of equal heads, `[h, n]`; nothing is copied."""
+    """One region of equal heads as a view `[h, n]`."""
     first: Tensor = getattr(segment.heads[heads.start], name)
     if len(heads) == 1:
         return first[None]

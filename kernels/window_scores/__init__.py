@@ -8,6 +8,8 @@ none.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ def window_scores(queries: Tensor, keys: Tensor, *, scaling: float) -> Tensor:
     """
     check_scores(queries, keys, rows="W")
     check_size("the window's queries", queries.shape[2], 1, keys.shape[1])
-    if path_for("window_scores", keys.device, scores_problem(queries, keys)) != "torch":
+    if path_for("window_scores", keys.device, partial(scores_problem, queries, keys)) != "torch":
         # a CPU install has no Triton
         from kvferry.kernels.attention_mass import attention_mass
 
