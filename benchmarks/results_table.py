@@ -1,16 +1,19 @@
-"""Writes README's accuracy tables from the result files of `kvferry eval`.
+"""Writes measured numbers into README and docs from the result files that commands wrote.
 
-    python benchmarks/results_table.py [--readme README.md] [--check]
+    python benchmarks/results_table.py [--check] [--root FOLDER] [PAGE ...]
 
-README names the files itself, relative to its folder, in the comment before the tables:
+Pages name the files themselves, relative to the repository, in comments:
 
-    <!-- results of benchmarks/results/eval/kept/results.json ... -->
-    (tables)
+    <!-- results of benchmarks/results/eval/readme/results.json methods=full,snapkv settings=aware -->
+    (tables of `kvferry eval`; without methods= and settings=, all of them)
     <!-- end of results -->
 
-A table for each file's settings: a row a method, a column a task, one accuracy for each budget, n/a where a
-method cannot meet it. --check changes nothing and fails where README is not what the files say. Measures
-nothing; needs no packages.
+    took <!-- value benchmarks/results/first-answer/cpu.json total_s .0f -->56<!-- /value --> s
+
+A table for each setting and length: a row per method, a column per task, one accuracy for each budget, n/a
+where a method cannot meet it. A value is a number in a JSON file, its keys separated by slashes, and a Python
+format. --check changes nothing and fails where a page is not what the files say. Measures nothing; needs no
+packages.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
 _SECTION = re.compile(r"(<!-- results of ([^>]+?) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+_VALUE = re.compile(r"(<!-- value (\S+) (\S+) (\S+) -->).*?(<!-- /value -->)", re.DOTALL)
 _SETTINGS = {
     "aware": "Query-aware: the question is in the prompt when it is compressed",
     "once": "Selected once: the first turn's selection serves all turns",
@@ -37,26 +41,52 @@ _FULL = "100%"
 Cell = dict[str, Any]
 
 
-def rendered(readme: str, folder: Path) -> str:
-    """README with its tables made anew. Args: folder: what the files' paths are relative to."""
+def rendered(page: str, root: Path) -> str:
+    """The page with its tables and values made anew. Args: root: what the files' paths are relative to."""
 
     def tables(section: re.Match[str]) -> str:
-        results = [json.loads((folder / name).read_text(encoding="utf-8")) for name in section[2].split()]
-        text = "\n\n".join(table for result in results for table in _tables(result))
+        words = section[2].split()
+        chosen = dict(word.split("=", 1) for word in words if "=" in word)
+        results = [_read(root / word) for word in words if "=" not in word]
+        text = "\n\n".join(table for result in results for table in _tables(result, chosen))
         return f"{section[1]}\n{text}\n\n{section[3]}"
 
-    changed, count = _SECTION.subn(tables, readme)
-    if count != 1:
-        raise SystemExit(f"README has {count} places for results; it must have one")
-    return changed
+    def value(mark: re.Match[str]) -> str:
+        found = _read(root / mark[2])
+        for key in mark[3].split("/"):
+            found = found[key]
+        return f"{mark[1]}{found:{mark[4]}}{mark[5]}"
+
+    page, num_sections = _SECTION.subn(tables, page)
+    page, num_values = _VALUE.subn(value, page)
+    if not num_sections + num_values:
+        raise SystemExit("the page has no place for results; it needs a mark, see --help")
+    return page
 
 
-def _tables(result: dict[str, Any]) -> Iterator[str]:
-    cells = [cell for cell in result["cells"] if cell["depth"] is None]
-    for setting, heading in _SETTINGS.items():
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def marked_pages() -> list[Path]:
+    """README and the pages of docs that have marks."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    texts = {page: page.read_text(encoding="utf-8") for page in pages}
+    return [page for page, text in texts.items() if _SECTION.search(text) or _VALUE.search(text)]
+
+
+def _tables(result: dict[str, Any], chosen: dict[str, str]) -> Iterator[str]:
+    methods = chosen["methods"].split(",") if "methods" in chosen else None
+    settings = chosen["settings"].split(",") if "settings" in chosen else list(_SETTINGS)
+    cells = [
+        cell
+        for cell in result["cells"]
+        if cell["depth"] is None and (methods is None or cell["method"] in methods)
+    ]
+    for setting in settings:
         for num_tokens in sorted({c["num_tokens"] for c in cells if c["setting"] == setting}):
-            chosen = [c for c in cells if (c["setting"], c["num_tokens"]) == (setting, num_tokens)]
-            yield "\n".join(_table(result, chosen, f"{heading}; {num_tokens:,} tokens"))
+            of_one = [c for c in cells if (c["setting"], c["num_tokens"]) == (setting, num_tokens)]
+            yield "\n".join(_table(result, of_one, f"{_SETTINGS[setting]}; {num_tokens:,} tokens"))
 
 
 def _table(result: dict[str, Any], cells: Sequence[Cell], heading: str) -> Iterator[str]:
@@ -102,17 +132,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--readme", type=Path, default=README)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail where README is stale")
+    parser.add_argument("pages", nargs="*", type=Path, help="default: README and docs, where they have marks")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder that files are relative to")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail where a page is stale")
     options = parser.parse_args(argv)
-    before = options.readme.read_text(encoding="utf-8")
-    after = rendered(before, options.readme.parent)
-    if options.check:
+    stale = []
+    for page in options.pages or marked_pages():
+        before = page.read_text(encoding="utf-8")
+        after = rendered(before, options.root)
         if after != before:
-            sys.stderr.write("README's tables are not what its result files say; run this without --check\n")
-        return int(after != before)
-    options.readme.write_text(after, encoding="utf-8")
-    return 0
+            stale.append(page)
+        if not options.check:
+            page.write_text(after, encoding="utf-8")
+    if options.check and stale:
+        names = ", ".join(page.name for page in stale)
+        sys.stderr.write(f"{names}: numbers are not those of the result files; run this without --check\n")
+    return int(options.check and bool(stale))
 
 
 if __name__ == "__main__":

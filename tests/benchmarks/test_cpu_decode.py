@@ -1,4 +1,4 @@
-"""The benchmark of decode steps on the CPU runs as the README says and writes what it printed."""
+"""The benchmark of decode steps on the CPU runs as the documentation says and writes what it printed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "benchmarks" / "cpu_decode.py"
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+BENCHMARKS = (REPOSITORY / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 
 
 def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +24,7 @@ def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_method_is_measured_against_full_and_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    documented = re.search(r"`\.venv/bin/python benchmarks/cpu_decode\.py ([^`]*)`", README)
+    documented = re.search(r"`\.venv/bin/python benchmarks/cpu_decode\.py ([^`]*)`", BENCHMARKS)
     assert documented is not None
     output = tmp_path / "result.json"
     small = ["--models", "demo", "--contexts", "640", "--batch-sizes", "1", "2", "--steps", "2"]

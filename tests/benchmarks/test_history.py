@@ -1,4 +1,4 @@
-"""The history benchmarks run as the README says and write what they printed."""
+"""The history benchmarks run as the documentation says and write what they printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wire benchmark runs as the README says and writes what it printed."""
+"""The wire benchmark runs as the documentation says and writes what it printed."""
 
 from __future__ import annotations
 

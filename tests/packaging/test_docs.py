@@ -1,7 +1,8 @@
-"""The documents do not rot: what is generated is current, what is linked and named exists."""
+"""The documents stay true: what is generated is current, what they link to and name exists."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,9 @@ from kvferry.shared.command_line import option_name
 from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics, RouterMetrics
 
 REPOSITORY = Path(__file__).parents[2]
+# A proxy that refuses connections: a build that fetched anything would fail.
+OFFLINE = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+OFFLINE["NO_MKDOCS_2_WARNING"] = "1"
 PAGES = [
     REPOSITORY / "README.md",
     REPOSITORY / "CONTRIBUTING.md",
@@ -28,6 +32,27 @@ def test_the_api_reference_is_what_its_command_writes(tmp_path):
     assert made.read_text() == (REPOSITORY / "docs" / "api.md").read_text(), (
         "run docs/make_api.py docs/api.md"
     )
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    """`--strict`: every page is in the navigation, every link and anchor leads somewhere."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, env=os.environ | OFFLINE
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    navigation = re.findall(r"^  - [^:]+: (\S+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(navigation) == sorted(page.name for page in (REPOSITORY / "docs").glob("*.md"))
+    built = list((tmp_path / "site").rglob("*.html"))
+    assert len(built) >= len(navigation)
+    # A page of the site may load its own files only.
+    loaded = (
+        r"<(?:script|img)[^>]+src=\"([^\"]+)"
+        r"|<link[^>]+rel=\"(?:stylesheet|preconnect|icon)\"[^>]+href=\"([^\"]+)"
+    )
+    for page in built:
+        for found in re.findall(loaded, page.read_text(encoding="utf-8")):
+            assert not "".join(found).startswith(("http", "//")), page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,4 +1,4 @@
-"""The README does not rot: its commands run, its options, variables and paths exist."""
+"""README and docs stay true: their commands run, their options, variables, methods and paths exist."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,15 +24,22 @@ from kvferry.shared.compression.presets import PRESETS
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+FIRST_STEPS = (REPOSITORY / "docs" / "first-steps.md").read_text(encoding="utf-8")
+PAGES = {
+    path.name: path.read_text(encoding="utf-8")
+    for path in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+}
+EVERYTHING = "\n".join(text for name, text in PAGES.items() if name != "api.md")
 DEFAULT_ADDRESS = "127.0.0.1:8000"
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+MAX_README_LINES = 200
 COMMANDS = {**CONFIGS, "serve": ServeConfig, "chat": ChatConfig}
 
 pytestmark = pytest.mark.xdist_group("readme")
 
 
-def blocks(language: str) -> list[str]:
-    return [text for name, text in BLOCKS if name == language]
+def blocks(page: str, language: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    return [text for name, text in found if name == language]
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +71,39 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def run(command: list[str], given: str = "") -> str:
     clean = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
     done = subprocess.run(
-        command, input=given, capture_output=True, text=True, timeout=200, check=False, env=clean
+        command,
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env=clean,
+        cwd=REPOSITORY,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
+def test_the_first_call_shows_compression_as_the_readme_says(address: str) -> None:
+    (curl,) = blocks(README, "bash")
+    (shown,) = blocks(README, "json")
+    assert DEFAULT_ADDRESS in curl
+    answer = json.loads(run(["bash", "-c", curl.replace(DEFAULT_ADDRESS, address)]))
+    expected = json.loads(shown)
+    (message,) = (choice["message"] for choice in expected["choices"])
+    assert message.items() <= answer["choices"][0]["message"].items()
+    assert expected["usage"].items() <= answer["usage"].items()
+    assert expected["kv"].items() <= answer["kv"].items()
+    assert answer["kv"]["shipped_bytes"] < 0.5 * answer["kv"]["full_bytes"]
+
+
+def test_the_readme_is_a_front_door() -> None:
+    assert len(README.splitlines()) <= MAX_README_LINES
+
+
 def test_curl_line_python_snippet_and_chat_work_one_after_the_other(address: str) -> None:
-    curl, chat = blocks("bash")
-    (snippet,) = blocks("python")
+    curl, chat = blocks(FIRST_STEPS, "bash")
+    (snippet,) = blocks(FIRST_STEPS, "python")
     assert all(DEFAULT_ADDRESS in text for text in (curl, snippet))
 
     answer = json.loads(run(["bash", "-c", curl.replace(DEFAULT_ADDRESS, address)]))
@@ -80,7 +112,7 @@ def test_curl_line_python_snippet_and_chat_work_one_after_the_other(address: str
     first, first_kv, second, second_kv = run(
         [sys.executable, "-c", snippet.replace(DEFAULT_ADDRESS, address)]
     ).splitlines()
-    assert f"It answers `{first}` and `{second}`." in README
+    assert f"It answers `{first}` and `{second}`." in FIRST_STEPS
     turns = [ast.literal_eval(text) for text in (first_kv, second_kv)]
     assert [turn["method"] for turn in turns] == ["rocketkv", "rocketkv"]
     assert turns[0]["reused_tokens"] == 0
@@ -96,7 +128,7 @@ def test_curl_line_python_snippet_and_chat_work_one_after_the_other(address: str
 
 
 def test_the_transcript_is_a_real_one(address: str) -> None:
-    (transcript,) = blocks("text")
+    (transcript,) = blocks(FIRST_STEPS, "text")
     lines = transcript.splitlines()
     asked, answered = lines[::2], lines[1::2]
     assert all(line.startswith("> ") for line in asked)
@@ -116,7 +148,7 @@ def test_the_transcript_is_a_real_one(address: str) -> None:
 
 
 def test_options_of_commands_exist() -> None:
-    found = re.findall(r"^kvferry (\w+) +(--.*)$", README, flags=re.MULTILINE)
+    found = re.findall(r"^kvferry (\w+) +(--.*)$", EVERYTHING, flags=re.MULTILINE)
     assert {command for command, _ in found} == {"prefill", "decode", "router"}
     for command, options in found:
         known = {option_name(field) for field in COMMANDS[command].model_fields}
@@ -124,7 +156,7 @@ def test_options_of_commands_exist() -> None:
 
 
 def test_options_in_tables_exist_where_they_are_said_to() -> None:
-    rows = re.findall(r"^\| (`--[^|]*) \| ([^|]*) \|", README, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (`--[^|]*) \| ([^|]*) \|", EVERYTHING, flags=re.MULTILINE)
     assert rows
     roles = {"all": list(CONFIGS), "workers": ["prefill", "decode"]}
     for options, owners in rows:
@@ -136,28 +168,60 @@ def test_options_in_tables_exist_where_they_are_said_to() -> None:
 
 def test_variables_exist() -> None:
     known = {variable_name(field) for settings in KNOWN_CONFIGS for field in settings.model_fields}
-    assert set(re.findall(r"KVFERRY_[A-Z][A-Z_]*", README)) <= known
+    assert set(re.findall(r"KVFERRY_[A-Z][A-Z_]*", EVERYTHING)) <= known
 
 
 def test_make_targets_exist() -> None:
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"\bmake ([a-z]+)\b", README)) - {"must"}
+    targets = set(re.findall(r"`?\bmake ([a-z]+)\b", commands_in(EVERYTHING)))
     assert targets
     for target in targets:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
 
 
-def test_methods_in_the_table_are_those_that_exist() -> None:
-    table = README.partition("## Methods")[2].partition("## ")[0]
+@pytest.mark.parametrize("page", ["README.md", "methods.md"])
+def test_methods_in_the_table_are_those_that_exist(page: str) -> None:
+    table = PAGES[page].partition("# Methods")[2].partition("## ")[0].partition("What they cost")[0]
     assert set(re.findall(r"^\| `([\w-]+)` \|", table, flags=re.MULTILINE)) == set(PRESETS)
 
 
-def test_paths_and_sections_that_are_named_exist() -> None:
-    tree = README.partition("## Map of the repository")[2].partition("## ")[0]
-    paths = re.findall(r"^([a-z]+/\S*)", tree, flags=re.MULTILINE)
-    paths += re.findall(r"`([a-z]+/[a-z_/]+(?:\.py)?/?)`", README)
+def test_paths_that_are_named_exist() -> None:
+    paths = re.findall(r"`([a-z]+/[a-z_/]+(?:\.py)?/?)`", EVERYTHING)
     paths += re.findall(r"\]\(([A-Z]+)\)", README)
-    assert len(paths) > 15
+    tree = PAGES["architecture.md"].partition("## Map of the repository")[2].partition("## ")[0]
+    paths += (mapped := re.findall(r"^([a-z]+/\S*)", tree, flags=re.MULTILINE))
+    assert len(mapped) > 15
     assert not [path for path in paths if not (REPOSITORY / path).exists()]
-    for anchor in re.findall(r"\]\(#([a-z-]+)\)", README):
-        assert re.search(rf"^## {anchor.replace('-', ' ')}$", README, flags=re.MULTILINE | re.IGNORECASE)
+
+
+def commands_in(text: str) -> str:
+    """What stands in code spans and code blocks."""
+    return "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, flags=re.DOTALL))
+
+
+def test_the_method_of_the_page_is_found_by_its_entry_point_and_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source,) = blocks(PAGES["writing-a-method.md"], "python")
+    (entry_points,) = blocks(PAGES["writing-a-method.md"], "toml")
+    (group, entries) = tomllib.loads(entry_points)["project"]["entry-points"].popitem()
+    (tmp_path / "my_package.py").write_text(source)
+    info = tmp_path / "my_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    lines = "\n".join(f"{name} = {target}" for name, target in entries.items())
+    (info / "entry_points.txt").write_text(f"[{group}]\n{lines}\n")
+    script = (
+        "from kvferry.shared.compression.plan import Budget\n"
+        "from kvferry.shared.compression.presets import plan_for\n"
+        "from kvferry.shared.model.loading import load_model\n"
+        "from kvferry.shared.oracle import OneProcessGenerator\n"
+        "from kvferry.shared.sampling.params import SamplingParams\n"
+        "plan = plan_for('every-other', budget=Budget(tokens=20), overrides={'offset': 0})\n"
+        "model = load_model('demo', device='cpu')\n"
+        "sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)\n"
+        "tokens = OneProcessGenerator(model).generate(list(range(10, 50)), plan=plan, sampling=sampling)\n"
+        "print(len(tokens))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    assert run([sys.executable, "-c", script]).split() == ["4"]
