@@ -7,12 +7,13 @@ retry, choose workers or change deadlines.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 import grpc
 
-from kvferry.shared.control.codec import DECODE, PREFILL, Service
+from kvferry.shared.control.codec import DECODE, PREFILL, Method, Service
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
     GenerateEvent,
@@ -23,7 +24,7 @@ from kvferry.shared.control.messages import (
     SessionKey,
     WorkerStatus,
 )
-from kvferry.shared.control.server import DEFAULT_MAX_MESSAGE_BYTES, REQUEST_ID_KEY
+from kvferry.shared.control.server import DEFAULT_MAX_MESSAGE_BYTES, REQUEST_ID_KEY, size_limits
 from kvferry.shared.control.status import from_status
 from kvferry.shared.errors import InvalidRequest, KvferryError, WorkerUnavailable
 from kvferry.shared.telemetry import carrier
@@ -41,6 +42,9 @@ _OPTIONS = (
     ("grpc.enable_retries", 0),
 )
 
+_Value = TypeVar("_Value")
+_Answer = Coroutine[Any, Any, _Value]
+
 
 class _Client:
     """One channel to one worker's service, and the calls that both services have."""
@@ -48,89 +52,66 @@ class _Client:
     _service: Service
 
     def __init__(self, address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
-        """Create it in the event loop that uses it; it connects on the first call.
-
-        Args:
-            address: host:port, or any gRPC target.
-        """
+        """`address` is host:port or any gRPC target. Create it in the event loop that uses it; it connects on
+        the first call."""
         self._address = address
-        self._channel = grpc.aio.insecure_channel(
-            address,
-            options=(
-                *_OPTIONS,
-                ("grpc.max_receive_message_length", max_message_bytes),
-                ("grpc.max_send_message_length", max_message_bytes),
-            ),
-        )
+        options = (*_OPTIONS, *size_limits(max_message_bytes))
+        self._channel = grpc.aio.insecure_channel(address, options=options)
 
     async def close(self) -> None:
         """Cancel the calls in flight and close the connection. Idempotent."""
         await self._channel.close(None)
 
-    async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
-        dropped: HistoryInfo = await self._unary("DropSession", session, timeout_s)
-        return dropped
+    def drop_session(self, session: SessionKey, *, timeout_s: float) -> _Answer[HistoryInfo]:
+        return self._unary("DropSession", session, timeout_s)
 
-    async def status(self, *, timeout_s: float) -> WorkerStatus:
-        status: WorkerStatus = await self._unary("Status", None, timeout_s)
-        return status
+    def status(self, *, timeout_s: float) -> _Answer[WorkerStatus]:
+        return self._unary("Status", None, timeout_s)
 
     async def _unary(self, name: str, request: Any, timeout_s: float, request_id: str = "") -> Any:
         method = self._service.methods[name]
-        call: Any = self._channel.unary_unary(method.path, None, None)(
-            method.request.encode(request), timeout=timeout_s, metadata=_metadata(request_id)
-        )
-        try:
-            data = await call
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from error
-        except asyncio.CancelledError:
-            await self._raise_if_peer_cancelled(call)
-            raise
-        try:
-            return method.response.decode(data)
-        except InvalidRequest as error:
-            raise self._bad_answer(error) from error
+        start = self._channel.unary_unary(method.path, None, None)
+        async with self._call(start, method, request, timeout_s, request_id) as call:
+            return method.response.decode(await call)
 
     async def _stream(
         self, name: str, request: Any, timeout_s: float, request_id: str
     ) -> AsyncGenerator[Any, None]:
         method = self._service.methods[name]
+        start = self._channel.unary_stream(method.path, None, None)
         decode = method.response.decode
-        call: Any = self._channel.unary_stream(method.path, None, None)(
-            method.request.encode(request), timeout=timeout_s, metadata=_metadata(request_id)
-        )
-        try:
+        async with self._call(start, method, request, timeout_s, request_id) as call:
             async for data in call:
                 yield decode(data)
+
+    @asynccontextmanager
+    async def _call(
+        self, start: Callable[..., Any], method: Method, request: Any, timeout_s: float, request_id: str
+    ) -> AsyncGenerator[Any, None]:
+        """A call that is cancelled on leaving, and whose failures are raised as errors of ours."""
+        call = start(method.request.encode(request), timeout=timeout_s, metadata=_metadata(request_id))
+        try:
+            yield call
         except InvalidRequest as error:
-            raise self._bad_answer(error) from error
+            raise WorkerUnavailable(
+                f"{self._address} sent an answer that cannot be decoded: {error.message}", reason="bad_answer"
+            ) from error
         except grpc.aio.AioRpcError as error:
-            raise self._error(error) from error
+            metadata: Any = error.trailing_metadata()
+            raise self._error(error.code(), error.details(), metadata) from error
         except asyncio.CancelledError:
-            await self._raise_if_peer_cancelled(call)
+            # grpc.aio raises this also where the worker answers CANCELLED, which is no cancellation of our
+            # task.
+            task = asyncio.current_task()
+            if call.done() and (task is None or not task.cancelling()):
+                metadata = await call.trailing_metadata()
+                raise self._error(await call.code(), await call.details(), metadata) from None
             raise
         finally:
             call.cancel()
 
-    def _error(self, error: grpc.aio.AioRpcError) -> KvferryError:
-        metadata: Any = error.trailing_metadata() or ()
-        return from_status(error.code(), error.details() or "", metadata, peer=self._address)
-
-    def _bad_answer(self, error: InvalidRequest) -> WorkerUnavailable:
-        return WorkerUnavailable(
-            f"{self._address} sent an answer that cannot be decoded: {error.message}", reason="bad_answer"
-        )
-
-    async def _raise_if_peer_cancelled(self, call: Any) -> None:
-        """grpc.aio raises CancelledError also when the worker answers CANCELLED: raise that status's error,
-        unless it is our own task that is being cancelled."""
-        task = asyncio.current_task()
-        if call.done() and (task is None or not task.cancelling()):
-            metadata = await call.trailing_metadata() or ()
-            raise from_status(
-                await call.code(), await call.details() or "", metadata, peer=self._address
-            ) from None
+    def _error(self, code: grpc.StatusCode, details: str | None, metadata: Any) -> KvferryError:
+        return from_status(code, details or "", metadata or (), peer=self._address)
 
 
 class GrpcDecodeClient(_Client):
@@ -141,8 +122,8 @@ class GrpcDecodeClient(_Client):
     def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[GenerateEvent, None]:
         return self._stream("Generate", request, timeout_s, request.request_id)
 
-    async def finish(self, request_id: str, *, timeout_s: float) -> None:
-        await self._unary("Finish", request_id, timeout_s, request_id)
+    def finish(self, request_id: str, *, timeout_s: float) -> _Answer[None]:
+        return self._unary("Finish", request_id, timeout_s, request_id)
 
 
 class GrpcPrefillClient(_Client):
@@ -153,16 +134,14 @@ class GrpcPrefillClient(_Client):
     def prefill(self, request: PrefillRequest, *, timeout_s: float) -> AsyncGenerator[PrefillEvent, None]:
         return self._stream("Prefill", request, timeout_s, request.request_id)
 
-    async def commit_turn(self, request: CommitTurnRequest, *, timeout_s: float) -> HistoryInfo:
-        committed: HistoryInfo = await self._unary("CommitTurn", request, timeout_s, request.request_id)
-        return committed
+    def commit_turn(self, request: CommitTurnRequest, *, timeout_s: float) -> _Answer[HistoryInfo]:
+        return self._unary("CommitTurn", request, timeout_s, request.request_id)
 
-    async def abort_turn(self, request_id: str, *, timeout_s: float) -> None:
-        await self._unary("AbortTurn", request_id, timeout_s, request_id)
+    def abort_turn(self, request_id: str, *, timeout_s: float) -> _Answer[None]:
+        return self._unary("AbortTurn", request_id, timeout_s, request_id)
 
-    async def session_info(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
-        info: HistoryInfo = await self._unary("SessionInfo", session, timeout_s)
-        return info
+    def session_info(self, session: SessionKey, *, timeout_s: float) -> _Answer[HistoryInfo]:
+        return self._unary("SessionInfo", session, timeout_s)
 
 
 def _metadata(request_id: str) -> tuple[tuple[str, str], ...]:

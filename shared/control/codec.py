@@ -13,8 +13,7 @@ line in each and nothing here:
     tuple[X, Y]           a message whose fields are X and Y, in that order
     none of messages.py   None for a message without fields, otherwise the value of its only field
 
-Decoding checks that a message is complete and that its choices are known; it does not check ranges, which the
-services do.
+Decoding checks that a message is complete and its choices are known; the services check ranges.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from types import UnionType
-from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
@@ -34,8 +33,8 @@ from kvferry.proto import control_pb2 as pb
 from kvferry.shared.control import messages
 from kvferry.shared.errors import InvalidRequest
 
-_Value = TypeVar("_Value")
 _Convert = Callable[[Any], Any]
+_Pair = tuple[_Convert, _Convert]
 _PLAIN_TYPES = {
     FieldDescriptor.CPPTYPE_BOOL: bool,
     FieldDescriptor.CPPTYPE_INT64: int,
@@ -45,11 +44,11 @@ _PLAIN_TYPES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Codec(Generic[_Value]):
+class Codec:
     """Both directions of one message. Both raise InvalidRequest for what does not fit the message's type."""
 
-    encode: Callable[[_Value], bytes]
-    decode: Callable[[bytes], _Value]
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +56,8 @@ class Method:
     """One remote procedure."""
 
     path: str
-    request: Codec[Any]
-    response: Codec[Any]
+    request: Codec
+    response: Codec
     streams: bool
 
 
@@ -70,7 +69,7 @@ class Service:
     methods: Mapping[str, Method]
 
 
-def make_codec(hint: Any, proto: type[Message]) -> Codec[Any]:
+def make_codec(hint: Any, proto: type[Message]) -> Codec:
     """The codec of one message.
 
     Args:
@@ -101,22 +100,23 @@ def make_codec(hint: Any, proto: type[Message]) -> Codec[Any]:
 # as dictionaries), `read` turns what protobuf parsed into a value.
 
 
-def _only_field(message: Descriptor) -> tuple[_Convert, _Convert]:
+def _only_field(message: Descriptor) -> _Pair:
     if not message.fields:
         return lambda _: {}, lambda _: None
     (field,) = message.fields
     return lambda value: {field.name: value}, attrgetter(field.name)
 
 
-def _message(hint: Any, message: Descriptor) -> tuple[_Convert, _Convert]:
+def _message(hint: Any, message: Descriptor) -> _Pair:
     if dataclasses.is_dataclass(hint):
         return _dataclass(hint, message)
     if get_origin(hint) is tuple:
-        return _tuple(message)
+        names = tuple(message.fields_by_name)
+        return lambda values: dict(zip(names, values, strict=True)), attrgetter(*names)
     return _union(set(get_args(hint)), message)
 
 
-def _dataclass(kind: Any, message: Descriptor) -> tuple[_Convert, _Convert]:
+def _dataclass(kind: Any, message: Descriptor) -> _Pair:
     hints = get_type_hints(kind)
     names = {field.name for field in dataclasses.fields(kind)}
     if different := names ^ set(message.fields_by_name):
@@ -162,23 +162,23 @@ def _is_optional(hint: Any) -> bool:
 def _field(hint: Any, field: FieldDescriptor) -> tuple[_Convert | None, _Convert | None]:
     """None for a direction in which the value stays as it is."""
     if not field.is_repeated:
-        return _single(hint, field)
+        return _single(hint, field) or (None, None)
     if get_origin(hint) is dict:
         entry: Any = field.message_type
-        write, read = _single(get_args(hint)[1], entry.fields_by_name["value"])
-        if write is None or read is None:
-            return None, dict
-        return (
-            lambda items: dict(zip(items, map(write, items.values()), strict=True)),
-            lambda items: dict(zip(items, map(read, items.values()), strict=True)),
-        )
-    write, read = _single(get_args(hint)[0], field)
-    if write is None or read is None:
+        pair = _single(get_args(hint)[1], entry.fields_by_name["value"])
+        return (_map_values(pair[0]), _map_values(pair[1])) if pair else (None, dict)
+    if (pair := _single(get_args(hint)[0], field)) is None:
         return None, tuple
+    write, read = pair
     return partial(map, write), lambda items: tuple(map(read, items))
 
 
-def _single(hint: Any, field: FieldDescriptor) -> tuple[_Convert | None, _Convert | None]:
+def _map_values(convert: _Convert) -> _Convert:
+    return lambda items: dict(zip(items, map(convert, items.values()), strict=True))
+
+
+def _single(hint: Any, field: FieldDescriptor) -> _Pair | None:
+    """None for values that stay as they are."""
     optional = _is_optional(hint)
     if optional:
         hint = Union[tuple(kind for kind in get_args(hint) if kind is not type(None))]  # noqa: UP007
@@ -188,56 +188,44 @@ def _single(hint: Any, field: FieldDescriptor) -> tuple[_Convert | None, _Conver
         return _choice(field, get_args(hint), optional=optional)
     if field.has_presence is not optional:
         raise TypeError(f"{field.full_name} must be {'' if optional else 'not '}optional in control.proto")
-    return None, None
+    return None
 
 
-def _choice(field: FieldDescriptor, names: tuple[str, ...], *, optional: bool) -> tuple[_Convert, _Convert]:
+def _choice(field: FieldDescriptor, names: tuple[str, ...], *, optional: bool) -> _Pair:
     if field.enum_type is None:
-        same = _Choices(field.name, names, {name: name for name in names})
-        return same.__getitem__, same.__getitem__
-    unspecified, *others = field.enum_type.values
-    prefix = unspecified.name.removesuffix("UNSPECIFIED")
-    numbers = {value.name.removeprefix(prefix).lower(): value.number for value in others}
+        numbers: dict[str, Any] = {name: name for name in names}
+    else:
+        values = {value.name: value.number for value in field.enum_type.values}
+        prefix = next(name for name, number in values.items() if number == 0).removesuffix("UNSPECIFIED")
+        numbers = {name.removeprefix(prefix).lower(): number for name, number in values.items() if number}
     if numbers.keys() != set(names):
         raise TypeError(f"{field.full_name} allows {', '.join(numbers)}; its class {', '.join(names)}")
-    read: dict[Any, Any] = {number: name for name, number in numbers.items()}
-    if optional:
-        read[unspecified.number] = None
+    read = {number: name for name, number in numbers.items()} | ({0: None} if optional else {})
     return _Choices(field.name, names, numbers).__getitem__, _Choices(field.name, names, read).__getitem__
 
 
 class _Choices(dict[Any, Any]):
-    """A mapping of allowed values that names them where another is looked up."""
+    """A mapping of allowed values; looking up another one raises an error that lists them."""
 
     def __init__(self, field: str, allowed: tuple[str, ...], items: Mapping[Any, Any]) -> None:
         super().__init__(items)
-        self._field = field
-        self._allowed = ", ".join(allowed)
+        self._field, self._allowed = field, ", ".join(allowed)
 
     def __missing__(self, value: object) -> Any:
-        raise InvalidRequest(
-            f"{self._field} is {value!r}; {self._allowed} are allowed", param=self._field
-        ) from None
+        message = f"{self._field} is {value!r}; {self._allowed} are allowed"
+        raise InvalidRequest(message, param=self._field) from None
 
 
-def _tuple(message: Descriptor) -> tuple[_Convert, _Convert]:
-    names = tuple(message.fields_by_name)
-    return lambda values: dict(zip(names, values, strict=True)), attrgetter(*names)
-
-
-def _union(kinds: set[type], message: Descriptor) -> tuple[_Convert, _Convert]:
+def _union(kinds: set[type], message: Descriptor) -> _Pair:
     (group,) = message.oneofs
     classes = {kind.__name__: kind for kind in kinds}
     writers: dict[type, tuple[str, _Convert | None]] = {}
     readers: dict[str, _Convert | None] = {}
     for field in group.fields:
-        if field.message_type is None:
-            kind, write, read = _PLAIN_TYPES[field.cpp_type], None, None
-        else:
-            kind = classes[field.message_type.name]
-            write, read = _message(kind, field.message_type)
+        member = field.message_type
+        kind = _PLAIN_TYPES[field.cpp_type] if member is None else classes[member.name]
+        write, readers[field.name] = (None, None) if member is None else _message(kind, member)
         writers[kind] = field.name, write
-        readers[field.name] = read
     if writers.keys() != kinds:
         raise TypeError(f"{message.name} in control.proto and its classes differ")
 
@@ -248,16 +236,15 @@ def _union(kinds: set[type], message: Descriptor) -> tuple[_Convert, _Convert]:
     def read_member(content: Any) -> Any:
         name = content.WhichOneof(group.name)
         if name is None:
-            raise InvalidRequest(
-                f"{message.name} has no {group.name} that this version knows", param=group.name
-            )
+            unknown = f"{message.name} has no {group.name} that this version knows"
+            raise InvalidRequest(unknown, param=group.name)
         value, convert = getattr(content, name), readers[name]
         return value if convert is None else convert(value)
 
     return write_member, read_member
 
 
-CODECS: Mapping[str, Codec[Any]] = {
+CODECS: Mapping[str, Codec] = {
     message.name: make_codec(getattr(messages, message.name, None), getattr(pb, message.name))
     for service in pb.DESCRIPTOR.services_by_name.values()
     for method in service.methods

@@ -266,5 +266,5 @@ class WorkerStatus:
     free_bytes: int
     total_bytes: int
     model: ModelSpec
-    methods: tuple[str, ...] = field(default_factory=tuple)
+    methods: tuple[str, ...] = ()
     kernel_paths: dict[str, str] = field(default_factory=dict)

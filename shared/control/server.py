@@ -7,9 +7,9 @@ deadlines and cancellation.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import grpc
 import structlog
@@ -35,7 +35,6 @@ _OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 
-_Response = TypeVar("_Response")
 _Context = grpc.aio.ServicerContext[bytes, bytes]
 
 _log = structlog.get_logger(__name__)
@@ -74,20 +73,15 @@ async def serve_control(
     Raises:
         ConfigurationError: the address cannot be bound.
     """
-    options = (
-        *_OPTIONS,
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
-    )
-    server = grpc.aio.server(options=options)
+    server = grpc.aio.server(options=(*_OPTIONS, *size_limits(max_message_bytes)))
     names = []
     for service, implementation in ((codec.PREFILL, prefill), (codec.DECODE, decode)):
         if implementation is not None:
             names.append(service.name)
-            handlers = {
-                name: _handler(method, getattr(implementation, _snake_case(name)))
-                for name, method in service.methods.items()
-            }
+            handlers = {}
+            for method_name, method in service.methods.items():
+                snake_case = re.sub(r"(?<!^)(?=[A-Z])", "_", method_name).lower()
+                handlers[method_name] = _handler(method, getattr(implementation, snake_case))
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.name, handlers),))
     status = cast(Any, health).aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
@@ -102,70 +96,51 @@ async def serve_control(
     return ControlServer(server, status, f"{listen.rpartition(':')[0]}:{port}")
 
 
-def _snake_case(name: str) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+def size_limits(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
+    """gRPC's options for the largest message, of servers and of channels."""
+    options = ("grpc.max_receive_message_length", "grpc.max_send_message_length")
+    return tuple((option, max_message_bytes) for option in options)
 
 
 def _handler(method: Method, call: Callable[..., Any]) -> grpc.RpcMethodHandler[bytes, bytes]:
-    """The handler of one method; `call` is the service's method, which takes no request if that is empty."""
-    request, response = method.request, method.response
-    span = method.path.rpartition(".")[2]
+    """The handler of a method; `call` is the service's, without an argument where the request is empty."""
+    span_name = method.path.rpartition(".")[2]
 
-    def start(data: bytes, context: _Context) -> Any:
-        value = request.decode(data)
-        return call(*(() if value is None else (value,)), timeout_s=_timeout_s(context))
+    async def handle(data: bytes, context: _Context) -> bytes | None:
+        """Bind the request id for logs and call the service; errors become statuses.
 
-    async def unary(data: bytes, context: _Context) -> bytes:
-        async def work() -> bytes:
-            return response.encode(await start(data, context))
-
-        return await _guarded(work, context)
-
-    async def stream(data: bytes, context: _Context) -> None:
-        """Writes, rather than yields: cancellation then always strikes in here, and the service's generator
-        is closed at once."""
-
-        async def work() -> None:
-            with _span(span, context):
-                async with aclosing(start(data, context)) as events:
-                    async for event in events:
-                        await context.write(response.encode(event))
-
-        await _guarded(work, context)
+        A stream is written here rather than yielded: cancellation is then always raised in here, so the
+        service's generator is closed at once.
+        """
+        metadata: Any = context.invocation_metadata() or ()
+        headers = {key: value for key, value in metadata if isinstance(value, str)}
+        remaining_s = context.time_remaining()
+        timeout_s = DEFAULT_TIMEOUT_S if remaining_s is None else max(remaining_s, 0.0)
+        with request_context(headers.get(REQUEST_ID_KEY, "")):
+            try:
+                request = method.request.decode(data)
+                answer = call(*(() if request is None else (request,)), timeout_s=timeout_s)
+                if not method.streams:
+                    return method.response.encode(await answer)
+                with _span(span_name, headers):
+                    async with aclosing(answer):
+                        async for event in answer:
+                            await context.write(method.response.encode(event))
+                return None
+            except KvferryError as error:
+                failure = error
+            except Exception:
+                _log.exception("control call failed")
+                failure = KvferryError("the worker failed internally")
+        await context.abort(*to_status(failure))
+        raise AssertionError("abort returned")
 
     if method.streams:
-        return grpc.unary_stream_rpc_method_handler(stream)
-    return grpc.unary_unary_rpc_method_handler(unary)
+        return grpc.unary_stream_rpc_method_handler(handle)
+    return grpc.unary_unary_rpc_method_handler(handle)
 
 
-async def _guarded(work: Callable[[], Awaitable[_Response]], context: _Context) -> _Response:
-    """Run a call with its request id in the log context; errors become statuses, unexpected ones are
-    logged."""
-    with request_context(_request_id(context)):
-        try:
-            return await work()
-        except KvferryError as error:
-            failure = error
-        except Exception:
-            _log.exception("control call failed")
-            failure = KvferryError("the worker failed internally")
-    code, details, metadata = to_status(failure)
-    await context.abort(code, details, metadata)
-    raise AssertionError("abort returned")
-
-
-def _span(name: str, context: _Context) -> AbstractContextManager[None]:
+def _span(name: str, headers: Mapping[str, str]) -> AbstractContextManager[None]:
     """A tracing span, if the call belongs to a trace."""
-    metadata: Any = context.invocation_metadata() or ()
-    parent = context_of({key: value for key, value in metadata if isinstance(value, str)})
+    parent = context_of(headers)
     return nullcontext() if parent is None else entry(name, parent)
-
-
-def _timeout_s(context: _Context) -> float:
-    remaining_s = context.time_remaining()
-    return DEFAULT_TIMEOUT_S if remaining_s is None else max(remaining_s, 0.0)
-
-
-def _request_id(context: _Context) -> str:
-    metadata: Any = context.invocation_metadata() or ()
-    return next((str(value) for key, value in metadata if key == REQUEST_ID_KEY), "")

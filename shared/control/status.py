@@ -1,7 +1,6 @@
 """Errors as gRPC statuses and back, for both ends of a control call.
 
-The status code and the details carry category and message; trailing metadata carries class, code, reason,
-param and retry-after.
+The details carry the message; trailing metadata carries class, reason, param and retry-after.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from kvferry.shared.errors import (
 )
 
 CLASS_KEY = "kvferry-error-class"
-CODE_KEY = "kvferry-error-code"
 REASON_KEY = "kvferry-error-reason"
 PARAM_KEY = "kvferry-error-param-bin"
 RETRY_AFTER_KEY = "kvferry-error-retry-after-s"
@@ -51,8 +49,6 @@ def to_status(error: KvferryError) -> tuple[grpc.StatusCode, str, tuple[tuple[st
         (CLASS_KEY, _nearest_class(type(error))),
         (REASON_KEY, error.reason if error.reason.isascii() and error.reason.isprintable() else "other"),
     ]
-    if error.code is not None:
-        metadata.append((CODE_KEY, error.code))
     if error.param is not None:
         metadata.append((PARAM_KEY, error.param.encode(errors="replace")[:_MAX_PARAM_BYTES]))
     if error.retry_after_s is not None:

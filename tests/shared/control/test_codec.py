@@ -181,7 +181,7 @@ def test_random_bytes_decode_or_are_refused(name: str, data: bytes) -> None:
         ),
     ],
 )
-def test_incomplete_messages_are_refused(message: Codec[Any], content: Any, named: str) -> None:
+def test_incomplete_messages_are_refused(message: Codec, content: Any, named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         message.decode(content.SerializeToString())
 
