@@ -1,8 +1,6 @@
-"""What each service's process needs around its work: metrics over HTTP, signals, addresses, the ready file.
+"""What every service's process needs: addresses, metrics over HTTP, the ready file, signals.
 
-    start ──► listen ──► announce_ready(ready_file) ──► wait_for_signal() ──► close_within(...) ──► exit
-
-Serves no requests of users, knows no service.
+start ──► listen ──► announce_ready(ready_file) ──► wait_for_signal() ──► close_within(...) ──► exit
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -27,10 +24,6 @@ from prometheus_client.exposition import choose_encoder
 from kvferry.shared.errors import ConfigurationError
 
 logger = structlog.get_logger(__name__)
-
-Announce = Callable[[dict[str, str]], None]
-"""Told once by a service that it listens: `service`, `address` (control or HTTP, host:port), `metrics`
-(host:port) and, for workers, `blocks` (block endpoint)."""
 
 _REQUEST_TIMEOUT_S = 10.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -62,14 +55,14 @@ def reachable(address: str) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago. Prefer port 0 where the listener can tell its port."""
+    """A TCP port that was free a moment ago. Prefer port 0 where the listener can report its port."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def check_free(option: str, value: str) -> None:
-    """Find out early whether an address can be bound, before what takes long is started.
+    """Check that an address can be bound, before starting what takes long.
 
     Raises: ConfigurationError naming the option.
     """
@@ -84,38 +77,11 @@ def check_free(option: str, value: str) -> None:
 # ---- metrics over HTTP -----------------------------------------------------------------------------------
 
 
-class MetricsServer(Protocol):
-    """A running metrics endpoint."""
+class MetricsServer:
+    """A running metrics endpoint: an HTTP server and its thread, and a short-lived thread for each request.
 
-    @property
-    def address(self) -> str:
-        """host:port as bound."""
-        ...
-
-    def close(self) -> None:
-        """Stop listening and end the thread. Idempotent."""
-        ...
-
-
-def serve_metrics(
-    registry: CollectorRegistry, listen: str, *, is_ready: Callable[[], bool] | None = None
-) -> MetricsServer:
-    """Serve `/metrics` of a registry, `/health` and `/ready` from a thread.
-
-    Args:
-        listen: host:port; port 0 picks a free one.
-        is_ready: asked by `/ready`, which answers 200 or 503; called from the server's thread. None: 404.
-    Raises: ConfigurationError for a malformed address or one that cannot be bound.
+    Made by `serve_metrics`.
     """
-    host, port = parse_address("metrics_listen", listen)
-    try:
-        return _MetricsThread(registry, host, port, is_ready)
-    except OSError as error:
-        raise ConfigurationError(f"metrics_listen is {listen!r}; it cannot be bound: {error}") from error
-
-
-class _MetricsThread:
-    """An HTTP server and its thread; one short-lived thread a request."""
 
     def __init__(
         self, registry: CollectorRegistry, host: str, port: int, is_ready: Callable[[], bool] | None
@@ -131,14 +97,33 @@ class _MetricsThread:
 
     @property
     def address(self) -> str:
+        """host:port as bound."""
         host, port = self._server.socket.getsockname()[:2]
         return format_address(str(host), int(port))
 
     def close(self) -> None:
+        """Stop listening and end the thread. Idempotent."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join(timeout=_REQUEST_TIMEOUT_S)
         self._server.server_close()
+
+
+def serve_metrics(
+    registry: CollectorRegistry, listen: str, *, is_ready: Callable[[], bool] | None = None
+) -> MetricsServer:
+    """Serve `/metrics` of a registry, `/health` and `/ready` from a thread.
+
+    Args:
+        listen: host:port; port 0 picks a free one.
+        is_ready: decides whether `/ready` answers 200 or 503, called from the server's threads; None: 404.
+    Raises: ConfigurationError for a malformed address or one that cannot be bound.
+    """
+    host, port = parse_address("metrics_listen", listen)
+    try:
+        return MetricsServer(registry, host, port, is_ready)
+    except OSError as error:
+        raise ConfigurationError(f"metrics_listen is {listen!r}; it cannot be bound: {error}") from error
 
 
 class _HttpServer(socketserver.ThreadingMixIn, HTTPServer):
@@ -146,7 +131,7 @@ class _HttpServer(socketserver.ThreadingMixIn, HTTPServer):
     block_on_close = False
 
     def server_bind(self) -> None:
-        # HTTPServer's own looks the host up by DNS, which can take seconds and is not needed.
+        # HTTPServer's own method looks up the host by DNS, which can take seconds and is not needed.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
@@ -189,13 +174,13 @@ class _MetricsHandler(BaseHTTPRequestHandler):
         logger.debug("metrics request", line=format % args)
 
 
-# ---- a process's life ------------------------------------------------------------------------------------
+# ---- start and stop of a process -------------------------------------------------------------------------
 
 
 def announce_ready(path: str, info: Mapping[str, str]) -> None:
-    """Write one JSON line with a service's real addresses, so that whoever started it learns its ports.
+    """Write one JSON line with a service's addresses, so that the process which started it learns its ports.
 
-    The file appears whole or not at all. An empty path does nothing.
+    The file is written atomically. An empty path does nothing.
 
     Raises: ConfigurationError if the file cannot be written.
     """
@@ -211,7 +196,7 @@ def announce_ready(path: str, info: Mapping[str, str]) -> None:
 
 
 async def wait_for_signal() -> signal.Signals:
-    """Wait for SIGINT or SIGTERM; returns which. A second signal then acts as usual and ends the process."""
+    """Wait for SIGINT or SIGTERM and return it. A second signal has its usual effect and ends the process."""
     loop = asyncio.get_running_loop()
     received: asyncio.Future[signal.Signals] = loop.create_future()
 
@@ -228,8 +213,19 @@ async def wait_for_signal() -> signal.Signals:
             loop.remove_signal_handler(number)
 
 
+async def serve_until_signal(role: str, addresses: Mapping[str, str], ready_file: str) -> None:
+    """Write the ready file of a service that listens, then wait for SIGINT or SIGTERM.
+
+    Args: addresses: `address` (control or HTTP, host:port), `metrics` (host:port), of workers `blocks`.
+    """
+    announce_ready(ready_file, {"service": role, **addresses})
+    logger.info(f"{role} listens", **addresses)
+    await wait_for_signal()
+    logger.info(f"{role} stops")
+
+
 async def close_within(timeout_s: float, what: str, closing: Awaitable[object]) -> bool:
-    """Await a graceful close for so long at most; returns whether it ended in time."""
+    """Await a graceful close for at most `timeout_s` seconds; returns whether it ended in time."""
     try:
         await asyncio.wait_for(closing, timeout_s)
     except TimeoutError:

@@ -1,8 +1,9 @@
-"""The process of a prefill or decode worker: logs, traces, model, kernels, then its service, till a signal.
+"""A prefill or decode worker: loads the model, starts the service and its metrics, and closes all in reverse.
 
-    run_worker ──► model, kernels ──► start (the service's own) ──► announced ──► signal ──► all closed
+    run_worker ──► model, kernels ──► service ──► metrics ──► control calls ──► ready file ──► signal ──►
+                   close └────────── start_service: also of a stack in one process ┘
 
-Knows neither service; each hands in how it starts.
+Each service brings a function that builds it from its model and its block transport.
 """
 
 from __future__ import annotations
@@ -10,31 +11,70 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from typing import Any, Protocol, TypeVar
 
-import structlog
 import torch
+from prometheus_client import CollectorRegistry
 
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.config import WorkerSettings
-from kvferry.shared.kernel_paths import Role, choose_kernels
+from kvferry.shared.control.server import serve_control
+from kvferry.shared.kernel_paths import KernelCalls, Role, choose_kernels
 from kvferry.shared.logging import setup_logging
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.serving import Announce, announce_ready, wait_for_signal
+from kvferry.shared.serving import close_within, serve_metrics, serve_until_signal
 from kvferry.shared.telemetry import setup_tracing
+from kvferry.shared.wire.interfaces import BlockSender, BlockServer, BlockSink
+from kvferry.shared.wire.zmq import ZmqBlockSender, ZmqBlockServer
 
-_log = structlog.get_logger(__name__)
-
-Start = Callable[[LanguageModel, AsyncExitStack], Awaitable[dict[str, str]]]
-"""Starts everything of a service, leaving its closing on the stack; returns the addresses."""
+_CLOSE_TIMEOUT_S = 30.0
 
 
-async def run_worker(
-    settings: WorkerSettings, role: Role, start: Start, announce: Announce | None = None
-) -> None:
+class BlockTransport(Protocol):
+    """Makes a worker's ends of block transfers; `InProcessHub` is one for services in one process."""
+
+    def sender(self, *, buffer_bytes: int, timeout_s: float) -> BlockSender: ...
+
+    def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer: ...
+
+
+class ZmqTransport:
+    """Blocks over ZeroMQ. Implements `BlockTransport`."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._listen = settings.block_listen
+        self._advertise = settings.block_advertise
+
+    def sender(self, *, buffer_bytes: int, timeout_s: float) -> BlockSender:
+        return ZmqBlockSender(buffer_bytes=buffer_bytes, timeout_s=timeout_s)
+
+    def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer:
+        return ZmqBlockServer(self._listen, sink, advertise=self._advertise, on_late_block=on_late_block)
+
+
+class WorkerService(Protocol):
+    """What `start_service` uses of a service. Its control interface is the router's."""
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def block_endpoint(self) -> str: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+ServiceT = TypeVar("ServiceT", bound=WorkerService)
+Build = Callable[[LanguageModel, BlockTransport], Awaitable[tuple[ServiceT, CollectorRegistry]]]
+"""Builds a service and the registry of its metrics. The model is used by that service alone."""
+
+
+async def run_worker(settings: WorkerSettings, role: Role, build: Build[ServiceT]) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Args: announce: told once, with the addresses, that the worker listens; the ready file is written besides.
     Raises: ConfigurationError, UnsupportedModel: the worker cannot start.
     """
     setup_logging(settings.log_level, settings.log_format, role)
@@ -42,18 +82,27 @@ async def run_worker(
     stop_tracing = setup_tracing(settings.otlp_endpoint, role)
     async with AsyncExitStack() as stack:
         stack.callback(stop_tracing)
-        info = await start(await _load_model(settings), stack)
-        announce_ready(settings.ready_file, info)
-        if announce is not None:
-            announce(info)
-        _log.info(f"{role} listens", **info)
-        await wait_for_signal()
-        _log.info(f"{role} stops")
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        service, metrics = await start_service(settings, role, build, ZmqTransport(settings), stack)
+        interface: dict[str, Any] = {role: service}
+        control = await serve_control(listen=settings.listen, **interface)
+        stack.push_async_callback(control.close, settings.shutdown_timeout_s)
+        info = {"address": control.address, "metrics": metrics, "blocks": service.block_endpoint}
+        await serve_until_signal(role, info, settings.ready_file)
 
 
-async def _load_model(settings: WorkerSettings) -> LanguageModel:
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+async def start_service(
+    settings: WorkerSettings,
+    role: Role,
+    build: Build[ServiceT],
+    transport: BlockTransport,
+    stack: AsyncExitStack,
+) -> tuple[ServiceT, str]:
+    """Start a service and its metrics server; the stack closes both.
+
+    Returns: the service and the address of its metrics.
+    """
     model = await asyncio.to_thread(
         load_model,
         settings.model,
@@ -63,4 +112,10 @@ async def _load_model(settings: WorkerSettings) -> LanguageModel:
         max_model_len=settings.max_model_len,
     )
     choose_kernels(settings.kernels, model.device)
-    return model
+    service, registry = await build(model, transport)
+    KernelCalls(role, model.device).register(registry)
+    stack.push_async_callback(lambda: close_within(_CLOSE_TIMEOUT_S, f"{role} service", service.close()))
+    await service.start()
+    server = serve_metrics(registry, settings.metrics_listen, is_ready=lambda: service.is_ready)
+    stack.callback(server.close)
+    return service, server.address

@@ -1,7 +1,8 @@
-"""Entry point of a service's process that the launcher started: ends with the launcher, whatever befalls it.
+"""Entry point of a service's process started by the launcher. It ends when the launcher ends, however that
+happens.
 
-The launcher holds the other end of this process's standard input. When the launcher is gone, even killed, the
-pipe ends; the service then gets SIGTERM, and the process ends for good if it has not stopped soon.
+The launcher has the other end of this process's standard input. When the launcher is gone, even killed, the
+pipe ends: the service then gets SIGTERM, and the process exits if it has not stopped within `GRACE_S`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _READ_BYTES = 4096
 
 
 def watch_parent(descriptor: int) -> None:
-    """Start the thread that awaits the pipe's end."""
+    """Start the thread that waits for the end of the pipe."""
     threading.Thread(target=_await_end, args=(descriptor,), name="launcher-watch", daemon=True).start()
 
 
@@ -45,8 +46,8 @@ def main() -> None:
     except Exception:
         sys.excepthook(*sys.exc_info())
     finally:
-        # The service has closed what it held; dismantling the interpreter with torch in it takes another
-        # second, for which whoever stops the launcher would wait.
+        # The service has closed everything. Finalizing the interpreter with torch loaded would take another
+        # second, and stopping the launcher would wait for it.
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

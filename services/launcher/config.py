@@ -42,10 +42,6 @@ class ServeConfig(RouterConfig, DecodeConfig, PrefillConfig):
     start_timeout_s: float = Field(
         300.0, gt=0, description="give up if the services are not ready after so long"
     )
-    stop_timeout_s: float = Field(5.0, gt=0, description="a service that has not ended by then is killed")
-    restart_backoff_s: float = Field(
-        0.5, gt=0, description="first pause before a dead service is started again; doubles, jittered"
-    )
     log_level: LogLevel = Field("warning", description="debug, info, warning or error")
     shutdown_timeout_s: float = Field(
         2.0, ge=0, description="requests under way at shutdown may take so long"

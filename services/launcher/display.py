@@ -1,4 +1,4 @@
-"""What `kvferry serve` shows: a spinner while it starts, then addresses and a line to paste."""
+"""What `kvferry serve` prints: a spinner while it starts, then addresses and an example command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from kvferry.shared.command_line import version
 from kvferry.shared.serving import reachable
 
-# In the words that the demo model knows; any model can answer it.
+# The demo model knows only these words; any other model can answer, too.
 EXAMPLE_MESSAGE = (
     "the old sailor painted the quiet bridge . remember that the pin of the red castle is 4 2 7 1 . "
     "the access code of the blue lighthouse is 9 0 5 3 . what is the pin of the red castle ?"
@@ -48,12 +48,12 @@ class Display:
         self._line("stopping ...", style="dim")
 
     def _line(self, text: str, *, style: str | None = None) -> None:
-        # Soft-wrapped, so that a pasted line is whole; never read as markup.
+        # Not wrapped, so that the command can be pasted, and not interpreted as markup.
         self._console.print(text, style=style, markup=False, soft_wrap=True)
 
 
 def curl_line(base_url: str, model: str, *, needs_key: bool = False) -> str:
-    """A command that asks a first question in a session, ready to paste into a shell."""
+    """A shell command that sends a first request in a session."""
     body = {
         "model": model,
         "session_id": "hello",

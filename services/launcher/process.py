@@ -1,10 +1,8 @@
-"""One service's process under supervision: started, awaited until it listens, restarted, stopped.
+"""The process of one service: started, waited for until it listens, restarted when it ends, stopped.
 
-    start ──► starting ──ready file──► running ──exit──► backoff ──► starting ...
-                 │                        │                 │
-                 └──exit, timeout: error  └────── stop ─────┴──► stopped (SIGTERM, then SIGKILL)
-
-Knows settings as text only, not what the service does.
+start ──► starting ──ready file──► running ──exit──► backoff ──► starting ...
+             │                        │                 │
+             └──exit, timeout: error  └────── stop ─────┴──► stopped (SIGTERM, then SIGKILL)
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -25,43 +24,31 @@ from kvferry.shared.errors import ConfigurationError, DeadlineExceeded, KvferryE
 
 logger = structlog.get_logger(__name__)
 
-MAX_BACKOFF_S = 10.0
+STOP_TIMEOUT_S = 5.0
+_FIRST_BACKOFF_S = 0.5
+_MAX_BACKOFF_S = 10.0
 _STABLE_S = 60.0
 _POLL_S = 0.05
 
 
 class ServiceProcess:
-    """A service's process. Owned by the launcher's event loop; not thread-safe.
+    """A service's process. Used by the launcher's event loop only.
 
-    The process is a session of its own, so that a terminal's Ctrl-C reaches the launcher alone.
+    It is the leader of a new session, so that a terminal's Ctrl-C reaches the launcher alone.
     """
 
-    def __init__(
-        self,
-        role: str,
-        *,
-        settings: Mapping[str, str],
-        environment: Mapping[str, str],
-        ready_file: Path,
-        restart_backoff_s: float,
-    ) -> None:
-        """Args:
-        settings: the service's settings, by field; they override the environment.
-        environment: what the process inherits.
-        """
+    def __init__(self, role: str, *, settings: Mapping[str, str], ready_file: Path) -> None:
+        """Args: settings: the service's settings by field; they override the inherited environment."""
         self.role = role
-        self.restarts = 0
         self._settings = dict(settings)
-        self._environment = dict(environment)
         self._ready_file = ready_file
-        self._backoff_s = restart_backoff_s
         self._process: Process | None = None
         self._stop = asyncio.Event()
         self._addresses: dict[str, str] = {}
 
     @property
     def addresses(self) -> dict[str, str]:
-        """What the service announced: `address`, `metrics`, ..."""
+        """What the service wrote into its ready file: `address`, `metrics`, ..."""
         return dict(self._addresses)
 
     @property
@@ -70,12 +57,12 @@ class ServiceProcess:
         return self._process.pid
 
     async def start(self, timeout_s: float) -> dict[str, str]:
-        """Start the process and wait until it listens; returns the addresses it announced.
+        """Start the process and wait until it listens; returns its addresses.
 
         Raises:
-            ConfigurationError: it refused its settings (it has told why on stderr).
+            ConfigurationError: it refused its settings (it has written the reason to stderr).
             KvferryError: it ended.
-            DeadlineExceeded: it did not listen in time, and was killed.
+            DeadlineExceeded: it did not listen in time and was killed.
         """
         with contextlib.suppress(FileNotFoundError):
             self._ready_file.unlink()
@@ -83,7 +70,7 @@ class ServiceProcess:
             sys.executable,
             *("-m", "kvferry.services.launcher.child", self.role),
             stdin=PIPE,
-            env=self._environment | self._variables(),
+            env=os.environ | self._variables(),
             start_new_session=True,
         )
         try:
@@ -95,13 +82,13 @@ class ServiceProcess:
         return self.addresses
 
     def pin(self, **settings: str) -> None:
-        """Change settings for restarts, such as the port that others know by now."""
+        """Fix settings for restarts, such as a port that other services have been given."""
         self._settings |= settings
 
     async def supervise(self, on_restart: Callable[[], None]) -> None:
         """Restart the process whenever it ends, until `stop`. Call after `start`."""
         loop = asyncio.get_running_loop()
-        backoff_s = self._backoff_s
+        backoff_s = _FIRST_BACKOFF_S
         while True:
             assert self._process is not None
             started_s = loop.time()
@@ -109,14 +96,13 @@ class ServiceProcess:
             if self._stop.is_set():
                 return
             if loop.time() - started_s > _STABLE_S:
-                backoff_s = self._backoff_s
+                backoff_s = _FIRST_BACKOFF_S
             pause_s = backoff_s * random.uniform(0.75, 1.25)
             logger.warning("service ended", role=self.role, code=code, restart_in_s=round(pause_s, 2))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), pause_s)
                 return
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-            self.restarts += 1
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
             try:
                 await self.start(timeout_s=_STABLE_S)
             except KvferryError as error:
@@ -124,11 +110,11 @@ class ServiceProcess:
                 continue
             on_restart()
 
-    async def stop(self, timeout_s: float) -> None:
-        """End the process: SIGTERM, and SIGKILL after the timeout. Idempotent."""
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """End the process: SIGTERM, then SIGKILL after STOP_TIMEOUT_S or `drain_s` if longer. Idempotent."""
         self._stop.set()
         if self._process is not None:
-            await self._end(self._process, timeout_s)
+            await self._end(self._process, max(STOP_TIMEOUT_S, drain_s))
 
     async def _end(self, process: Process, timeout_s: float) -> None:
         if process.returncode is not None:
@@ -152,8 +138,8 @@ class ServiceProcess:
             if process.returncode is not None:
                 self._raise_for(process.returncode)
             await asyncio.sleep(_POLL_S)
-        announced: dict[str, str] = json.loads(self._ready_file.read_text(encoding="utf-8"))
-        return announced
+        addresses: dict[str, str] = json.loads(self._ready_file.read_text(encoding="utf-8"))
+        return addresses
 
     def _raise_for(self, code: int) -> None:
         if code == EXIT_USAGE:

@@ -1,9 +1,9 @@
 """The stack as three processes: gRPC on loopback for control, ZeroMQ over ipc for blocks.
 
-    prefill, decode start ──► both listen ──► router starts, knowing their addresses
-    close: router (drains) ──► prefill, decode
+    start: prefill and decode ──► both listen ──► router, with their addresses
+    close: router (drains) ──► prefill and decode
 
-A service that ends is started again on the same addresses. Settings travel in the environment, never on the
+A service that ends is restarted on the same addresses. Settings are passed in the environment, not on the
 command line, where other users of the machine could read keys.
 """
 
@@ -20,8 +20,8 @@ from kvferry.shared.serving import announce_ready
 
 _LAUNCHER_ONLY = HIDDEN_FROM_SERVE | {"listen", "ready_file", "threads", "log_level", "shutdown_timeout_s"}
 _STOP_MARGIN_S = 1.0
-# A Unix socket's path holds 107 bytes.
 _MAX_IPC_PATH_BYTES = 107
+"""The longest path of a Unix socket."""
 
 
 class ProcessStack:
@@ -43,52 +43,47 @@ class ProcessStack:
         } | {f"{role}_pid": str(process.pid) for role, process in self._processes.items()}
 
     async def start(self) -> None:
-        prefill_threads, decode_threads = divide_threads(self._config.threads)
-        metrics = {
-            "prefill": self._config.prefill_metrics_listen,
-            "decode": self._config.decode_metrics_listen,
-        }
-        threads = {"prefill": prefill_threads, "decode": decode_threads}
-        await asyncio.gather(
-            *(
-                self._start(
-                    role,
-                    listen="127.0.0.1:0",
-                    block_listen=self._block_endpoint(role),
-                    metrics_listen=metrics[role],
-                    threads=str(threads[role]),
-                )
-                for role in ("prefill", "decode")
-            )
+        config = self._config
+        prefill_threads, decode_threads = divide_threads(config.threads)
+        prefill, decode = await asyncio.gather(
+            self._start_worker("prefill", config.prefill_metrics_listen, prefill_threads),
+            self._start_worker("decode", config.decode_metrics_listen, decode_threads),
         )
-        workers = [self._processes["prefill"].addresses, self._processes["decode"].addresses]
-        for role in ("prefill", "decode"):
-            announced = self._processes[role].addresses
-            self._processes[role].pin(listen=announced["address"], metrics_listen=announced["metrics"])
-        await self._start(
+        router = await self._start(
             "router",
-            listen=self._config.listen,
-            prefill_workers=workers[0]["address"],
-            decode_workers=workers[1]["address"],
-            worker_metrics=",".join(worker["metrics"] for worker in workers),
+            listen=config.listen,
+            prefill_workers=prefill["address"],
+            decode_workers=decode["address"],
+            worker_metrics=f"{prefill['metrics']},{decode['metrics']}",
         )
-        self._processes["router"].pin(listen=self._processes["router"].addresses["address"])
+        self._processes["router"].pin(listen=router["address"])
         self._supervisors = [
             asyncio.create_task(process.supervise(self._announce)) for process in self._processes.values()
         ]
 
     async def close(self) -> None:
-        stop_s = self._config.stop_timeout_s
         if router := self._processes.get("router"):
-            await router.stop(max(stop_s, self._config.shutdown_timeout_s + _STOP_MARGIN_S))
-        await asyncio.gather(*(process.stop(stop_s) for process in self._processes.values()))
+            await router.stop(self._config.shutdown_timeout_s + _STOP_MARGIN_S)
+        await asyncio.gather(*(process.stop() for process in self._processes.values()))
         for supervisor in self._supervisors:
             supervisor.cancel()
         await asyncio.gather(*self._supervisors, return_exceptions=True)
         self._folder.cleanup()
 
-    async def _start(self, role: Role, **chosen: str) -> None:
-        """Start a service with what the user set of its options, and what the launcher chose."""
+    async def _start_worker(self, role: Role, metrics_listen: str, threads: int) -> dict[str, str]:
+        """Start a worker; restarted, it listens on the same addresses."""
+        addresses = await self._start(
+            role,
+            listen="127.0.0.1:0",
+            block_listen=self._block_endpoint(role),
+            metrics_listen=metrics_listen,
+            threads=str(threads),
+        )
+        self._processes[role].pin(listen=addresses["address"], metrics_listen=addresses["metrics"])
+        return addresses
+
+    async def _start(self, role: Role, **chosen: str) -> dict[str, str]:
+        """Start a service with those of its options that the user has set, and what the launcher chose."""
         config = self._config
         fields = CONFIGS[role].model_fields.keys() & config.model_fields_set - _LAUNCHER_ONLY
         given = {field: str(getattr(config, field)) for field in fields}
@@ -100,14 +95,12 @@ class ProcessStack:
                 "shutdown_timeout_s": str(config.shutdown_timeout_s),
                 **chosen,
             },
-            environment=dict(os.environ),
             ready_file=Path(self._folder.name) / f"{role}.ready",
-            restart_backoff_s=config.restart_backoff_s,
         )
-        await self._processes[role].start(config.start_timeout_s)
+        return await self._processes[role].start(config.start_timeout_s)
 
     def _announce(self) -> None:
-        """After a restart the pids in our ready file are others."""
+        """Write the ready file again: after a restart a process id in it has changed."""
         announce_ready(self._config.ready_file, {"service": "serve", **self.addresses})
 
     def _block_endpoint(self, role: Role) -> str:
@@ -116,10 +109,9 @@ class ProcessStack:
 
 
 def divide_threads(requested: int, num_cpus: int | None = None) -> tuple[int, int]:
-    """CPU threads of prefill and decode: prefill, bound by arithmetic, gets two thirds of the processors.
+    """CPU threads of prefill and decode. Prefill, which is bound by arithmetic, gets two thirds.
 
-    Args:
-        requested: threads for each; 0 divides the processors that this process may use.
+    Args: requested: threads for each; 0 divides the processors that this process may use.
     """
     if requested:
         return requested, requested

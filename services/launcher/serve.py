@@ -1,7 +1,6 @@
 """`kvferry serve`: the whole system on this machine, as processes (default) or in one process.
 
-Starts a stack, waits until a probe turn has gone through it, prints its addresses, stops it on a signal.
-Carries no request.
+Starts a stack, waits until a probe request has succeeded, prints its addresses, and stops it on a signal.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _PROBE_TIMEOUT_S = 5.0
 
 
 class Stack(Protocol):
-    """Router, prefill and decode, wired."""
+    """Router, prefill and decode, connected to one another."""
 
     async def start(self) -> None:
         """Start all; returns when the router listens."""
@@ -32,7 +31,7 @@ class Stack(Protocol):
 
     @property
     def addresses(self) -> dict[str, str]:
-        """`address` (HTTP), `prefill_metrics`, `decode_metrics`, and where there are processes their pids."""
+        """`address` (HTTP), `prefill_metrics`, `decode_metrics`, and of processes `{role}_pid`."""
         ...
 
     async def close(self) -> None:
@@ -57,7 +56,7 @@ async def serve(config: ServeConfig) -> int:
         if starting.done():
             model = starting.result()
             display.ready(model, stack.addresses, needs_key=bool(split_list(config.api_keys)))
-            # last, so that whoever waits for the file finds everything printed
+            # Written last, so that everything is printed when the file appears.
             announce_ready(config.ready_file, {"service": "serve", "model": model, **stack.addresses})
             await stopped
         display.stopping()
@@ -71,7 +70,7 @@ async def serve(config: ServeConfig) -> int:
 
 def _stack(config: ServeConfig) -> Stack:
     if config.in_process:
-        # Only here does the launcher itself need torch, which takes seconds to import.
+        # Imported here because torch takes seconds to import and the launcher needs it for nothing else.
         from kvferry.services.launcher.in_process import InProcessStack
 
         return InProcessStack(config)

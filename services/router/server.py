@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
-import structlog
-
 from kvferry.services.router.app import create_app
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.server import http_server
@@ -16,16 +14,13 @@ from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
 from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
 from kvferry.shared.logging import setup_logging
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.serving import Announce, announce_ready, wait_for_signal
+from kvferry.shared.serving import serve_until_signal
 from kvferry.shared.telemetry import setup_tracing
 
-_log = structlog.get_logger(__name__)
 
-
-async def run(config: RouterConfig, announce: Announce | None = None) -> None:
+async def run(config: RouterConfig) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Args: announce: called once with the addresses when the router listens, after the ready file is written.
     Raises: ConfigurationError, UnsupportedModel: the router cannot start.
     """
     setup_logging(config.log_level, config.log_format, "router")
@@ -37,13 +32,7 @@ async def run(config: RouterConfig, announce: Announce | None = None) -> None:
     async with AsyncExitStack() as stack:
         stack.callback(stop_tracing)
         address = await stack.enter_async_context(http_server(app, config))
-        info = {"service": "router", "address": address, "metrics": address}
-        announce_ready(config.ready_file, info)
-        if announce is not None:
-            announce(info)
-        _log.info("router listens", **info)
-        await wait_for_signal()
-        _log.info("router stops")
+        await serve_until_signal("router", {"address": address, "metrics": address}, config.ready_file)
 
 
 def grpc_pools(config: RouterConfig) -> tuple[WorkerPool[PrefillControl], WorkerPool[DecodeControl]]:

@@ -57,7 +57,16 @@ Serve = Callable[..., AbstractContextManager[Served]]
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    """`serve(*options)`: a context manager; the stack is ready inside it and stopped after it."""
+    """`serve(*options)`: a context manager; the stack is ready inside it and stopped after it.
+
+    Services get more time to stop than by default, because the machine may be busy with other tests.
+    """
+    command = (
+        "from kvferry.services.launcher import process\n"
+        f"process.STOP_TIMEOUT_S = {STOP_TIMEOUT_S - 10}\n"
+        "from kvferry.services.launcher.cli import main\n"
+        "main()"
+    )
 
     @contextlib.contextmanager
     def serving(*options: str) -> Iterator[Served]:
@@ -66,7 +75,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()"),
+                    *(sys.executable, "-c", command),
                     *("serve", "--listen", "127.0.0.1:0", "--threads", "1", "--arena-bytes", str(64 << 20)),
                     *("--ready-file", str(folder / "ready"), *options),
                 ],

@@ -41,7 +41,7 @@ def get(url: str) -> httpx.Response:
 
 def test_a_stack_of_processes_serves_recovers_and_leaves_nothing(serve: Any, tmp_path: Path) -> None:
     save_table(tmp_path / "mine.json", EpsilonTable(keys=(0.2, 0.01, 0.0), values=(0.3, 0.02, 0.0)))
-    with serve("--stop-timeout-s", "50", "--epsilon-tables", str(tmp_path)) as served:
+    with serve("--epsilon-tables", str(tmp_path)) as served:
         ready = served.ready
         pids = {role: int(ready[f"{role}_pid"]) for role in ROLES}
         assert all(is_running(pid) for pid in pids.values())
