@@ -1,62 +1,112 @@
-"""Settings from a command line and the environment: every field of a settings class is an option.
+"""The command line: every field of a settings class is an option, through cyclopts.
 
     --field-name  >  KVFERRY_FIELD_NAME  >  the field's default
 
-One environment may serve all services: a `KVFERRY_*` variable that any of them knows is accepted, any other
-is an error that suggests the nearest name. Nothing else in the project reads the environment.
+cyclopts parses, writes `--help` and completes in shells; pydantic validates. This module adds that a mistake
+is one line without secrets, that an unknown `KVFERRY_*` variable is an error, and the exit codes. Nothing
+else in the project reads the environment.
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
+import inspect
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import metadata
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Annotated, Any, NoReturn, TypeVar
 
-from pydantic import ValidationError
+from cyclopts import UNSET, App, CycloptsError, Parameter, Token
+from pydantic import SkipValidation, ValidationError
 from pydantic.fields import FieldInfo
 
-from kvferry.shared.config import ENV_PREFIX, ServiceSettings
-from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.config import ENV_PREFIX, Settings
+from kvferry.shared.errors import ConfigurationError, KvferryError
 
-S = TypeVar("S", bound=ServiceSettings)
+S = TypeVar("S", bound=Settings)
 
+EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 128 + 2
 
 
-def parse_settings(
-    settings: type[S],
-    arguments: Sequence[str],
-    *,
-    command: str,
-    description: str,
-    known: Iterable[type[ServiceSettings]] = (),
-    hidden: Collection[str] = (),
-) -> S:
-    """Build a service's settings from its arguments, the environment and the defaults.
+def make_app(name: str, description: str, known: Collection[type[Settings]]) -> App:
+    """A command that `command` adds subcommands to and `run_app` runs.
 
     Args:
-        arguments: what follows the command's name.
-        command: as the user typed it, for `--help`.
-        known: settings classes whose variables may be in the environment as well.
-        hidden: fields that are no options of this command.
-    Raises:
-        ConfigurationError: an unknown or invalid option or variable; the message names it, its value and
-            what is allowed.
-        SystemExit: after `--help` or `--version`.
+        known: settings classes whose variables may be in the environment.
     """
-    check_environment({settings, *known}, os.environ)
-    given = _parse_arguments(settings, arguments, command, description, hidden)
+
+    def check(app: App, commands: tuple[str, ...], arguments: object) -> None:
+        check_environment(known, os.environ)
+
+    return App(
+        name=name,
+        help=description,
+        help_format="plaintext",
+        help_epilogue=f"Every option is also a variable: --log-level is {ENV_PREFIX}LOG_LEVEL.",
+        version=lambda: f"{name} {version()}",
+        config=check,
+        result_action="return_value",
+        exit_on_error=False,
+        print_error=False,
+        suppress_keyboard_interrupt=False,
+    )
+
+
+def command(
+    app: App, settings: type[S], *, group: str = "Commands", hidden: Collection[str] = ()
+) -> Callable[[Callable[[S], int]], Callable[[S], int]]:
+    """Make a function of settings a subcommand: its name and docstring are the command's, fields are options.
+
+    Args:
+        group: the heading in the app's help.
+        hidden: fields that are no options of this command.
+    """
+
+    def add(run: Callable[[S], int]) -> Callable[[S], int]:
+        def from_options(**given: Any) -> int:
+            try:
+                config = settings(**given)
+            except ValidationError as error:
+                raise ConfigurationError(_explain(error, settings, given)) from None
+            return run(config)
+
+        fields = [_option(name, info) for name, info in settings.model_fields.items() if name not in hidden]
+        # cyclopts reads a command's options from its signature.
+        from_options.__signature__ = inspect.Signature(fields)  # type: ignore[attr-defined]
+        app.command(from_options, name=run.__name__, group=group, help=run.__doc__)
+        return run
+
+    return add
+
+
+def run_app(app: App, arguments: Sequence[str]) -> NoReturn:
+    """Run the command that the arguments name, and end the process with its exit code.
+
+    Mistakes of the user, one a line on stderr, are code 2; other errors are code 1.
+    """
+    chain, apps, rest = app.parse_commands(arguments)
+    name = " ".join((app.name[0], *chain))
     try:
-        return settings(**given)
-    except ValidationError as error:
-        raise ConfigurationError(_explain(error, settings, given)) from None
+        if apps[-1].default_command is None and not rest:
+            app.help_print(chain, console=app.error_console)
+            raise SystemExit(EXIT_USAGE)
+        code = app(arguments) or 0
+    except CycloptsError as error:
+        exit_with_usage(f"{error} See {name} --help.", name)
+    except ConfigurationError as error:
+        exit_with_usage(error.message, name)
+    except KvferryError as error:
+        sys.stderr.write(f"{name}: {error.message}\n")
+        code = EXIT_FAILED
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    raise SystemExit(code)
 
 
-def check_environment(known: Iterable[type[ServiceSettings]], environ: Mapping[str, str]) -> None:
+def check_environment(known: Collection[type[Settings]], environ: Mapping[str, str]) -> None:
     """Refuse `KVFERRY_*` variables that no settings class knows.
 
     Raises: ConfigurationError naming the first such variable and the nearest known one.
@@ -64,7 +114,9 @@ def check_environment(known: Iterable[type[ServiceSettings]], environ: Mapping[s
     names = sorted({variable_name(field) for settings in known for field in settings.model_fields})
     for name in sorted(environ):
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in names:
-            raise ConfigurationError(f"{name} is not a known variable; {_nearest(name.upper(), names)}")
+            near = difflib.get_close_matches(name.upper(), names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
+            raise ConfigurationError(f"{name} is not a known variable; {hint}")
 
 
 def option_name(field: str) -> str:
@@ -80,66 +132,39 @@ def version() -> str:
     return metadata.version("kvferry")
 
 
-def exit_with_usage(error: ConfigurationError, command: str) -> NoReturn:
-    """End the process with the error's message and exit code 2."""
-    sys.stderr.write(f"{command}: {error.message}\n")
+def exit_with_usage(message: str, command: str) -> NoReturn:
+    """End the process with the message on stderr and exit code 2."""
+    sys.stderr.write(f"{command}: {message}\n")
     raise SystemExit(EXIT_USAGE)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of printing usage, so that every mistake is told in one way."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message}; see {self.prog} --help")
-
-
-def _parse_arguments(
-    settings: type[ServiceSettings],
-    arguments: Sequence[str],
-    command: str,
-    description: str,
-    hidden: Collection[str],
-) -> dict[str, Any]:
-    """Options that were given, by field, as strings (flags: booleans)."""
-    parser = _Parser(
-        prog=command,
-        usage=f"{command} [OPTIONS]",
-        description=description,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        epilog=f"Every option is also a variable: --log-level is {ENV_PREFIX}LOG_LEVEL.",
+def _option(field: str, info: FieldInfo) -> inspect.Parameter:
+    """A field as cyclopts wants it: with the `Parameter`s (unit, group) of its annotation, not validated."""
+    base = Parameter(
+        help=info.description, converter=_as_given, show_default=_show_default, allow_repeating=True
     )
-    parser.add_argument("--version", action="version", version=f"kvferry {version()}")
-    options = [name for name in settings.model_fields if name not in hidden]
-    for name in options:
-        _add_option(parser, name, settings.model_fields[name])
-    given, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        names = [option_name(name) for name in options]
-        wrong = unknown[0].partition("=")[0]
-        raise ConfigurationError(f"{wrong} is not an option of {command}; {_nearest(wrong, names)}")
-    return vars(given)
-
-
-def _add_option(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
-    text = (field.description or "").replace("%", "%%")
-    if field.annotation is bool:
-        text = f"{text} (default: {'on' if field.default else 'off'})"
-        parser.add_argument(option_name(name), action=argparse.BooleanOptionalAction, help=text)
-        return
-    default = "none" if field.default == "" else str(field.default).replace("%", "%%")
-    parser.add_argument(
-        option_name(name), metavar=_metavar(field.annotation), help=f"{text} (default: {default})"
+    metadata = (base, *(part for part in info.metadata if isinstance(part, Parameter)))
+    skip = SkipValidation()  # type: ignore[type-arg]
+    annotated: Any = Annotated  # else mypy reads the next line as a type
+    annotation = annotated[(info.annotation, skip, *metadata)]
+    return inspect.Parameter(
+        field, inspect.Parameter.KEYWORD_ONLY, default=info.default, annotation=annotation
     )
 
 
-def _metavar(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "{" + ",".join(map(str, get_args(annotation))) + "}"
-    return {int: "N", float: "X"}.get(annotation, "VALUE")
+def _as_given(_: object, tokens: Sequence[Token]) -> Any:
+    """A value as the user typed it: pydantic converts options as it converts variables."""
+    (token,) = tokens
+    return token.value if token.implicit_value is UNSET else token.implicit_value
 
 
-def _explain(error: ValidationError, settings: type[ServiceSettings], given: Mapping[str, Any]) -> str:
+def _show_default(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value == "" else str(value)
+
+
+def _explain(error: ValidationError, settings: type[Settings], given: Mapping[str, Any]) -> str:
     """One line a mistake: where it was given, its value, what is allowed."""
     lines = []
     for detail in error.errors(include_url=False):
@@ -151,12 +176,6 @@ def _explain(error: ValidationError, settings: type[ServiceSettings], given: Map
         field = str(detail["loc"][0])
         where = option_name(field) if field in given else variable_name(field)
         secret = field in settings.model_fields and not settings.model_fields[field].repr
-        value = "hidden" if secret else repr(detail["input"])
+        value = "hidden" if secret else repr(given.get(field, detail["input"]))
         lines.append(f"{where} is {value}; {what}")
     return "\n".join(lines)
-
-
-def _nearest(name: str, names: Sequence[str]) -> str:
-    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.6):
-        return f"did you mean {close[0]}?"
-    return f"known are {', '.join(names)}"

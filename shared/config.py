@@ -1,55 +1,63 @@
-"""Process configuration: the base of each service's settings, one class a service, environment `KVFERRY_*`.
+"""Process configuration: the base classes of settings, one class a process, environment `KVFERRY_*`.
 
-Every field is an option `--field-name` of the service's command and a variable `KVFERRY_FIELD_NAME`;
-its description is the help text. Defaults stand here once. `command_line.py` makes the options; a service
-gets a settings object and reads neither arguments nor environment.
+Every field is an option `--field-name` of its command and a variable `KVFERRY_FIELD_NAME`; its description
+is the help text and its default is defined here, once. `options.py` has units and groups; `command_line.py`
+makes options. A service gets a settings object and reads neither arguments nor environment.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from kvferry.shared.options import CAPACITY, COMPRESSION, MODEL, NETWORK, PROCESS, Seconds
 
 ENV_PREFIX = "KVFERRY_"
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "json", "console"]
 HistoryBits = Literal["model", "16", "8", "4"]
-"""How many bits history rows are stored in; model: as they are computed."""
+"""How many bits history is stored in; model: as it was computed."""
 
 
-class ServiceSettings(BaseSettings):
-    """Options that every service has."""
+class Settings(BaseSettings):
+    """Values from options, environment and defaults."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, protected_namespaces=()
     )
 
-    log_level: LogLevel = Field("info", description="debug, info, warning or error")
-    log_format: LogFormat = Field("auto", description="json, console, or auto (console on a terminal)")
-    ready_file: str = Field(
-        "", description="file that gets one JSON line with the real addresses once the service listens"
+
+class ServiceSettings(Settings):
+    """Options that every service has."""
+
+    log_level: Annotated[LogLevel, PROCESS] = Field("info", description="least severe messages to log")
+    log_format: Annotated[LogFormat, PROCESS] = Field(
+        "auto", description="format of log lines; auto is console on a terminal and json elsewhere"
+    )
+    ready_file: Annotated[str, PROCESS] = Field(
+        "", description="file to write the bound addresses to, as one JSON line, once the service listens"
     )
 
 
 class PlanSettings(ServiceSettings):
-    """Options of what makes compression plans exact. Whoever starts it hands `epsilon_tables` to
+    """Options that a plan's result depends on. The entry point of a process passes `epsilon_tables` to
     `compression.rdkv.epsilon.install_tables` first."""
 
-    epsilon_tables: str = Field(
+    epsilon_tables: Annotated[str, COMPRESSION] = Field(
         "",
-        description="folder of distortion tables that rdkv may name (epsilon_table), each NAME.json; the "
-        "same for router and workers",
+        description="folder of distortion tables (NAME.json) that rdkv's epsilon_table may name; router and "
+        "workers need the same",
     )
 
 
 class TracedSettings(PlanSettings):
-    """Options of the services that a turn passes through."""
+    """Options of the services that handle a turn."""
 
-    otlp_endpoint: str = Field(
-        "", description="http(s)://host:port of an OTLP (gRPC) collector that gets traces; empty: no traces"
+    otlp_endpoint: Annotated[str, PROCESS] = Field(
+        "", description="http(s)://host:port of an OTLP (gRPC) collector for traces; empty: no traces"
     )
 
     @field_validator("otlp_endpoint")
@@ -63,27 +71,40 @@ class TracedSettings(PlanSettings):
 class WorkerSettings(TracedSettings):
     """Options that prefill and decode workers share."""
 
-    model: str = Field("demo", description="local folder or hub id of the model; demo is the shipped one")
-    model_name: str = Field("", description="public model id; the folder's name if empty")
-    device: str = Field("auto", description="auto (CUDA where there is one), cpu, cuda, cuda:N")
-    dtype: str = Field(
-        "auto", description="auto (the model's own on CUDA, float32 on CPU), float32, float16, bfloat16"
+    model: Annotated[str, MODEL] = Field(
+        "demo", description="local folder or Hugging Face id of the model; demo is the one that is included"
     )
-    kernels: Literal["auto", "torch", "triton"] = Field(
-        "auto", description="auto (Triton on CUDA where it is installed), torch, triton (an error elsewhere)"
+    model_name: Annotated[str, MODEL] = Field(
+        "", description="model id that clients see; empty: the folder's name"
     )
-    max_model_len: int = Field(0, ge=0, description="context window in tokens; 0 takes the model's own")
-    threads: int = Field(0, ge=0, description="CPU threads for torch; 0 leaves torch's choice")
-    listen: str = Field(
+    device: Annotated[str, MODEL] = Field("auto", description="auto (CUDA if available), cpu, cuda or cuda:N")
+    dtype: Annotated[str, MODEL] = Field(
+        "auto",
+        description="auto (the checkpoint's own on CUDA, float32 on CPU), float32, float16 or bfloat16",
+    )
+    kernels: Annotated[Literal["auto", "torch", "triton"], MODEL] = Field(
+        "auto",
+        description="kernel implementation; auto is Triton on CUDA if installed, else torch; triton fails "
+        "where it cannot run",
+    )
+    max_model_len: Annotated[int, MODEL] = Field(
+        0, ge=0, description="context window in tokens; 0: the model's own"
+    )
+    threads: Annotated[int, CAPACITY] = Field(
+        0, ge=0, description="CPU threads for torch; 0: torch's default"
+    )
+    listen: Annotated[str, NETWORK] = Field(
         "127.0.0.1:0", description="host:port of the control (gRPC) server; port 0 picks a free one"
     )
-    block_listen: str = Field(
-        "tcp://127.0.0.1:0", description="tcp://host:port or ipc://path where blocks arrive"
+    block_listen: Annotated[str, NETWORK] = Field(
+        "tcp://127.0.0.1:0", description="tcp://host:port or ipc://path to receive KV blocks on"
     )
-    block_advertise: str = Field("", description="block address as peers reach it; empty: as bound")
-    metrics_listen: str = Field(
+    block_advertise: Annotated[str, NETWORK] = Field(
+        "", description="block address as peers reach it; empty: the bound address"
+    )
+    metrics_listen: Annotated[str, NETWORK] = Field(
         "127.0.0.1:0", description="host:port of the metrics (HTTP) server; port 0 picks a free one"
     )
-    shutdown_timeout_s: float = Field(
-        10.0, ge=0, description="requests under way at shutdown may take so long"
+    shutdown_timeout_s: Annotated[Seconds, PROCESS] = Field(
+        10.0, ge=0, description="how long in-flight requests may still run at shutdown"
     )

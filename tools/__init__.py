@@ -1,1 +1,1 @@
-"""Programs that use the services from outside: evaluation and calibration, the demo model's training."""
+"""Programs beside the services: the chat, evaluation and calibration, the demo model's training."""

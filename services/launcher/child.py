@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 
-from kvferry.services.launcher.cli import EXIT_FAILED
 from kvferry.services.launcher.cli import main as command
+from kvferry.shared.command_line import EXIT_FAILED
 
 GRACE_S = 5.0
 _READ_BYTES = 4096

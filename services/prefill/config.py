@@ -2,42 +2,51 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from kvferry.shared.config import HistoryBits, WorkerSettings
+from kvferry.shared.options import CAPACITY, HISTORY, TIMEOUTS, Bytes, Seconds
 
 
 class PrefillConfig(WorkerSettings):
-    """Settings of one prefill worker; see `WorkerSettings` for the rest."""
+    """Options of `kvferry prefill`; see `WorkerSettings` for the rest."""
 
-    history_bytes: int = Field(4 << 30, ge=0, description="host memory for sessions' KV history, in bytes")
-    history_bits: HistoryBits = Field(
-        "model",
-        description="precision of stored history: model (as computed), 16, 8 or 4 bits; fewer cost accuracy",
+    history_bytes: Annotated[Bytes, HISTORY] = Field(
+        4 << 30, ge=0, description="host memory for the KV history of sessions"
     )
-    history_redis: str = Field(
+    history_bits: Annotated[HistoryBits, HISTORY] = Field(
+        "model",
+        description="bits per value of stored history; model: as computed. Fewer bits cost accuracy",
+    )
+    history_redis: Annotated[str, HISTORY] = Field(
         "", repr=False, description="URL of a Redis that also stores history; empty: host memory only"
     )
-    history_redis_timeout_s: float = Field(
-        2.0, gt=0, description="timeout of one Redis call, in seconds; a turn waits at most five times that"
+    history_redis_timeout_s: Annotated[Seconds, HISTORY] = Field(
+        2.0, gt=0, description="timeout of one Redis call; a turn waits at most five times that"
     )
-    history_redis_bytes: int = Field(0, ge=0, description="limit on history in Redis, in bytes; 0: no limit")
-    history_ttl_s: float = Field(
-        86_400.0, gt=0, description="how long history stays in Redis after a session's last turn, in seconds"
+    history_redis_bytes: Annotated[Bytes, HISTORY] = Field(
+        0, ge=0, description="limit on history in Redis; 0: no limit"
     )
-    turn_lease_s: float = Field(
+    history_ttl_s: Annotated[Seconds, HISTORY] = Field(
+        86_400.0, gt=0, description="how long history stays in Redis after a session's last turn"
+    )
+    turn_lease_s: Annotated[Seconds, HISTORY] = Field(
         1800.0, gt=0, description="how long a staged turn may go without progress before it is dropped"
     )
-    max_waiting: int = Field(64, ge=1, description="how many requests may wait for the engine")
-    transfer_timeout_s: float = Field(
-        30.0, gt=0, description="how long a decode worker may be silent, or the send buffer full, in seconds"
+    max_waiting: Annotated[int, CAPACITY] = Field(
+        64, ge=1, description="requests that may wait for the engine; more are refused"
     )
-    buffer_bytes: int = Field(
-        1 << 30, ge=1, description="host memory for blocks sent and not yet acknowledged, in bytes"
+    transfer_timeout_s: Annotated[Seconds, TIMEOUTS] = Field(
+        30.0, gt=0, description="how long a decode worker may be silent, or the send buffer full"
     )
-    probe_interval_s: float = Field(
-        30.0, gt=0, description="how often an idle engine runs one token to show that it works, in seconds"
+    buffer_bytes: Annotated[Bytes, CAPACITY] = Field(
+        1 << 30, ge=1, description="host memory for blocks that are sent but not yet acknowledged"
     )
-    ready_timeout_s: float = Field(
-        120.0, gt=0, description="not ready if no layer and no probe has finished for this long, in seconds"
+    probe_interval_s: Annotated[Seconds, TIMEOUTS] = Field(
+        30.0, gt=0, description="interval at which an idle engine runs one token to check that it works"
+    )
+    ready_timeout_s: Annotated[Seconds, TIMEOUTS] = Field(
+        120.0, gt=0, description="not ready if no layer and no probe has finished for this long"
     )

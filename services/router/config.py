@@ -5,11 +5,22 @@ Values only: nothing is opened, resolved or loaded here.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from kvferry.shared.config import TracedSettings
+from kvferry.shared.options import (
+    ACCESS,
+    COMPRESSION,
+    HISTORY,
+    MODEL,
+    NETWORK,
+    PROCESS,
+    TIMEOUTS,
+    Bytes,
+    Seconds,
+)
 from kvferry.shared.serving import parse_address
 
 
@@ -21,60 +32,106 @@ def split_list(value: str) -> tuple[str, ...]:
 class RouterConfig(TracedSettings):
     """Options of `kvferry router`."""
 
-    listen: str = Field("127.0.0.1:8000", description="host:port of the HTTP server; port 0 picks a free one")
-    prefill_workers: str = Field(
+    listen: Annotated[str, NETWORK] = Field(
+        "127.0.0.1:8000", description="host:port of the HTTP server; port 0 picks a free one"
+    )
+    prefill_workers: Annotated[str, NETWORK] = Field(
         "127.0.0.1:9001",
         description="prefill workers' control addresses, comma-separated host:port; a name may "
         "resolve to many",
     )
-    decode_workers: str = Field("127.0.0.1:9002", description="decode workers' control addresses, likewise")
-    worker_metrics: str = Field("", description="host:port of the metrics that /metrics?all=1 includes")
-    model: str = Field("demo", description="model whose tokenizer is used: local folder, hub id, or demo")
-    api_keys: str = Field("", repr=False, description="accepted keys, comma-separated; empty accepts anyone")
-    metrics_access: Literal["auto", "open", "key"] = Field(
+    decode_workers: Annotated[str, NETWORK] = Field(
+        "127.0.0.1:9002", description="decode workers' control addresses, likewise"
+    )
+    worker_metrics: Annotated[str, NETWORK] = Field(
+        "", description="host:port of the metrics that /metrics?all=1 includes"
+    )
+    model: Annotated[str, MODEL] = Field(
+        "demo", description="model whose tokenizer is used: local folder, hub id, or demo"
+    )
+    api_keys: Annotated[str, ACCESS] = Field(
+        "", repr=False, description="accepted keys, comma-separated; empty accepts anyone"
+    )
+    metrics_access: Annotated[Literal["auto", "open", "key"], ACCESS] = Field(
         "auto",
         description="who may read /metrics and /: anyone, holders of a key, or auto (open on loopback)",
     )
 
-    default_method: str = Field("rocketkv", description="compression method of requests that name none")
-    default_token_budget: int = Field(
+    default_method: Annotated[str, COMPRESSION] = Field(
+        "rocketkv", description="compression method of requests that name none"
+    )
+    default_token_budget: Annotated[int, COMPRESSION] = Field(
         0, ge=0, description="token budget of the default method where a request gives none; 0: its own"
     )
-    allowed_methods: str = Field("", description="methods a request may name; empty allows all")
-    calibration: str = Field(
+    allowed_methods: Annotated[str, COMPRESSION] = Field(
+        "", description="methods a request may name; empty allows all"
+    )
+    calibration: Annotated[str, COMPRESSION] = Field(
         "",
         description="folder of quality curves of kvferry calibrate quality, beside the shipped ones",
     )
-    default_max_tokens: int = Field(
+    default_max_tokens: Annotated[int, ACCESS] = Field(
         512, ge=1, description="limit of chat completions that give no max_tokens, within the context"
     )
 
-    session_ttl_s: float = Field(604_800.0, gt=0, description="idle time after which a session expires")
-    session_wait_s: float = Field(30.0, ge=0, description="how long a request waits for its busy session")
-    max_sessions: int = Field(10_000, ge=1, description="sessions in memory; the longest idle are dropped")
-    document_ttl_s: float = Field(604_800.0, gt=0, description="time after which a document expires")
-    max_sessions_per_key: int = Field(1000, ge=1, description="sessions that one API key may store")
-    max_documents_per_key: int = Field(100, ge=0, description="documents that one API key may store")
-    max_history_tokens_per_key: int = Field(
+    session_ttl_s: Annotated[Seconds, HISTORY] = Field(
+        604_800.0, gt=0, description="idle time after which a session expires"
+    )
+    session_wait_s: Annotated[Seconds, HISTORY] = Field(
+        30.0, ge=0, description="how long a request waits for its busy session"
+    )
+    max_sessions: Annotated[int, HISTORY] = Field(
+        10_000, ge=1, description="sessions in memory; the longest idle are dropped"
+    )
+    document_ttl_s: Annotated[Seconds, HISTORY] = Field(
+        604_800.0, gt=0, description="time after which a document expires"
+    )
+    max_sessions_per_key: Annotated[int, HISTORY] = Field(
+        1000, ge=1, description="sessions that one API key may store"
+    )
+    max_documents_per_key: Annotated[int, HISTORY] = Field(
+        100, ge=0, description="documents that one API key may store"
+    )
+    max_history_tokens_per_key: Annotated[int, HISTORY] = Field(
         0, ge=0, description="tokens of one key's sessions together, and of its documents; 0: no limit"
     )
-    history_redis: str = Field(
+    history_redis: Annotated[str, HISTORY] = Field(
         "", repr=False, description="URL of the Redis that stores sessions; empty stores them in memory"
     )
-    history_redis_timeout_s: float = Field(2.0, gt=0, description="timeout of one Redis call")
+    history_redis_timeout_s: Annotated[Seconds, HISTORY] = Field(
+        2.0, gt=0, description="timeout of one Redis call"
+    )
 
-    request_timeout_s: float = Field(600.0, gt=0, description="deadline of a whole request")
-    keepalive_s: float = Field(15.0, gt=0, description="interval of comments in a stream that is silent")
-    read_timeout_s: float = Field(30.0, gt=0, description="time for a client to send a head or a body")
-    write_timeout_s: float = Field(60.0, gt=0, description="a client that reads nothing this long is dropped")
-    max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body")
-    max_header_bytes: int = Field(64 << 10, ge=1024, description="largest request head")
-    shutdown_timeout_s: float = Field(10.0, ge=0, description="time for requests in flight at shutdown")
+    request_timeout_s: Annotated[Seconds, TIMEOUTS] = Field(
+        600.0, gt=0, description="deadline of a whole request"
+    )
+    keepalive_s: Annotated[Seconds, TIMEOUTS] = Field(
+        15.0, gt=0, description="interval of comments in a stream that is silent"
+    )
+    read_timeout_s: Annotated[Seconds, TIMEOUTS] = Field(
+        30.0, gt=0, description="time for a client to send a head or a body"
+    )
+    write_timeout_s: Annotated[Seconds, TIMEOUTS] = Field(
+        60.0, gt=0, description="a client that reads nothing this long is dropped"
+    )
+    max_body_bytes: Annotated[Bytes, ACCESS] = Field(8 << 20, ge=1024, description="largest request body")
+    max_header_bytes: Annotated[Bytes, ACCESS] = Field(64 << 10, ge=1024, description="largest request head")
+    shutdown_timeout_s: Annotated[Seconds, PROCESS] = Field(
+        10.0, ge=0, description="time for requests in flight at shutdown"
+    )
 
-    status_interval_s: float = Field(1.0, gt=0, description="interval of status calls to workers")
-    max_recoveries: int = Field(3, ge=0, description="how many lost workers one turn may survive")
-    recovery_wait_s: float = Field(20.0, ge=0, description="how long a replay waits for a ready worker")
-    readiness_window_s: float = Field(30.0, gt=0, description="/ready needs a successful turn this recent")
+    status_interval_s: Annotated[Seconds, TIMEOUTS] = Field(
+        1.0, gt=0, description="interval of status calls to workers"
+    )
+    max_recoveries: Annotated[int, TIMEOUTS] = Field(
+        3, ge=0, description="how many lost workers one turn may survive"
+    )
+    recovery_wait_s: Annotated[Seconds, TIMEOUTS] = Field(
+        20.0, ge=0, description="how long a replay waits for a ready worker"
+    )
+    readiness_window_s: Annotated[Seconds, TIMEOUTS] = Field(
+        30.0, gt=0, description="/ready needs a successful turn this recent"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from kvferry.services.launcher import cli
-from kvferry.services.launcher.config import CONFIGS, HIDDEN_FROM_SERVE, ChatConfig, ServeConfig
-from kvferry.shared.errors import ConfigurationError
+from kvferry.services.launcher.config import CONFIGS, HIDDEN_FROM_SERVE, KNOWN_CONFIGS, ServeConfig
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -50,28 +50,54 @@ def call(*arguments: str) -> object:
 
 
 def test_help_and_version_need_no_service(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["--help"])
+    assert call("--help") == 0
     text = capsys.readouterr().out
-    assert all(f"\n  {command} " in text for command in ("serve", "chat", "router", "prefill", "decode"))
-    cli.main(["--version"])
+    assert all(f"│ {command} " in text for command in ("serve", "chat", "router", "prefill", "decode"))
+    assert call("--version") == 0
     assert capsys.readouterr().out.startswith("kvferry ")
+
+
+def test_help_and_mistakes_do_not_wait_for_torch() -> None:
+    script = (
+        "import sys\n"
+        "from kvferry.services.launcher.cli import main\n"
+        "for words in sys.argv[1:]:\n"
+        "    try: main(words.split())\n"
+        "    except SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'openai'} & sys.modules.keys()\n"
+    )
+    commands = (
+        "serve",
+        "chat",
+        "eval",
+        "calibrate epsilon",
+        "calibrate quality",
+        "router",
+        "prefill",
+        "decode",
+    )
+    lines = ["--help", *(f"{command} {rest}" for command in commands for rest in ("--help", "--threads=x"))]
+    subprocess.run([sys.executable, "-c", script, *lines], timeout=120, check=True, capture_output=True)
 
 
 def test_no_command_or_a_wrong_one_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert call() == 2
+    assert "serve" in capsys.readouterr().err
     assert call("serv") == 2
-    assert "did you mean serve?" in capsys.readouterr().err
+    assert 'Did you mean "serve"?' in capsys.readouterr().err
 
 
-def test_a_configuration_error_while_running_is_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(arguments: object) -> int:
-        raise ConfigurationError("listen is '1.2.3.4:80'; it cannot be bound")
+def test_completion_installs_itself_for_the_users_shell(tmp_path: Path) -> None:
+    done = run("--install-completion", "--shell", "bash", HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (script,) = (tmp_path / ".local/share/bash-completion/completions").iterdir()
+    assert "--arena-bytes" in script.read_text(encoding="utf-8")
 
-    monkeypatch.setitem(cli._COMMANDS, "router", refuse)
-    assert call("router") == 2
-    assert capsys.readouterr().err == "kvferry router: listen is '1.2.3.4:80'; it cannot be bound\n"
+
+def test_a_configuration_error_while_running_is_code_2() -> None:
+    done = run("router", "--listen", "192.0.2.1:80")
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvferry router: listen is '192.0.2.1:80'; ")
 
 
 def test_serve_has_every_option_of_the_services_or_sets_it_itself() -> None:
@@ -80,7 +106,7 @@ def test_serve_has_every_option_of_the_services_or_sets_it_itself() -> None:
     assert ServeConfig.model_fields.keys() >= HIDDEN_FROM_SERVE
 
 
-@pytest.mark.parametrize("config", [*CONFIGS.values(), ServeConfig, ChatConfig])
+@pytest.mark.parametrize("config", KNOWN_CONFIGS)
 def test_every_option_is_described_and_has_a_default(config: type[ServeConfig]) -> None:
     for name, field in config.model_fields.items():
         assert field.description, name

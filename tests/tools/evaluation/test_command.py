@@ -134,13 +134,16 @@ def test_wrong_options_are_code_2_and_say_what_is_allowed(
     assert message in capsys.readouterr().err
 
 
-def test_every_option_is_described_and_help_shows_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_is_described_and_help_shows_its_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     assert evaluate("--help") == 0
     text = " ".join(capsys.readouterr().out.split())
     for name, field in EvalConfig.model_fields.items():
         assert field.description, name
         assert (option_name(name) in text) is (name not in HIDDEN_OPTIONS)
-    assert "(default: 50%,25%,10%,5%)" in text
+    assert "[default: 50%,25%,10%,5%]" in text
 
 
 def test_records_of_another_format_are_refused_by_line(

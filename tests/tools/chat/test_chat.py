@@ -1,4 +1,4 @@
-"""`kvferry chat`: with piped input against a real stack, and its client against streams that go wrong."""
+"""`kvferry chat`: piped and on a terminal against a real stack; its client against streams that go wrong."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import asyncio
 import io
 import json
 import os
+import re
+import select
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,10 +20,10 @@ import httpx
 import pytest
 from rich.console import Console
 
-from kvferry.services.launcher.chat import Conversation, format_bytes, stats_table
-from kvferry.services.launcher.chat_client import ChatClient, TurnStats
-from kvferry.services.launcher.config import ChatConfig
 from kvferry.shared.errors import KvferryError
+from kvferry.tools.chat.client import ChatClient, TurnStats
+from kvferry.tools.chat.config import ChatConfig
+from kvferry.tools.chat.conversation import Conversation, format_bytes, stats_table
 
 pytestmark = pytest.mark.xdist_group("launcher")
 
@@ -28,6 +32,7 @@ DOCUMENT = (
     "the old sailor painted the quiet bridge . remember that the pin of the red castle is 4 2 7 1 . "
     "the access code of the blue lighthouse is 9 0 5 3 ."
 )
+LONG = " ".join(["the old sailor painted the quiet bridge ."] * 300)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +114,123 @@ def test_an_unreachable_router_is_told_with_its_address() -> None:
     assert "the router at http://127.0.0.1:1 cannot be reached" in done.stderr
 
 
+class Terminal:
+    """`kvferry chat` on a pseudo-terminal of its own."""
+
+    def __init__(self, *options: str) -> None:
+        self._master, slave = os.openpty()
+        os.set_blocking(self._master, False)
+        termios.tcsetwinsize(slave, (40, 160))
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
+        self.process = subprocess.Popen(
+            [*COMMAND, *options],
+            # Nothing here answers requests for the cursor's position.
+            env=clean | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
+            preexec_fn=lambda: os.login_tty(slave),
+        )
+        os.close(slave)
+        self._shown = ""
+
+    def type(self, keys: str) -> None:
+        left = keys.encode()
+        while left:
+            readable, writable, _ = select.select([self._master], [self._master], [], 60.0)
+            assert readable or writable
+            if readable:
+                self._read()
+            elif writable:
+                left = left[os.write(self._master, left) :]
+
+    def wait_for_answer(self) -> None:
+        """Until the message was taken: the prompt turns the terminal's line mode off, an answer on."""
+        deadline_s = time.monotonic() + 60.0
+        while not termios.tcgetattr(self._master)[3] & termios.ICANON:
+            assert time.monotonic() < deadline_s
+            if select.select([self._master], [], [], 0.01)[0]:
+                self._read()
+        time.sleep(0.1)
+
+    def read_until(self, text: str, timeout_s: float = 60.0) -> str:
+        """What is shown up to the text, less control sequences; what follows stays for the next call."""
+        deadline_s = time.monotonic() + timeout_s
+        while text not in self._shown:
+            ready, _, _ = select.select([self._master], [], [], deadline_s - time.monotonic())
+            assert ready, f"{text!r} is not in {self._shown!r}"
+            self._read()
+        before, _, self._shown = self._shown.partition(text)
+        return before
+
+    def _read(self) -> None:
+        self._shown += os.read(self._master, 4096).decode(errors="replace")
+        self._shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self._shown)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(timeout=60)
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal(url: str) -> Iterator[Terminal]:
+    opened = Terminal("--url", url, "--session", "typed", "--max-tokens", "16")
+    try:
+        opened.read_until("/help for commands")
+        opened.read_until(">")
+        yield opened
+    finally:
+        opened.close()
+
+
+def test_on_a_terminal_lines_history_and_completion_work(terminal: Terminal, url: str) -> None:
+    terminal.type("/bud\t")
+    terminal.read_until("get")
+    terminal.type(" 64\r")
+    terminal.read_until("token budget 64")
+    terminal.read_until(">")
+    # Alt-Enter starts a line; the message is sent whole.
+    terminal.type(f"{DOCUMENT}\x1b\rwhat is the pin of the red castle ?\r")
+    terminal.read_until("4 2 7 1")
+    terminal.read_until("4 2 7 1")
+    terminal.read_until("first token")
+    terminal.read_until(">")
+    terminal.type("\x1b[A\x1b[A\x1b[A\r")
+    terminal.read_until("token budget 64")
+    terminal.read_until(">")
+    terminal.type("/method rocket\t")
+    terminal.read_until("kv")
+    terminal.type("\r")
+    terminal.read_until("method rocketkv")
+    terminal.read_until(">")
+    terminal.type("\x04")
+    assert terminal.process.wait(timeout=60) == 0
+    session = httpx.get(f"{url}/v1/sessions/typed", timeout=30, trust_env=False).json()
+    assert session["turns"] == 1
+
+
+def test_an_interrupt_stops_the_answer_and_keeps_the_session(terminal: Terminal, url: str) -> None:
+    terminal.type("/session interrupted\r")
+    terminal.read_until("session interrupted\r\n")
+    terminal.read_until(">")
+    terminal.type(f"{DOCUMENT} what is the pin of the red castle ?\r")
+    terminal.read_until("first token")
+    terminal.read_until(">")
+    terminal.type("half a message\x03")
+    terminal.read_until(">")
+    terminal.type(f"\x1b[200~{LONG}\x1b[201~ what is the pin of the red castle ?\r")
+    terminal.wait_for_answer()
+    terminal.type("\x03")
+    assert "first token" not in terminal.read_until("stopped")
+    terminal.read_until(">")
+    terminal.type("what is the access code of the blue lighthouse ?\r")
+    terminal.read_until("9 0 5 3")
+    terminal.read_until("first token")
+    terminal.read_until(">")
+    terminal.type("\x03")
+    assert terminal.process.wait(timeout=60) == 0
+    session = httpx.get(f"{url}/v1/sessions/interrupted", timeout=30, trust_env=False).json()
+    assert session["turns"] == 2
+
+
 @asynccontextmanager
 async def canned(body: bytes, *, status: str = "200 OK") -> AsyncIterator[ChatClient]:
     """A client of a server that answers every request with this body."""
@@ -141,7 +263,8 @@ def piece(text: str) -> bytes:
 
 async def test_comments_and_empty_deltas_are_no_text() -> None:
     body = b": keep-alive\n\n" + event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
-    async with canned(body + piece("a") + piece(" b") + b"data: [DONE]\n\n") as client:
+    end = event({"choices": [], "kv": {"method": "full"}}) + b"data: [DONE]\n\n"
+    async with canned(body + piece("a") + piece(" b") + end) as client:
         assert await read(client) == "a b"
 
 
@@ -172,21 +295,24 @@ async def test_refusals_are_told_in_the_servers_words_where_it_has_any(body: byt
             await read(client)
 
 
+class Lines:
+    """An input of given messages."""
+
+    def __init__(self, *lines: str) -> None:
+        self._lines = list(lines)
+
+    async def read(self) -> str:
+        if not self._lines:
+            raise EOFError
+        return self._lines.pop(0)
+
+
 async def test_the_chat_ends_with_the_input_and_counts_failures() -> None:
-    lines = iter(["hello", ""])
-
-    def read_line(prompt: str) -> str:
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
     stream = io.StringIO()
     async with canned(b'{"error": {"message": "no"}}', status="503 Busy") as client:
-        conversation = Conversation(
-            client, ChatConfig(session="s"), Console(file=stream), read_line=read_line
-        )
-        await conversation.run()
+        config = ChatConfig(session="s")
+        assert await Conversation(client, config, Console(file=stream), Lines("hello", "")).run()
+        assert not await Conversation(client, config, Console(file=stream), Lines("/help", "")).run()
     assert "no" in stream.getvalue().split()
 
 

@@ -1,0 +1,1 @@
+"""`kvferry chat`: a terminal client of the router's HTTP API."""
