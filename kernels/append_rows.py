@@ -1,7 +1,7 @@
-"""One new K and V row for every (sequence, KV head) of a batch, where its descriptor says; one launch.
+"""Writes one new K and V row for every (sequence, KV head) of a batch, at its descriptor's place; one launch.
 
-A building block of the Triton paths of `dense_decode` and `trizone` (`hsa` appends as it scores); imported by
-them only, because it imports Triton.
+A building block of the Triton paths of `dense_decode` and `trizone` (`hsa` appends as it scores); imported
+only by them, because it imports Triton.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def append_rows(buffer: Tensor, heads: Tensor, keys: Tensor, values: Tensor) -> 
     """Write row `length - 1` of every head that has a length.
 
     Args:
-        buffer: what offsets count from, in the rows' dtype; rows are D elements apart.
+        buffer: the buffer that offsets count from, in the rows' dtype; rows are D elements apart.
         heads: int64 `[B * H_kv, F]`, see `descriptors.py`; lengths include the new row.
         keys, values: contiguous `[B, H_kv, D]`.
     """

@@ -1,4 +1,4 @@
-"""Triton kernels that sum attention probabilities over queries without ever holding them: two passes.
+"""Triton kernels that sum attention probabilities over queries without storing them, in two passes.
 
     _row_lse_kernel      (KV head, block of query rows, split of keys): log2-sum-exp of each query row, the
                          last split combining
@@ -29,7 +29,7 @@ def _row_lse_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    # blocks are on the grid's first axis: only that one may be longer than 65,535
+    # blocks are on the grid's first axis, the only one that may exceed 65,535
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
     i, n, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -81,7 +81,7 @@ def _column_sums_kernel(
     at = head.to(tl.int64) * stride_head + t.to(tl.int64)[:, None] * stride_row + d[None, :]
     k_mask = (t[:, None] < num_tokens) & (d[None, :] < D)
     k = tl.load(key_ptr + at, mask=k_mask, other=0.0).to(DOT)
-    # rows of one query head before the tile's first key see none of it
+    # rows of one query head before the tile's first key see none of its keys
     unseen = tl.where(unit_rows == window, tl.maximum(tile * BLOCK_N - (num_tokens - window), 0), 0)
     sums = tl.zeros([BLOCK_N], tl.float32)
     for block in range(unseen // BLOCK_M, tl.cdiv(unit_rows, BLOCK_M)):
@@ -103,7 +103,7 @@ def attention_mass(queries: Tensor, keys: Tensor, *, scaling: float, per_query_h
     Args:
         queries: `[H_kv, G, W, D]`, row i at position T - W + i.
         keys: `[H_kv, T, D]`, rows contiguous.
-        per_query_head: keep the query heads of a group apart.
+        per_query_head: do not sum over the query heads of a group.
 
     Returns: float32 `[H_kv, T]`, or `[H_kv, G, T]`.
     """

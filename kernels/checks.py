@@ -1,7 +1,7 @@
 """Argument checks that the ops share: shapes, dtypes, devices and sizes, and what the Triton kernels support.
 
 `check_*` raise ValueError with the name, the value and what is allowed. `*_problem` return why a Triton
-kernel cannot serve a call, or None.
+kernel cannot run a call, or None.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Triton building blocks of split decode attention: one online-softmax step, and the last split's combine.
+"""Triton building blocks of split decode attention: one online-softmax step, and combining the splits.
 
-Shared by `dense_decode`, `hsa` and `trizone`; imported by their `triton_kernel.py` only, because it imports
-Triton. Tiles: BLOCK_G = G padded to 16 (rows beyond G hold zeros), BLOCK_D = D padded to a power of two,
+Shared by `dense_decode`, `hsa` and `trizone`; imported only by their Triton modules, because it imports
+Triton. Tiles: BLOCK_G = G padded to 16 (rows beyond G are zeros), BLOCK_D = D padded to a power of two,
 BLOCK_N tokens. Everything is accumulated in float32; logits are in units of log2.
 """
 
@@ -31,7 +31,7 @@ def attend_tile(q, k, v, ok, highest, total, acc, scale_log2):
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     logits = tl.where(ok[None, :], logits, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(logits, 1))
-    # -inf - -inf would be NaN: a head without a visible row yet
+    # no visible row yet: -inf - -inf would be NaN
     base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
     shrink = tl.exp2(highest - base)
     weights = tl.exp2(logits - base[:, None])
@@ -42,7 +42,7 @@ def attend_tile(q, k, v, ok, highest, total, acc, scale_log2):
 
 @triton.jit
 def split_range(num_tiles, split, num_splits, MIN_TILES: tl.constexpr):
-    """The tiles of one split: begin, end, and how many splits have any (at least one)."""
+    """The tiles of one split: begin, end, and the number of splits that have any, at least 1."""
     per_split = tl.maximum(tl.cdiv(num_tiles, num_splits), MIN_TILES)
     begin = split * per_split
     return begin, tl.minimum(begin + per_split, num_tiles), tl.maximum(tl.cdiv(num_tiles, per_split), 1)
@@ -59,7 +59,7 @@ def finish_split(
     acc, highest, total, partial_ptr, lse_ptr, counter_ptr, out_ptr, bh, slot, first_slot, num_slots, g, d,
     G: tl.constexpr, D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Write a head's output where it has one split; else leave this split's part, and combine if it is last.
+    """Write a head's output if it has one split; else write this split's part, and combine if it is the last.
 
     Args: acc `[BLOCK_G, BLOCK_D]` with d its channels; slot: this split's place in the workspace.
     """
@@ -90,8 +90,8 @@ def combine_if_last(
     partial_ptr, lse_ptr, counter_ptr, out_ptr, bh, first_slot, num_slots, d,
     G: tl.constexpr, D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Count this split; the last of the head's `num_slots` adds up their parts, the counter back at zero."""
-    # every thread's part is in memory before one of them counts the split
+    """Count this split; the last of the head's `num_slots` adds up their parts and resets the counter."""
+    # all threads must have written their parts before one of them counts the split
     tl.debug_barrier()
     done = tl.atomic_add(counter_ptr + bh, 1, sem="acq_rel")
     if done == num_slots - 1:

@@ -1,8 +1,8 @@
-"""Scratch memory of split decode kernels: partial results of every split, and a counter a head.
+"""Scratch memory of split decode kernels: partial results of every split, and a counter per head.
 
-A decode kernel cuts a head's rows into splits; each leaves a normalised partial output and its log2-sum-exp
-here, and whichever finishes last adds them up and sets the counter back to zero. Made once and reused by
-every layer and step (a captured step must not allocate); kernels on one stream may share one.
+A decode kernel divides a head's rows into splits. Each writes a normalised partial output and its
+log2-sum-exp here; the last to finish adds them up and resets the counter to zero. Allocated once and reused
+by every layer and step (a captured step must not allocate); kernels on one stream may share it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 MAX_SPLITS = 64
-"""Splits of one head; the last one reads all their partials in one tile."""
+"""Splits of one head at most; the last one reads all their parts in one tile."""
 CTAS_PER_SM = 4
 _INTERPRETED_SPLITS = 2
 
@@ -45,9 +45,9 @@ def split_workspace(
 
 
 def choose_num_splits(num_heads: int, device: torch.device) -> int:
-    """Splits a head so that all heads together fill the device a few times over; fixed for a batch bucket.
+    """Splits per head so that all heads together fill the device a few times; fixed for a batch bucket.
 
-    Lengths do not enter: they are read on the device, and short heads leave their last splits idle.
+    Independent of lengths, which are read on the device: short heads leave their last splits idle.
     """
     if device.type != "cuda":
         return _INTERPRETED_SPLITS

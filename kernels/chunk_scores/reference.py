@@ -1,4 +1,4 @@
-"""Chunk scores as the equation reads, chunk by chunk, in float32. For tests, not for use."""
+"""Chunk scores as the equation reads, chunk by chunk, in float32. For tests only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Chunk scores in Triton: one program owns a chunk of one KV head, so nothing is added atomically.
+"""Chunk scores in Triton: one program per chunk of one KV head, so no atomic additions.
 
-It computes each query row's log2-sum-exp over the chunk, leaves them in scratch memory that only it reads,
-and then recomputes the logits and sums each key's probabilities over the rows.
+It computes each query row's log2-sum-exp over the chunk, writes them to its own scratch memory, then
+recomputes the logits and sums each key's probabilities over the rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvferry.kernels.dispatch import interpreting
 from kvferry.kernels.split_attention import LOG2_E
 
 MAX_REGISTERS = {4: 168, 8: 128}
-"""A thread's, by warps a program: three programs an SM, or two, as shared memory has room for."""
+"""Per thread, by warps per program: for three programs an SM, or two, as many as shared memory allows."""
 
 
 @triton.jit
@@ -32,11 +32,11 @@ def _chunk_scores_kernel(
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SHARED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    # chunks are on the grid's first axis: only that one may be longer than 65,535
+    # chunks are on the grid's first axis, the only one that may exceed 65,535
     chunk, head = tl.program_id(0), tl.program_id(1)
     first = chunk * chunk_tokens
     count = tl.minimum(num_tokens - first, chunk_tokens)
-    # the chunk's own queries, or the same ones for every chunk
+    # the chunk's own queries, or the shared ones
     rows = num_queries if SHARED else count
     m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     keys = head.to(tl.int64) * stride_head + first.to(tl.int64) * stride_row
@@ -59,7 +59,7 @@ def _chunk_scores_kernel(
                 total += tl.sum(tl.exp2(logits - new_highest[:, None]), 1)
                 highest = new_highest
             tl.store(scratch + g * rows + i, highest + tl.log2(total), mask=i < rows)
-    # the rows' sums are read by other threads than wrote them
+    # other threads read the rows' sums than wrote them
     tl.debug_barrier()
     share = 1.0 / G
     if SHARED:
@@ -80,7 +80,7 @@ def _chunk_scores_kernel(
 
 
 def chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: float, shared: bool) -> Tensor:
-    """As `chunk_scores`, or `shared_chunk_scores`, of the dispatch in `__init__.py`, which checks."""
+    """As `chunk_scores` or `shared_chunk_scores` in `__init__.py`, which checks arguments."""
     num_kv_heads, group_size, num_queries, head_dim = queries.shape
     num_tokens, device = keys.shape[1], keys.device
     scores = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=device)

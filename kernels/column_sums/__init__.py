@@ -20,7 +20,7 @@ from kvferry.kernels.dispatch import path_for
 MAX_LOGITS = 1 << 24
 """float32 logits at a time (64 MiB); one query's G * T logits are always allowed."""
 MAX_CHUNK_QUERIES = 256
-"""A chunk computes its whole diagonal block, half of it for nothing: short chunks keep that small."""
+"""A chunk computes its whole diagonal block, half of it unused: short chunks limit that."""
 
 
 class ColumnSums(NamedTuple):
@@ -85,7 +85,7 @@ def column_sums_torch(
             visible = history + begin + count
             rows = queries[head, :, begin : begin + count].reshape(group * count, head_dim).float() * scaling
             logits = (rows @ head_keys[:visible].T).view(group, count, visible)
-            # only the chunk's own columns can lie in a query's future
+            # only the chunk's own columns can be after a query
             logits[:, :, visible - count :].masked_fill_(future[:count, :count], float("-inf"))
             weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
             # dividing each row by its sum and summing the columns is one product: no second matrix

@@ -1,4 +1,4 @@
-"""Column sums as the equations read, the whole matrix at once, in float32. For tests, not for use."""
+"""Column sums as the equations read, the whole matrix at once, in float32. For tests only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense decode attention of a whole batch: rows of any lengths, appended to and attended by two launches."""
+"""Dense decode attention of a batch with rows of any lengths, in two launches (append, attend)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense decode attention in float32, written to be read beside the equation. For tests; not for serving.
+"""Dense decode attention in float32, written like the equation. For tests only.
 
 Legend: H_kv KV heads, G query heads per KV head, n cached tokens, D head_dim.
 """

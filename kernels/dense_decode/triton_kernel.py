@@ -1,7 +1,7 @@
-"""Dense decode attention in Triton: split-K over a head's rows, combined by the split that finishes last.
+"""Dense decode attention in Triton: split-K over a head's rows; the last split to finish combines them.
 
-One program is one (sequence, KV head) and one split; the G query heads of a group share every row it loads.
-Rows come through descriptors (`kernels/descriptors.py`), contiguous or paged; lengths are read on the device.
+One program per (sequence, KV head) and split; the G query heads of a group share every row it loads.
+Descriptors (`kernels/descriptors.py`) locate rows, contiguous or paged; lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvferry.kernels.split_attention import (
 from kvferry.kernels.split_workspace import SplitWorkspace, choose_num_splits, split_workspace
 
 MIN_SPLIT_BYTES = 32 << 10
-"""K and V bytes that a split is worth."""
+"""K and V bytes of a split at least."""
 MAX_REGISTERS = 128
-"""A thread's: with so many, an SM holds 16 warps, `CTAS_PER_SM` programs of four. Left to itself the compiler
-spills a register for more programs than the shared memory of one has room for."""
+"""Per thread: an SM then fits 16 warps, `CTAS_PER_SM` programs of four. Without a limit the compiler spills
+registers to fit more programs than shared memory allows."""
 
 
 @triton.jit
@@ -86,8 +86,7 @@ def dense_decode_batch(
 
     Args:
         queries: contiguous `[B, H_kv, G, D]`.
-        keys, values: the buffers that offsets count from (the same one, an arena, or two), the queries'
-            dtype.
+        keys, values: the buffers that offsets count from (one arena, or two buffers), the queries' dtype.
         heads: int64 `[B * H_kv, F]`, see `descriptors`; a head without rows has an output of zero.
         row_stride: elements from one row to the next.
         workspace: of at least B * H_kv * num_splits slots and B * H_kv heads.
@@ -116,7 +115,7 @@ def dense_decode_batch(
 def dense_decode(
     queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, num_splits: int | None = None
 ) -> Tensor:
-    """One sequence of `dense_decode_batch`; arguments are checked by the dispatch in `__init__.py`."""
+    """One sequence of `dense_decode_batch`; `__init__.py` checks arguments."""
     num_kv_heads, group_size, head_dim = queries.shape
     splits = choose_num_splits(num_kv_heads, queries.device) if num_splits is None else num_splits
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)
@@ -146,21 +145,21 @@ def dense_decode(
 
 
 def block_tokens(dtype: torch.dtype, block_d: int, page_rows: int = 0) -> int:
-    """Rows a tile: 64 where three stages of K and V fit in shared memory, never more than a page.
+    """Rows per tile: 64 if three stages of K and V fit in shared memory, at most a page.
 
-    The interpreter, slow by the operation rather than by the element, gets larger tiles.
+    The interpreter has larger tiles, because its cost is per operation, not per element.
     """
     rows = 256 if interpreting() else 64 if dtype.itemsize * block_d <= 256 else 32
     return min(rows, page_rows) if page_rows else rows
 
 
 def decode_warps(block_d: int) -> int:
-    """Warps a program: with four, an accumulator of 256 channels does not fit in the registers."""
+    """Warps per program: with four, an accumulator of 256 channels does not fit in the registers."""
     return 8 if block_d > 128 else 4
 
 
 def dot_dtype(dtype: torch.dtype) -> tl.dtype:
-    """What operands of `tl.dot` are widened to: the interpreter multiplies bfloat16 wrongly."""
+    """The dtype of `tl.dot`'s operands: the interpreter multiplies bfloat16 wrongly."""
     if dtype == torch.float16:
         return tl.float16
     return tl.bfloat16 if dtype == torch.bfloat16 and not interpreting() else tl.float32

@@ -1,4 +1,4 @@
-"""Exact top-k decode attention in plain float32. For tests; not for serving.
+"""Exact top-k decode attention in plain float32. For tests only.
 
 Legend: H_kv KV heads, G query heads per KV head, n cached tokens, D head_dim, t num_tokens.
 """

@@ -1,9 +1,8 @@
 """Descriptors and scratch memory of the HSA kernel; see `kernels/descriptors.py` for what a table is.
 
-Page extremes of a head lie channel by channel, a channel's pages beside one another, of which a step reads
-only the channels that it ranks highest: page p of channel c at `offset + c * channel_stride + p`. The stride
-is a multiple of 16 bytes and at least the pages' number rounded up to that. Pages of one token have none:
-their keys are read.
+Page extremes of a head are stored channel by channel, because a step reads only the highest-ranked channels:
+page p of channel c is at `offset + c * channel_stride + p`. The stride is a multiple of 16 bytes. Pages of
+one token have no extremes: their keys are read.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ BLOCK_PAGES = 128
 
 @dataclass(frozen=True, kw_only=True)
 class PageSizes:
-    """Whether a batch has heads whose pages are of one token, and of more; each have a launch."""
+    """Whether a batch has pages of one token, and larger ones; each kind has its own launch."""
 
     one: bool
     more: bool
@@ -42,7 +41,7 @@ class PageSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class HsaScratch:
-    """What the three launches leave for one another.
+    """What the three launches pass to one another.
 
     Attributes:
         scores: float32 `[heads, G, max_pages]`, logits of pages in units of log2.

@@ -2,7 +2,7 @@
 
     _gather_attend_kernel  (head, split): rows gathered by token, combined by the last split
 
-Imported by `triton_kernel.py` only, because it imports Triton.
+Imported only by `triton_kernel.py`, because it imports Triton.
 """
 
 from __future__ import annotations

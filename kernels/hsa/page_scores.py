@@ -1,11 +1,11 @@
 """HSA's first launch in Triton: a batch's new rows, and every page's logit.
 
-    _score_pages_kernel  (head, block of pages): ranks channels, scores its pages by their extremes, leaves a
+    _score_pages_kernel  (head, block of pages): ranks channels, scores its pages by their extremes, writes a
                          partial log-sum-exp, writes the new row and folds it into its page's extremes
-    _score_rows_kernel   (head, block of rows): the same where a page is one token, whose key is its extremes
+    _score_rows_kernel   (head, block of rows): the same for pages of one token, whose key is its extremes
 
-A batch may have heads of either kind; each launch leaves the other's heads alone. Imported by
-`triton_kernel.py` only, because it imports Triton.
+A batch may have heads of either kind; each launch skips the other's heads. Imported only by
+`triton_kernel.py`, because it imports Triton.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _rank_channels(
 ):
     """Of each channel: its rank by sum_G |q|, the lowest first among equals, and sum_G q: `[BLOCK_D]` each.
 
-    By comparing all pairs; a sort is longer. Channels at D and beyond rank last.
+    Compares all pairs, which is faster than a sort. Channels at D and beyond rank last.
     """
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     columns = load_queries(query_ptr, bh, g, d, G, D, tl.float32)

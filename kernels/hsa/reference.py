@@ -1,4 +1,4 @@
-"""Hybrid sparse attention (HSA) in plain float32, to be read beside RocketKV's Algorithm 1. For tests.
+"""Hybrid sparse attention (HSA) in plain float32, written like RocketKV's Algorithm 1. For tests only.
 
 Legend: H_kv KV heads, G query heads per KV head, n cached tokens, D head_dim, P page_size, k1 num_channels,
 k2 num_tokens.

@@ -2,7 +2,7 @@
 
     _select_tokens_kernel  (head): softmax over tokens, mean over the group, top-k2 without a sort
 
-Imported by `triton_kernel.py` only, because it imports Triton.
+Imported only by `triton_kernel.py`, because it imports Triton.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _select_tokens_kernel(
     p = tl.arange(0, BLOCK_P)
     tokens = token_ptr + bh.to(tl.int64) * max_tokens
     if length > 0:
-        # the newest token is always in; the others compete for what is left, page by page
+        # the newest token is always selected; the others compete for the rest, page by page
         size = tl.where(p < num_pages, tl.minimum(length - 1 - p * page_size, page_size), 0)
         key = _page_keys(
             score_ptr, partial_ptr, bh, p, num_pages, block_pages, max_pages, num_blocks, G, BLOCK_B

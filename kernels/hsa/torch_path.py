@@ -1,5 +1,6 @@
-"""Hybrid sparse attention in vectorised torch: no loop over heads, tokens or pages. Arguments are checked by
-the dispatch in `__init__.py`; shapes are as documented there.
+"""Hybrid sparse attention in vectorised torch: no loop over heads, tokens or pages.
+
+`__init__.py` checks arguments and documents shapes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kvferry.kernels.dense_decode.torch_path import dense_decode
 from kvferry.kernels.top_tokens import JointRows, attend_tokens, head_starts, top_indices, top_tokens
 
 MIN_MAGNITUDE = 1e-30
-"""What norms are raised by, so that none is zero."""
+"""Added to norms, so that none is zero."""
 
 
 def write_page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, page_size: int) -> None:
@@ -46,12 +47,12 @@ def update_page_extremes(
 
 @dataclass(frozen=True, kw_only=True)
 class RankedQueries:
-    """Some heads' queries over the channels that they rank highest.
+    """Some heads' queries, restricted to their highest-ranked channels.
 
     Attributes:
         channels: I1, int64 `[H_kv, k1]`.
         queries: float32 `[H_kv, G, k1]`, divided by the temperature.
-        below: bool `[H_kv, k1]`, whether the channel reads Kmin.
+        below: bool `[H_kv, k1]`, whether Kmin is read for the channel, not Kmax.
     """
 
     channels: Tensor
@@ -68,8 +69,8 @@ class RankedQueries:
 def rank_channels(queries: Tensor, *, num_channels: int) -> RankedQueries:
     """The first part of step 2 of Algorithm 1, for the KV heads of one sequence or of several.
 
-    Operators on so few numbers take as long as their code takes to reach the core: of two that say the same,
-    the one that a step has run already is the faster.
+    With so few numbers the time is that of loading an operator's code: of two equal ones, the one that the
+    step has used already is faster.
 
     Args: queries `[H_kv, G, D]`.
     """
@@ -78,10 +79,10 @@ def rank_channels(queries: Tensor, *, num_channels: int) -> RankedQueries:
     channels = top_indices(magnitudes.sum(1), num_channels)
     index = channels.unsqueeze(1).expand(-1, q.shape[1], -1)
     q_kept = q.gather(2, index)
-    # a sum of -0.0 is one of zeros, whose extreme counts for nothing
+    # a sum of -0.0 has only zeros, with which the extreme does not matter
     below = q_kept.sum(1).signbit()
-    # 1 / temperature, sqrt(|q|_1 / (D |q_I1|_1)); a head that is zero on I1 has logits of zero whatever it is
-    # divided by, but for zero
+    # 1 / temperature, sqrt(|q|_1 / (D |q_I1|_1)); a head that is zero on I1 has logits of zero with any
+    # temperature but zero
     l1_kept = torch.linalg.vector_norm(q_kept, 1, -1, True).add_(MIN_MAGNITUDE)
     shrink = torch.div(l1_kept, magnitudes.mean(-1, keepdim=True)).rsqrt_()
     return RankedQueries(channels=channels, queries=q_kept.mul_(shrink), below=below)
@@ -113,15 +114,15 @@ def select_tokens(
         highest, lowest = page_max.narrow(1, 0, num_pages).float(), page_min.narrow(1, 0, num_pages).float()
         logits = torch.bmm(q.new_zeros(wide).scatter_(2, index, q_max), highest.mT)
         logits.baddbmm_(q.new_zeros(wide).scatter_(2, index, q - q_max), lowest.mT)
-    # softmax over tokens: a page's term counts once for each token it holds, and all but the last hold P
+    # softmax over tokens: a page's term counts once for each of its tokens, P in all pages but the last
     in_last = length - (num_pages - 1) * page_size
     if in_last == 1:
-        # the newest, whose score decides nothing
+        # the newest token, whose score is not used
         logits.select(2, -1).sub_(math.log(page_size))
     weights = logits.softmax(dim=-1)
     if 1 < in_last < page_size:
         weights /= torch.rsub(weights[..., -1:], page_size, alpha=page_size - in_last)
-    # summed over G: one token's share, or as many times as much for every token alike
+    # the sum over G selects the same tokens as the mean
     scores = weights.sum(1)
     return top_tokens(scores, num_tokens, length=length, page_size=page_size)
 
@@ -133,7 +134,7 @@ class ChannelRows:
     Attributes:
         rows: `[n, pages]`.
         first: int64 `[H_kv, 1]`, the row of each head's channel 0 of Kmax.
-        apart: how many rows after a channel of Kmax the same one of Kmin lies.
+        apart: rows from a channel of Kmax to the same one of Kmin.
     """
 
     rows: Tensor
@@ -142,7 +143,7 @@ class ChannelRows:
 
     @classmethod
     def of(cls, page_max: Tensor, page_min: Tensor) -> ChannelRows | None:
-        """None where they do not lie so: channel by channel in one storage, at equal distances."""
+        """None unless they are stored channel by channel, evenly spaced in one storage."""
         num_kv_heads, num_pages, head_dim = page_max.shape
         head_stride, page_stride, row = page_max.stride()
         if page_stride != 1 or row < num_pages or page_min.stride() != page_max.stride():
@@ -167,7 +168,8 @@ class ChannelRows:
 class CacheViews:
     """One sequence's cache in one layer as a step reads it, made once.
 
-    Attributes: `ChannelRows` and `JointRows` of all its pages and rows, None where they do not lie so.
+    Attributes: `ChannelRows` and `JointRows` of all its pages and rows, None if its memory is not laid out
+    so.
     """
 
     channels: ChannelRows | None

@@ -4,8 +4,8 @@
     token_selection.py  _select_tokens_kernel
     gather_attend.py    _gather_attend_kernel
 
-Rows and page extremes come through descriptors (`ROW_FIELDS`, then those of `hsa.descriptors`), so sequences
-with other page sizes, budgets and lengths share a launch.
+Descriptors (`ROW_FIELDS`, then those of `hsa.descriptors`) locate rows and page extremes, so sequences with
+any page sizes, budgets and lengths share a launch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def append_and_attend_batch(
     new_keys: Tensor | None = None,
     new_values: Tensor | None = None,
 ) -> None:
-    """Append one row to every sequence of a batch where there is one, and attend as `hsa.attend` does.
+    """Append one row to every sequence of a batch, if given, and attend as `hsa.attend` does.
 
     Args:
         queries: contiguous `[B, H_kv, G, D]`.
@@ -54,7 +54,7 @@ def append_and_attend_batch(
         page_sizes: which there are among the heads.
         scratch: for at least B * H_kv heads; its `max_pages` is at most MAX_PAGES, and its `max_tokens` at
             least the largest min(k2, length).
-        new_keys, new_values: contiguous `[B, H_kv, D]`, or both None: the rows are there already.
+        new_keys, new_values: contiguous `[B, H_kv, D]`, or both None if the rows are written already.
         output: out, contiguous `[B, H_kv, G, D]`.
     """
     score_pages(
@@ -84,8 +84,7 @@ def score_pages(
     new_keys: Tensor | None,
     new_values: Tensor | None,
 ) -> None:
-    """The first launch of `append_and_attend_batch`, whose arguments these are; two where some pages are of
-    one token and some of more."""
+    """The first launch of `append_and_attend_batch`, or two if page sizes are both 1 and larger."""
     group_size, head_dim = queries.shape[2:]
     max_pages, num_blocks = scratch.scores.shape[2], scratch.partial.shape[1]
     block_k1 = max(triton.next_power_of_2(max_channels), 16)
@@ -114,7 +113,7 @@ def select_tokens(heads: Tensor, scratch: HsaScratch, *, group_size: int) -> Non
         scratch.scores, scratch.partial, heads, scratch.tokens, scratch.counts, max_pages, num_blocks,
         BLOCK_PAGES, scratch.tokens.shape[1],
         G=group_size, BLOCK_P=block_p, BLOCK_B=triton.next_power_of_2(num_blocks), FIELDS=FIELDS,
-        # registers for 16 pages a thread at most
+        # registers for at most 16 pages per thread
         num_warps=8 if block_p <= 2048 else 16, num_stages=1,
     )  # fmt: skip
 
@@ -165,9 +164,9 @@ def attend(
     new_value: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
-    """One sequence of `append_and_attend_batch`; arguments are checked by the dispatch in `__init__.py`.
+    """One sequence of `append_and_attend_batch`; `__init__.py` checks arguments.
 
-    Args: new_key, new_value `[H_kv, D]`: row `length - 1`, or both None where it is there already.
+    Args: new_key, new_value `[H_kv, D]`: row `length - 1`, or both None if it is written already.
     """
     num_kv_heads, group_size, head_dim = queries.shape
     splits = choose_num_splits(num_kv_heads, queries.device) if num_splits is None else num_splits
@@ -210,5 +209,5 @@ def attend(
 
 
 def _distance(base: Tensor, tensor: Tensor) -> int:
-    """Elements from the start of one tensor to the start of another, which need not share storage."""
+    """Elements from the start of one tensor to the start of another, which may be in another storage."""
     return (tensor.data_ptr() - base.data_ptr()) // base.element_size()

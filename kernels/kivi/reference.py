@@ -1,4 +1,4 @@
-"""KIVI value by value (Liu et al. 2024, section 3.3), beside the paper. For tests; not for serving.
+"""KIVI value by value (Liu et al. 2024, section 3.3), written like the paper. For tests only.
 
 Legend: H_kv KV heads, n rows, D head_dim.
 """

@@ -1,6 +1,6 @@
-"""Where a packed head's regions lie, as a row of int64: what kernels read to find them.
+"""The place of a packed head's regions as a row of int64, which Triton kernels read.
 
-Offsets count elements of a region's own kind from the start of one buffer, which holds any number of layers.
+Offsets count elements of each region's dtype from the start of one buffer, which may contain many layers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kvferry.kernels.packed.key_words import WIDTHS
 from kvferry.kernels.packed.layer import PackedLayer
 
 FIELDS = 20
-"""Columns: a number of the caller's, channels of each width (4), tokens of each width (4), then offsets of
+"""Columns: the caller's number, channels of each width (4), tokens of each width (4), then offsets of
 key_words (int16), channels (int16), key scales, key minima, value scales, value minima (float32), values 2,
 4, 8 (int16), values 16 (float16), positions (int32)."""
 
@@ -19,7 +19,7 @@ key_words (int16), channels (int16), key scales, key minima, value scales, value
 def packed_entry(layer: PackedLayer, h: int, base: Tensor, number: int) -> list[int]:
     """The row of head h.
 
-    Args: base: the tensor that offsets count from; the layer's buffer lies at a multiple of 16 bytes from it.
+    Args: base: the tensor that offsets count from; the layer's buffer is a multiple of 16 bytes from it.
     """
     regions, counts = layer.layout.regions[h], layer.layout.heads[h]
     start = layer.buffer.data_ptr() - base.data_ptr()

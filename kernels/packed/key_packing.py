@@ -3,7 +3,7 @@
     _key_ranges_kernel  (head, chunk of tokens): smallest and largest value of each channel
     _pack_keys_kernel   (item): quantises and packs some token blocks of one head
 
-Imported by the Triton modules of this folder only, because it imports Triton.
+Imported only by the Triton modules of this folder, because it imports Triton.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _key_ranges_kernel(
         at = head.to(tl.int64) * stride_head + position[:, None] * stride_row + d[None, :]
         ok = (t < num_tokens)[:, None] & (d < D)[None, :]
         x = tl.load(key_ptr + at, mask=ok, other=0.0).to(tl.float32)
-        # a maximum passes NaN over; an infinite range is refused
+        # a maximum ignores NaN, so NaN becomes infinity, which is refused
         highest = tl.maximum(
             highest, tl.max(tl.where(ok, tl.where(x == x, x, float("inf")), float("-inf")), 0)
         )
@@ -58,8 +58,8 @@ def _pack_key_words(
     keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, before, first, count, block, lanes, num_tokens,
     stride_row, BLOCK_C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """The words of one block and width. Args: base: the block's; before: words a lane ahead of the width;
-    first, count: its channels in packed order."""
+    """The words of one block and width. Args: base: the block's first word; before: words per lane before the
+    width's; first, count: its channels in packed order."""
     FIELDS: tl.constexpr = 16 // W
     r = tl.arange(0, 16)
     for c0 in range(0, count, BLOCK_C):

@@ -19,11 +19,11 @@ Blocks = tuple[Tensor, int]
 
 
 def padded_tokens(num_tokens: int) -> int:
-    """Tokens, padding included; `lay_key_products` computes products for padding too."""
+    """Tokens, padding included; `plan_key_products` computes products for padding too."""
     return -(-num_tokens // 8) * 8
 
 
-def lay_key_products(
+def plan_key_products(
     tiles: Tiles,
     words: Tensor,
     num_channels: Sequence[int],
@@ -65,8 +65,8 @@ def lay_key_products(
                     (blocks[:, byte * lanes : (byte + count * width) * lanes], lanes) for blocks, lanes in run
                 ]
                 of_width = weights[:, channel : channel + count]
-                lay = _lay_halves if width == 16 else _lay_fields
-                lay(tiles, segments, width, of_width, addend, target)
+                plan = _plan_halves if width == 16 else _plan_fields
+                plan(tiles, segments, width, of_width, addend, target)
                 addend = target
             byte += count * width
             channel += count
@@ -88,10 +88,10 @@ def _runs(words: Tensor, num_channels: Sequence[int], num_tokens: int) -> list[l
     return runs if runs[0] else []
 
 
-def _lay_fields(
+def _plan_fields(
     tiles: Tiles, segments: Sequence[Blocks], width: int, weights: Tensor, addend: Tensor, target: Tensor
 ) -> None:
-    """One width below 16 bits. Args: segments: its bytes of each block; others as `_lay_halves`."""
+    """One width below 16 bits. Args: segments: its bytes of each block; others as `_plan_halves`."""
     (group_size, count), per_byte, start = weights.shape, 8 // width, 0
     scales = field_scales(width, weights.device)
     for blocks, lanes in segments:
@@ -99,23 +99,23 @@ def _lay_fields(
         fields = tiles.fields(blocks.view(num_blocks, count, row), width)
         products = scratch("products", (per_byte * num_blocks, group_size, row), weights.device)
         # [fields of a byte, blocks, G, w / 2, R, bytes of a word]
-        lying = products.view(per_byte, num_blocks, group_size, width // 2, lanes, 2).permute(
+        ordered = products.view(per_byte, num_blocks, group_size, width // 2, lanes, 2).permute(
             2, 1, 3, 5, 0, 4
         )
-        part = target[:, start : start + num_blocks * 8 * lanes].view(lying.shape)
+        part = target[:, start : start + num_blocks * 8 * lanes].view(ordered.shape)
         base = part if addend is target else addend.view(-1, *[1] * 5)
         tiles.multiply(
             FieldProducts(
                 weights=weights.expand(per_byte * num_blocks, -1, -1),
                 codes=fields.flatten(0, 1),
                 products=products,
-                sums=((base, lying, scales, part),),
+                sums=((base, ordered, scales, part),),
             )
         )
         start += num_blocks * 8 * lanes
 
 
-def _lay_halves(
+def _plan_halves(
     tiles: Tiles, segments: Sequence[Blocks], width: int, weights: Tensor, addend: Tensor, target: Tensor
 ) -> None:
     """16 bits, which are in the tokens' order.

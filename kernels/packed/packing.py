@@ -26,7 +26,7 @@ def pack_layer(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tenso
     Args:
         keys, values: floating `[H_kv, T, D]`; keys post-RoPE.
         key_bits: uint8 `[H_kv, D]`, each 0, 2, 4, 8 or 16.
-        value_bits: uint8 `[H_kv, T]`, likewise; a token of 0 bits is dropped, with its K.
+        value_bits: uint8 `[H_kv, T]`, the same widths; a token of 0 bits is dropped, with its K.
 
     Raises:
         ValueError: shapes do not fit together, another width, or a retained value that is not finite (in
@@ -34,22 +34,22 @@ def pack_layer(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tenso
     """
     _check_pack(keys, values, key_bits, value_bits)
     heads = []
-    for channels, tokens in zip(_counts(key_bits), _counts(value_bits), strict=True):
+    for widths, tokens in zip(_counts(key_bits), _counts(value_bits), strict=True):
         # without tokens there are no channels to store
-        heads.append(HeadCounts(channels=channels if any(tokens) else (0, 0, 0, 0), tokens=tokens))
+        heads.append(HeadCounts(channels=widths if any(tokens) else (0, 0, 0, 0), tokens=tokens))
     layout = packed_layout(heads, keys.shape[2])
     packed = view_packed_layer(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8, device=keys.device))
     by_torch = path_for("pack", keys.device, partial(_unsupported, keys, values)) == "torch"
     channel_order = key_bits.sort(dim=1, stable=True).indices
     token_order = value_bits.sort(dim=1, stable=True).indices
     for h, head in enumerate(packed.heads):
-        # zero bits sort first and are dropped
-        kept = channel_order[h, keys.shape[2] - head.counts.num_channels :]
+        # channels and tokens of zero bits sort first and are dropped
+        channels = channel_order[h, keys.shape[2] - head.counts.num_channels :]
         positions = token_order[h, keys.shape[1] - head.counts.num_tokens :]
-        head.channels.copy_(kept)
+        head.channels.copy_(channels)
         head.positions.copy_(positions)
         if head.counts.num_tokens and by_torch:
-            _pack_keys(head, keys[h].index_select(0, positions).index_select(1, kept).T)
+            _pack_keys(head, keys[h].index_select(0, positions).index_select(1, channels).T)
             _pack_values(head, values[h].index_select(0, positions))
     if not by_torch:
         # a CPU install has no Triton

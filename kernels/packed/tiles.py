@@ -62,8 +62,8 @@ class FieldProducts:
 
     Attributes:
         weights, codes, products: `products = weights @ codes`, three-dimensional.
-        sums: (addend, lying, scales, target): `target = addend + lying * scales`, in this order; lying is a
-        view
+        sums: (addend, ordered, scales, target): `target = addend + ordered * scales`, in this sequence;
+        ordered is a view
             of the products in the target's order.
     """
 
@@ -119,8 +119,8 @@ class Tiles:
                     torch.addmm(product.addend, product.weights, product.codes, out=product.target)
                     continue
                 torch.bmm(product.weights, product.codes, out=product.products)
-                for addend, lying, scales, target in product.sums:
-                    torch.addcmul(addend, lying, scales, out=target)
+                for addend, ordered, scales, target in product.sums:
+                    torch.addcmul(addend, ordered, scales, out=target)
 
     def reserve(self, num_codes: int) -> None:
         """Start a new tile unless the next `num_codes` codes, unpacked together, fit into this one."""

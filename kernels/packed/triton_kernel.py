@@ -3,8 +3,8 @@
     key_packing.py    _key_ranges_kernel, _pack_keys_kernel
     value_packing.py  _pack_values_kernel
 
-Heads keep different numbers of tokens at different widths; an item is about as many bytes as any other. The
-same numbers as the torch path, bit by bit: ranges are exact, divisions and roundings are IEEE's.
+Heads have different numbers of tokens at different widths; items have about equal bytes. The result equals
+the torch path's bit by bit: ranges are exact, divisions and roundings are IEEE's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvferry.kernels.packed.layout import Kind
 from kvferry.kernels.packed.value_packing import _pack_values_kernel
 
 ITEM_BYTES = 64 << 10
-"""Bytes that an item reads."""
+"""Bytes that an item reads, about."""
 KEY_ITEM_FIELDS = 3
 """Columns of an item of K: head, first and last token block."""
 VALUE_ITEM_FIELDS = 4
@@ -33,7 +33,7 @@ def fill(packed: PackedLayer, keys: Tensor, values: Tensor) -> None:
     """Quantise and pack the channels and tokens in the layer's index.
 
     Args:
-        packed: channels and positions written already.
+        packed: its channels and positions are written already.
         keys, values: `[H_kv, T, D]`, rows' elements contiguous.
 
     Raises:
@@ -65,7 +65,7 @@ def fill(packed: PackedLayer, keys: Tensor, values: Tensor) -> None:
     for kind, dtype in checked:
         start, size = packed.layout.kinds[kind]
         if not bool(buffer[start : start + size].view(dtype).isfinite().all()):
-            raise ValueError("rows hold a value that is not finite, or too large for how it is kept")
+            raise ValueError("rows have a value that is not finite, or too large for its width")
 
 
 def _fill_key_ranges(packed: PackedLayer, keys: Tensor, ints: Tensor, entries: Tensor) -> None:
@@ -100,12 +100,12 @@ def _fill_key_ranges(packed: PackedLayer, keys: Tensor, ints: Tensor, entries: T
 
 
 def _tile_tokens(block_d: int) -> int:
-    """Tokens a tile: 64 bytes of 16-bit rows for each of 128 threads; the interpreter gets larger ones."""
+    """Tokens per tile: 64 bytes of 16-bit rows for each of 128 threads; more in the interpreter."""
     return 128 if interpreting() else min(4096 // block_d, 64)
 
 
 def _items(packed: PackedLayer, element_bytes: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Shares of about `ITEM_BYTES` of K and of V."""
+    """Items of about `ITEM_BYTES` of K and of V."""
     key_items: list[list[int]] = []
     value_items: list[list[int]] = []
     value_tokens = max(ITEM_BYTES // (packed.layout.head_dim * element_bytes), 1)

@@ -2,7 +2,7 @@
 
     _pack_values_kernel  (item): some tokens of one head and width
 
-Imported by `triton_kernel.py` only, because it imports Triton.
+Imported only by `triton_kernel.py`, because it imports Triton.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _pack_rows(
             x = tl.load(values_ptr + position[:, None] * stride_row + d[None, :], mask=ok, other=0.0)
             at = rows + t.to(tl.int64)[:, None] * D + d[None, :]
             x = x.to(tl.float32)
-            # what would round to infinity, and NaN: refused afterwards
+            # NaN, and what would round to infinity, is refused afterwards
             x = tl.where(tl.abs(x) < 65520.0, x, float("inf"))
             tl.store(halves_ptr + at, x.to(tl.float16), mask=ok)
         else:
@@ -48,7 +48,7 @@ def _pack_rows(
             lowest, highest = tl.where(there, lowest, 0.0), tl.where(there, highest, 0.0)
             scale = tl.div_rn(highest - lowest, tl.full([BLOCK_T], (1 << W) - 1, tl.float32))
             scale = tl.where(scale > 0, scale, 1.0)
-            # a row that is refused afterwards gets some codes
+            # a row that is refused afterwards has arbitrary codes
             usable = (highest - lowest < float("inf"))[:, None]
             from_scale = tl.where(usable, scale[:, None], 1.0)
             from_lowest = tl.where(usable, lowest[:, None], 0.0)

@@ -1,6 +1,6 @@
 """V codes as bytes, one row a token: 8 bits a byte each, 4 bits half-split, 2 bits quarter-split over D.
 
-With m = 8 / w codes a byte and stride = ceil(D / m), byte i of a row holds channels i, i + stride, ... at
+With m = 8 / w codes a byte and stride = ceil(D / m), byte i of a row has channels i, i + stride, ... at
 bits 0, w, ...; channels at D and beyond are padding, which is written as zeros and which readers ignore.
 """
 
@@ -41,7 +41,7 @@ def unpack_value_rows(packed: Tensor, bits: int, head_dim: int) -> Tensor:
     return codes.flatten(1)[:, :head_dim]
 
 
-def lay_value_products(
+def plan_value_products(
     tiles: Tiles, weights: Tensor, rows: Sequence[tuple[int, Tensor]], output: Tensor
 ) -> None:
     """Plan `output += weights @ codes`; codes become float32 in their packed order.
@@ -58,11 +58,11 @@ def lay_value_products(
     for width, packed in rows:
         if width < 8:
             of_width = weights[:, start : start + len(packed)]
-            _lay_fields(tiles, of_width, packed, width, output)
+            _plan_fields(tiles, of_width, packed, width, output)
             start += len(packed)
         else:
             whole.append(packed)
-    _lay_rows(tiles, weights[:, start:], whole, output)
+    _plan_rows(tiles, weights[:, start:], whole, output)
 
 
 def add_value_products(weights: Tensor, packed: Tensor, bits: int, output: Tensor) -> None:
@@ -71,11 +71,11 @@ def add_value_products(weights: Tensor, packed: Tensor, bits: int, output: Tenso
     Args: weights float32 `[G, n]`; packed uint8 `[n, value_row_bytes]`; output float32 `[G, D]`, in place.
     """
     tiles = Tiles(packed.device)
-    lay_value_products(tiles, weights, [(bits, packed)], output)
+    plan_value_products(tiles, weights, [(bits, packed)], output)
     tiles.run()
 
 
-def _lay_fields(tiles: Tiles, weights: Tensor, packed: Tensor, bits: int, output: Tensor) -> None:
+def _plan_fields(tiles: Tiles, weights: Tensor, packed: Tensor, bits: int, output: Tensor) -> None:
     row_bytes = packed.shape[1]
     group_size, head_dim = output.shape
     per_byte = 8 // bits
@@ -102,7 +102,7 @@ def _lay_fields(tiles: Tiles, weights: Tensor, packed: Tensor, bits: int, output
         )
 
 
-def _lay_rows(tiles: Tiles, weights: Tensor, rows: Sequence[Tensor], output: Tensor) -> None:
+def _plan_rows(tiles: Tiles, weights: Tensor, rows: Sequence[Tensor], output: Tensor) -> None:
     """Tokens whose codes fill whole elements. Args: rows: bytes or halves, `[n, D]` each."""
     head_dim = output.shape[1]
     num_tokens, max_tokens = sum(map(len, rows)), tile_rows(head_dim)

@@ -27,9 +27,7 @@ TILE_BLOCKS = 8
 
 
 def page_extremes(packed: PackedLayer, page_max: Tensor, page_min: Tensor, *, page_size: int) -> None:
-    """Write the extremes of the dequantised keys of each head's tokens, page by page.
-
-    A page's extremes are those of the keys that attention reads, not of the keys before quantisation.
+    """Write the extremes of each head's keys, page by page, as attention reads them: after dequantisation.
 
     Args:
         page_max, page_min: out, floating `[H_kv, pages, D]`, pages >= ceil(n_h / P) for every head.
@@ -98,7 +96,7 @@ def attend(
     num_tokens: int,
     scaling: float,
 ) -> Tensor:
-    """`hsa.attend` over each head's kept tokens, dequantised, followed by the new rows.
+    """`hsa.attend` over each head's packed tokens, dequantised, followed by the new rows.
 
     Args:
         queries: `[H_kv, G, D]`.
@@ -163,7 +161,7 @@ def _attend_to(
 
 
 def _add_values(head: PackedHead, kept: Tensor, probabilities: Tensor, output: Tensor) -> Tensor:
-    """Add kept tokens' values. Args: kept int64 `[k]`, ascending; probabilities `[G, k]`; output `[G, D]`."""
+    """Add tokens' values. Args: kept int64 `[k]`, ascending; probabilities `[G, k]`, output `[G, D]`."""
     coded = kept[kept < sum(head.counts.tokens[:3])]
     output += (probabilities[:, : len(coded)] @ head.value_minima[coded])[:, None]
     scaled = probabilities[:, : len(coded)] * head.value_scales[coded]
@@ -177,7 +175,7 @@ def _add_values(head: PackedHead, kept: Tensor, probabilities: Tensor, output: T
 
 
 def _dequantised(head: PackedHead, codes: Tensor) -> Tensor:
-    """Keys of some tokens, float32 `[c, tokens]`, from their codes, which are changed."""
+    """Keys of some tokens, float32 `[c, tokens]`; overwrites their codes."""
     coded = sum(head.counts.channels[:3])
     codes[:coded] = codes[:coded] * head.key_scales[:, None] + head.key_minima[:, None]
     return codes

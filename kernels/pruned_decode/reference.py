@@ -1,6 +1,6 @@
-"""Attention on pruned K head by head in float32, to be read beside the equation. For tests; not for serving.
+"""Attention on pruned K head by head in float32, written like the equation. For tests only.
 
-Legend: H_kv KV heads, G query heads per KV head, n rows of the prompt, C kept channels, D head_dim.
+Legend: H_kv KV heads, G query heads per KV head, n rows of the prompt, C retained channels, D head_dim.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The quantiser value by value, to be read beside RDKV's appendix B. For tests; not for serving."""
+"""The quantiser value by value, written like RDKV's appendix B. For tests only."""
 
 from __future__ import annotations
 

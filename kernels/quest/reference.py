@@ -1,4 +1,4 @@
-"""Quest's decode attention in plain float32, to be read beside the equation. For tests; not for serving.
+"""Quest's decode attention in plain float32, written like the equation. For tests only.
 
 Legend: H_kv KV heads, G query heads per KV head, n cached tokens, D head_dim, P page_size, k num_tokens.
 """

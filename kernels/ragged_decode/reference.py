@@ -1,4 +1,4 @@
-"""Ragged attention head by head in float32, to be read beside the equation. For tests; not for serving."""
+"""Ragged attention head by head in float32, written like the equation. For tests only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SparQ's decode attention in plain float32, to be read beside its Algorithm 1. For tests; not for serving.
+"""SparQ's decode attention in plain float32, written like its Algorithm 1. For tests only.
 
 Legend: H_kv KV heads, G query heads per KV head, n cached tokens, D head_dim, r num_channels, k num_tokens.
 """

@@ -1,5 +1,5 @@
-"""Mixed-bit decode attention of a whole batch: packed prompts of ragged heads and their new rows, in three
-launches a layer (append, prologue, attend)."""
+"""Mixed-bit decode attention of a batch: packed prompts of ragged heads and their new rows, in three launches
+per layer (append, prologue, attend)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvferry.kernels.trizone.work_list import (
 )
 
 ROWS_PER_SPLIT = 1024
-"""New rows that one program attends to, where there is room for more."""
+"""New rows that one program attends to at most, up to `MAX_ROW_SPLITS` programs."""
 MAX_ROW_SPLITS = 8
 
 
@@ -59,7 +59,7 @@ def packed_work(
 ) -> tuple[WorkList, ...]:
     """Each layer's work list, on the host.
 
-    Args: base: uint8, what places of codes count from; layers: for each, its packed slots.
+    Args: base: uint8, the buffer that offsets count from; layers: for each, its packed slots.
     """
     splits = choose_num_splits(shape.num_heads, shape.device)
     works = []
@@ -83,7 +83,7 @@ class TriZoneBatch(SlotBatch[PackedRows]):
 
     Args:
         codes: the arena as uint8.
-        size: of the work; None where torch serves the op.
+        size: of the launches; None if torch runs the op.
     """
 
     def __init__(self, shape: BatchShape, base: Tensor, codes: Tensor, size: PackedSize | None) -> None:
@@ -94,12 +94,12 @@ class TriZoneBatch(SlotBatch[PackedRows]):
 
     @staticmethod
     def is_launchable(shape: BatchShape) -> bool:
-        """Whether a kernel serves such batches."""
+        """Whether a Triton kernel supports such batches."""
         problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim)
         return planned_path("trizone", shape.device, problem) != "torch"
 
     def take_up(self, works: Sequence[WorkList]) -> None:
-        """Beside `fill`, where kernels serve the op. Args: works: `packed_work` of the batch."""
+        """Needed besides `fill` if kernels run the op. Args: works: `packed_work` of the batch."""
         self._entries.zero_()
         self._items.copy_(self._idle)
         for layer, work in enumerate(works):

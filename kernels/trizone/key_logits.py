@@ -1,7 +1,7 @@
-"""The K side of TriZone's packed zones: logits of a tile of token blocks, from codes that are never stored.
+"""The K side of TriZone's packed zones: logits of a tile of token blocks.
 
-Place of codes: `kernels/packed/key_words.py`. A tile is BLOCK_N / 16 token blocks of 128: words `[BLOCK_C,
-BLOCK_N]`, each lane of which holds 8 tokens; so there are eight logit tiles `[BLOCK_G, BLOCK_N]`, of tokens
+Order of codes: `kernels/packed/key_words.py`. A tile is BLOCK_N / 16 token blocks of 128: words `[BLOCK_C,
+BLOCK_N]`, 8 tokens per lane; so there are eight logit tiles `[BLOCK_G, BLOCK_N]`, of tokens
 f * lanes + lane of each block, f = 0 .. 7.
 """
 
@@ -28,7 +28,7 @@ def key_logits(
     s0 = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
     s1, s2, s3, s4, s5, s6, s7 = s0, s0, s0, s0, s0, s0, s0
     at_16 = start + 16 * (n2 + 2 * n4 + 4 * n8)
-    # fewer at a time, because each is eight tiles; 16 are what a product takes at least
+    # fewer at a time, because each needs eight tiles; 16 is the least for a product
     BLOCK_H: tl.constexpr = 16
     c16 = tl.arange(0, BLOCK_H)
     for c in range(0, n16, BLOCK_H):
@@ -45,7 +45,7 @@ def key_logits(
         s6 = tl.dot(q, tl.load(halves_ptr + at + 96, mask=mask, other=0.0), s6)
         s7 = tl.dot(q, tl.load(halves_ptr + at + 112, mask=mask, other=0.0), s7)
     if n16 > 0:
-        # 16-bit channels have a power of two of their own
+        # 16-bit channels have their own power of two
         s0, s1, s2, s3 = s0 * ratio, s1 * ratio, s2 * ratio, s3 * ratio
         s4, s5, s6, s7 = s4 * ratio, s5 * ratio, s6 * ratio, s7 * ratio
     for c in range(0, n2, BLOCK_C):

@@ -1,4 +1,4 @@
-"""One item of TriZone's packed zones: full token blocks of one head, as far as their V has one width."""
+"""One item of TriZone's packed zones: the tokens of one V width in full token blocks of one head."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _tile(
     b2, b3 = tl.load(statistics + 2)[:, None], tl.load(statistics + 3)[:, None]
     undo, shift = tl.load(statistics + 4)[:, None], tl.load(statistics + 5)[:, None]
     if VB == 2:
-        # likewise: what the logits were made of is let go of first
+        # as in `add_values`: frees the registers of the logits' parts first
         tl.debug_barrier()
     logits = side_by_side(
         s0 - b0, s1 - b1, s2 - b2, s3 - b3, s4 - b0, s5 - b1, s6 - b2, s7 - b3, BLOCK_G, BLOCK_N
     )  # fmt: skip
     i = tl.arange(0, 8 * BLOCK_N)
-    # field f of a block's lane r holds its token 16 f + r
+    # field f of a block's lane r is its token 16 f + r
     lane = first + i // 8
     token = (lane // 16) * 128 + (i % 8) * 16 + lane % 16
     ok = (lane // 16 < end) & (token >= zone_start) & (token < zone_stop)
@@ -50,7 +50,7 @@ def _tile(
     p = tl.exp2(logits - base[:, None])
     total = total * shrink + tl.sum(p, 1)
     lowest *= shrink
-    # those that the width has no use for stay out of the loop, and of the registers
+    # accumulators that the width does not use take no registers
     a0 *= shrink[:, None]
     if VB < 16:
         a4 *= shrink[:, None]
@@ -72,7 +72,7 @@ def packed_item(
     slot, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, VB: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Full token blocks begin .. end of the entry at `row`, as far as their V has VB bits."""
+    """The tokens with VB bits of V in full token blocks begin .. end of the entry at `row`."""
     PER_WORD: tl.constexpr = 16 // VB
     ROW: tl.constexpr = D // PER_WORD
     BLOCK_W: tl.constexpr = BLOCK_D // PER_WORD
@@ -108,7 +108,7 @@ def packed_item(
     if VB == 16:
         store_part(partial_ptr, slot, a0 * share, g, j, inside, G, D)
     else:
-        # a byte holds channels i, i + stride, ...; a word the bytes 2 j and 2 j + 1
+        # a byte has channels i, i + stride, ...; a word the bytes 2 j and 2 j + 1
         STRIDE: tl.constexpr = D * VB // 8
         unit = share * (1024.0 * power_of_two(-exponent))
         low = lowest[:, None] * share

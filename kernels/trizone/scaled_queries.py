@@ -1,9 +1,9 @@
-"""TriZone's first launch: queries as the packed channels want them.
+"""TriZone's first launch: queries in the packed channels' order and scale.
 
     _prologue_kernel  (entry): permutes the queries to the packed channels' order, folds the K scales in,
                       rounds to float16 at a power of two per query head, and sums what the codes' "1" adds
 
-Imported by the Triton modules of this folder only, because it imports Triton.
+Imported only by the Triton modules of this folder, because it imports Triton.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _prologue_kernel(
     )  # fmt: skip
     statistics = statistics_ptr + (entry * BLOCK_G + g) * 8
     for f in tl.static_range(4):
-        # of the products as the main kernel rounds them, not of the queries
+        # sums of the products as the main kernel rounds them, not of the queries
         by_2, by_4 = (rounded * (0.25**f)).to(tl.float32), (rounded * (0.0625 ** (f % 2))).to(tl.float32)
         used = tl.where(
             (c < n2)[None, :], by_2, tl.where((c < n2 + n4)[None, :], by_4, rounded.to(tl.float32))

@@ -1,4 +1,4 @@
-"""The other item of TriZone's packed zones: a head's last, shorter token block, plainly and of all widths."""
+"""The other item of TriZone's packed zones: a head's last, shorter token block, with all widths."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _tail_values(halves_ptr, bytes_ptr, floats_ptr, row, token, ok, d, D: tl.con
     coded = t2 + t4 + t8
     log_width = tl.where(token < t2, 1, tl.where(token < t2 + t4, 2, 3))[:, None]
     stride = (D << log_width) // 8
-    # which of a byte's fields holds channel d
+    # the field of a byte that has channel d
     field = (d[None, :] >= stride).to(tl.int32) + (d[None, :] >= 2 * stride).to(tl.int32)
     field += (d[None, :] >= 3 * stride).to(tl.int32)
     place = tl.where(
@@ -80,7 +80,7 @@ def tail_item(
     scaled_ptr, statistics_ptr, halves_ptr, words_ptr, bytes_ptr, floats_ptr, row, partial_ptr, lse_ptr, slot,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The last, shorter block of the entry at `row`: at most 127 tokens of all widths, plainly."""
+    """The last, shorter block of the entry at `row`: at most 127 tokens of all widths."""
     num_tokens = (tl.load(row + 5) + tl.load(row + 6) + tl.load(row + 7) + tl.load(row + 8)).to(tl.int32)
     full = num_tokens // 128
     lanes = (num_tokens - full * 128 + 7) // 8
@@ -101,7 +101,7 @@ def tail_item(
         shrink, p = tl.exp2(highest - base), tl.exp2(logits - base[:, None])
         v = _tail_values(halves_ptr, bytes_ptr, floats_ptr, row, token, ok, d, D)
         total = total * shrink + tl.sum(p, 1)
-        # the tf32 of a float32 product would not do
+        # plain tf32 is not exact enough
         acc = tl.dot(p, v, acc * shrink[:, None], input_precision="tf32x3")
         highest = new_highest
     store_part(partial_ptr, slot, acc / tl.where(total > 0, total, 1.0)[:, None], g, d, d < D, G, D)

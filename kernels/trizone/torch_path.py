@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kvferry.kernels.decode_batch import in_buckets
 from kvferry.kernels.packed import PackedLayer
-from kvferry.kernels.packed.key_products import lay_key_products, padded_tokens
+from kvferry.kernels.packed.key_products import padded_tokens, plan_key_products
 from kvferry.kernels.packed.tiles import Tiles, scratch
-from kvferry.kernels.packed.value_rows import lay_value_products
+from kvferry.kernels.packed.value_rows import plan_value_products
 
 MIN_WEIGHT = 1e-30
 """Softmax weights below this change no float32 sum. They become 0, because products with subnormal floats are
@@ -37,7 +37,7 @@ def trizone_decode_segments(
     plans, thread = segments[0].plans, threading.get_ident()
     plan: DecodePlan | None = plans.get(thread)
     num_new = new_keys.shape[1]
-    if plan is None or not plan.serves(segments, queries.shape[1], num_new, scaling):
+    if plan is None or not plan.fits(segments, queries.shape[1], num_new, scaling):
         plans[thread] = plan = DecodePlan(segments, queries.shape[1], num_new, scaling)
     return plan.attend(queries.float(), new_keys.float(), new_values.float()).to(queries.dtype)
 
@@ -48,7 +48,7 @@ class _Keys:
 
     Attributes:
         channels: int64 `[H_kv, G, C]`, of `PackedLayer.query_tables`.
-        scales, minima: likewise, times the softmax scale.
+        scales, minima: as in `query_tables`, times the softmax scale.
         queries: out, `[H_kv, G, C]`: the queries' channels in packed order, times scales.
         bias: out, `[H_kv, G, 1]`: the minima's part.
     """
@@ -108,21 +108,22 @@ class DecodePlan:
             if self._room + length < width:
                 self._idle.append(self._logits[h, :, self._room + length :])
         self._keys = [
-            self._lay_keys(segment, of_segment) for segment, of_segment in zip(segments, starts, strict=False)
+            self._plan_keys(segment, of_segment)
+            for segment, of_segment in zip(segments, starts, strict=False)
         ]
         self._scales: list[_Scales] = []
         self._values = Tiles(device)
         for segment, of_segment in zip(segments, starts, strict=False):
-            self._lay_values(segment, of_segment)
+            self._plan_values(segment, of_segment)
 
-    def serves(self, segments: Sequence[PackedLayer], group_size: int, num_new: int, scaling: float) -> bool:
+    def fits(self, segments: Sequence[PackedLayer], group_size: int, num_new: int, scaling: float) -> bool:
         """Whether it fits a step. Args: segments: the first is the one that the plan belongs to."""
-        fits = (group_size, scaling) == (self._group_size, self._scaling)
-        fits &= self._room // 2 < max(num_new, NEW_TOKENS) <= self._room
-        fits &= len(segments) == len(self._others) + 1
+        same = (group_size, scaling) == (self._group_size, self._scaling)
+        same &= self._room // 2 < max(num_new, NEW_TOKENS) <= self._room
+        same &= len(segments) == len(self._others) + 1
         for other, segment in zip(self._others, segments[1:], strict=False):
-            fits &= other() is segment
-        return fits
+            same &= other() is segment
+        return same
 
     def attend(self, queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
         """A step. Args: float32; queries `[H_kv, G, D]`. Returns: float32 `[H_kv, G, D]`."""
@@ -154,7 +155,7 @@ class DecodePlan:
             starts.append([start + count for start, count in zip(starts[-1], counts, strict=True)])
         return starts
 
-    def _lay_keys(self, segment: PackedLayer, starts: Sequence[int]) -> _Keys:
+    def _plan_keys(self, segment: PackedLayer, starts: Sequence[int]) -> _Keys:
         tables, device = segment.query_tables, segment.buffer.device
         num_kv_heads, _, most = tables.channels.shape
         queries = scratch("queries", (num_kv_heads, self._group_size, most), device)
@@ -162,7 +163,7 @@ class DecodePlan:
         tiles = Tiles(device)
         for h, head in enumerate(segment.heads):
             start, counts = self._room + starts[h], head.counts
-            lay_key_products(
+            plan_key_products(
                 tiles,
                 head.key_words,
                 counts.channels,
@@ -180,7 +181,7 @@ class DecodePlan:
             tiles=tiles,
         )
 
-    def _lay_values(self, segment: PackedLayer, starts: Sequence[int]) -> None:
+    def _plan_values(self, segment: PackedLayer, starts: Sequence[int]) -> None:
         """Zones A's and B's values."""
         for heads in _equal_heads(segment, starts):
             coded = len(segment.heads[heads.start].value_scales)
@@ -198,7 +199,7 @@ class DecodePlan:
             begin = self._room + starts[h]
             weights = self._weights[h, :, begin : begin + head.counts.num_tokens]
             rows = ((2, head.values_2), (4, head.values_4), (8, head.values_8), (16, head.values_16))
-            lay_value_products(self._values, weights, rows, self._attended[h])
+            plan_value_products(self._values, weights, rows, self._attended[h])
 
 
 def _equal_heads(segment: PackedLayer, starts: Sequence[int]) -> list[range]:

@@ -43,12 +43,12 @@ from kvferry.kernels.trizone.work_list import (
 BLOCK_CHANNELS = 64
 """K channels a tile."""
 BLOCK_LANES = 8
-"""Lanes a tile, half a token block. The products of a tile are too small to be shared out: every warp has all
-of them, and with 16 lanes they take more registers than there are."""
+"""Lanes per tile, half a token block. A tile's products are too small to divide among warps: every warp has
+all of them, and with 16 lanes they do not fit in the registers."""
 INTERPRETED_LANES = 64
-"""The interpreter, slow by the operation rather than by the element, gets larger tiles."""
+"""Larger tiles for the interpreter, because its cost is per operation, not per element."""
 MAX_REGISTERS = 255
-"""A thread's. Left to itself the compiler spills for one more program an SM."""
+"""Per thread. Without a limit the compiler spills to fit one more program an SM."""
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def trizone_decode_batch(
         queries: contiguous `[B, H_kv, G, D]`.
         keys, values: the buffers that `heads` counts from (the arena, or two), the queries' dtype.
         heads: int64 `[B * H_kv, F]`, the new rows; see `kernels/descriptors.py`.
-        codes: uint8, what the work list's offsets count from; at a multiple of 16 bytes.
+        codes: uint8, the buffer that the work list's offsets count from; 16-byte aligned.
         scaled, statistics: scratch, float16 `[entries, 16, D to a power of two]` and float32
             `[entries, 16, STATISTICS]`.
         workspace: of at least as many slots as the list has items.
@@ -192,7 +192,7 @@ def trizone_decode_batch(
         BLOCK_SPLITS=triton.next_power_of_2(work.max_items_per_head), ITEM=ITEM_FIELDS,
         HEAD_FIELDS=heads.shape[1], ALIGN=ALIGNMENT_BYTES // queries.element_size(),
         DOT=dot_dtype(queries.dtype), ASM=not interpreting(),
-        # as few as hold the accumulators: what one warp computes, the others compute again
+        # as few as fit the accumulators: every warp computes the same products
         num_warps=2 if block_d <= 128 else 4, num_stages=2, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
@@ -207,10 +207,10 @@ def trizone_decode_segments(
     item_bytes: int | None = None,
     row_splits: int = 1,
 ) -> Tensor:
-    """One sequence of `trizone_decode_batch`; arguments are checked by the dispatch in `__init__.py`."""
+    """One sequence of `trizone_decode_batch`; `__init__.py` checks arguments."""
     num_kv_heads, group_size, head_dim = queries.shape
     device = queries.device
-    # layers without a byte still need somewhere to point
+    # layers without bytes still need a valid pointer
     codes = next((s.buffer for s in segments if s.buffer.numel()), queries.new_zeros(16, dtype=torch.uint8))
     if item_bytes is None:
         item_bytes = balanced_item_bytes([segments], num_kv_heads * choose_num_splits(num_kv_heads, device))

@@ -1,4 +1,4 @@
-"""Codes to halves without a conversion: one integer instruction for a pair of codes.
+"""Codes to float16 without a conversion instruction: one integer instruction for a pair of codes.
 
 `(word & mask) | 0x3C00` is the half `1 + code * 2^(shift - 10)`, code being the bits under the mask. The "1"
 is taken off again by a bias (K: at most D channels are summed) or by one subtraction, which is exact (V: all
@@ -30,7 +30,7 @@ def _code_assembly(mask):
 
 @triton.jit
 def high_byte(words, ASM: tl.constexpr):
-    """Each word's high byte in its low byte; the high byte may hold anything after."""
+    """Each word's high byte in its low byte; the high byte is undefined."""
     if ASM:
         return tl.inline_asm_elementwise(_SHIFT, "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2)
     else:

@@ -1,7 +1,7 @@
 """The V side of TriZone's packed zones: codes weighted by probabilities, widths apart.
 
-Place of codes: `kernels/packed/value_rows.py`. A byte holds channels i, i + stride, ..., a word two bytes:
-each field of a word has an accumulator of its own. The caller brings in each field's unit and the minima.
+Order of codes: `kernels/packed/value_rows.py`. A byte has channels i, i + stride, ..., a word two bytes: each
+field of a word has its own accumulator. The caller applies each field's unit and the minima.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def add_values(
 
     Args: p `[BLOCK_G, tokens]`; token `[tokens]`, its place in the zone; ROW: elements a row.
     """
-    # counted from the head's first row: 32 bits are enough, and half the registers
+    # counted from the head's first row: 32 bits suffice and take half the registers
     at = token[:, None] * ROW + j[None, :]
     mask = ok[:, None] & (j[None, :] < ROW)
     if VB == 16:
@@ -32,7 +32,7 @@ def add_values(
         lowest += tl.sum(p * tl.load(floats_ptr + minima + token, mask=ok, other=0.0)[None, :], 1)
         scaled = (p * scale[None, :]).to(tl.float16)
         if VB == 2:
-            # eight accumulators: codes must not be unpacked before the minima are done with
+            # eight accumulators: unpack codes only after the minima, to save registers
             tl.debug_barrier()
         low = tl.load(words_ptr + rows + at, mask=mask, other=0)
         high = high_byte(low, ASM)

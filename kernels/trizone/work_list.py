@@ -1,9 +1,9 @@
-"""The work list of a batch's packed attention: cut by bytes, not by heads, when sequences join the batch.
+"""The work list of a batch's packed attention: divided by bytes, not by heads, when sequences join the batch.
 
-An entry is one packed head (of one packed layer); an item is one program's share: some token blocks of one
-entry whose V has one width, its last short block, or a split of a head's unpacked rows. Heads keep different
-numbers of tokens at different widths, so equal shares of bytes are unequal shares of tokens. A head's items
-are neighbours: their partial results are, too.
+An entry is one packed head of one packed layer. An item is one program's share: some token blocks of one
+entry with one V width, its last short block, or a split of a head's unpacked rows. Heads have different
+numbers of tokens at different widths, so equal shares of bytes are unequal shares of tokens. A head's items,
+and so their partial results, are contiguous.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ KIND_ROWS = 4
 KIND_TAIL = 5
 """An item's kind: the last, shorter token block of an entry, whatever the widths in it."""
 KIND_IDLE = 6
-"""What a fixed grid is padded with."""
+"""An item's kind: padding of a fixed grid."""
 SCALE_EXPONENT = 13
-"""float16 holds p * s down to 2^-24; near the top of its range nothing that matters is lost."""
+"""float16 represents p * s down to 2^-24; near the top of its range only negligible weights are lost."""
 MIN_ITEM_BYTES = 32 << 10
 
 
@@ -62,11 +62,12 @@ def work_list(
     Args:
         layers: for each sequence, its packed layers (any number; all of H_kv heads). Where it has none, its
             heads attend to their unpacked rows, of which there may be none: their output is zero then.
-        base: the tensor that offsets count from; every layer's buffer may lie anywhere on its device at a
-            multiple of 16 bytes from it.
+        base: the tensor that offsets count from; every layer's buffer is on its device, a multiple of 16
+        bytes
+            from it.
         row_splits: splits of each head's unpacked rows, at least 1.
         item_bytes: bytes that one item should read.
-        num_items, num_entries: pad with idle items and empty entries to so many, for fixed grids.
+        num_items, num_entries: pad with idle items and empty entries to these numbers, for fixed grids.
         num_kv_heads: H_kv; that of the first sequence's layers if not given.
 
     Raises:
@@ -101,14 +102,14 @@ def work_list(
 
 
 def balanced_item_bytes(layers: Sequence[Sequence[PackedLayer]], num_programs: int) -> int:
-    """Item bytes with which a batch makes about `num_programs` items and no head more than it may."""
+    """Item bytes for about `num_programs` items per batch and at most `MAX_SPLITS` per head."""
     codes = [head for sequence in layers for layer in sequence for head in layer.heads]
     sizes = [_head_bytes(head) for head in codes]
     return max(MIN_ITEM_BYTES, sum(sizes) // max(num_programs, 1), max(sizes, default=0) // (MAX_SPLITS // 4))
 
 
 def _missing(name: str, wanted: int | None, there: int) -> int:
-    """How many to pad with."""
+    """The number to pad with."""
     if wanted is not None and wanted < there:
         raise ValueError(f"{name} is {wanted}; it must be at least {there}")
     return 0 if wanted is None else wanted - there
@@ -120,8 +121,8 @@ def _head_bytes(head: PackedHead) -> int:
 
 
 def _zone_items(head: PackedHead, head_dim: int, entry: int, item_bytes: int) -> list[list[int]]:
-    """Runs of full token blocks whose V has one width (a block with V of two is in an item of each), and what
-    is left over."""
+    """Runs of full token blocks with one V width (a block with two widths is in an item of each), and the
+    rest."""
     items: list[list[int]] = []
     key_bytes = BLOCK_TOKENS * sum(w * c for w, c in zip(WIDTHS, head.counts.channels, strict=True)) // 8
     full, start = head.counts.num_tokens // BLOCK_TOKENS, 0

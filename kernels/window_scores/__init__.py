@@ -63,7 +63,7 @@ def window_scores_torch(
         for begin in range(0, group * window, row_chunk):
             chunk = slice(begin, begin + row_chunk)
             logits = head_queries[chunk] @ head_keys.T
-            # Only the window's own columns can lie in a query's future.
+            # only the window's own columns can be after a query
             future = columns[None, :] > rows[chunk, None]
             logits[:, window_start:].masked_fill_(future, float("-inf"))
             scores[head] += logits.softmax(dim=-1).sum(dim=0)

@@ -1,4 +1,4 @@
-"""Window scores as the equation reads: every probability at once, in float32. For tests, not for use."""
+"""Window scores as the equation reads: every probability at once, in float32. For tests only."""
 
 from __future__ import annotations
 

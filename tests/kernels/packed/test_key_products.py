@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels.packed import tiles
-from kvferry.kernels.packed.key_products import lay_key_products, padded_tokens
+from kvferry.kernels.packed.key_products import padded_tokens, plan_key_products
 from kvferry.kernels.packed.key_words import WIDTHS, pack_key_words
 
 
@@ -25,7 +25,7 @@ def make(counts, num_tokens, seed):
 def products_of(words, counts, num_tokens, weights, bias):
     made = tiles.Tiles(words.device)
     products = torch.full((len(weights), padded_tokens(num_tokens)), torch.nan)
-    lay_key_products(made, words, counts, num_tokens, weights=weights, bias=bias, products=products)
+    plan_key_products(made, words, counts, num_tokens, weights=weights, bias=bias, products=products)
     made.run()
     return products[:, :num_tokens]
 
@@ -53,7 +53,7 @@ def test_a_run_reads_the_weights_of_its_time():
     weights, bias = torch.zeros(2, 5), torch.ones(2, 1)
     made = tiles.Tiles(words.device)
     products = torch.empty(2, padded_tokens(141))
-    lay_key_products(made, words, (0, 2, 1, 2), 141, weights=weights, bias=bias, products=products)
+    plan_key_products(made, words, (0, 2, 1, 2), 141, weights=weights, bias=bias, products=products)
     for value in (1.0, -2.0):
         weights.fill_(value)
         made.run()
