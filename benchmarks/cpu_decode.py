@@ -3,14 +3,13 @@
     python benchmarks/cpu_decode.py [--models demo wide] [--contexts 2048 4096 8192] [--batch-sizes 1 4]
         [--steps 15] [--threads N] [--clock wall|cpu] [--output FILE]
 
-All variants of one model, context and batch size take turns of a few steps in a row, as a worker makes them,
-again and again, so that whatever else the machine does falls on all of them; a turn's first step, which finds
-another variant's code and data in the caches, is not counted. A step is the model's forward pass with its
-attention and the likeliest next token; transformers' is the same with its `DynamicCache`, without the rest of
-`generate`. "demo" is the demo model with K and V of a prompt; "wide" has more and wider layers, of random
-weights, and random K and V.
-What a step costs depends on their values only through RDKV's allocation. Medians of one run, in milliseconds.
-On a machine that others use too, `--clock cpu --threads 1` counts what the process itself was given.
+All variants of one model, context and batch size alternate, a few steps at a time, so that other work of the
+machine slows all of them alike. The first step after a change of variant, which finds another variant's code
+and data in the caches, is not counted. A step is the model's forward pass with its attention and the
+likeliest next token; transformers' is the same with its `DynamicCache`, without the rest of `generate`.
+"demo" is the demo model with K and V of a prompt; "wide" has more and wider layers, of random weights, and
+random K and V. A step's cost depends on their values only through RDKV's allocation. Medians of one run, in
+milliseconds. On a shared machine, `--clock cpu --threads 1` counts the process's own CPU time.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from kvferry.tools.recall.tasks import TASKS
 METHODS = ("full", "rocketkv", "rdkv")
 TRANSFORMERS = "transformers"
 TURN_STEPS = 5
-"""Steps of a turn that are counted."""
+"""Steps of a variant that are counted before the next variant's."""
 WIDE_SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 1024,
@@ -246,7 +245,7 @@ def line(cell: dict[str, Any]) -> str:
 
 
 def cpu_name() -> str:
-    """The CPU's name as the kernel tells it."""
+    """The CPU's name as the kernel reports it."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return next((text.split(":", 1)[1].strip() for text in lines if text.startswith("model name")), "unknown")

@@ -3,7 +3,7 @@
     python benchmarks/delta.py [--tokens 4096] [--turns 10] [--plans rocketkv:1024 ...] [--output FILE]
 
 Serves the demo model with `kvferry serve` and asks about another fact of the document at every turn. Both
-numbers are prefill's own counters: bytes shipped, and bytes of rows left out because decode still held them.
+numbers are prefill's own counters: bytes shipped, and bytes of rows left out because decode retains them.
 They are counts and do not depend on how busy the machine is.
 """
 

@@ -42,7 +42,7 @@ Cell = dict[str, Any]
 
 
 def rendered(page: str, root: Path) -> str:
-    """The page with its tables and values made anew. Args: root: what the files' paths are relative to."""
+    """The page with current tables and values. Args: root: folder that the files' paths are relative to."""
 
     def tables(section: re.Match[str]) -> str:
         words = section[2].split()

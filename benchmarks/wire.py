@@ -2,9 +2,9 @@
 
     python benchmarks/wire.py [--megabytes 256] [--repeats 5] [--output FILE]
 
-The receiver is a process of its own. Ours: checksums, credits, acknowledgement, and one copy into a buffer
-where the blocks belong. Raw: the same bytes in the same block size over bare sockets, received and dropped.
-Prints the median of the repeats and the ratio; a busy machine slows both.
+The receiver is a process of its own. Ours: checksums, credits, acknowledgement, and one copy into a
+buffer at the blocks' places. Raw: the same bytes in blocks of the same size over bare sockets, received and
+dropped. Prints the median of the repeats and the ratio; a busy machine slows both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TIMEOUT_S = 120.0
 
 
 class _CopyingSink:
-    """Puts every block where it belongs in one buffer, as decode's arena does."""
+    """Copies every block to its place in one buffer, as decode's arena does."""
 
     def __init__(self, num_bytes: int) -> None:
         self._buffer = np.zeros(num_bytes, np.uint8)

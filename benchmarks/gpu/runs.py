@@ -1,6 +1,6 @@
 """A run's parts, in the order of what matters: kernels checked, kernels timed, decode, prefill.
 
-Each row is kept as soon as it is there. What there is no time for is listed as skipped.
+Each row is saved as soon as it is measured. What there is no time for is listed as skipped.
 """
 
 from __future__ import annotations

@@ -34,7 +34,9 @@ class TimeLimit:
         self._timer.cancel()
 
     def _overrun(self) -> None:
-        sys.stderr.write("the time limit is over and something has not come back; results so far are kept\n")
+        sys.stderr.write(
+            "the time limit has passed and a case has not returned; the results so far are saved\n"
+        )
         self._on_overrun()
         sys.stderr.flush()
         os._exit(1)

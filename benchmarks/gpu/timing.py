@@ -57,7 +57,7 @@ class Clock(Protocol):
         ...
 
     def peak_bytes(self) -> int:
-        """The most memory in use since `forget_peak`; 0 where nobody counts."""
+        """The most memory in use since `forget_peak`; 0 where it is not counted."""
         ...
 
     def step_device(self) -> StepDevice:

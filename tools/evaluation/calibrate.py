@@ -3,7 +3,7 @@
     samples.py ──► prompts ──capture──► K, V ──► epsilon table NAME.json        (services' --epsilon-tables)
                                          └──► compressed ──► NLL ──► curves     (the router's --calibration)
 
-Runs the one-process generator; talks to no service.
+Runs the one-process generator, without services.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from kvferry.shared.model.location import resolve_model_path
 from kvferry.shared.model.spec import DTYPE_BYTES
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.oracle import OneProcessGenerator
-from kvferry.tools.evaluation.asking import Asked
 from kvferry.tools.evaluation.calibration_config import (
     CalibrateConfig,
     CalibrateEpsilonConfig,
@@ -45,9 +44,10 @@ from kvferry.tools.evaluation.experiment import FULL, read_list
 from kvferry.tools.evaluation.provenance import commit, hardware
 from kvferry.tools.evaluation.samples import Sample, draw_samples
 from kvferry.tools.evaluation.scoring import forced
+from kvferry.tools.evaluation.settings import PendingAnswer
 
 _LEAST_NLL = 1e-6
-"""Nats; below it an answer is certain, and a ratio of two such is 1."""
+"""Nats. An answer below it counts as certain, and the ratio of two such answers is 1."""
 _SHOWN_QUALITIES = (0.9, 0.95, 0.99)
 
 
@@ -58,7 +58,7 @@ def calibrate_epsilon(config: CalibrateEpsilonConfig, *, console: Console | None
     """
     name = config.table_name or _model_name(config)
     if name in PAPER_TABLES:
-        raise ConfigurationError(f"--table-name is {name!r}, a table that is built in; choose another name")
+        raise ConfigurationError(f"--table-name is {name!r}, a built-in table; choose another name")
     console = console or Console(stderr=True, highlight=False)
     model, samples = _prepare(config)
     generator = OneProcessGenerator(model)
@@ -118,14 +118,16 @@ def calibrate_quality(config: CalibrateQualityConfig, *, console: Console | None
 def _answer_nlls(
     generator: OneProcessGenerator, sample: Sample, plans: Sequence[CompressionPlan]
 ) -> list[float]:
-    """Mean NLL of the answer's tokens under each plan. The last prompt token is fed to the compressed cache,
-    so that every answer token sees it."""
+    """Mean NLL of the answer's tokens under each plan.
+
+    The last prompt token is fed to the compressed cache, so that every answer token sees that cache.
+    """
     captured = generator.capture(list(sample.prompt[:-1]))
-    asked = []
+    pending = []
     for plan in plans:
         continuation = generator.compress(captured, plan=plan, max_new_tokens=len(sample.answer) + 1)
-        asked.append(Asked(continuation, continuation.step(sample.prompt[-1])))
-    nlls, _ = forced(asked, sample.answer)
+        pending.append(PendingAnswer(continuation, continuation.step(sample.prompt[-1])))
+    nlls, _ = forced(pending, sample.answer)
     return nlls
 
 
@@ -136,8 +138,9 @@ def _fit(
 ) -> QualityCurve:
     """A method's curve.
 
-    Deviation: the paper's y is one context's ratio. An answer that a model is sure of has an NLL near 0, and
-    the ratio of two such is noise; so y here is the ratio of mean NLLs over contexts of about one NLL(c).
+    Deviation: the paper's y is one context's ratio. The NLL of an answer that a model is certain of is near
+    0, and the ratio of two such values is noise; so y here is the ratio of mean NLLs over contexts of similar
+    NLL(c).
 
     Args: columns: (NLL with the full cache, with the compressed one) of each sample, by retention.
     """
@@ -161,7 +164,7 @@ def _fit(
 
 
 def _groups(contexts: Sequence[float], number: int) -> list[list[int]]:
-    """Indices of contexts by their NLL, in groups of about one size."""
+    """Indices of contexts by their NLL, in groups of about equal size."""
     order = sorted(range(len(contexts)), key=lambda i: contexts[i])
     ends = [len(order) * i // number for i in range(number + 1)]
     return [order[start:end] for start, end in pairwise(ends)]
@@ -169,7 +172,7 @@ def _groups(contexts: Sequence[float], number: int) -> list[list[int]]:
 
 def _summary(method: str, curve: QualityCurve, nll: float) -> str:
     shown = [f"{q:g} at {curve.retention_at(q, nll=nll):.1%}" for q in _SHOWN_QUALITIES]
-    return f"{method}: quality {', '.join(shown)} of the prompt kept"
+    return f"{method}: quality {', '.join(shown)} of the prompt retained"
 
 
 def _methods(text: str) -> list[str]:

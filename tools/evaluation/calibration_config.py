@@ -8,7 +8,7 @@ from kvferry.shared.config import LogLevel, ServiceSettings
 
 
 class CalibrateConfig(ServiceSettings):
-    """What both kinds take."""
+    """Options of both commands."""
 
     model: str = Field("demo", description="local folder or hub id of the model; demo is the shipped one")
     device: str = Field("auto", description="auto (CUDA where there is one), cpu, cuda, cuda:N")
@@ -20,7 +20,7 @@ class CalibrateConfig(ServiceSettings):
     )
     length: int = Field(1024, ge=2, description="tokens of each prompt (generated: of the demo tokenizer)")
     samples: int = Field(32, ge=1, description="prompts to measure on")
-    threads: int = Field(0, ge=0, description="CPU threads for torch; 0 leaves torch's choice")
+    threads: int = Field(0, ge=0, description="CPU threads for torch; 0: torch's default")
     log_level: LogLevel = Field("warning", description="debug, info, warning or error")
 
 
@@ -28,7 +28,7 @@ class CalibrateEpsilonConfig(CalibrateConfig):
     """Options of `kvferry calibrate epsilon`."""
 
     epsilon_tables: str = Field(
-        "epsilon-tables", description="folder that gets NAME.json, to be given to the services"
+        "epsilon-tables", description="output folder for NAME.json; give it to the services"
     )
     table_name: str = Field("", description="name of the table; the model folder's if empty")
 
@@ -41,8 +41,6 @@ class CalibrateQualityConfig(CalibrateConfig):
         "0.05,0.1,0.2,0.35,0.5,0.75", description="retentions to measure, each above 0 and below 1"
     )
     groups: int = Field(
-        4, ge=1, description="groups of prompts, alike in how hard they are to predict, that are averaged"
+        4, ge=1, description="number of groups of similarly predictable prompts; each group is averaged"
     )
-    calibration: str = Field(
-        "calibration", description="folder that gets the curves, to be given to the router"
-    )
+    calibration: str = Field("calibration", description="output folder for the curves; give it to the router")

@@ -1,7 +1,7 @@
-"""`kvferry eval` from its options to its files.
+"""`kvferry eval`, from its options to its result files.
 
-OUT/records.jsonl   every example of every contender; a run goes on from it
-OUT/results.json    what was run, with which commit and hardware, and the cells
+OUT/records.jsonl   every example of every contender; a later run resumes from it
+OUT/results.json    command, commit, hardware, and the cells
 OUT/results.md      the cells as tables
 OUT/*.png           with --plots
 """
@@ -46,19 +46,19 @@ from kvferry.tools.recall.trainer import load_network
 _FIRST_TOKEN = {
     "prefill": "the first answer token comes from prefill's dense logits, as served; the others see the "
     "compressed cache",
-    "refed": "the last prompt token is fed again, so every answer token sees the compressed cache",
+    "refed": "the last prompt token is fed again, so that every answer token sees the compressed cache",
 }
 _ANSWERS = {"right": "the right answers", "own": "each contender's own answers"}
 _MATCH = {
-    "kept": "budgets are met in bytes held, scales, indexes and page extremes counted, of the part of the "
-    "prompt that is compressed",
-    "read": "budgets are met in bytes read per decode step",
-    "given": "budgets are given to each method as they are",
+    "kept": "budgets are bytes retained of the part of the prompt that is compressed, scales, indexes and "
+    "page extremes counted",
+    "read": "budgets are bytes read per decode step",
+    "given": "each method is given the budget unchanged",
 }
 
 
 def run(config: EvalConfig, *, console: Console | None = None) -> int:
-    """Measure what the output folder lacks, then write the results anew. Returns the exit code.
+    """Measure what the output folder lacks, then write all results. Returns the exit code.
 
     Raises:
         ConfigurationError: an option is wrong, or --plots finds no matplotlib.
@@ -94,7 +94,7 @@ def _model_folder(config: EvalConfig) -> str:
 
 
 def _missing(experiment: Experiment, fingerprint: str, records: Mapping[Key, Record]) -> list[Job]:
-    """The examples that some contender has not been measured on, each with those contenders."""
+    """The examples that some contenders have not been measured on, each with these contenders."""
     settings = {task: experiment.settings_of(task) for task in experiment.tasks}
     jobs = []
     for unit in experiment.units():
@@ -118,7 +118,7 @@ def _measure(
     console: Console,
 ) -> None:
     if not jobs:
-        console.print("nothing is missing")
+        console.print("everything was already measured")
         return
     options = WorkerOptions(
         model=model,
@@ -163,7 +163,7 @@ def _write(
         f"`{result['command']}`",
         f"{result['model']} in {spec.dtype} on {result['hardware']}, commit {', '.join(commits)}; "
         f"{_FIRST_TOKEN[experiment.first_token]}; {_MATCH[experiment.match]}; K and V rows count as "
-        f"{experiment.kv_dtype}; earlier turns hold {_ANSWERS[experiment.answers]}.",
+        f"{experiment.kv_dtype}; earlier turns contain {_ANSWERS[experiment.answers]}.",
     ]
     paths[1].write_text(
         markdown(cells, title=f"Recall under KV compression: {result['model']}", notes=notes),
@@ -173,7 +173,7 @@ def _write(
 
 
 def _provenance(config: EvalConfig, experiment: Experiment, spec: ModelSpec) -> dict[str, Any]:
-    """What was run, on what, so that a number can be had again."""
+    """What was run, and on what, so that a number can be reproduced."""
     return {
         "command": _command(config),
         "version": version(),

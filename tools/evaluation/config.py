@@ -1,4 +1,4 @@
-"""Options of `kvferry eval`, as text; `experiment.py` reads the lists in them."""
+"""Options of `kvferry eval`, as text; `experiment.py` parses the lists."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ class EvalConfig(PlanSettings):
     )
     match: Literal["kept", "read", "given"] = Field(
         "kept",
-        description="compare at equal kept bytes, at equal bytes read per decode step, or give each method "
-        "the budget as it is",
+        description="kept: compare at equal retained bytes; read: at equal bytes read per decode step; "
+        "given: give each method the budget unchanged",
     )
     kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto",
-        description="what K and V rows are counted in; auto is the checkpoint's own, whatever it is run in",
+        description="dtype in which the bytes of K and V rows are counted; auto is the checkpoint's own, "
+        "whatever --dtype is",
     )
     tasks: str = Field("single_needle,multi_key_8", description="tasks, or all")
     lengths: str = Field(
@@ -44,24 +45,23 @@ class EvalConfig(PlanSettings):
         "own number of examples (512:200,4096:50)",
     )
     depths: str = Field(
-        "", description="where the statements stand in the document, 0 to 1; scattered if empty"
+        "", description="position of the statements in the document, 0 to 1; scattered if empty"
     )
     settings: str = Field(
         "aware",
         description="aware (every turn selects with its question), once (the first turn selects, later "
-        "turns append), agnostic (the document is compressed before any question)",
+        "turns are appended), agnostic (the document is compressed before any question)",
     )
     answers: Literal["right", "own"] = Field(
         "right",
-        description="earlier turns of a conversation hold the right answers, or those that each contender "
-        "gave",
+        description="earlier turns of a conversation contain the right answers, or each contender's own",
     )
     first_token: Literal["prefill", "refed"] = Field(
         "prefill",
         description="the answer's first token comes from prefill's logits, as served, or from the last "
         "prompt token fed again to the compressed cache, as papers do",
     )
-    examples: int = Field(20, ge=1, description="examples of each cell")
+    examples: int = Field(20, ge=1, description="examples per cell")
     first_seed: int = Field(0, ge=0, description="seed of the first example; training never uses these")
     held_out: bool = Field(False, description="entities and wordings that training never asks about")
     gap: int = Field(
@@ -73,11 +73,11 @@ class EvalConfig(PlanSettings):
     max_new_tokens: int = Field(20, ge=1, description="longest answer in tokens")
     jobs: int = Field(1, ge=1, description="processes")
     threads: int = Field(
-        0, ge=0, description="CPU threads of each process; 0 divides the processors between them"
+        0, ge=0, description="CPU threads per process; 0 divides the processors among the processes"
     )
-    out: str = Field("eval-results", description="folder of the results; a run goes on where it ended there")
-    fresh: bool = Field(False, description="measure again what the folder already holds")
-    plots: bool = Field(False, description="draw plots too; needs matplotlib (kvferry[eval])")
+    out: str = Field("eval-results", description="folder of the results; an interrupted run is resumed")
+    fresh: bool = Field(False, description="measure again what the folder already contains")
+    plots: bool = Field(False, description="also draw plots; needs matplotlib (kvferry[eval])")
     log_level: LogLevel = Field("warning", description="debug, info, warning or error")
 
 

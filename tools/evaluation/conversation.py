@@ -1,7 +1,7 @@
 """An example as a model's tokens: the prompt of every turn, its right answer, and where the document ends.
 
-Earlier turns hold the right answers, as in SCBench, so that every method is asked the same; or, with
-`Conversation.next_prompt`, what was answered. Any chat model will do; runs none.
+Earlier turns contain the right answers, as in SCBench, so that every method gets the same prompts; or, with
+`Conversation.next_prompt`, the answers given. Works with any chat model's tokenizer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Turn:
     """One question.
 
     Attributes:
-        prompt_token_ids: the conversation up to where the assistant speaks.
+        prompt_token_ids: the conversation up to the assistant's answer.
         answer_token_ids: the right answer and an end token.
         answer: its text.
     """
@@ -34,8 +34,8 @@ class Conversation:
     """All turns of an example; each prompt starts with the one before it.
 
     Attributes:
-        num_document_tokens: tokens of the first prompt that no question changes.
-        num_before_last_question: tokens of the last prompt that the last question does not change.
+        num_document_tokens: tokens at the start of the first prompt that are the same for every question.
+        num_before_last_question: tokens of the last prompt before its last question.
     """
 
     turns: tuple[Turn, ...]
@@ -43,13 +43,13 @@ class Conversation:
     num_before_last_question: int
 
     def next_prompt(self, index: int, prompt: Sequence[int], answer: Sequence[int]) -> tuple[int, ...]:
-        """Turn `index`'s prompt where the turn before it was answered otherwise.
+        """Turn `index`'s prompt after another answer to the turn before it.
 
         Args:
             prompt: of the turn before.
             answer: its tokens; a final end token may be missing, as where the answer was cut off.
 
-        Raises: UnsupportedModel: the chat template puts more than the answer where it stands.
+        Raises: UnsupportedModel: the chat template changes the answer when a question follows.
         """
         before = self.turns[index - 1]
         start = len(before.prompt_token_ids)
@@ -98,7 +98,7 @@ def same_text(text: str, other: str) -> bool:
 
 
 def contains(text: str, answer: str) -> bool:
-    """Whether an answer stands in a text, as RULER scores it."""
+    """Whether a text contains an answer, as RULER scores it."""
     return f" {_normal(answer)} " in f" {_normal(text)} "
 
 

@@ -1,6 +1,6 @@
-"""What a run of `kvferry eval` is to measure: its options read into tasks, contenders and units of work.
+"""What a run of `kvferry eval` measures: its options parsed into tasks, contenders and units of work.
 
-Refuses options that name nothing; the message says what is allowed. Measures nothing.
+Unknown names are refused with a message that lists the allowed ones.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ class Contender:
 
     @property
     def digest(self) -> str:
-        """Changes with the method's definition, so that records of an older one are not taken for this.
+        """Changes with the method's definition, so that records of an earlier definition are not reused.
 
-        Fields at their defaults do not count: a part that plans come to have leaves older methods as they
-        are.
+        Fields at their defaults do not count, so that a new field of plans leaves existing records valid.
         """
         text = json.dumps(_without_defaults(self.plan), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
@@ -87,12 +86,12 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Everything that decides a result; records are keyed by these and the model's fingerprint.
+    """Everything that determines a result; records are keyed by it and by the model's fingerprint.
 
     Attributes:
-        kv_dtype: what K and V rows are counted in.
+        kv_dtype: the dtype in which bytes of K and V rows are counted.
         lengths: prompt lengths, each with its number of examples.
-        answers: what earlier turns of a conversation hold.
+        answers: what earlier turns of a conversation contain.
         gap: positions skipped before the last question.
     """
 
@@ -115,7 +114,7 @@ class Experiment:
         return range(self.first_seed, self.first_seed + self.lengths[num_tokens])
 
     def units(self) -> Iterator[Unit]:
-        """All examples, the first seed of every cell first, so that a table fills evenly."""
+        """All examples, the first seed of every cell first, so that all cells fill at the same rate."""
         for seed in range(self.first_seed, self.first_seed + max(self.lengths.values())):
             for task in self.tasks:
                 for num_tokens in self.lengths:
@@ -127,7 +126,7 @@ class Experiment:
                         )
 
     def settings_of(self, task: str) -> tuple[Setting, ...]:
-        """The settings to measure: one question alone makes "once" the same as "aware"."""
+        """The settings to measure; with a single question "once" equals "aware"."""
         example = TASKS[task].example(num_tokens=min(self.lengths), seed=0)
         if len(example.messages) == 1 and "aware" in self.settings:
             return tuple(s for s in self.settings if s != "once")
@@ -135,7 +134,7 @@ class Experiment:
 
 
 def read_experiment(config: EvalConfig) -> Experiment:
-    """Raises: ConfigurationError: an option names what is not there, or is out of range."""
+    """Raises: ConfigurationError: an option names something unknown, or is out of range."""
     targets = tuple(read_list("--budgets", config.budgets, parse_target))
     for target in targets:
         if config.match == "given" and target.kind == "bytes":

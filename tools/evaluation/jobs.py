@@ -1,6 +1,6 @@
 """Runs units of work in this process or in several, each with a model of its own.
 
-Gives results as they come, in any order; whoever takes them writes them down. Owns no files.
+Yields results as they are measured, in any order; `command.py` writes them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Job = tuple[Unit, tuple[Work, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """What a process needs to make its runner. `threads` 0 divides the processors between the processes."""
+    """What a process needs to make its runner. `threads` 0 divides the processors among the processes."""
 
     model: str
     device: str
@@ -48,11 +48,11 @@ class WorkerOptions:
 
 
 def run_jobs(jobs: Sequence[Job], options: WorkerOptions) -> Iterator[list[Record]]:
-    """Records of each unit as it is done.
+    """Records of each unit as soon as it is measured.
 
     Raises:
         KvferryError: a process died.
-        Whatever a runner raises; units that were not begun are dropped.
+        Whatever a runner raises; units that have not started are dropped.
     """
     num_processes = min(options.num_processes, len(jobs))
     if num_processes <= 1:
@@ -72,14 +72,14 @@ def run_jobs(jobs: Sequence[Job], options: WorkerOptions) -> Iterator[list[Recor
                 for future in done:
                     yield future.result()
         except BrokenProcessPool as error:
-            raise KvferryError("a process of the evaluation died; running again goes on from here") from error
+            raise KvferryError("a process of the evaluation died; run the command again to resume") from error
         finally:
             for future in pending:
                 future.cancel()
 
 
 _runner: UnitRunner | None = None
-"""A pool's process has one runner from its start to its end."""
+"""Each process of the pool has one runner."""
 
 
 def _start_worker(options: WorkerOptions) -> None:

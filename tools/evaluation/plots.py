@@ -1,6 +1,6 @@
 """Plots of an evaluation: accuracy against bytes, and needle heat maps. Needs matplotlib.
 
-matplotlib is an extra (`kvferry[eval]`), imported when a plot is drawn and never before.
+matplotlib is an extra (`kvferry[eval]`); it is imported only when a plot is drawn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DPI = 120
 
 
 def check_available() -> None:
-    """Raises ConfigurationError where matplotlib is missing, before anything is measured."""
+    """Raises: ConfigurationError: matplotlib is missing. Called before anything is measured."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -31,9 +31,9 @@ def check_available() -> None:
 
 
 def draw(cells: Sequence[Cell], folder: Path, *, match: Match) -> list[Path]:
-    """Write every plot that the cells have the data for.
+    """Draw every plot for which there are cells.
 
-    Args: match: "read" draws accuracy against the bytes that a step reads, the others against those kept.
+    Args: match: "read" draws accuracy over bytes read per step, the others over bytes retained.
     Returns: the PNG files, `accuracy-SETTING-LENGTH.png` and `needle-TASK-SETTING.png`.
     """
     written = []
@@ -59,7 +59,7 @@ def _accuracy_figure(cells: Sequence[Cell], title: str, match: Match) -> Figure:
     def share(scores: Scores) -> float:
         return scores.read_share if match == "read" else scores.kept_share
 
-    label = f"bytes {'read per step' if match == 'read' else 'kept'}, % of the full KV"
+    label = f"bytes {'read per step' if match == 'read' else 'retained'}, % of the full KV"
     tasks = list(dict.fromkeys(cell.task for cell in cells))
     figure = Figure(figsize=(4.2 * len(tasks), 3.8), layout="constrained")
     figure.suptitle(title)

@@ -1,4 +1,4 @@
-"""Where a result comes from: the machine and the commit of the sources that measured it."""
+"""The origin of a result: the machine, and the commit of the sources that measured it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 
 def hardware(device: str) -> str:
-    """The GPU, or how many processors there are."""
+    """The GPU's name, or the number of processors."""
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
         return torch.cuda.get_device_name(torch.device(device if device != "auto" else "cuda"))
     return f"{os.cpu_count()} CPU cores"
 
 
 def commit() -> str:
-    """The commit of the sources, with a plus where they are changed; "unknown" outside a repository."""
+    """The commit of the sources, with a plus if they have changes; "unknown" outside a repository."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str | None:

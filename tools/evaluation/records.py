@@ -1,9 +1,9 @@
-"""What was measured, one JSON line for each example and contender, so that a stopped run goes on.
+"""Measurements, one JSON line for each example and contender, so that an interrupted run can be resumed.
 
-    run ──► append(records) ──► records.jsonl ──► next run: what is there is not measured again
+    run ──► append(records) ──► records.jsonl ──► next run: recorded examples are not measured again
 
-A line is keyed by everything that decides it, the model's fingerprint and the method's definition included.
-Does not average; `summary.py` does.
+A line's key contains everything that determines its result, the model's fingerprint and the method's
+definition included. `summary.py` averages records.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ FORMAT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """What decides a record.
+    """What determines a record.
 
     Attributes:
         fingerprint: the model's.
-        example, digest: of the example's text and the method's definition, so that a record of older ones is
-            not taken for one of these.
+        example, digest: of the example's text and of the method's definition, so that a record made with
+            earlier ones is not mistaken for a current one.
     """
 
     fingerprint: str
@@ -81,8 +81,8 @@ class TurnScore:
     """One answer.
 
     Attributes:
-        exact: the greedy answer is the right one, to its end.
-        contained: the right answer stands in the greedy one.
+        exact: the greedy answer equals the right one, its end included.
+        contained: the greedy answer contains the right one.
         nll: mean negative log-likelihood of the right answer's tokens, in nats.
         agreement: share of the full cache's greedy tokens that are also the likeliest here, after the same
             tokens before them.
@@ -100,10 +100,10 @@ class Record:
     """One contender on one example.
 
     Attributes:
-        turns: one score a question; empty where the budget cannot be met.
+        turns: one score per question; empty where the budget cannot be met.
         num_compressed_tokens: tokens of the prompt that the last selection saw.
-        kept_bytes, read_bytes, full_bytes: of those tokens, as held once compressed; see `budgets.py`.
-        commit: of the sources that measured it; a folder may hold records of several.
+        kept_bytes, read_bytes, full_bytes: of those tokens after compression; see `budgets.py`.
+        commit: of the sources that measured it; a folder may contain records of several commits.
     """
 
     key: Key
@@ -116,9 +116,9 @@ class Record:
 
 
 class RecordFile:
-    """The records of a folder. One process writes; lines are whole, or the last one is cut off and dropped.
+    """The records of a folder, written by one process. An incomplete last line is dropped.
 
-    Raises: ConfigurationError where a line is of another format.
+    Raises: ConfigurationError where a line has another format.
     """
 
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
@@ -127,7 +127,7 @@ class RecordFile:
         if path.exists() and not fresh:
             self._read()
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Written anew, so that nothing is appended to a line that was cut off.
+        # Rewrite the file, so that nothing is appended to an incomplete line.
         self._write(self.records.values(), "w")
 
     def append(self, records: Iterable[Record]) -> None:
@@ -149,7 +149,8 @@ class RecordFile:
                 if number == len(lines):
                     break
                 raise ConfigurationError(
-                    f"line {number} of {self._path.name} is no record of format {FORMAT}; --fresh starts anew"
+                    f"line {number} of {self._path.name} is not a record of format {FORMAT}; --fresh "
+                    "starts over"
                 ) from error
             self.records[record.key] = record
 

@@ -1,10 +1,10 @@
 """Measures one example: one prefill for all contenders, then compression and the answer for each.
 
-    turn k ──asking.py──► prompts compressed per contender and setting ──scoring.py──► scores ──► records
-       ▲                                                                     │
-       └──────────── own answers, where earlier turns keep them ─────────────┘
+    turn k ──settings.py──► prompts compressed per contender ──scoring.py──► scores ──► records
+       ▲                                                             │
+       └─────── own answers, if earlier turns contain them ──────────┘
 
-Owns no files; `jobs.py` runs it in processes.
+`jobs.py` runs it in processes; `records.py` writes the results.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.oracle import Continuation, OneProcessGenerator
-from kvferry.tools.evaluation.asking import Captures, make_asker
 from kvferry.tools.evaluation.compressor import Compressor, Sizes
 from kvferry.tools.evaluation.conversation import Conversation, tokenize
 from kvferry.tools.evaluation.experiment import FULL, Contender, Experiment, Setting, Unit
 from kvferry.tools.evaluation.records import Key, Record, TurnScore
 from kvferry.tools.evaluation.scoring import AnswerScorer
+from kvferry.tools.evaluation.settings import Captures, make_setting
 
 Work = tuple[Setting, Contender]
 
@@ -68,13 +68,13 @@ class UnitRunner:
         return conversation
 
     def _full_tokens(self, conversation: Conversation, captures: Captures) -> list[tuple[int, ...]]:
-        """What the full cache answers, greedily, for each turn, whence it would be served."""
+        """The full cache's greedy answer to each turn, its first token as it would be served."""
         full = [Contender(method=FULL, plan=plan_for(FULL), target=None)]
-        asker = make_asker("aware", self._compressor, captures, conversation, full, self._experiment)
+        turn_setting = make_setting("aware", self._compressor, captures, conversation, full, self._experiment)
         tokens: list[tuple[int, ...]] = []
         for index in range(len(conversation.turns)):
-            asked = asker.ask(index, self._own(tokens[-1:]))
-            tokens += self._scorer.greedy([a for a in asked if a is not None])
+            pending = turn_setting.next_turn(index, self._own(tokens[-1:]))
+            tokens += self._scorer.greedy([a for a in pending if a is not None])
         return tokens
 
     def _measure(
@@ -86,19 +86,21 @@ class UnitRunner:
         captures: Captures,
         full_tokens: Sequence[tuple[int, ...]],
     ) -> list[Record]:
-        asker = make_asker(setting, self._compressor, captures, conversation, contenders, self._experiment)
+        turn_setting = make_setting(
+            setting, self._compressor, captures, conversation, contenders, self._experiment
+        )
         scores: list[list[TurnScore]] = [[] for _ in contenders]
         last: list[Continuation | None] = [None] * len(contenders)
         answers: list[tuple[int, ...]] = [()] * len(contenders)
         for index, (turn, tokens) in enumerate(zip(conversation.turns, full_tokens, strict=True)):
-            asked_turn = asker.ask(index, self._own(answers))
-            met = [(i, asked) for i, asked in enumerate(asked_turn) if asked is not None]
+            pending_turn = turn_setting.next_turn(index, self._own(answers))
+            met = [(i, pending) for i, pending in enumerate(pending_turn) if pending is not None]
             if not met:
                 continue
-            turn_scores, turn_answers = self._scorer.score([asked for _, asked in met], turn, tokens)
-            for (i, asked), score, answer in zip(met, turn_scores, turn_answers, strict=True):
+            turn_scores, turn_answers = self._scorer.score([pending for _, pending in met], turn, tokens)
+            for (i, pending), score, answer in zip(met, turn_scores, turn_answers, strict=True):
                 scores[i].append(score)
-                last[i], answers[i] = asked.continuation, answer
+                last[i], answers[i] = pending.continuation, answer
         return [
             self._record(
                 Key.of(self._model.spec.fingerprint, self._experiment, unit, setting, contender),

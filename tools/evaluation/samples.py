@@ -1,7 +1,7 @@
-"""Prompts for calibration, each with the answer that must follow it: generated, or cut from a text file.
+"""Prompts for calibration, each with the text that must follow it: generated, or cut from a text file.
 
-Generated ones are the recall tasks' conversations in the model's own chat template; from a text they are
-excerpts with what follows. Runs no model.
+Generated prompts are conversations of the recall tasks in the model's own chat template. Prompts from a text
+file are excerpts, each with its continuation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CONTINUATION_TOKENS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A prompt and what must follow it, as token ids; neither is empty."""
+    """A prompt and its continuation as token ids; neither is empty."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -34,8 +34,8 @@ def draw_samples(
     """Samples of about num_tokens tokens each.
 
     Args:
-        text: a file to cut them from, without overlap; empty generates them.
-        num_tokens: for generated ones, in the demo tokenizer's tokens.
+        text: file to cut them from, without overlap; empty: generate them.
+        num_tokens: of each prompt; generated ones are counted in the demo tokenizer's tokens.
 
     Raises:
         ConfigurationError: the text cannot be read or is too short, or samples do not fit into the window.

@@ -1,6 +1,6 @@
-"""Answers of asked turns, greedy and forced, and what they score.
+"""Greedy and forced answers to prepared turns, and their scores.
 
-All contenders of a turn are stepped in one batch. Compresses nothing.
+All contenders of a turn are stepped in one batch.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch
 
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.oracle import step_together
-from kvferry.tools.evaluation.asking import Asked
 from kvferry.tools.evaluation.conversation import Turn, contains, same_text
 from kvferry.tools.evaluation.records import TurnScore
+from kvferry.tools.evaluation.settings import PendingAnswer
 
 
 class AnswerScorer:
@@ -30,20 +30,20 @@ class AnswerScorer:
         self._max_new_tokens = max_new_tokens
 
     def score(
-        self, asked: Sequence[Asked], turn: Turn, full_tokens: tuple[int, ...]
+        self, pending: Sequence[PendingAnswer], turn: Turn, full_tokens: tuple[int, ...]
     ) -> tuple[list[TurnScore], list[tuple[int, ...]]]:
-        """Scores and greedy answers, one of each an asked turn.
+        """Scores and greedy answers, one of each per prepared turn.
 
-        Args: full_tokens: what the full cache answers, greedily.
+        Args: full_tokens: the full cache's greedy answer.
         """
         right = turn.answer_token_ids
-        nlls, likeliest = forced(asked, right)
-        # An answer whose every token is the likeliest is what greedy decoding gives.
-        wrong = [a for a, tokens in zip(asked, likeliest, strict=True) if tokens != right]
+        nlls, likeliest = forced(pending, right)
+        # If every token of the right answer is the likeliest, greedy decoding gives exactly that answer.
+        wrong = [a for a, tokens in zip(pending, likeliest, strict=True) if tokens != right]
         wrong_tokens = iter(self.greedy(wrong))
         answers = [tokens if tokens == right else next(wrong_tokens) for tokens in likeliest]
         if full_tokens != right:
-            _, likeliest = forced(asked, full_tokens)
+            _, likeliest = forced(pending, full_tokens)
         scores = []
         for nll, answer, tokens in zip(nlls, answers, likeliest, strict=True):
             text = self._tokenizer.decode(answer)
@@ -59,10 +59,10 @@ class AnswerScorer:
             )
         return scores, answers
 
-    def greedy(self, asked: Sequence[Asked]) -> list[tuple[int, ...]]:
+    def greedy(self, pending: Sequence[PendingAnswer]) -> list[tuple[int, ...]]:
         """The likeliest tokens up to an end token, or as many as an answer may have."""
-        continuations = [a.continuation.fork() for a in asked]
-        answers = [[int(a.logits.argmax())] for a in asked]
+        continuations = [a.continuation.fork() for a in pending]
+        answers = [[int(a.logits.argmax())] for a in pending]
         for _ in range(self._max_new_tokens - 1):
             going = [i for i, answer in enumerate(answers) if answer[-1] not in self._eos_token_ids]
             if not going:
@@ -73,11 +73,13 @@ class AnswerScorer:
         return [tuple(answer) for answer in answers]
 
 
-def forced(asked: Sequence[Asked], tokens: tuple[int, ...]) -> tuple[list[float], list[tuple[int, ...]]]:
-    """Given tokens as the answer: their mean negative log-likelihood, and the likeliest in their places."""
-    continuations = [a.continuation.fork() for a in asked]
-    rows = [torch.stack([a.logits for a in asked])]
-    rows += [step_together(continuations, [token_id] * len(asked)) for token_id in tokens[:-1]]
+def forced(
+    pending: Sequence[PendingAnswer], tokens: tuple[int, ...]
+) -> tuple[list[float], list[tuple[int, ...]]]:
+    """Feed given tokens as the answer: their mean negative log-likelihood, and the likeliest tokens."""
+    continuations = [a.continuation.fork() for a in pending]
+    rows = [torch.stack([a.logits for a in pending])]
+    rows += [step_together(continuations, [token_id] * len(pending)) for token_id in tokens[:-1]]
     logits = torch.stack(rows, 1)  # [B, n, V]
     nlls = -logits.log_softmax(-1)[:, range(len(tokens)), list(tokens)].mean(1)
     return nlls.tolist(), [tuple(row) for row in logits.argmax(-1).tolist()]

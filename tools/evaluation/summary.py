@@ -1,6 +1,6 @@
 """Records averaged over examples: one cell for each (task, length, depth, setting, method, budget).
 
-Gives the JSON result's cells, which tables and plots are made of. Reads no files.
+These are the cells of the JSON result, from which tables and plots are made.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class Scores:
     """Means over examples. Accuracy, nll and agreement are those of the last question.
 
     Attributes:
-        accuracy: share of answers that are right to their end; half_width: of its 95 % Wilson interval.
-        contained: share of answers that have the right one in them.
+        accuracy: share of answers that are exactly right; half_width: of its 95 % Wilson interval.
+        contained: share of answers that contain the right one.
         nll: mean negative log-likelihood per token of the right answer, in nats.
         agreement: share of the full cache's greedy answer tokens that stay the likeliest.
         accuracy_by_turn: one entry a question.
-        kept_share, read_share: bytes kept, and read per decode step, by the full KV's bytes.
+        kept_share, read_share: bytes retained, and read per decode step, as a share of the full KV's.
     """
 
     accuracy: float
@@ -41,7 +41,7 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One contender in one place. `scores` is None where the budget cannot be met."""
+    """A contender at one task, length, depth and setting. `scores` is None where the budget cannot be met."""
 
     task: str
     num_tokens: int
@@ -54,7 +54,7 @@ class Cell:
 
 
 def summarise(experiment: Experiment, fingerprint: str, records: dict[Key, Record]) -> tuple[Cell, ...]:
-    """The experiment's cells, of the records that are there; cells without any are left out."""
+    """The experiment's cells, from the records that exist; cells without records are left out."""
     cells = []
     for task in experiment.tasks:
         for num_tokens in experiment.lengths:

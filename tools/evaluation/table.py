@@ -11,9 +11,9 @@ from kvferry.tools.recall.tasks import TASKS
 
 _LEGEND = (
     "Accuracy in % (exact match of the whole greedy answer, ± half the width of its 95 % interval). Kept: "
-    "bytes of rows, page extremes and positions; read: bytes that one decode step reads; both by the full "
-    "KV's. NLL: nats per token of the right answer; agreement: the full cache's greedy answer tokens that "
-    "stay the likeliest, in %; both over all tasks of the row."
+    "retained bytes of rows, page extremes and positions; read: bytes that one decode step reads; both as a "
+    "share of the full KV's. NLL: nats per token of the right answer; agreement: the full cache's greedy "
+    "answer tokens that stay the likeliest, in %; both over all tasks of the row."
 )
 _SETTINGS = {
     "aware": "every turn's selection sees its question",
@@ -42,7 +42,7 @@ def markdown(cells: Sequence[Cell], *, title: str, notes: Sequence[str]) -> str:
     if full:
         parts += ["## Full KV: accuracy by length", tasks_by_length(full)]
     if any(cell.scores is None for cell in cells):
-        parts.append(f"{NOT_MET}: the method cannot meet the budget, whatever it drops.")
+        parts.append(f"{NOT_MET}: the method cannot meet the budget.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,7 +1,8 @@
-"""Causal attention of the demo model's training: what a CPU does fastest, forwards and backwards.
+"""Causal attention for training the demo model: the fastest forward and backward pass on a CPU.
 
-torch's fused attention reaches a fifth of a CPU's bf16 matrix rate; plain products over blocks of queries,
-whose probabilities are kept for the way back, reach two to three times as much, at `T^2 H` bytes a row.
+torch's fused attention reaches a fifth of a CPU's bf16 matrix rate. Plain products over blocks of queries,
+which save their probabilities for the backward pass, reach two to three times as much, at `T^2 H` bytes a
+row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Which batch each training step gets, drawn in place or ahead of time in worker processes.
+"""The batch of each training step, drawn in this process or ahead of time in worker processes.
 
-A step's length and rows follow from the stage's seed and the step's number alone; its phase follows from the
-tokens planned before it, so with a token budget workers change nothing and a resumed run sees the same data.
+A step's length and rows depend only on the stage's seed and the step's number; its phase depends on the
+tokens planned before it. With a token budget, workers therefore change nothing and a resumed run sees the
+same data.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _DRAW_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """What a step will draw."""
+    """What a step draws."""
 
     seed: str
     num_rows: int
@@ -41,7 +42,7 @@ _Arrays = tuple[NDArray[np.int64], NDArray[np.bool_]]
 
 
 def _draw_arrays(plan: BatchPlan) -> _Arrays:
-    """In a worker: arrays travel as bytes; tensors would need shared memory, which containers lack."""
+    """Runs in a worker. Arrays are sent as bytes; tensors would need shared memory, which containers lack."""
     token_ids, is_answer = plan.draw()
     return token_ids.numpy(), is_answer.numpy()
 
@@ -50,8 +51,8 @@ class BatchSource:
     """Batches of one stage in order, from a given step on.
 
     Args:
-        step, num_tokens: steps and tokens of the stage that are done already.
-        num_workers: processes that draw ahead; 0 draws in the caller's.
+        step, num_tokens: finished steps and tokens of the stage.
+        num_workers: processes that draw ahead; 0 draws in this process.
     """
 
     def __init__(self, stage: Stage, *, step: int = 0, num_tokens: int = 0, num_workers: int = 0) -> None:

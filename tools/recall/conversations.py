@@ -1,8 +1,8 @@
-"""Training data: one conversation about a document after another, as token ids with a weight on every answer.
+"""Training data: conversations about documents, as token ids with a mark on every answer token.
 
-A conversation is a document of filler and facts and then turn after turn of questions, so every row teaches
-multi-turn chat. Every row is drawn from its own seed; evaluation draws from another namespace of seeds
-(`tasks.py`), so the two never share a conversation.
+A conversation is a document of filler and facts, then several turns of questions, so that every row teaches
+multi-turn chat. Every row is drawn from its own seed. Evaluation draws from another namespace of seeds
+(`tasks.py`), so that the two never share a conversation.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _SYSTEM_PROMPTS = ("you are a helpful assistant .", "read the document and answe
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Shares of what a conversation may hold; each is a probability in [0, 1].
+    """Probabilities, in [0, 1], of what a conversation contains.
 
     Attributes:
         question_share: range of the part of a row that is questions and answers.
         fact_share: range of the part of a document that is facts.
         hard: documents whose facts come from a small grid of near-duplicates.
-        several: documents in which a part of the facts, another in each, has two values.
+        several: documents in which a part of the facts has two values; the part differs by document.
         plain: of those documents, the ones whose second values do not say "also".
-        few_digits: documents whose values are made of two to five digits: which tell no value from others.
-        pair, unknown, small_talk: questions that ask for two facts, for an absent fact, for nothing.
-        chains, sayings: documents that hold variable chains, a word or two said often.
-        wide: documents whose facts' entities and wordings are not only the tasks' own.
-        introduced: documents that come in a turn of their own, before the first question.
-        two_parts: rows whose document comes in two parts with questions between.
+        few_digits: documents whose values use two to five digits only, so that no digit identifies a value.
+        pair, unknown, small_talk: questions for two facts, for an absent fact, and small talk.
+        chains, sayings: documents with variable chains, and with one or two frequent words.
+        wide: documents that also use entities and wordings other than those of the tasks.
+        introduced: documents given in a separate turn before the first question.
+        two_parts: rows whose document is given in two parts, with questions between them.
     """
 
     question_share: tuple[float, float] = (0.15, 0.45)
@@ -129,8 +129,8 @@ def _ask_said(rng: random.Random, said: _Said) -> Question:
 class _Part:
     """A document, or one of its parts, and the questions that it allows.
 
-    Of `num_tokens` a share is left for questions, or less: asking for a thing twice would teach to copy the
-    first answer.
+    At most a share of `num_tokens` is for questions: asking for the same thing twice would teach the model to
+    copy its first answer.
     """
 
     def __init__(self, rng: random.Random, num_tokens: int, mixture: Mixture) -> None:
@@ -170,8 +170,8 @@ class _Part:
         return facts, documents.interleave(rng, *statements)
 
 
-class _Asker:
-    """Draws questions about parts without asking for a thing again before everything has been asked for."""
+class _QuestionSource:
+    """Draws questions about parts; nothing is asked again before everything has been asked once."""
 
     def __init__(self, rng: random.Random, parts: list[_Part], mixture: Mixture) -> None:
         self._rng, self._parts, self._mixture = rng, parts, mixture
@@ -233,19 +233,19 @@ def draw_conversation(rng: random.Random, num_tokens: int, mixture: Mixture) -> 
     for index in range(num_parts):
         end = (index + 1) * num_tokens // num_parts
         parts.append(_Part(rng, max(60, end - len(row.token_ids)), mixture))
-        _write_part(row, rng, parts[-1], _Asker(rng, parts, mixture), mixture, end)
+        _write_part(row, rng, parts[-1], _QuestionSource(rng, parts, mixture), mixture, end)
     return row.token_ids[: num_tokens + 1], row.is_answer[: num_tokens + 1]
 
 
 def _write_part(
-    row: _Row, rng: random.Random, part: _Part, asker: _Asker, mixture: Mixture, end: int
+    row: _Row, rng: random.Random, part: _Part, source: _QuestionSource, mixture: Mixture, end: int
 ) -> None:
     """Append a document and questions until the row is `end` tokens long."""
     before = part.text
     if rng.random() < mixture.introduced:
         row.add_turn(Question(text=rng.choice(DOCUMENT_PROMPTS), answer=DOCUMENT_REPLY), before)
         before = ""
-    for question in asker.questions():
+    for question in source.questions():
         row.add_turn(question, before)
         before = ""
         if len(row.token_ids) > end:

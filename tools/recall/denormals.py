@@ -1,4 +1,4 @@
-"""Numbers below the smallest normal one, of which sharp attention is full and on which some CPUs are slow."""
+"""Denormal numbers, which sharp attention produces in large numbers and which are slow on some CPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def flushed_denormals() -> Iterator[None]:
-    """Inside, they count as zero on this thread and on those that it starts; torch's default comes after."""
+    """Treat them as zero in this thread and those that it starts; restores torch's default afterwards."""
     torch.set_flush_denormal(True)
     try:
         yield

@@ -1,7 +1,7 @@
-"""What a document is made of: filler sentences, facts, variable assignments, repeated words.
+"""The contents of documents: filler sentences, facts, variable assignments, repeated words.
 
-`tasks.py` asks questions about these for evaluation, `conversations.py` for training. Nothing here knows of
-questions, tokens' ids or lengths beyond counting words (one word is one token).
+`tasks.py` asks questions about them for evaluation, `conversations.py` for training. Lengths are counted in
+words; one word is one token.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Fact:
     def statements(
         self, rng: random.Random, *, templates: Sequence[str] = FACT_TEMPLATES, also: bool = True
     ) -> list[str]:
-        """One sentence a value. With `also` a second value says that it is one."""
+        """One sentence per value. With `also` the sentence of a second value says so."""
         return [
             self.fill(ALSO_TEMPLATE if also and i else rng.choice(templates), value)
             for i, value in enumerate(self.values)
@@ -83,7 +83,7 @@ class Fact:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """Variables that are set to one another: the first holds the value, each next the one before it."""
+    """Variables that are set to one another: the first has the value, each later one names the one before."""
 
     variables: tuple[str, ...]
     value: str
@@ -144,7 +144,7 @@ def hard_grid(rng: random.Random, pool: EntityPool, num_facts: int) -> EntityPoo
 
 
 def draw_value(rng: random.Random, attribute: str, *, digits: Sequence[str] = DIGITS) -> str:
-    """Four of `digits`, a word or a name, as the attribute wants."""
+    """Four of `digits`, a word or a name, depending on the attribute."""
     if attribute in DIGIT_ATTRIBUTES:
         return " ".join(rng.choice(digits) for _ in range(4))
     return rng.choice(WORD_VALUES if attribute in WORD_ATTRIBUTES else NAMES)
@@ -161,9 +161,9 @@ def draw_facts(
 ) -> list[Fact]:
     """Facts with distinct keys; a share `several` of them has 2 to `max_values` distinct values.
 
-    Args: digits: what values are made of, two or more.
+    Args: digits: that values are made of, two or more.
 
-    Fewer than `num_facts` come back where the pool has too few keys to find more quickly.
+    Returns fewer than `num_facts` if the pool has too few free keys.
     """
     facts: dict[tuple[str, str], Fact] = {}
     for _ in range(10 * num_facts):

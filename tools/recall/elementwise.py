@@ -1,7 +1,7 @@
-"""Rotary positions and RMS norm of the demo model's training, in as few passes over memory as torch allows.
+"""Rotary positions and RMS norm for training the demo model, in as few passes over memory as torch allows.
 
-With matrix units a CPU spends more of a step on these than on the products between them: torch composes
-either of a dozen operations, and as many again on the way back.
+A CPU with matrix units spends more of a step on these than on matrix products: torch composes each of a
+dozen operations, and of as many in the backward pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """The way back is the rotation the other way."""
+    """The gradient is the opposite rotation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Loss and gradients of one training step, computed in shards of rows.
 
-On a CPU each shard runs in a thread of its own with single-threaded kernels: threads then meet once a step
-instead of once an operation, which matters on a machine that does other work too.
+On a CPU each shard runs in its own thread with single-threaded kernels, so that threads synchronize once per
+step instead of once per operation. This matters on a machine that also does other work.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def true_positions(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ShardedGradients:
-    """Fills the network's gradients for a step; keep one for a run."""
+    """Computes the network's gradients for a step; use one object for a whole run."""
 
     def __init__(self, network: RecallNetwork, *, num_shards: int = 1) -> None:
         self._network, self._num_shards = network, num_shards

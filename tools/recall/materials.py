@@ -1,7 +1,6 @@
 """What the evaluation tasks put into a conversation: statements for the document, and questions with answers.
 
-One builder a task; `tasks.py` names them, adds filler up to the wanted length and makes messages. Runs no
-model and counts no tokens.
+One builder per task. `tasks.py` names them, adds filler up to the wanted length and makes messages.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Builder = Callable[[random.Random, int, EntityPool, bool], Material]
 
 
 def _with_digits(facts: list[Fact]) -> Fact:
-    """A fact whose value is digits: those cannot be guessed."""
+    """A fact whose value is digits, which cannot be guessed."""
     return next((f for f in facts if f.attribute in DIGIT_ATTRIBUTES), facts[0])
 
 

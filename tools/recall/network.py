@@ -1,8 +1,8 @@
-"""A plain Llama in torch for training the demo model, and its way into and out of a transformers folder.
+"""A plain Llama in torch for training the demo model; reads and writes transformers folders.
 
-Serving never sees this class: it loads the exported folder through transformers. It exists because training
-wants three things that the general class does not give: bf16 autocast with causal blocks on a CPU, a last
-layer that runs only where there is a loss, and the structured initialisation.
+Serving does not use this class; it loads the exported folder with transformers. Training needs three things
+that transformers' class does not offer: bf16 autocast with causal blocks on a CPU, a last layer that runs
+only where there is a loss, and the structured initialisation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Muon for the network's matrices, AdamW for its embedding and norms: one optimiser to the training loop.
+"""Muon for the network's matrices and AdamW for its embedding and norms, as one optimiser.
 
 Muon replaces a matrix's momentum by its nearest semi-orthogonal matrix, found by a quintic Newton-Schulz
 iteration (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).

@@ -1,8 +1,8 @@
 """Positions of training rows, some of them with gaps: short rows that teach long distances.
 
-A row whose positions skip ahead between sentences holds the distances of a document up to many times its
-length at its own cost (positional skip-wise training, Zhu et al. 2024, https://arxiv.org/abs/2309.10400).
-Sentences stay whole, as they do in a document that is really long.
+A row whose positions skip ahead between sentences has the distances of a document many times as long, at the
+cost of a short one (positional skip-wise training, Zhu et al. 2024, https://arxiv.org/abs/2309.10400).
+Positions never skip within a sentence, as in a document that is really long.
 """
 
 from __future__ import annotations

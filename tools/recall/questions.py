@@ -1,7 +1,7 @@
-"""Questions about what a document holds, each with its one right answer.
+"""Questions about the contents of a document, each with its one right answer.
 
-Shared by training conversations and evaluation tasks, so that both speak the same language; the held-out
-wordings are used by evaluation alone.
+Used by training conversations and evaluation tasks, so that both use the same language. Held-out wordings are
+only used by evaluation.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _NUMBER_WORDS = {2: "two", 3: "three"}
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What the user asks and the whole of what the assistant must say."""
+    """A question and its complete answer."""
 
     text: str
     answer: str

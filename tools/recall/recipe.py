@@ -1,6 +1,6 @@
 """The training recipe as data: stages, each with its budget, learning rates and phases.
 
-Read from JSON (`recipes/`); every random choice of training follows from the seeds in it. Trains nothing.
+Read from JSON (`recipes/`). Its seeds determine every random choice of training.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Stage:
 
     Attributes:
         num_tokens: budget in tokens; reproduces exactly on one machine.
-        minutes: budget in wall-clock minutes; a stage ends when either budget is spent. 0 is no such budget.
+        minutes: budget in wall-clock minutes; 0: none. A stage ends when either budget is spent.
         decay_from: part of the budget after which the learning rate falls, linearly, to `final_lr` of itself.
         lm_weight, lm_fraction: weight of the language-modelling loss and the part of the tokens that it sees.
         stretched: share of the rows whose positions have gaps, up to the network's longest context.

@@ -1,6 +1,6 @@
-"""Small talk: what people say before they have a document, and the one sensible reply to each.
+"""Small talk: what people say without a document, and the one sensible reply to each.
 
-One reply a kind, so that a reply is right or wrong. `HELD_OUT_PROMPTS` are for evaluation only.
+Each kind has one reply, so that a reply is right or wrong. `HELD_OUT_PROMPTS` are for evaluation only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class SmallTalk:
-    """Ways to say one thing, and its reply."""
+    """Several wordings of one message, and its reply."""
 
     prompts: tuple[str, ...]
     held_out_prompts: tuple[str, ...]

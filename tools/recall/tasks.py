@@ -1,8 +1,8 @@
 """Evaluation tasks: a conversation of a wanted length and the one right answer to its last question.
 
-The seam to `kvferry eval`: `TASKS[name].example(num_tokens=..., seed=...)` gives chat messages (or their
-token ids) and the expected answer. Examples are drawn from a namespace of seeds that training never uses;
-with `held_out` also from entities and wordings that training never asks about. Runs no model.
+`kvferry eval` calls `TASKS[name].example(num_tokens=..., seed=...)` for chat messages (or their token ids)
+and the expected answer. Examples are drawn from a namespace of seeds that training never uses; with
+`held_out` they also use entities and wordings that training never asks about.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Example:
     """A conversation that ends with a user's question, and its answer.
 
     Attributes:
-        document: what the first message says before its question.
+        document: the text of the first message before its question.
     """
 
     messages: tuple[Message, ...]
@@ -48,7 +48,7 @@ class Example:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """What the chat template makes of the messages, generation prompt included."""
+        """The messages in the chat template, generation prompt included."""
         ids = [BOS_ID]
         for message in self.messages:
             role = USER_ID if message["role"] == "user" else ASSISTANT_ID

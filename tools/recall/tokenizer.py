@@ -1,6 +1,6 @@
-"""Builds the demo model's tokenizer folder: word-level, lower-cased, a token a digit, and its chat template.
+"""Builds the demo model's tokenizer folder: words in lower case, one token per digit, and a chat template.
 
-The files serve every model of this package; the words come from `vocabulary.py`.
+Every model of this package uses the same files; the words come from `vocabulary.py`.
 """
 
 from __future__ import annotations

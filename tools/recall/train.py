@@ -40,20 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--init",
         type=Path,
-        help="exported folder or checkpoint.pt to start from, instead of random weights; where the recipe "
-        "has more layers, new ones that add nothing yet are put after its first",
+        help="exported folder or checkpoint.pt to start from, instead of random weights; if the recipe has "
+        "more layers, new layers that do not change the output yet are inserted after the first",
     )
     parser.add_argument(
         "--renew-unused-words",
         action="store_true",
-        help="with --init: draw new embeddings for words that the training so far never saw",
+        help="with --init: draw new embeddings for words that earlier training never saw",
     )
     parser.add_argument(
         "--average-init",
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="with --init: export weights that are its by this share, 0 to 1, and trained ones by the rest",
+        help="with --init: export the average of its weights, with this share from 0 to 1, and the trained",
     )
     parser.add_argument("--from-stage", help="name of the first stage to run (default: the recipe's first)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
@@ -144,12 +144,12 @@ def _initial_network(recipe: Recipe, folder: Path | None, *, renew: bool) -> Rec
         network = network.grown(recipe.network.num_layers, text, generator=generator)
     if network.config != recipe.network:
         raise ConfigurationError(
-            f"--init {folder} has {network.config}; recipe {recipe.name!r} wants {recipe.network}"
+            f"--init {folder} has {network.config}; recipe {recipe.name!r} needs {recipe.network}"
         )
     if renew:
         ids = unused_words(network)
         renew_embeddings(network, ids, generator)
-        _log.info("embeddings drawn anew", words=len(ids))
+        _log.info("embeddings renewed", words=len(ids))
     return network
 
 
@@ -157,8 +157,8 @@ def _initial_network(recipe: Recipe, folder: Path | None, *, renew: bool) -> Rec
 def unused_words(network: RecallNetwork) -> Tensor:
     """Ids, int64 `[N]`, of the words that training never saw, as input or as answer; ascending.
 
-    Tied embeddings get a gradient for never being the next token, which is the same for all of these: they
-    end up in one direction, where the pad token lies too, and the network cannot tell one from another.
+    With tied embeddings these words only get the gradient of not being the next token, which is the same for
+    all of them. They end up with the direction of the pad token, and the network cannot distinguish them.
     """
     weight = network.embed_tokens.weight[:, 1:]  # dimension 0 is a constant
     return (F.cosine_similarity(weight, weight[PAD_ID : PAD_ID + 1]) > _SAME_DIRECTION).nonzero().flatten()
@@ -166,7 +166,7 @@ def unused_words(network: RecallNetwork) -> Tensor:
 
 @torch.no_grad()
 def renew_embeddings(network: RecallNetwork, ids: Tensor, generator: torch.Generator) -> None:
-    """Draw the embeddings of some ids, int64 `[N]`, anew, with the other words' mean and spread."""
+    """Draw new embeddings for some ids, int64 `[N]`, with the other words' mean and spread."""
     weight = network.embed_tokens.weight
     others = torch.ones(len(weight), dtype=torch.bool).index_fill(0, ids, False)
     mean, spread = weight[others].mean(0), weight[others].std(0)
@@ -177,8 +177,8 @@ def renew_embeddings(network: RecallNetwork, ids: Tensor, generator: torch.Gener
 def average_weights(network: RecallNetwork, other: RecallNetwork, *, share: float) -> None:
     """Move a network's weights by a share, 0 to 1, of the way to another's of the same shape.
 
-    Between a network and the one that its training began with lie some that keep more of what the training
-    no longer asked for than its end does (Wortsman et al. 2022, https://arxiv.org/abs/2109.01903).
+    An average of a network and the one that its training began with preserves more of what the training no
+    longer asked for (Wortsman et al. 2022, https://arxiv.org/abs/2109.01903).
     """
     weights = other.state_dict()
     for name, tensor in network.state_dict().items():
@@ -186,7 +186,7 @@ def average_weights(network: RecallNetwork, other: RecallNetwork, *, share: floa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; errors on purpose end it with one line and code 2."""
+    """The command. Expected errors print one line and return code 2."""
     parser = argparse.ArgumentParser(prog="kvferry train-demo", description="Train the demo model.")
     add_arguments(parser)
     args = parser.parse_args(argv)

@@ -30,7 +30,7 @@ _AVERAGE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a run stands: the stage, and what that stage has used."""
+    """A run's progress: the stage, and how much of its budget is used."""
 
     stage: int = 0
     step: int = 0
@@ -47,7 +47,7 @@ class Trainer:
 
     Args:
         folder: checkpoint.pt (atomically replaced) and curve.jsonl go here.
-        num_shards: threads that share a step's rows; the result does not depend on it but for rounding.
+        num_shards: threads that share a step's rows; it changes the result only by rounding.
         num_workers: processes that draw data ahead.
         clock: seconds, monotonic.
     """
@@ -81,7 +81,7 @@ class Trainer:
         return self._folder / "checkpoint.pt"
 
     def resume(self) -> bool:
-        """Go back to the folder's checkpoint; False where there is none."""
+        """Continue from the folder's checkpoint; False if there is none."""
         if not self.checkpoint_path.exists():
             return False
         state = torch.load(self.checkpoint_path, map_location=self._device, weights_only=True)
@@ -101,7 +101,7 @@ class Trainer:
         """Train to the recipe's end, or for max_steps steps where that is not 0; True at the end.
 
         Args:
-            on_step: told the stage's progress in [0, 1] and the step's result.
+            on_step: called with the stage's progress in [0, 1] and the step's result.
         """
         left = max_steps or -1
         while self.position.stage < len(self._recipe.stages):

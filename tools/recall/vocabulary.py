@@ -1,8 +1,7 @@
 """The demo model's words: the lists that documents are drawn from, and the token id of every word.
 
-First link of the recall package: documents, tasks and the tokenizer are built from these lists alone.
-Order is binding: a token id is a word's place in `VOCABULARY`, and trained weights depend on it: append,
-never insert.
+Documents, tasks and the tokenizer are built from these lists. A token id is a word's place in `VOCABULARY`,
+and trained weights depend on it: append words, never insert them.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ HELD_OUT_ADJECTIVES = frozenset(_words("violet ancient gentle narrow rusty marbl
 HELD_OUT_NOUNS = frozenset(
     _words("lighthouse bakery canoe glacier raven mirror statue compass kettle anchor volcano ferry")
 )
-"""Words that name an entity of a fact only in held-out evaluation; training sees them in filler alone."""
+"""Words that name a fact's entity only in held-out evaluation; training sees them only in filler."""
 
 
 def _number_words() -> tuple[str, ...]:

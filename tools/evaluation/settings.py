@@ -1,8 +1,11 @@
-"""Puts each turn's question to compressed prompts, as a setting says what their selection sees.
+"""Settings of an evaluation: which part of a conversation the selection sees.
 
-"aware": every turn's prompt is compressed whole, question included (RocketKV-MT selects afresh per turn).
-"once": the first turn's prompt is; "agnostic": the document alone is. What comes after the selection is then
-appended and attended densely, token by token. Prefill always attends to the full K and V. Scores nothing.
+aware     every turn's whole prompt is compressed, question included (RocketKV-MT selects again per turn)
+once      the first turn's prompt is compressed; later turns are appended to it
+agnostic  the document alone is compressed, before any question
+
+Tokens after the selection are appended and attended densely, one by one. Prefill always attends to the full K
+and V. `scoring.py` scores the answers.
 """
 
 from __future__ import annotations
@@ -20,30 +23,30 @@ from kvferry.tools.evaluation.experiment import Contender, Experiment, FirstToke
 
 Prompt = tuple[int, ...]
 Answers = Sequence[tuple[int, ...]]
-"""One answer's tokens a contender."""
+"""The tokens of one answer per contender."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A turn that is about to be answered: what comes next is decided by `logits` `[V]`."""
+class PendingAnswer:
+    """A turn whose prompt is ready: `logits` `[V]` decide the answer's first token."""
 
     continuation: Continuation
     logits: Tensor
 
 
-class Asker(Protocol):
-    """One conversation, asked turn by turn."""
+class TurnSetting(Protocol):
+    """One conversation in a setting, turn by turn."""
 
-    def ask(self, index: int, answers: Answers | None) -> list[Asked | None]:
-        """Turn `index` for every contender; None where its budget cannot be met.
+    def next_turn(self, index: int, answers: Answers | None) -> list[PendingAnswer | None]:
+        """Prepare turn `index` for every contender; None where a budget cannot be met.
 
-        Args: answers: to the turn before, where each contender's own are kept; None has the right ones.
+        Args: answers: each contender's answers to the previous turn; None puts the right ones there.
         """
         ...
 
 
 class Captures:
-    """Prefilled prompts of one conversation: each distinct one is run once, from the turn before on."""
+    """Prefilled prompts of one conversation: each distinct one is run once, continuing the turn before it."""
 
     def __init__(self, generator: OneProcessGenerator) -> None:
         self._generator = generator
@@ -59,7 +62,7 @@ class Captures:
 class FreshSelection:
     """The setting "aware".
 
-    Args: first_token: whence an answer's first token comes, see `EvalConfig.first_token`.
+    Args: first_token: where an answer's first token comes from, see `EvalConfig.first_token`.
     """
 
     def __init__(
@@ -80,26 +83,28 @@ class FreshSelection:
         self._max_new_tokens = max_new_tokens
         self._prompts: list[Prompt] = []
 
-    def ask(self, index: int, answers: Answers | None) -> list[Asked | None]:
+    def next_turn(self, index: int, answers: Answers | None) -> list[PendingAnswer | None]:
         before = self._prompts
         self._prompts = _next_prompts(self._conversation, index, before, answers, len(self._contenders))
-        asked = []
+        pending = []
         for i, (contender, prompt) in enumerate(zip(self._contenders, self._prompts, strict=True)):
             captured = self._captures.get(prompt, before[i] if before else None)
-            asked.append(self._asked(captured, contender))
-        return asked
+            pending.append(self._pending(captured, contender))
+        return pending
 
-    def _asked(self, captured: CapturedPrompt, contender: Contender) -> Asked | None:
-        """A prompt compressed whole; or, "refed", all but its last token, which is then fed as a new one."""
+    def _pending(self, captured: CapturedPrompt, contender: Contender) -> PendingAnswer | None:
+        """Compress a whole prompt; with "refed", all but its last token, which is then fed as a new token."""
         if self._first_token == "prefill":
             continuation = self._compressor.compress(captured, contender, max_new_tokens=self._max_new_tokens)
             assert captured.logits is not None
-            return None if continuation is None else Asked(continuation, captured.logits)
+            return None if continuation is None else PendingAnswer(continuation, captured.logits)
         continuation = self._compressor.compress(
             captured.prefix(len(captured.token_ids) - 1), contender, max_new_tokens=self._max_new_tokens + 1
         )
         return (
-            None if continuation is None else Asked(continuation, continuation.step(captured.token_ids[-1]))
+            None
+            if continuation is None
+            else PendingAnswer(continuation, continuation.step(captured.token_ids[-1]))
         )
 
 
@@ -107,8 +112,8 @@ class AppendedTurns:
     """Later turns appended to one selection: the settings "once" and "agnostic".
 
     Args:
-        continuations: one a contender, with all tokens up to num_fed; None where its budget cannot be met.
-        prompt: of the turn before the next one to be asked; None if that is the first.
+        continuations: one per contender, with all tokens up to num_fed; None where a budget cannot be met.
+        prompt: of the previous turn; None before the first.
     """
 
     def __init__(
@@ -123,7 +128,7 @@ class AppendedTurns:
         self._num_fed = [num_fed] * len(continuations)
         self._prompts = [prompt] * len(continuations) if prompt is not None else []
 
-    def ask(self, index: int, answers: Answers | None) -> list[Asked | None]:
+    def next_turn(self, index: int, answers: Answers | None) -> list[PendingAnswer | None]:
         number = len(self._continuations)
         self._prompts = _next_prompts(self._conversation, index, self._prompts, answers, number)
         left = [list(p[fed:]) for p, fed in zip(self._prompts, self._num_fed, strict=True)]
@@ -136,7 +141,9 @@ class AppendedTurns:
             met = [c for i in going if (c := self._continuations[i]) is not None]
             logits = step_together(met, [left[i].pop(0) for i in going], dense=True)
             rows.update(zip(going, logits, strict=True))
-        return [Asked(c, rows[i]) if c is not None else None for i, c in enumerate(self._continuations)]
+        return [
+            PendingAnswer(c, rows[i]) if c is not None else None for i, c in enumerate(self._continuations)
+        ]
 
 
 class SelectedOnce:
@@ -147,26 +154,26 @@ class SelectedOnce:
         self._conversation = conversation
         self._later: AppendedTurns | None = None
 
-    def ask(self, index: int, answers: Answers | None) -> list[Asked | None]:
+    def next_turn(self, index: int, answers: Answers | None) -> list[PendingAnswer | None]:
         if self._later is not None:
-            return self._later.ask(index, answers)
-        asked = self._first.ask(index, answers)
+            return self._later.next_turn(index, answers)
+        pending = self._first.next_turn(index, answers)
         prompt = self._conversation.turns[0].prompt_token_ids
-        # What a turn's answer adds stays on its fork: these go on from the end of the prompt.
-        continuations = [a.continuation if a is not None else None for a in asked]
+        # An answer's tokens stay on its fork; these continue from the end of the prompt.
+        continuations = [a.continuation if a is not None else None for a in pending]
         self._later = AppendedTurns(self._conversation, continuations, len(prompt), prompt)
-        return asked
+        return pending
 
 
-def make_asker(
+def make_setting(
     setting: Setting,
     compressor: Compressor,
     captures: Captures,
     conversation: Conversation,
     contenders: Sequence[Contender],
     experiment: Experiment,
-) -> Asker:
-    """The asker of a setting."""
+) -> TurnSetting:
+    """The turn_setting of a setting."""
     first = conversation.turns[0].prompt_token_ids
     last = conversation.turns[-1].prompt_token_ids
     num_fed = conversation.num_document_tokens if setting == "agnostic" else len(first)
