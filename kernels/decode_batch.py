@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvferry.kernels.descriptors import LENGTH
 from kvferry.kernels.dispatch import path_for
+from kvferry.kernels.split_workspace import SplitWorkspace, split_workspace
 
 Alone = Callable[[int, Callable[[], Tensor]], Tensor | None]
 """(slot, attend) -> the result of `attend`; None if the slot has failed, now or before."""
@@ -40,6 +41,11 @@ class BatchShape:
     def num_heads(self) -> int:
         """(slot, KV head) pairs."""
         return self.num_slots * self.num_kv_heads
+
+    def workspace(self, num_slots: int) -> SplitWorkspace:
+        """Scratch for split kernels. Args: num_slots: splits of all heads together."""
+        sizes = {"group_size": self.group_size, "head_dim": self.head_dim, "num_heads": self.num_heads}
+        return split_workspace(num_slots=num_slots, device=self.device, **sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from kvferry.kernels.decode_batch import BatchShape, CachedRows, SlotBatch
 from kvferry.kernels.dense_decode.torch_path import dense_decode
 from kvferry.kernels.descriptors import ROW_FIELDS
 from kvferry.kernels.dispatch import planned_path
-from kvferry.kernels.split_workspace import choose_num_splits, split_workspace
+from kvferry.kernels.split_workspace import choose_num_splits
 
 
 class DenseBatch(SlotBatch[CachedRows]):
@@ -21,13 +21,7 @@ class DenseBatch(SlotBatch[CachedRows]):
         super().__init__("dense_decode", shape, base, is_launched=is_launched, empty=[0] * ROW_FIELDS)
         if is_launched:
             self._num_splits = choose_num_splits(shape.num_heads, shape.device)
-            self._workspace = split_workspace(
-                num_heads=shape.num_heads,
-                num_slots=shape.num_heads * self._num_splits,
-                group_size=shape.group_size,
-                head_dim=shape.head_dim,
-                device=shape.device,
-            )
+            self._workspace = shape.workspace(shape.num_heads * self._num_splits)
 
     def _attend_one(
         self,

@@ -14,7 +14,7 @@ from kvferry.kernels.decode_batch import BatchShape, CachedRows, SlotBatch, in_b
 from kvferry.kernels.descriptors import ROW_FIELDS
 from kvferry.kernels.dispatch import planned_path
 from kvferry.kernels.packed import PackedLayer
-from kvferry.kernels.split_workspace import choose_num_splits, split_workspace
+from kvferry.kernels.split_workspace import choose_num_splits
 from kvferry.kernels.trizone.torch_path import trizone_decode_segments
 from kvferry.kernels.trizone.work_list import (
     ENTRY_FIELDS,
@@ -143,13 +143,7 @@ class TriZoneBatch(SlotBatch[PackedRows]):
         per_query = (size.num_entries, MIN_BLOCK_G)
         self._scaled = torch.empty(*per_query, block_d, dtype=torch.float16, device=device)
         self._statistics = torch.empty(*per_query, STATISTICS, dtype=torch.float32, device=device)
-        self._workspace = split_workspace(
-            num_heads=shape.num_heads,
-            num_slots=size.num_items,
-            group_size=shape.group_size,
-            head_dim=shape.head_dim,
-            device=device,
-        )
+        self._workspace = shape.workspace(size.num_items)
 
     def _launch(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         # a CPU install has no Triton
