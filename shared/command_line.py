@@ -48,6 +48,7 @@ def make_app(name: str, description: str, known: Collection[type[Settings]]) -> 
         help_epilogue=f"Every option is also a variable: --log-level is {ENV_PREFIX}LOG_LEVEL.",
         version=lambda: f"{name} {version()}",
         config=check,
+        group_parameters="Options",
         result_action="return_value",
         exit_on_error=False,
         print_error=False,

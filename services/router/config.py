@@ -117,7 +117,7 @@ class RouterConfig(TracedSettings):
     max_body_bytes: Annotated[Bytes, ACCESS] = Field(8 << 20, ge=1024, description="largest request body")
     max_header_bytes: Annotated[Bytes, ACCESS] = Field(64 << 10, ge=1024, description="largest request head")
     shutdown_timeout_s: Annotated[Seconds, PROCESS] = Field(
-        10.0, ge=0, description="time for requests in flight at shutdown"
+        10.0, ge=0, description="how long in-flight requests may still run at shutdown"
     )
 
     status_interval_s: Annotated[Seconds, TIMEOUTS] = Field(

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.services.launcher.config import KNOWN_CONFIGS
-from kvferry.shared.command_line import option_name
+from kvferry.services.launcher.config import CONFIGS, HIDDEN_FROM_SERVE, KNOWN_CONFIGS, ServeConfig
+from kvferry.shared.command_line import option_name, variable_name
 from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics, RouterMetrics
+from kvferry.tools.evaluation.config import HIDDEN_OPTIONS, EvalConfig
 
 REPOSITORY = Path(__file__).parents[2]
 # A proxy that refuses connections: a build that fetched anything would fail.
@@ -25,13 +26,24 @@ PAGES = [
 ]
 
 
-def test_the_api_reference_is_what_its_command_writes(tmp_path):
-    made = tmp_path / "api.md"
-    command = [sys.executable, str(REPOSITORY / "docs" / "make_api.py"), str(made)]
+@pytest.mark.parametrize("page", ["api", "configuration"])
+def test_a_reference_is_what_its_command_writes(tmp_path, page):
+    made = tmp_path / f"{page}.md"
+    command = [sys.executable, str(REPOSITORY / "docs" / f"make_{page}.py"), str(made)]
     subprocess.run(command, check=True, timeout=200)
-    assert made.read_text() == (REPOSITORY / "docs" / "api.md").read_text(), (
-        "run docs/make_api.py docs/api.md"
+    assert made.read_text() == (REPOSITORY / "docs" / f"{page}.md").read_text(), (
+        f"run docs/make_{page}.py docs/{page}.md"
     )
+
+
+def test_the_configuration_page_lists_every_option_of_every_command():
+    text = (REPOSITORY / "docs" / "configuration.md").read_text()
+    hidden = {"decode": set(), "serve": HIDDEN_FROM_SERVE, "eval": HIDDEN_OPTIONS}
+    settings = {"decode": CONFIGS["decode"], "serve": ServeConfig, "eval": EvalConfig}
+    for command, config in settings.items():
+        for field in config.model_fields.keys() - hidden[command]:
+            row = rf"^\| `{option_name(field)}` \| [^|]*\b{command}\b[^|]* \| `{variable_name(field)}` \|"
+            assert re.search(row, text, re.MULTILINE), (command, field)
 
 
 def test_the_site_builds_without_a_warning(tmp_path):

@@ -17,10 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.services.launcher.config import CONFIGS, KNOWN_CONFIGS, ChatConfig, ServeConfig
+from kvferry.services.launcher.config import CONFIGS, KNOWN_CONFIGS, ServeConfig
 from kvferry.services.launcher.display import EXAMPLE_ANSWER
 from kvferry.shared.command_line import option_name, variable_name
 from kvferry.shared.compression.presets import PRESETS
+from kvferry.tools.chat.config import ChatConfig
+from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
+from kvferry.tools.evaluation.config import EvalConfig
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -32,7 +35,14 @@ PAGES = {
 EVERYTHING = "\n".join(text for name, text in PAGES.items() if name != "api.md")
 DEFAULT_ADDRESS = "127.0.0.1:8000"
 MAX_README_LINES = 200
-COMMANDS = {**CONFIGS, "serve": ServeConfig, "chat": ChatConfig}
+COMMANDS = {
+    **CONFIGS,
+    "serve": ServeConfig,
+    "chat": ChatConfig,
+    "eval": EvalConfig,
+    "calibrate epsilon": CalibrateEpsilonConfig,
+    "calibrate quality": CalibrateQualityConfig,
+}
 
 pytestmark = pytest.mark.xdist_group("readme")
 
