@@ -1,6 +1,7 @@
-"""Writes the dashboards: `python deploy/grafana/generate.py`. They are committed; a test compares.
+"""Writes the Grafana dashboards: `python deploy/grafana/generate.py`.
 
-Each dashboard is a list of panels, each panel its queries. Grafana reads the files, not this one.
+A dashboard is a list of panels and a panel a list of queries. The JSON files are committed; a test compares
+them with what this script writes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Query:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One panel. `unit` is Grafana's name of it, `width` of 24 columns."""
+    """One panel. `unit` is Grafana's name for it; `width` is in columns, 24 to a row."""
 
     title: str
     queries: tuple[Query, ...]
@@ -41,7 +42,7 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True)
 class Dashboard:
-    """One file, named after `uid`."""
+    """One dashboard, in a file that is named after `uid`."""
 
     uid: str
     title: str
@@ -55,7 +56,7 @@ MODEL = 'model=~"$model"'
 
 
 def rate(family: str, by: str, *, where: str = MODEL) -> str:
-    """A counter's rate, summed over everything but the labels `by`."""
+    """A counter's rate, summed over all labels but `by`."""
     return f"sum by ({by}) (rate(kvferry_{family}{{{where}}}{RATE}))"
 
 
@@ -67,7 +68,7 @@ def quantile(share: float, family: str, *, by: str = "", where: str = MODEL) -> 
 
 
 def quantiles(family: str, name: str = "", *shares: float) -> tuple[Query, ...]:
-    """Percentiles of a histogram over all methods; the median, 95th and 99th unless told."""
+    """Percentiles of a histogram over all methods; by default the median, 95th and 99th."""
     return tuple(
         Query(expr=quantile(share, family), legend=f"{name} p{share * 100:g}".strip())
         for share in shares or (0.5, 0.95, 0.99)
@@ -79,7 +80,7 @@ def mean(family: str, name: str, by: str = "model") -> Query:
 
 
 def or_zero(expr: str) -> str:
-    """For counters whose series appear with the first event: none yet is zero, not unknown."""
+    """For counters whose series appear with the first event: before it the value is zero, not missing."""
     return f"{expr} or vector(0)"
 
 
@@ -103,8 +104,8 @@ OVERVIEW = Dashboard(
               about="Objective: 99 %. Over the last hour.",
               queries=(Query(expr=f"1 - model:kvferry_inter_token_latency_slow:ratio_rate1h{{{MODEL}}}",
                              legend="{{model}}"),)),
-        Panel(title="Error budget burned, times its pace", unit="none",
-              about="1 spends a month's budget in a month. Alerts page above 14.4 and report above 6.",
+        Panel(title="Error budget burn rate", unit="none",
+              about="At 1 a month's budget lasts a month. Alerts page above 14.4 and open a ticket above 6.",
               queries=(
                   Query(expr=f"model:kvferry_time_to_first_token_slow:ratio_rate1h{{{MODEL}}} / 0.05",
                         legend="first token"),
@@ -135,7 +136,7 @@ TRANSFER = Dashboard(
             Query(expr=rate("kv_full_bytes_total", "method"), legend="full, {{method}}"),
             Query(expr=rate("kv_transfer_bytes_total", "method"), legend="shipped, {{method}}"),
         )),
-        Panel(title="Compression ratio by method", unit="none", about="Full bytes for each byte shipped.",
+        Panel(title="Compression ratio by method", unit="none", about="Bytes of full KV per byte shipped.",
               queries=(
                   Query(expr=f"{rate('kv_full_bytes_total', 'method')} / "
                              f"{rate('kv_transfer_bytes_total', 'method')}", legend="{{method}}"),
@@ -144,10 +145,10 @@ TRANSFER = Dashboard(
               queries=quantiles("kv_compression_ratio", "", 0.1, 0.5, 0.9)),
         Panel(title="Shipped by kind", unit="Bps", stacked=True, queries=(
             Query(expr=rate("kv_transfer_bytes_total", "kind"), legend="{{kind}}"),)),
-        Panel(title="Not shipped because decode still held it", unit="Bps", stacked=True, queries=(
+        Panel(title="Not shipped because decode had retained it", unit="Bps", stacked=True, queries=(
             Query(expr=or_zero(rate("kv_delta_saved_bytes_total", "method")), legend="{{method}}"),)),
         Panel(title="Transfer against compute, per prompt", unit="s",
-              about="Blocks travel while later layers are computed.", queries=(
+              about="Blocks are sent while later layers are computed.", queries=(
                   mean("prefill_seconds", "prefill"),
                   mean("compress_seconds", "compress"),
                   mean("pack_seconds", "pack"),
@@ -188,8 +189,8 @@ DECODE = Dashboard(
         Panel(title="Arena in use", unit="percentunit", queries=(
             Query(expr="instance:kvferry_arena_used:ratio", legend="{{instance}}"),)),
         Panel(title="Last block to first step", unit="s", queries=quantiles("admission_seconds")),
-        Panel(title="Steps by how they ran", unit="cps", stacked=True,
-              about="In a graph, or eagerly: on a CPU, or for an attention without a kernel.", queries=(
+        Panel(title="Decode steps by path", unit="cps", stacked=True,
+              about="CUDA graph, or eager: on a CPU, or with an attention that has no kernel.", queries=(
                   Query(expr=f"sum by (path, because) (rate(kvferry_decode_steps_total{RATE}))",
                         legend="{{path}} {{because}}"),)),
         Panel(title="Reservations refused", unit="cps", queries=(
@@ -216,7 +217,7 @@ SESSIONS = Dashboard(
             Query(expr=or_zero(rate("session_store_events_total", "event", where="")), legend="{{event}}"),)),
         Panel(title="Histories missing", unit="cps", queries=(
             Query(expr=or_zero(rate("history_miss_total", "reason", where="")), legend="{{reason}}"),)),
-        Panel(title="How turns came by their history", unit="cps", queries=(
+        Panel(title="Turns by where their history came from", unit="cps", queries=(
             Query(expr=or_zero(rate("history_choices_total", "way, reason", where="")),
                   legend="{{way}}, {{reason}}"),)),
         Panel(title="Generated KV returned to history", unit="Bps", queries=(
@@ -231,7 +232,7 @@ DASHBOARDS = (OVERVIEW, TRANSFER, DECODE, SESSIONS)
 
 
 def render(dashboard: Dashboard) -> dict[str, Any]:
-    """The dashboard as Grafana provisions it."""
+    """The dashboard as the JSON that Grafana provisions."""
     return {
         "uid": f"kvferry-{dashboard.uid}",
         "title": dashboard.title,
