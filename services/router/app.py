@@ -25,15 +25,13 @@ from starlette.responses import Response
 
 from kvferry.services.router.api.routes import Routes
 from kvferry.services.router.api.session_routes import SessionRoutes
-from kvferry.services.router.completion.completion import CompletionService
-from kvferry.services.router.completion.documents import DocumentService
 from kvferry.services.router.completion.plans import PlanChooser
 from kvferry.services.router.completion.prompt import PromptBuilder
+from kvferry.services.router.completion.services import Services
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.api_route import Authenticator
 from kvferry.services.router.http.errors import error_response, from_framework
 from kvferry.services.router.http.middleware import LimitsMiddleware, RequestMiddleware
-from kvferry.services.router.sessions.quota import KeyQuota
 from kvferry.services.router.sessions.redis_records import RedisRecords
 from kvferry.services.router.sessions.redis_store import RedisSessionStore, SessionStore
 from kvferry.services.router.sessions.store import MemorySessionStore
@@ -98,46 +96,16 @@ def create_app(
         window_s=config.readiness_window_s,
     )
     metrics.ready.set_function(lambda: float(readiness.problem() is None))
-    sessions = session_store(config, metrics, clock, timing)
-    prompts = PromptBuilder(tokenizer)
-    history = WorkerHistory(prefill=prefill, decode=decode)
-    quota = KeyQuota(
-        max_sessions=config.max_sessions_per_key,
-        max_documents=config.max_documents_per_key,
-        max_tokens=config.max_history_tokens_per_key,
-    )
-    documents = DocumentService(
-        runner=runner,
-        sessions=sessions,
-        history=history,
-        prompts=prompts,
-        plans=plans,
-        quota=quota,
-        request_timeout_s=config.request_timeout_s,
-        clock=clock,
-    )
-    completions = CompletionService(
-        runner=runner,
-        sessions=sessions,
-        documents=documents,
-        history=history,
-        quota=quota,
-        prompts=prompts,
-        plans=plans,
-        metrics=metrics,
-        default_max_tokens=config.default_max_tokens,
-        request_timeout_s=config.request_timeout_s,
-        on_success=readiness.mark,
-        clock=clock,
-    )
-    auth = Authenticator(split_list(config.api_keys))
-    routes = Routes(
+    services = Services(
         config=config,
-        auth=auth,
-        completions=completions,
-        readiness=readiness,
         metrics=metrics,
-        started_at=int(clock()),
+        clock=clock,
+        runner=runner,
+        readiness=readiness,
+        sessions=session_store(config, metrics, clock, timing),
+        history=WorkerHistory(prefill=prefill, decode=decode),
+        prompts=PromptBuilder(tokenizer),
+        plans=plans,
     )
 
     @asynccontextmanager
@@ -145,7 +113,7 @@ def create_app(
         await asyncio.gather(prefill.start(), decode.start())
         loops = [
             asyncio.create_task(readiness.run()),
-            asyncio.create_task(_sweep(completions, timing.sweep_interval_s)),
+            asyncio.create_task(_sweep(services, timing.sweep_interval_s)),
         ]
         try:
             yield
@@ -154,7 +122,7 @@ def create_app(
                 loop.cancel()
             await asyncio.gather(*loops, return_exceptions=True)
             await tasks.close(config.shutdown_timeout_s)
-            await sessions.close()
+            await services.sessions.close()
             await asyncio.gather(prefill.close(), decode.close())
 
     app = FastAPI(
@@ -164,9 +132,9 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
     )
-    keyed, operations = routes.routers()
-    sessions_of_key = SessionRoutes(auth=auth, completions=completions, served=routes.served).router()
-    for router in (keyed, sessions_of_key, operations):
+    auth = Authenticator(split_list(config.api_keys))
+    keyed, operations = Routes(services=services, auth=auth, started_at=int(clock())).routers()
+    for router in (keyed, SessionRoutes(services=services, auth=auth).router(), operations):
         app.include_router(router)
     for refusal in (HTTPException, RequestValidationError):
         app.add_exception_handler(refusal, _refuse)
@@ -214,14 +182,14 @@ async def _refuse(request: Request, refusal: Exception) -> Response:
     return response
 
 
-async def _sweep(completions: CompletionService, interval_s: float) -> None:
+async def _sweep(services: Services, interval_s: float) -> None:
     """Remove expired sessions, and have their history dropped."""
     log = structlog.get_logger(__name__)
     while True:
         await asyncio.sleep(interval_s)
         try:
-            for key in await completions.sessions.remove_stale():
-                await completions.history.drop(key)
+            for key in await services.sessions.remove_stale():
+                await services.history.drop(key)
         except Exception:
             # The top of the loop: it must go on, or sessions would stay for ever.
             log.exception("session sweep failed")

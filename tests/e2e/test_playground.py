@@ -145,3 +145,29 @@ def test_every_control_has_a_name(page):
             .map((node) => node.id)"""
     )
     assert unnamed == []
+
+
+def test_the_example_ships_a_fraction_of_the_kv_and_is_answered_rightly(stack):
+    example = httpx.get(f"{stack.base_url}/example", timeout=30).json()
+    answer = httpx.post(f"{stack.base_url}/v1/chat/completions", json=example, timeout=120).json()
+    assert answer["choices"][0]["message"]["content"].strip() == "6 5 6 3"
+    assert "the pin of the golden station is 6 5 6 3 ." in example["messages"][0]["content"]
+    assert 3 * answer["kv"]["shipped_bytes"] < answer["kv"]["full_bytes"]
+    assert "reason" not in answer["kv"]
+    short = {**example, "messages": [{"role": "user", "content": "what is the pin ?"}]}
+    answer = httpx.post(f"{stack.base_url}/v1/chat/completions", json=short, timeout=120).json()
+    assert (answer["kv"]["method"], answer["kv"]["reason"]) == (
+        "full",
+        "the budget of 128 tokens covers the prompt",
+    )
+
+
+def test_the_page_loads_the_example_and_shows_what_it_shipped(page):
+    page.locator("#example").click()
+    expect(page.locator("#message")).to_have_value("what is the pin of the golden station ?")
+    expect(page.locator("#budget")).to_have_value("128")
+    page.locator("#message").focus()
+    ask(page, "")
+    expect(page.locator(".turn.assistant")).to_contain_text("6 5 6 3")
+    expect(page.locator(".facts")).to_contain_text("shipped")
+    assert number(page.locator("#turns tr td").nth(5).text_content()) > 3

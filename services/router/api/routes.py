@@ -34,20 +34,18 @@ from kvferry.services.router.api.responses import (
     method_object,
     model_object,
 )
-from kvferry.services.router.completion.completion import CompletionService
+from kvferry.services.router.completion.completion import Completion
 from kvferry.services.router.completion.requests import ChatRequest, TextRequest
-from kvferry.services.router.config import RouterConfig, split_list
+from kvferry.services.router.completion.services import Services
+from kvferry.services.router.config import split_list
 from kvferry.services.router.http import exposition
 from kvferry.services.router.http.api_route import Authenticator, api_route
 from kvferry.services.router.http.errors import ErrorBody, describe
 from kvferry.services.router.http.middleware import RequestRecord
 from kvferry.services.router.playground import page_response
 from kvferry.services.router.sessions.record import session_key
-from kvferry.services.router.turn.readiness import Readiness
-from kvferry.services.router.turn.worker_pool import served_model
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.errors import InvalidRequest, ModelNotFound, Overloaded
-from kvferry.shared.metrics import RouterMetrics
+from kvferry.shared.errors import InvalidRequest, ModelNotFound
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
 
@@ -74,11 +72,8 @@ def keyed_router(auth: Authenticator) -> APIRouter:
 class Routes:
     """Handlers and their dependencies."""
 
-    config: RouterConfig
+    services: Services
     auth: Authenticator
-    completions: CompletionService
-    readiness: Readiness
-    metrics: RouterMetrics
     started_at: int
 
     def routers(self) -> tuple[APIRouter, APIRouter]:
@@ -134,7 +129,8 @@ class Routes:
         record: RequestRecord = request.state.record
         is_chat = isinstance(fields, ChatRequest)
         record.fields |= {"stream": bool(fields.stream), "session": session is not None}
-        completion = self.completions.start(
+        completion = Completion(
+            self.services,
             fields,
             model=model,
             owner=request.state.owner,
@@ -142,6 +138,7 @@ class Routes:
             request_id=record.request_id,
             arrival_s=record.arrival_s,
         )
+        completion.start()
         envelope = Envelope(
             endpoint="chat" if is_chat else "text",
             id=f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -149,7 +146,9 @@ class Routes:
             model=model.name,
             system_fingerprint=f"kvferry-{model.fingerprint[:16]}",
         )
-        return CompletionResponse(completion, envelope, record=record, keepalive_s=self.config.keepalive_s)
+        return CompletionResponse(
+            completion, envelope, record=record, keepalive_s=self.services.config.keepalive_s
+        )
 
     def _session(self, request: Request, fields: ChatRequest | TextRequest) -> SessionKey | None:
         param, session_id = "session_id", fields.session_id
@@ -165,21 +164,13 @@ class Routes:
     # ---- models ------------------------------------------------------------------------------------------
 
     async def list_models(self) -> Listing[Model]:
-        return {"object": "list", "data": [model_object(self.served(), self.started_at)]}
+        return {"object": "list", "data": [model_object(self.services.model(), self.started_at)]}
 
     async def get_model(self, model: str) -> Model:
         return model_object(self._model(model), self.started_at)
 
-    def served(self) -> ModelSpec:
-        """The model that the workers serve now."""
-        runner = self.completions.runner
-        model = served_model(runner.prefill, runner.decode)
-        if model is None:
-            raise Overloaded("No ready prefill/decode pair serves the same model")
-        return model
-
     def _model(self, name: str) -> ModelSpec:
-        model = self.served()
+        model = self.services.model()
         if name != model.name:
             raise ModelNotFound(
                 f"There is no model {describe(name)}; this server has {describe(model.name)}", param="model"
@@ -187,7 +178,7 @@ class Routes:
         return model
 
     async def list_methods(self) -> Listing[Method]:
-        plans = self.completions.plans
+        plans = self.services.plans
         data = [method_object(plan, default=plan.method == plans.default.method) for plan in plans.all()]
         return {"object": "list", "data": data}
 
@@ -197,13 +188,13 @@ class Routes:
         return {"status": "ok"}
 
     async def ready(self) -> Status:
-        problem = self.readiness.problem()
+        problem = self.services.readiness.problem()
         if problem is not None:
             raise problem
         return {"status": "ready"}
 
     async def get_version(self) -> Version:
-        runner = self.completions.runner
+        runner = self.services.runner
         return {
             "version": version("kvferry"),
             "protocol_version": PROTOCOL_VERSION,
@@ -214,8 +205,10 @@ class Routes:
         self._check_access(request)
         extra = []
         if all not in ("", "0"):
-            extra = await exposition.worker_families(split_list(self.config.worker_metrics))
-        return Response(exposition.render(self.metrics.registry, extra), media_type=exposition.CONTENT_TYPE)
+            extra = await exposition.worker_families(split_list(self.services.config.worker_metrics))
+        return Response(
+            exposition.render(self.services.metrics.registry, extra), media_type=exposition.CONTENT_TYPE
+        )
 
     async def get_playground(self, request: Request) -> Response:
         self._check_access(request)
@@ -224,7 +217,7 @@ class Routes:
     async def get_example(self, request: Request) -> Example:
         self._check_access(request)
         example: Example = json.loads(DEMO_EXAMPLE.read_text("utf-8"))
-        return {**example, "model": self.served().name}
+        return {**example, "model": self.services.model().name}
 
     async def get_openapi(self, request: Request) -> Response:
         self._check_access(request)
@@ -236,5 +229,5 @@ class Routes:
 
     def _check_access(self, request: Request) -> None:
         """Pages and metrics are open, or need a key, as the options say."""
-        if not self.config.metrics_are_open:
+        if not self.services.config.metrics_are_open:
             self.auth.owner(request.headers)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
@@ -20,16 +19,15 @@ from kvferry.services.router.api.responses import (
     session_object,
 )
 from kvferry.services.router.api.routes import add_routes, keyed_router
-from kvferry.services.router.completion.completion import CompletionService
-from kvferry.services.router.completion.documents import DocumentService
+from kvferry.services.router.completion.documents import Documents
 from kvferry.services.router.completion.requests import DocumentRequest
+from kvferry.services.router.completion.services import Services
 from kvferry.services.router.http.api_route import Authenticator
 from kvferry.services.router.sessions.file import SessionFile
+from kvferry.services.router.sessions.quota import check_quota
 from kvferry.services.router.sessions.record import SessionSummary, document_key, is_session_id, session_key
-from kvferry.services.router.sessions.redis_store import SessionStore
 from kvferry.shared.control.messages import HistoryInfo, SessionKey
 from kvferry.shared.errors import DocumentNotFound, InvalidRequest, KvferryError
-from kvferry.shared.model.spec import ModelSpec
 
 _WORKER_CALL_TIMEOUT_S = 2.0
 _SESSIONS_PATH, _DOCUMENTS_PATH = "/v1/sessions/", "/v1/documents/"
@@ -38,15 +36,10 @@ _EXPORT = "/export"
 
 @dataclass(kw_only=True)
 class SessionRoutes:
-    """Handlers and their dependencies.
+    """Handlers and their dependencies."""
 
-    Attributes:
-        served: returns the model that the workers serve now.
-    """
-
+    services: Services
     auth: Authenticator
-    completions: CompletionService
-    served: Callable[[], ModelSpec]
 
     def router(self) -> APIRouter:
         router = keyed_router(self.auth)
@@ -76,33 +69,29 @@ class SessionRoutes:
         return router
 
     @property
-    def _sessions(self) -> SessionStore:
-        return self.completions.sessions
-
-    @property
-    def _documents(self) -> DocumentService:
-        return self.completions.documents
+    def _documents(self) -> Documents:
+        return Documents(self.services)
 
     # ---- sessions ----------------------------------------------------------------------------------------
 
     async def list_sessions(self, request: Request) -> Listing[Session]:
-        found = await self._sessions.owned_by(request.state.owner, documents=False)
+        found = await self.services.sessions.owned_by(request.state.owner, documents=False)
         data = await asyncio.gather(*(self._session(key, summary) for key, summary in found))
         return {"object": "list", "data": data}
 
     async def get_session(self, request: Request, session_id: str) -> Session:
         key = _named_session(request)
-        return await self._session(key, (await self._sessions.get(key)).summary)
+        return await self._session(key, (await self.services.sessions.get(key)).summary)
 
     async def delete_session(self, request: Request, session_id: str) -> Deleted:
         key = _named_session(request)
-        await self._sessions.delete(key)
-        await self.completions.history.drop(key)
+        await self.services.sessions.delete(key)
+        await self.services.history.drop(key)
         return {"id": key.session_id, "object": "session.deleted", "deleted": True}
 
     async def export_session(self, request: Request, session_id: str) -> Response:
         key = _named_session(request, suffix=_EXPORT)
-        file = SessionFile.of(key, await self._sessions.get(key), self.served().name)
+        file = SessionFile.of(key, await self.services.sessions.get(key), self.services.model().name)
         headers = {"content-disposition": f'attachment; filename="{key.session_id}.json"'}
         return JSONResponse(file.model_dump(), headers=headers)
 
@@ -111,18 +100,22 @@ class SessionRoutes:
     ) -> Session:
         name = body.id if session_id is None else session_id
         key = session_key(request.state.owner, name, param="session_id")
-        record = body.record(self.served())
-        async with self._sessions.lease(key) as lease:
+        record = body.record(self.services.model())
+        async with self.services.sessions.lease(key) as lease:
             if lease.record is not None:
                 raise InvalidRequest(
                     f"There is a session {key.session_id!r} already; delete it, or give another ?session_id=",
                     param="session_id",
                 )
-            await self.completions.quota.check(
-                self._sessions, key, is_new=True, num_tokens=len(record.token_ids)
+            await check_quota(
+                self.services.config,
+                self.services.sessions,
+                key,
+                is_new=True,
+                num_tokens=len(record.token_ids),
             )
             await lease.commit(record)
-        return await self._session(key, (await self._sessions.get(key)).summary)
+        return await self._session(key, (await self.services.sessions.get(key)).summary)
 
     async def _session(self, key: SessionKey, summary: SessionSummary) -> Session:
         return session_object(key, summary, await self._history(key, summary))
@@ -130,7 +123,7 @@ class SessionRoutes:
     async def _history(self, key: SessionKey, summary: SessionSummary) -> HistoryInfo:
         """The history at the worker that had the last turn."""
         address = summary.prefill_addresses[0] if summary.prefill_addresses else ""
-        worker = self.completions.history.prefill.worker(address)
+        worker = self.services.history.prefill.worker(address)
         if worker is not None:
             # While that worker is down its history cannot be used.
             with contextlib.suppress(KvferryError):
@@ -143,12 +136,12 @@ class SessionRoutes:
         owner, document_id = request.state.owner, body.id or f"doc-{secrets.token_hex(8)}"
         request_id = request.state.record.request_id
         record = await self._documents.create(
-            owner, document_id, body, model=self.served(), request_id=request_id
+            owner, document_id, body, model=self.services.model(), request_id=request_id
         )
         return await self._document(document_key(owner, document_id), record.summary)
 
     async def list_documents(self, request: Request) -> Listing[Document]:
-        found = await self._sessions.owned_by(request.state.owner, documents=True)
+        found = await self.services.sessions.owned_by(request.state.owner, documents=True)
         data = await asyncio.gather(*(self._document(key, summary) for key, summary in found))
         return {"object": "list", "data": data}
 

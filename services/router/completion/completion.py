@@ -8,34 +8,31 @@ queue hands its deltas to `delivery.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 
 import structlog
 
 from kvferry.services.router.completion.choice import Choice, ChoiceDelta, RequestTimer
-from kvferry.services.router.completion.documents import DocumentService, NamedDocuments
+from kvferry.services.router.completion.documents import Documents, NamedDocuments
 from kvferry.services.router.completion.kv_report import KvReport, Usage, kv_report
-from kvferry.services.router.completion.plans import PlanChooser
-from kvferry.services.router.completion.prompt import Preamble, Prompt, PromptBuilder
+from kvferry.services.router.completion.prompt import Preamble, Prompt
 from kvferry.services.router.completion.requests import (
     ChatRequest,
     TextRequest,
     sampling_params,
     with_seed_of,
 )
+from kvferry.services.router.completion.services import Services
 from kvferry.services.router.http.errors import internal_error
-from kvferry.services.router.sessions.quota import KeyQuota
+from kvferry.services.router.sessions.quota import check_quota
 from kvferry.services.router.sessions.record import SessionRecord
-from kvferry.services.router.sessions.redis_store import SessionLease, SessionStore
+from kvferry.services.router.sessions.redis_store import SessionLease
 from kvferry.services.router.turn.attempt import CUT_OFF_S, Admitted, Finished, TurnRequest
-from kvferry.services.router.turn.history import WorkerHistory
-from kvferry.services.router.turn.turn import Turn, TurnRunner, deadline_passed
+from kvferry.services.router.turn.turn import Turn, deadline_passed
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import KvferryError, Overloaded
-from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken
 
@@ -53,43 +50,6 @@ class CompletionEnd:
 CompletionEvent = ChoiceDelta | CompletionEnd | KvferryError
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompletionService:
-    """Dependencies of completions.
-
-    Attributes:
-        default_max_tokens: limits chat completions whose request gives no limit.
-    """
-
-    runner: TurnRunner
-    sessions: SessionStore
-    documents: DocumentService
-    history: WorkerHistory
-    quota: KeyQuota
-    prompts: PromptBuilder
-    plans: PlanChooser
-    metrics: RouterMetrics
-    default_max_tokens: int
-    request_timeout_s: float
-    on_success: Callable[[], None]
-    clock: Callable[[], float]
-
-    def start(
-        self,
-        request: ChatRequest | TextRequest,
-        *,
-        model: ModelSpec,
-        owner: str,
-        session: SessionKey | None,
-        request_id: str,
-        arrival_s: float,
-    ) -> Completion:
-        """Begin a completion; its events arrive in `Completion.events`."""
-        completion = Completion(self, request, model, owner, session, request_id, arrival_s)
-        completion.task = self.runner.tasks.start(completion.run(), name="completion")
-        return completion
-
-
 class Completion:
     """One request's choices.
 
@@ -103,7 +63,7 @@ class Completion:
 
     def __init__(
         self,
-        service: CompletionService,
+        services: Services,
         request: ChatRequest | TextRequest,
         model: ModelSpec,
         owner: str,
@@ -112,29 +72,32 @@ class Completion:
         arrival_s: float,
     ) -> None:
         self.events: asyncio.Queue[CompletionEvent] = asyncio.Queue()
-        self.task: asyncio.Task[None] | None = None
         self.request = request
         self.choices: list[Choice] = []
         self.num_prompt_tokens = 0
-        self.timer = RequestTimer(service.metrics, model.name, arrival_s)
-        self._service = service
+        self.timer = RequestTimer(services.metrics, model.name, arrival_s)
+        self._services = services
         self._model = model
         self._owner = owner
         self._session = session
         self._request_id = request_id
-        self._deadline_s = asyncio.get_running_loop().time() + service.request_timeout_s
+        self._deadline_s = asyncio.get_running_loop().time() + services.config.request_timeout_s
         self._limit: asyncio.Timeout | None = None
         self._plan: CompressionPlan | None = None
         self._quality: float | None = None
+        self._task: asyncio.Task[None] | None = None
         self._closed = False
         """The client has its last event, or has left: nothing more goes into `events`."""
         self._log = _logger.bind(request_id=request_id)
 
+    def start(self) -> None:
+        self._task = self._services.runner.tasks.start(self.run(), name="completion")
+
     def cancel(self) -> None:
         """The client left. A completion that has ended goes on to its commit, and so does what a session's
         stream has delivered."""
-        if not self._closed and not self._cut_off(None) and self.task is not None:
-            self.task.cancel()
+        if not self._closed and not self._cut_off(None) and self._task is not None:
+            self._task.cancel()
 
     async def run(self) -> None:
         try:
@@ -142,7 +105,7 @@ class Completion:
                 lease: SessionLease | None = None
                 if self._session is not None:
                     lease = await stack.enter_async_context(
-                        self._service.sessions.lease(self._session, needs_record=not self.request.is_whole)
+                        self._services.sessions.lease(self._session, needs_record=not self.request.is_whole)
                     )
                 await self._answer(lease)
         except KvferryError as error:
@@ -166,32 +129,36 @@ class Completion:
                 self.events.put_nowait(event)
 
     async def _answer(self, lease: SessionLease | None) -> None:
-        service, request = self._service, self.request
+        services, request = self._services, self.request
         record = lease.record if lease is not None else None
         if record is not None and record.model_fingerprint != self._model.fingerprint:
             record = None  # token ids of another model
         ids = request.document_ids if isinstance(request, ChatRequest) else None
-        named = await service.documents.named(self._owner, ids) if ids else None
+        named = await Documents(services).named(self._owner, ids) if ids else None
         # No ids at all leave the session's documents; an empty list means none.
         preamble = None if ids is None else named.preamble if named is not None else Preamble()
-        prompt = await service.prompts.build(request, record, self._model, preamble)
+        prompt = await services.prompts.build(request, record, self._model, preamble)
         self.num_prompt_tokens = len(prompt.token_ids)
         if lease is not None:
-            await service.quota.check(
-                service.sessions, lease.key, is_new=lease.record is None, num_tokens=self.num_prompt_tokens
+            await check_quota(
+                services.config,
+                services.sessions,
+                lease.key,
+                is_new=lease.record is None,
+                num_tokens=self.num_prompt_tokens,
             )
         compression = request.kv_compression
         if compression is None and named is not None:
             compression = named.compression
         self._quality = compression.quality if compression is not None else None
-        self._plan = await service.plans.choose(compression, prompt.token_ids, self._model)
+        self._plan = await services.plans.choose(compression, prompt.token_ids, self._model)
         turn = self._turn_request(record, prompt, named, self._plan)
         for index in range(request.n or 1):
             self.choices.append(
                 Choice(
                     index,
-                    Turn(service.runner, replace(turn, sampling=with_seed_of(turn.sampling, index))),
-                    service.prompts.assembler(request.stop_strings),
+                    Turn(services.runner, replace(turn, sampling=with_seed_of(turn.sampling, index))),
+                    services.prompts.assembler(request.stop_strings),
                     self.timer,
                     with_logprobs=request.num_alternatives is not None,
                 )
@@ -215,7 +182,7 @@ class Completion:
             prompt_token_ids=prompt.token_ids,
             plan=plan,
             sampling=sampling_params(
-                request, self.num_prompt_tokens, self._model, self._service.default_max_tokens
+                request, self.num_prompt_tokens, self._model, self._services.config.default_max_tokens
             ),
             deadline_s=self._deadline_s,
             session=self._session,
@@ -284,7 +251,7 @@ class Completion:
     def _choice_finished(self) -> None:
         if self._closed or any(choice.turn.finish_reason is None for choice in self.choices):
             return
-        metrics, model, first = self._service.metrics, self._model.name, self.choices[0].turn.stats.first
+        metrics, model, first = self._services.metrics, self._model.name, self.choices[0].turn.stats.first
         assert first is not None, "a turn that has finished has a first token"
         metrics.prompt_tokens.labels(model=model).inc(self.num_prompt_tokens)
         if first.reused_tokens:
@@ -295,11 +262,12 @@ class Completion:
             reason = choice.turn.finish_reason
             metrics.request_success.labels(model=model, finish_reason=reason).inc()
         self.timer.finished(first.method)
-        self._service.on_success()
+        self._services.readiness.mark()
+        num_tokens = self.num_completion_tokens
         usage = Usage(
             prompt_tokens=self.num_prompt_tokens,
-            completion_tokens=self.num_completion_tokens,
-            total_tokens=self.num_prompt_tokens + self.num_completion_tokens,
+            completion_tokens=num_tokens,
+            total_tokens=self.num_prompt_tokens + num_tokens,
             prompt_tokens_details={"cached_tokens": first.reused_tokens},
         )
         self._close(CompletionEnd(usage=usage, kv=self.kv()))
@@ -316,7 +284,7 @@ class Completion:
     async def _commit(self, lease: SessionLease, before: SessionRecord | None, prompt: Prompt) -> None:
         """Publish the staged history, then the record."""
         choice, stats = self.choices[0], self.choices[0].turn.stats
-        await self._service.history.publish(lease, stats, prompt.token_ids)
+        await self._services.history.publish(lease, stats, prompt.token_ids)
         earlier = before.prefill_addresses if before is not None else ()
         record = prompt.record(self._model, tuple(stats.token_ids), choice.text)
         committed = await lease.commit(
@@ -325,7 +293,7 @@ class Completion:
                 turns=(before.turns if before is not None else 0) + 1,
                 last_plan={name: value for name, value in self.kv().items() if name != "kept"},
                 prefill_addresses=tuple(dict.fromkeys((stats.prefill_address, *earlier))),
-                created_at_s=before.created_at_s if before is not None else self._service.clock(),
+                created_at_s=before.created_at_s if before is not None else self._services.clock(),
                 decode_address=stats.decode_address,
             )
         )

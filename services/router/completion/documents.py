@@ -7,18 +7,15 @@ and sessions that name the document continue from it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.services.router.completion.plans import PlanChooser
-from kvferry.services.router.completion.prompt import Preamble, PromptBuilder
+from kvferry.services.router.completion.prompt import Preamble
 from kvferry.services.router.completion.requests import DocumentRequest, KvCompression
-from kvferry.services.router.sessions.quota import KeyQuota
+from kvferry.services.router.completion.services import Services
+from kvferry.services.router.sessions.quota import check_quota
 from kvferry.services.router.sessions.record import SessionRecord, document_key
-from kvferry.services.router.sessions.redis_store import SessionStore
 from kvferry.services.router.turn.attempt import TurnRequest
-from kvferry.services.router.turn.history import WorkerHistory
-from kvferry.services.router.turn.turn import TurnRunner
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import (
     ContextLengthExceeded,
@@ -46,18 +43,11 @@ class NamedDocuments:
     compression: KvCompression | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class DocumentService:
+class Documents:
     """Documents of all keys."""
 
-    runner: TurnRunner
-    sessions: SessionStore
-    history: WorkerHistory
-    prompts: PromptBuilder
-    plans: PlanChooser
-    quota: KeyQuota
-    request_timeout_s: float
-    clock: Callable[[], float]
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     async def create(
         self, owner: str, document_id: str, request: DocumentRequest, *, model: ModelSpec, request_id: str
@@ -67,29 +57,32 @@ class DocumentService:
         Raises: InvalidRequest, ContextLengthExceeded, CapacityExceeded, or what ends a turn.
         """
         key = document_key(owner, document_id)
-        token_ids = await self.prompts.document_tokens(request.text)
+        services = self._services
+        token_ids = await services.prompts.document_tokens(request.text)
         if len(token_ids) >= model.max_model_len:
             raise ContextLengthExceeded(
                 f"text has {len(token_ids)} tokens; a document must be shorter than the context of "
                 f"{model.max_model_len}",
                 param="text",
             )
-        plan = await self.plans.choose(request.kv_compression, token_ids, model)
-        async with self.sessions.lease(key, needs_record=False) as lease:
+        plan = await services.plans.choose(request.kv_compression, token_ids, model)
+        async with services.sessions.lease(key, needs_record=False) as lease:
             before = lease.record
-            await self.quota.check(self.sessions, key, is_new=before is None, num_tokens=len(token_ids))
+            await check_quota(
+                services.config, services.sessions, key, is_new=before is None, num_tokens=len(token_ids)
+            )
             turn = TurnRequest(
                 request_id=request_id,
                 model=model,
                 prompt_token_ids=token_ids,
                 plan=plan,
                 sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-                deadline_s=asyncio.get_running_loop().time() + self.request_timeout_s,
+                deadline_s=asyncio.get_running_loop().time() + services.config.request_timeout_s,
                 session=key,
                 prefer_prefill=before.prefill_addresses if before is not None else (),
             )
-            stats = await self.runner.run(turn)
-            await self.history.publish(lease, stats, token_ids)
+            stats = await services.runner.run(turn)
+            await services.history.publish(lease, stats, token_ids)
             earlier = before.prefill_addresses if before is not None else ()
             compression = request.kv_compression
             await lease.commit(
@@ -103,7 +96,7 @@ class DocumentService:
                     compression=compression.model_dump(exclude_none=True)
                     if compression is not None
                     else None,
-                    created_at_s=self.clock(),
+                    created_at_s=services.clock(),
                 )
             )
         return await self.get(owner, document_id)
@@ -111,7 +104,7 @@ class DocumentService:
     async def get(self, owner: str, document_id: str) -> SessionRecord:
         """Raises: DocumentNotFound, StoreUnavailable."""
         try:
-            return await self.sessions.get(document_key(owner, document_id))
+            return await self._services.sessions.get(document_key(owner, document_id))
         except SessionNotFound:
             raise _not_found(document_id) from None
 
@@ -122,10 +115,10 @@ class DocumentService:
         """
         key = document_key(owner, document_id)
         try:
-            await self.sessions.delete(key)
+            await self._services.sessions.delete(key)
         except SessionNotFound:
             raise _not_found(document_id) from None
-        await self.history.drop(key)
+        await self._services.history.drop(key)
 
     async def named(self, owner: str, document_ids: Sequence[str]) -> NamedDocuments:
         """The documents of a request's `document_ids`, of which there is at least one.

@@ -8,14 +8,14 @@ these types and describes them at `/openapi.json`; `http/errors.py` words their 
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
-from pydantic.annotated_handlers import GetCoreSchemaHandler, GetJsonSchemaHandler
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from kvferry.services.router.sessions.record import SESSION_ID_RULE, is_session_id
+from kvferry.services.router.http.fields import Ignored, Range, StrictModel, Unsupported
+from kvferry.services.router.sessions.record import DocumentIds, SessionId
 from kvferry.shared.compression.kept import MAX_KEPT_BINS
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.shared.model.spec import ModelSpec
@@ -24,52 +24,6 @@ from kvferry.shared.sampling.params import SamplingParams
 _TEXT_MAX_TOKENS = 16
 _INT31, _INT63 = 2**31 - 1, 2**63 - 1
 
-
-@dataclass(frozen=True)
-class Range:
-    """Bounds of a number; an error states both."""
-
-    low: float
-    high: float | None = None
-    excludes_low: bool = False
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        low = {"exclusiveMinimum" if self.excludes_low else "minimum": self.low}
-        return {**handler(schema), **low, **({} if self.high is None else {"maximum": self.high})}
-
-    def _check(self, value: float) -> float:
-        too_low = value <= self.low if self.excludes_low else value < self.low
-        if too_low or (self.high is not None and value > self.high):
-            lower = f"{'above' if self.excludes_low else 'at least'} {self.low}"
-            raise PydanticCustomError(
-                "range", lower if self.high is None else f"{lower} and at most {self.high}"
-            )
-        return value
-
-
-@dataclass(frozen=True)
-class Unsupported:
-    """A field of OpenAI's whose effect a client would miss, with the values that ask for nothing."""
-
-    neutral: Any = None
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def _check(self, value: Any) -> Any:
-        neutral = self.neutral if isinstance(self.neutral, tuple) else (self.neutral,)
-        if value is not None and value not in neutral:
-            raise PydanticCustomError("unsupported", "is not supported by this server")
-        return value
-
-
-Ignored = Annotated[Any, Field(description="accepted and ignored")]
-"""A field of OpenAI's that changes nothing about the answer here."""
 
 TokenId = Annotated[int, Range(0)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -82,16 +36,12 @@ Parameters = Annotated[
 ]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class TextPart(_Strict):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class Message(_Strict):
+class Message(StrictModel):
     """One message. The chat template decides which roles there are. Fields that clients echo from an answer
     (`refusal`, `tool_calls`, ...) must be empty."""
 
@@ -109,12 +59,12 @@ class Message(_Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class KvCompression(_Strict):
+class KvCompression(StrictModel):
     """A request's own compression: a method, at most one budget, and values for parameters of the method."""
 
     method: str | None = None
@@ -131,7 +81,7 @@ class KvCompression(_Strict):
         return self
 
 
-class CompletionFields(_Strict):
+class CompletionFields(StrictModel):
     """The fields of both endpoints."""
 
     model: str
@@ -152,7 +102,7 @@ class CompletionFields(_Strict):
     n: Annotated[int, Range(1, 16)] | None = None
     logit_bias: dict[str, Annotated[float, Range(-100, 100)]] | None = None
     user: str | None = None
-    session_id: str | None = None
+    session_id: SessionId | None = None
     session_mode: Literal["append", "replace", "auto"] | None = None
     kv_compression: KvCompression | None = None
     kv_kept_bins: Annotated[int, Range(1, MAX_KEPT_BINS)] | None = None
@@ -179,11 +129,6 @@ class CompletionFields(_Strict):
     best_of: Annotated[Any, Unsupported(1)] = None
     echo: Annotated[Any, Unsupported(False)] = None
     suffix: Annotated[Any, Unsupported("")] = None
-
-    @field_validator("session_id")
-    @classmethod
-    def _session_id(cls, value: str | None) -> str | None:
-        return _checked_id(value)
 
     @field_validator("logit_bias")
     @classmethod
@@ -230,7 +175,7 @@ class ChatRequest(CompletionFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    document_ids: Annotated[list[str], Field(max_length=16)] | None = None
+    document_ids: DocumentIds | None = None
     max_completion_tokens: Annotated[int, Range(1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Range(0, 20)] | None = None
@@ -248,15 +193,6 @@ class ChatRequest(CompletionFields):
         other = info.data.get("max_tokens")
         if value is not None and other is not None and value != other:
             raise PydanticCustomError("rule", "and max_tokens differ; give one of them")
-        return value
-
-    @field_validator("document_ids")
-    @classmethod
-    def _documents(cls, value: list[str] | None) -> list[str] | None:
-        if value is not None and not all(is_session_id(name) for name in value):
-            raise PydanticCustomError("rule", f"must be ids of documents: {SESSION_ID_RULE}")
-        if value is not None and len(set(value)) < len(value):
-            raise PydanticCustomError("rule", "must not name a document twice")
         return value
 
     @property
@@ -296,23 +232,12 @@ class TextRequest(CompletionFields):
         return self.logprobs
 
 
-class DocumentRequest(_Strict):
+class DocumentRequest(StrictModel):
     """POST /v1/documents."""
 
     text: Annotated[str, StringConstraints(min_length=1)]
-    id: str | None = None
+    id: SessionId | None = None
     kv_compression: KvCompression | None = None
-
-    @field_validator("id")
-    @classmethod
-    def _document_id(cls, value: str | None) -> str | None:
-        return _checked_id(value)
-
-
-def _checked_id(value: str | None) -> str | None:
-    if value is not None and not is_session_id(value):
-        raise PydanticCustomError("rule", f"must be {SESSION_ID_RULE}")
-    return value
 
 
 def sampling_params(

@@ -8,33 +8,29 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, StringConstraints
 
-from kvferry.services.router.sessions.record import SESSION_ID_RULE, SessionRecord, is_session_id
+from kvferry.services.router.http.fields import Range, StrictModel
+from kvferry.services.router.sessions.record import DocumentIds, SessionId, SessionRecord
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.model.spec import ModelSpec
 
 _MAX_MESSAGES = 100_000
-_Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+_Count = Annotated[int, Range(0, 2**31 - 1)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
-
-
-class FileMessage(_Strict):
+class FileMessage(StrictModel):
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     content: str
 
 
-class SessionFile(_Strict):
+class SessionFile(StrictModel):
     """A session's export; see `SessionRecord` for the fields of the same name."""
 
     format: Literal["kvferry.session"]
     version: Literal[1]
-    id: str
+    id: SessionId
     model: str
     model_fingerprint: Annotated[str, StringConstraints(min_length=1, max_length=128)]
     kind: Literal["chat", "text"]
@@ -42,24 +38,10 @@ class SessionFile(_Strict):
     text: str
     token_ids: Annotated[list[_Count], Field(min_length=1)]
     assistant_ends: Annotated[list[_Count], Field(max_length=_MAX_MESSAGES)]
-    turns: Annotated[int, Field(ge=1, le=2**31 - 1)]
-    document_ids: Annotated[list[str], Field(max_length=16)]
+    turns: Annotated[int, Range(1, 2**31 - 1)]
+    document_ids: DocumentIds
     preamble: str
-    created_at: Annotated[float, Field(ge=0)]
-
-    @field_validator("id")
-    @classmethod
-    def _id(cls, value: str) -> str:
-        if not is_session_id(value):
-            raise PydanticCustomError("session_id", f"must be {SESSION_ID_RULE}")
-        return value
-
-    @field_validator("document_ids")
-    @classmethod
-    def _documents(cls, value: list[str]) -> list[str]:
-        if not all(is_session_id(name) for name in value):
-            raise PydanticCustomError("document_ids", f"must be ids of documents: {SESSION_ID_RULE}")
-        return value
+    created_at: Annotated[float, Range(0)]
 
     @classmethod
     def of(cls, key: SessionKey, record: SessionRecord, model_name: str) -> Self:

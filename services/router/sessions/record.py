@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import InvalidRequest, KvferryError, StoreUnavailable
@@ -21,6 +23,29 @@ DOCUMENT_PREFIX = "document/"
 
 SESSION_ID_RULE = "1 to 128 characters of A-Z a-z 0-9 . _ : - (and neither '.' nor '..')"
 _SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def is_session_id(value: str) -> bool:
+    """Whether an id is well-formed; it must match in full."""
+    return _SESSION_ID.fullmatch(value) is not None and value not in (".", "..")
+
+
+def _check_id(value: str) -> str:
+    if not is_session_id(value):
+        raise PydanticCustomError("rule", f"must be {SESSION_ID_RULE}")
+    return value
+
+
+def _check_document_ids(value: list[str]) -> list[str]:
+    if not all(is_session_id(name) for name in value):
+        raise PydanticCustomError("rule", f"must be ids of documents: {SESSION_ID_RULE}")
+    if len(set(value)) < len(value):
+        raise PydanticCustomError("rule", "must not name a document twice")
+    return value
+
+
+SessionId = Annotated[str, AfterValidator(_check_id)]
+DocumentIds = Annotated[list[str], Field(max_length=16), AfterValidator(_check_document_ids)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +127,6 @@ class _Stored(msgspec.Struct, frozen=True):
 _RECORD = msgspec.msgpack.Decoder(SessionRecord)
 _SUMMARY = msgspec.msgpack.Decoder(SessionSummary)
 _STORED = msgspec.msgpack.Decoder(_Stored)
-
-
-def is_session_id(value: str) -> bool:
-    """Whether an id is well-formed; it must match in full."""
-    return _SESSION_ID.fullmatch(value) is not None and value not in (".", "..")
 
 
 def session_key(owner: str, session_id: str, *, param: str) -> SessionKey:

@@ -23,7 +23,6 @@ from kvferry.shared.control.messages import (
     GenerateEvent,
     GenerateRequest,
     GenerationFinished,
-    HistoryReturned,
     PrefillRequest,
     SessionKey,
     Ticket,
@@ -83,7 +82,6 @@ class TurnStats:
         shipped_bytes: everything that crossed the wire.
         delta_bytes: newly selected rows, where decode had retained the others; else None.
         cache_bytes: decode's memory for the sequence at its end.
-        history_tokens: generated tokens whose KV was returned to prefill.
         prefill_address, worker_request_id: where, and under which id, history was staged last.
         decode_address: where the last attempt decoded.
     """
@@ -95,9 +93,7 @@ class TurnStats:
     cache_bytes: int = 0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
-    queue_s: float = 0.0
     replays: int = 0
-    history_tokens: int = 0
     prefill_address: str = ""
     decode_address: str = ""
     worker_request_id: str = ""
@@ -115,7 +111,7 @@ class Admitted:
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """No more tokens. The turn's stats are final, except for `history_tokens`."""
+    """No more tokens; the turn's stats are final."""
 
     reason: FinishReason
 
@@ -182,8 +178,6 @@ class Attempt:
                                     self._stats.cache_bytes = cache_bytes
                                     finished = True
                                     yield Finished(reason=reason)
-                                case HistoryReturned(num_tokens=num_tokens):
-                                    self._stats.history_tokens = num_tokens
                         if not finished:
                             raise WorkerUnavailable("Decode's stream ended before the completion did")
                 finally:
@@ -248,7 +242,6 @@ class Attempt:
                             case FirstToken():
                                 stats.first = stats.first or event
                                 stats.prefill_s += event.prefill_s
-                                stats.queue_s += event.queue_s
                                 first.set_result(event.token)
                             case TransferDone():
                                 self._count(event)
