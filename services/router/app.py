@@ -35,7 +35,6 @@ from kvferry.services.router.http.middleware import LimitsMiddleware, RequestMid
 from kvferry.services.router.sessions.redis_records import RedisRecords
 from kvferry.services.router.sessions.redis_store import RedisSessionStore, SessionStore
 from kvferry.services.router.sessions.store import MemorySessionStore
-from kvferry.services.router.turn.history import WorkerHistory
 from kvferry.services.router.turn.readiness import Readiness
 from kvferry.services.router.turn.turn import BackgroundTasks, TurnRunner
 from kvferry.services.router.turn.worker_pool import WorkerPool
@@ -103,7 +102,6 @@ def create_app(
         runner=runner,
         readiness=readiness,
         sessions=session_store(config, metrics, clock, timing),
-        history=WorkerHistory(prefill=prefill, decode=decode),
         prompts=PromptBuilder(tokenizer),
         plans=plans,
     )
@@ -189,7 +187,7 @@ async def _sweep(services: Services, interval_s: float) -> None:
         await asyncio.sleep(interval_s)
         try:
             for key in await services.sessions.remove_stale():
-                await services.history.drop(key)
+                await services.drop(key)
         except Exception:
             # The top of the loop: it must go on, or sessions would stay for ever.
             log.exception("session sweep failed")

@@ -24,7 +24,6 @@ from kvferry.services.router.completion.requests import DocumentRequest
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.http.api_route import Authenticator
 from kvferry.services.router.sessions.file import SessionFile
-from kvferry.services.router.sessions.quota import check_quota
 from kvferry.services.router.sessions.record import SessionSummary, document_key, is_session_id, session_key
 from kvferry.shared.control.messages import HistoryInfo, SessionKey
 from kvferry.shared.errors import DocumentNotFound, InvalidRequest, KvferryError
@@ -86,7 +85,7 @@ class SessionRoutes:
     async def delete_session(self, request: Request, session_id: str) -> Deleted:
         key = _named_session(request)
         await self.services.sessions.delete(key)
-        await self.services.history.drop(key)
+        await self.services.drop(key)
         return {"id": key.session_id, "object": "session.deleted", "deleted": True}
 
     async def export_session(self, request: Request, session_id: str) -> Response:
@@ -107,13 +106,7 @@ class SessionRoutes:
                     f"There is a session {key.session_id!r} already; delete it, or give another ?session_id=",
                     param="session_id",
                 )
-            await check_quota(
-                self.services.config,
-                self.services.sessions,
-                key,
-                is_new=True,
-                num_tokens=len(record.token_ids),
-            )
+            await self.services.check_quota(key, is_new=True, num_tokens=len(record.token_ids))
             await lease.commit(record)
         return await self._session(key, (await self.services.sessions.get(key)).summary)
 
@@ -123,7 +116,7 @@ class SessionRoutes:
     async def _history(self, key: SessionKey, summary: SessionSummary) -> HistoryInfo:
         """The history at the worker that had the last turn."""
         address = summary.prefill_addresses[0] if summary.prefill_addresses else ""
-        worker = self.services.history.prefill.worker(address)
+        worker = self.services.runner.prefill.worker(address)
         if worker is not None:
             # While that worker is down its history cannot be used.
             with contextlib.suppress(KvferryError):

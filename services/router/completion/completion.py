@@ -25,7 +25,6 @@ from kvferry.services.router.completion.requests import (
 )
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.http.errors import internal_error
-from kvferry.services.router.sessions.quota import check_quota
 from kvferry.services.router.sessions.record import SessionRecord
 from kvferry.services.router.sessions.redis_store import SessionLease
 from kvferry.services.router.turn.attempt import CUT_OFF_S, Admitted, Finished, TurnRequest
@@ -140,12 +139,8 @@ class Completion:
         prompt = await services.prompts.build(request, record, self._model, preamble)
         self.num_prompt_tokens = len(prompt.token_ids)
         if lease is not None:
-            await check_quota(
-                services.config,
-                services.sessions,
-                lease.key,
-                is_new=lease.record is None,
-                num_tokens=self.num_prompt_tokens,
+            await services.check_quota(
+                lease.key, is_new=lease.record is None, num_tokens=self.num_prompt_tokens
             )
         compression = request.kv_compression
         if compression is None and named is not None:
@@ -262,7 +257,6 @@ class Completion:
             reason = choice.turn.finish_reason
             metrics.request_success.labels(model=model, finish_reason=reason).inc()
         self.timer.finished(first.method)
-        self._services.readiness.mark()
         num_tokens = self.num_completion_tokens
         usage = Usage(
             prompt_tokens=self.num_prompt_tokens,
@@ -284,7 +278,7 @@ class Completion:
     async def _commit(self, lease: SessionLease, before: SessionRecord | None, prompt: Prompt) -> None:
         """Publish the staged history, then the record."""
         choice, stats = self.choices[0], self.choices[0].turn.stats
-        await self._services.history.publish(lease, stats, prompt.token_ids)
+        await self._services.publish(lease, stats, prompt.token_ids)
         earlier = before.prefill_addresses if before is not None else ()
         record = prompt.record(self._model, tuple(stats.token_ids), choice.text)
         committed = await lease.commit(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from kvferry.services.router.completion.prompt import Preamble
 from kvferry.services.router.completion.requests import DocumentRequest, KvCompression
 from kvferry.services.router.completion.services import Services
-from kvferry.services.router.sessions.quota import check_quota
 from kvferry.services.router.sessions.record import SessionRecord, document_key
 from kvferry.services.router.turn.attempt import TurnRequest
 from kvferry.shared.control.messages import SessionKey
@@ -68,9 +67,7 @@ class Documents:
         plan = await services.plans.choose(request.kv_compression, token_ids, model)
         async with services.sessions.lease(key, needs_record=False) as lease:
             before = lease.record
-            await check_quota(
-                services.config, services.sessions, key, is_new=before is None, num_tokens=len(token_ids)
-            )
+            await services.check_quota(key, is_new=before is None, num_tokens=len(token_ids))
             turn = TurnRequest(
                 request_id=request_id,
                 model=model,
@@ -82,7 +79,7 @@ class Documents:
                 prefer_prefill=before.prefill_addresses if before is not None else (),
             )
             stats = await services.runner.run(turn)
-            await services.history.publish(lease, stats, token_ids)
+            await services.publish(lease, stats, token_ids)
             earlier = before.prefill_addresses if before is not None else ()
             compression = request.kv_compression
             await lease.commit(
@@ -118,7 +115,7 @@ class Documents:
             await self._services.sessions.delete(key)
         except SessionNotFound:
             raise _not_found(document_id) from None
-        await self._services.history.drop(key)
+        await self._services.drop(key)
 
     async def named(self, owner: str, document_ids: Sequence[str]) -> NamedDocuments:
         """The documents of a request's `document_ids`, of which there is at least one.

@@ -21,11 +21,10 @@ from kvferry.shared.sampling.params import SamplingParams
 _PROBE_PROMPT_TOKENS = 4
 _PROBE_NEW_TOKENS = 2
 _PROBE_TIMEOUT_S = 10.0
-_PROBE_INTERVAL_S = 10.0
 
 
 class Readiness:
-    """Remembers when a turn last succeeded, and probes when that is long ago.
+    """Whether a turn has succeeded lately; probes when none has.
 
     Args:
         plan: the compression of probes.
@@ -34,23 +33,13 @@ class Readiness:
     """
 
     def __init__(
-        self,
-        runner: TurnRunner,
-        plan: CompressionPlan,
-        *,
-        window_s: float,
-        probe_interval_s: float = _PROBE_INTERVAL_S,
+        self, runner: TurnRunner, plan: CompressionPlan, *, window_s: float, probe_interval_s: float
     ) -> None:
         self._runner = runner
         self._plan = plan
         self._probe_interval_s = probe_interval_s
         self._window_s = window_s
-        self._last_success_s: float | None = None
         self._log = structlog.get_logger(__name__)
-
-    def mark(self) -> None:
-        """A turn succeeded."""
-        self._last_success_s = time.monotonic()
 
     def problem(self) -> KvferryError | None:
         """Why the router is not ready; None where it is."""
@@ -81,10 +70,10 @@ class Readiness:
                 await asyncio.sleep(self._probe_interval_s)
             else:
                 failing = False
-                self.mark()
 
     def _age_s(self) -> float:
-        return float("inf") if self._last_success_s is None else time.monotonic() - self._last_success_s
+        last_s = self._runner.last_success_s
+        return float("inf") if last_s is None else time.monotonic() - last_s
 
     async def _probe(self) -> None:
         model = served_model(self._runner.prefill, self._runner.decode, ready_only=True)

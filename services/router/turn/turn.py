@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -38,7 +39,6 @@ from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.sampling.params import SampledToken
 
 _ABORT_TIMEOUT_S = 2.0
-_BACKOFF_S = 0.25
 
 
 class BackgroundTasks:
@@ -75,7 +75,7 @@ class BackgroundTasks:
             self._log.error("background task failed unexpectedly", task=task.get_name(), exc_info=error)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TurnRunner:
     """Dependencies and retry policy of turns.
 
@@ -83,15 +83,17 @@ class TurnRunner:
         max_recoveries: how many lost workers one turn may survive.
         backoff_s: the first pause before a replay; doubles with each, times 0.5 to 1.5 at random.
         recovery_wait_s: how long a replay waits for a ready worker.
+        last_success_s: when a turn last finished, on the clock of `time.monotonic`.
     """
 
     prefill: WorkerPool[PrefillControl]
     decode: WorkerPool[DecodeControl]
     tasks: BackgroundTasks
     metrics: RouterMetrics
-    max_recoveries: int = 3
-    backoff_s: float = _BACKOFF_S
-    recovery_wait_s: float = 20.0
+    max_recoveries: int
+    backoff_s: float
+    recovery_wait_s: float
+    last_success_s: float | None = None
 
     async def run(self, request: TurnRequest) -> TurnStats:
         """Run a turn to its end, for its effects alone.
@@ -165,6 +167,7 @@ class Turn:
                                     yield event
                             case Finished(reason=reason):
                                 self.finish_reason = reason
+                                self._runner.last_success_s = time.monotonic()
                                 yield event
             except KvferryError as error:
                 if self.finish_reason is not None:
@@ -180,6 +183,7 @@ class Turn:
                 raise
             if self.finish_reason is None and (ended := self._end_of_tokens()) is not None:
                 self.finish_reason = ended
+                self._runner.last_success_s = time.monotonic()
                 yield Finished(reason=ended)
 
     def cut(self) -> bool:

@@ -97,7 +97,7 @@ class WorkerPool(Generic[ClientT]):
         connect: Callable[[str], ClientT],
         disconnect: Callable[[ClientT], Awaitable[None]] | None = None,
         resolve: Resolve | None = None,
-        status_interval_s: float = 1.0,
+        status_interval_s: float,
         status_timeout_s: float = _STATUS_TIMEOUT_S,
         resolve_interval_s: float = _RESOLVE_INTERVAL_S,
     ) -> None:
@@ -121,7 +121,7 @@ class WorkerPool(Generic[ClientT]):
         role: Role,
         clients: Mapping[str, ClientT],
         *,
-        status_interval_s: float = 1.0,
+        status_interval_s: float,
         status_timeout_s: float = _STATUS_TIMEOUT_S,
     ) -> WorkerPool[ClientT]:
         """A pool of clients that the caller made and closes, by names that are not resolved."""

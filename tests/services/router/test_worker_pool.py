@@ -160,7 +160,9 @@ async def test_served_model_is_one_that_both_roles_hold() -> None:
 
 async def test_clients_of_the_caller_have_names_that_are_not_resolved_and_stay_open() -> None:
     it = Pool("a")
-    pool: WorkerPool[Any] = WorkerPool.of_clients("decode", {"in-process": it.workers["a"]})
+    pool: WorkerPool[Any] = WorkerPool.of_clients(
+        "decode", {"in-process": it.workers["a"]}, status_interval_s=1.0
+    )
     await pool.start()
     assert pool.choose(fingerprint=SPEC.fingerprint).address == "in-process"
     await pool.close()
