@@ -147,6 +147,16 @@ class RedisLink(_Link):
         self.breaker.succeeded()
         return result
 
+    def pipeline(self, fill: Callable[[Client], object]) -> list[Any]:
+        """Send the commands that `fill` adds to a pipeline; returns their answers. Raises: as `call`."""
+
+        def run(client: Client) -> list[Any]:
+            pipeline = client.pipeline(transaction=False)
+            fill(pipeline)
+            return list(pipeline.execute())
+
+        return self.call(run)
+
     def close(self) -> None:
         """Close the connections. Idempotent; a later call connects again."""
         with self._lock:

@@ -1,11 +1,13 @@
-"""Sessions' history in Redis: values first, record last, one atomic commit that its turn's base permits.
+"""Sessions' history in Redis: values first, the record last, in one atomic commit that the turn's base
+permits.
 
-    write: reserve quota ──► values of a new segment ──► commit script (fence the base's?) ──► old values
+    write: reserve quota ──► values of a new segment ──► commit script (is the fence the base's?) ──► remove
+        old values
                                   │ any failure                       │ no: SessionBusy
                                   └──────── new values removed ◄──────┘
-    read:  record ──► a layer's values, pipelined; one missing or damaged is a HistoryMiss
+    read:  record ──► a layer's values in one call; one that is missing or damaged is a HistoryMiss
 
-Behind the host-memory tier (`tiered.py`), which has the rows and decides what is written. Knows no turns.
+Behind host memory (`tiered.py`), which has the rows and decides what is written.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -43,17 +45,20 @@ from kvferry.shared.history.redis_quota import RedisQuota
 from kvferry.shared.history.segment import part_of
 
 VALUE_BYTES = 4 << 20
-"""Rows in one value, at most; a value has one token at least."""
+"""Rows in one value, at most; but a value has at least one token."""
 _BATCH_BYTES = 8 << 20
-# Values outlive their record: a record that is there names values that are there.
+# Values outlive their record: a record that exists names values that exist.
 _VALUE_GRACE_S = 60.0
 
 _COMMIT = f"""
-local held = redis.call('GETRANGE', KEYS[1], {TOKEN_OFFSET}, {TOKEN_OFFSET + TOKEN_BYTES - 1})
-if held ~= ARGV[1] then return 0 end
+local fence = redis.call('GETRANGE', KEYS[1], {TOKEN_OFFSET}, {TOKEN_OFFSET + TOKEN_BYTES - 1})
+if fence ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 return 1
 """
+
+_Part = tuple[int, RowChunk]
+"""A value's first token in its segment, and its rows."""
 
 
 class RedisHistory:
@@ -70,8 +75,8 @@ class RedisHistory:
         value_bytes: int = VALUE_BYTES,
     ) -> None:
         """Args:
-        fingerprint: of the model; records of another are as if absent, and replaced.
-        ttl_s: a session is gone after so long without a turn.
+        fingerprint: of the model; records of another model are ignored, and replaced.
+        ttl_s: a session is deleted after this long without a turn.
         """
         self._link = link
         self._quota = quota
@@ -102,7 +107,7 @@ class RedisHistory:
         return read_record(value, session) if value is not None else None
 
     def serves(self, record: RemoteRecord) -> bool:
-        """Whether a record's rows are of this model, stored as this worker stores them."""
+        """Whether a record's rows are of this model, in the precision that this worker stores."""
         mine = (self._fingerprint, self._shape.precision.code)
         return (record.body.fingerprint, record.body.precision) == mine
 
@@ -111,8 +116,7 @@ class RedisHistory:
     ) -> list[RowChunk]:
         """A layer's rows of tokens [start, stop). Raises: HistoryMiss, reason "evicted" or "corrupt"."""
         wanted = list(_values_between(session, record.segments, layer, start, stop))
-        keys = [key for key, *_ in wanted]
-        values = self._link.call(lambda client: client.mget(keys))
+        values = self._link.call(lambda client: client.mget([key for key, *_ in wanted]))
         chunks: list[RowChunk] = []
         for (key, entry, first_token, num_tokens, low, high), value in zip(wanted, values, strict=True):
             if value is None:
@@ -131,20 +135,20 @@ class RedisHistory:
         session: SessionKey,
         *,
         base: RemoteRecord | None,
-        num_kept: int,
+        num_base_tokens: int,
         token_ids: Sequence[int],
         layers: Sequence[Sequence[RowChunk]],
         method: str,
     ) -> RemoteRecord:
-        """Publish `token_ids`: the base's first `num_kept` tokens, then a new segment of `layers`' rows.
+        """Publish `token_ids`: the base's first `num_base_tokens`, then a new segment of `layers`' rows.
 
         Raises:
-            SessionBusy: the session's record is not the base any more.
-            HistoryMiss: the base is gone, or values of it, so that it cannot be kept.
-            StoreUnavailable: reason "quota" as well.
+            SessionBusy: the session's record is no longer the base.
+            HistoryMiss: the base or some of its values are gone, so that it cannot be continued.
+            StoreUnavailable: also with reason "quota".
         """
-        kept = _first_entries(base.segments, num_kept) if base is not None else ()
-        entry = self._new_entry(layers)
+        old = _first_entries(base.segments, num_base_tokens) if base is not None else ()
+        entry, parts = self._new_segment(layers)
         body = RecordBody(
             owner=session.owner,
             session_id=session.session_id,
@@ -153,7 +157,7 @@ class RedisHistory:
             method=method,
             turn=base.body.turn + 1 if base is not None else 1,
             token_ids=pack_token_ids(token_ids),
-            segments=(*kept, entry),
+            segments=(*old, entry),
         )
         fence = secrets.token_bytes(TOKEN_BYTES)
         value = write_record(fence, body)
@@ -161,8 +165,8 @@ class RedisHistory:
         for victim in self._quota.reserve(session, size_bytes):
             self.delete(victim)
         try:
-            self._keep(session, kept)
-            self._put(session, entry, layers)
+            self._extend(session, old)
+            self._put(session, entry, parts)
             self._commit(session, base.fence if base is not None else b"", value)
         except KvferryError:
             self._undo(session, entry, base)
@@ -171,80 +175,79 @@ class RedisHistory:
         return RemoteRecord(fence=fence, body=body, token_ids=tuple(token_ids), size_bytes=size_bytes)
 
     def touch(self, session: SessionKey, record: RemoteRecord) -> None:
-        """Begin the session's time anew. Raises: HistoryMiss where values of it are gone."""
+        """Restart the session's time to live. Raises: HistoryMiss: values of it are gone."""
         self._quota.reserve(session, record.size_bytes)
-        self._keep(session, record.segments)
+        self._extend(session, record.segments)
         self._link.call(lambda client: client.pexpire(record_key(session), self._ttl_ms))
 
     def delete(self, session: SessionKey) -> None:
-        """Remove a session's record, then every value of it, those of unfinished writes too."""
+        """Remove a session's record, then all its values, including those of unfinished writes."""
         record: RemoteRecord | None = None
-        with contextlib.suppress(HistoryMiss):  # unreadable: the index of segments still tells its values
+        with contextlib.suppress(HistoryMiss):  # unreadable: the index of segments still names its values
             record = self.record(session)
         self._link.call(lambda client: client.unlink(record_key(session)))
-        named = {entry.segment_id: len(entry.value_tokens) for entry in record.segments} if record else {}
-        self._remove_values(session, self._indexed(session) | named)
+        self._remove(session, self._indexed(session) | _num_values(record))
         self._link.call(lambda client: client.unlink(segments_key(session)))
         self._quota.release(session)
 
-    def _new_entry(self, layers: Sequence[Sequence[RowChunk]]) -> SegmentEntry:
+    def _new_segment(self, layers: Sequence[Sequence[RowChunk]]) -> tuple[SegmentEntry, list[list[_Part]]]:
+        """A segment of these rows, and its values of each layer."""
         num_tokens = sum(chunk.num_tokens for chunk in layers[0])
         layer_bytes = max(sum(chunk.size_bytes for chunk in chunks) for chunks in layers)
-        bound = max(1, self._value_bytes * num_tokens // max(1, layer_bytes))
-        value_tokens = _value_tokens(layers, bound)
+        value_tokens = _value_tokens(layers, max(1, self._value_bytes * num_tokens // max(1, layer_bytes)))
+        parts = [list(_cut(chunks, value_tokens)) for chunks in layers]
         entry = SegmentEntry(
-            segment_id=secrets.token_bytes(TOKEN_BYTES), length=num_tokens, value_tokens=value_tokens,
-            size_bytes=0,
-        )  # fmt: skip
-        parts = [chunk for chunks in layers for _, chunk in _cut(chunks, value_tokens)]
-        size_bytes = sum(CHUNK_HEADER_BYTES + chunk.size_bytes for chunk in parts)
-        return msgspec.structs.replace(entry, size_bytes=size_bytes)
+            segment_id=secrets.token_bytes(TOKEN_BYTES),
+            length=num_tokens,
+            value_tokens=value_tokens,
+            size_bytes=sum(CHUNK_HEADER_BYTES + chunk.size_bytes for layer in parts for _, chunk in layer),
+        )
+        return entry, parts
 
-    def _keep(self, session: SessionKey, entries: Iterable[SegmentEntry]) -> None:
-        """Begin the time of kept values anew, all at once."""
+    def _extend(self, session: SessionKey, entries: Iterable[SegmentEntry]) -> None:
+        """Restart the time to live of segments that the new record names as well."""
         keys = [
-            key
-            for entry in entries
-            for layer in range(self._shape.num_layers)
-            for key in value_keys(session, entry.segment_id, layer, len(entry.value_tokens))
+            key for entry in entries for key in self._keys(session, entry.segment_id, len(entry.value_tokens))
         ]
-        if not keys:
-            return
 
-        def expire(client: Client) -> Any:
-            pipeline = client.pipeline(transaction=False)
+        def expire(pipeline: Client) -> None:
             for key in keys:
                 pipeline.pexpire(key, self._value_ttl_ms)
-            return pipeline.execute()
 
-        if not all(self._link.call(expire)):
+        if keys and not all(self._link.pipeline(expire)):
             raise HistoryMiss(f"Redis has lost values of session {session.session_id!r}", reason="evicted")
 
-    def _put(self, session: SessionKey, entry: SegmentEntry, layers: Sequence[Sequence[RowChunk]]) -> None:
+    def _put(self, session: SessionKey, entry: SegmentEntry, parts: Sequence[Sequence[_Part]]) -> None:
         index = segments_key(session)
 
-        def announce(client: Client) -> Any:
-            pipeline = client.pipeline(transaction=False)
+        def announce(pipeline: Client) -> None:
             pipeline.hset(index, entry.segment_id.hex(), len(entry.value_tokens))
             pipeline.pexpire(index, self._value_ttl_ms)
-            return pipeline.execute()
 
-        self._link.call(announce)
-        for batch in _batches(self._values(session, entry, layers)):
-            self._link.call(partial(self._set, batch))
+        self._link.pipeline(announce)
+        batch: dict[str, bytes] = {}
 
-    def _set(self, batch: Mapping[str, bytes], client: Client) -> None:
-        pipeline = client.pipeline(transaction=False)
-        for key, value in batch.items():
-            pipeline.set(key, value, px=self._value_ttl_ms)
-        pipeline.execute()
+        def put(pipeline: Client) -> None:
+            for key, value in batch.items():
+                pipeline.set(key, value, px=self._value_ttl_ms)
+
+        size_bytes = 0
+        for key, value in self._values(session, entry, parts):
+            batch[key] = value
+            size_bytes += len(value)
+            if size_bytes >= _BATCH_BYTES:
+                self._link.pipeline(put)
+                batch.clear()
+                size_bytes = 0
+        if batch:
+            self._link.pipeline(put)
 
     def _values(
-        self, session: SessionKey, entry: SegmentEntry, layers: Sequence[Sequence[RowChunk]]
+        self, session: SessionKey, entry: SegmentEntry, parts: Sequence[Sequence[_Part]]
     ) -> Iterator[tuple[str, bytes]]:
-        for layer, chunks in enumerate(layers):
-            keys = value_keys(session, entry.segment_id, layer, len(entry.value_tokens))
-            for key, (first_token, chunk) in zip(keys, _cut(chunks, entry.value_tokens), strict=True):
+        for layer, values in enumerate(parts):
+            keys = value_keys(session, entry.segment_id, layer, len(values))
+            for key, (first_token, chunk) in zip(keys, values, strict=True):
                 yield key, write_chunk(
                     chunk, shape=self._shape, segment_id=entry.segment_id, layer=layer,
                     first_token=first_token,
@@ -252,7 +255,7 @@ class RedisHistory:
 
     def _commit(self, session: SessionKey, fence: bytes, value: bytes) -> None:
         key = record_key(session)
-        # A retry of a commit whose answer was lost must find its own record, and count it as done.
+        # A retry of a commit whose answer was lost finds its own record, and counts as done.
         mine = value[TOKEN_OFFSET : TOKEN_OFFSET + TOKEN_BYTES]
 
         def commit(client: Client) -> Any:
@@ -260,57 +263,53 @@ class RedisHistory:
                 return mine
             return client.getrange(key, TOKEN_OFFSET, TOKEN_OFFSET + TOKEN_BYTES - 1)
 
-        held = self._link.call(commit)
-        if held == b"":
+        found = self._link.call(commit)
+        if found == b"":
             raise HistoryMiss(
                 f"Redis has lost the record of session {session.session_id!r}", reason="evicted"
             )
-        if held != mine:
+        if found != mine:
             raise SessionBusy(f"session {session.session_id!r} was changed by another turn", reason="fenced")
 
     def _undo(self, session: SessionKey, entry: SegmentEntry, base: RemoteRecord | None) -> None:
-        """After a failed write, as far as Redis lets: what stays expires."""
-        try:
-            self._remove_values(session, {entry.segment_id: len(entry.value_tokens)})
+        """Clean up after a failed write; what cannot be removed now expires."""
+        with contextlib.suppress(KvferryError):
+            self._remove(session, {entry.segment_id: len(entry.value_tokens)})
             if base is not None:
                 self._quota.reserve(session, base.size_bytes)
             else:
                 self._quota.release(session)
-        except KvferryError:
-            return
 
     def _collect(self, session: SessionKey, named: set[bytes], base: RemoteRecord | None) -> None:
-        """Remove segments that the new record does not name; what cannot be removed expires."""
-        try:
-            held = self._indexed(session)
-            if base is not None:  # the index may have been evicted
-                held |= {entry.segment_id: len(entry.value_tokens) for entry in base.segments}
-            self._remove_values(session, {key: n for key, n in held.items() if key not in named})
-        except KvferryError:
-            return
+        """Remove segments that the new record does not name; what cannot be removed now expires."""
+        with contextlib.suppress(KvferryError):
+            stored = self._indexed(session) | _num_values(base)  # the index may have been evicted
+            self._remove(session, {key: count for key, count in stored.items() if key not in named})
 
     def _indexed(self, session: SessionKey) -> dict[bytes, int]:
-        """Values per layer by segment, those of unfinished writes too."""
+        """Values per layer by segment, including unfinished writes."""
         index = self._link.call(lambda client: client.hgetall(segments_key(session)))
         return {bytes.fromhex(name.decode()): int(count) for name, count in index.items()}
 
-    def _remove_values(self, session: SessionKey, segments: Mapping[bytes, int]) -> None:
+    def _remove(self, session: SessionKey, segments: Mapping[bytes, int]) -> None:
         for segment_id, num_values in segments.items():
-            keys = [
-                key
-                for layer in range(self._shape.num_layers)
-                for key in value_keys(session, segment_id, layer, num_values)
-            ]
-            self._link.call(partial(_unlink, keys))
-            self._link.call(partial(_forget, segments_key(session), segment_id.hex()))
+
+            def remove(pipeline: Client, segment_id: bytes = segment_id, count: int = num_values) -> None:
+                for key in self._keys(session, segment_id, count):  # one each: a cluster's pipeline wants it
+                    pipeline.unlink(key)
+                pipeline.hdel(segments_key(session), segment_id.hex())
+
+            self._link.pipeline(remove)
+
+    def _keys(self, session: SessionKey, segment_id: bytes, num_values: int) -> list[str]:
+        """Keys of a segment's values in all layers."""
+        layers = range(self._shape.num_layers)
+        return [key for layer in layers for key in value_keys(session, segment_id, layer, num_values)]
 
 
-def _unlink(keys: Sequence[str], client: Client) -> Any:
-    return client.unlink(*keys)
-
-
-def _forget(index: str, name: str, client: Client) -> Any:
-    return client.hdel(index, name)
+def _num_values(record: RemoteRecord | None) -> dict[bytes, int]:
+    """Values per layer of each of a record's segments."""
+    return {entry.segment_id: len(entry.value_tokens) for entry in record.segments} if record else {}
 
 
 def _first_entries(entries: Iterable[SegmentEntry], num_tokens: int) -> tuple[SegmentEntry, ...]:
@@ -327,8 +326,8 @@ def _first_entries(entries: Iterable[SegmentEntry], num_tokens: int) -> tuple[Se
 def _values_between(
     session: SessionKey, entries: Iterable[SegmentEntry], layer: int, start: int, stop: int
 ) -> Iterator[tuple[str, SegmentEntry, int, int, int, int]]:
-    """Key, entry, first token in the segment, tokens, and the part [low, high) of it, of each value that
-    tokens [start, stop) of a record need."""
+    """Of each value that tokens [start, stop) of a record need: its key, entry, first token in the segment,
+    number of tokens, and the part [low, high) of it that is needed."""
     position = 0
     for entry in entries:
         keys = value_keys(session, entry.segment_id, layer, len(entry.value_tokens))
@@ -343,40 +342,21 @@ def _values_between(
         position += entry.length
 
 
-def _value_tokens(layers: Sequence[Sequence[RowChunk]], bound: int) -> tuple[int, ...]:
-    """Tokens of each value: values end where any layer's chunk ends, and have `bound` tokens at most."""
-    ends: set[int] = set()
-    for chunks in layers:
-        position = 0
-        for chunk in chunks:
-            position += chunk.num_tokens
-            ends.add(position)
+def _value_tokens(layers: Sequence[Sequence[RowChunk]], limit: int) -> tuple[int, ...]:
+    """Tokens of each value: values end where any layer's chunk ends, and have at most `limit` tokens."""
+    ends = {end for chunks in layers for end in accumulate(chunk.num_tokens for chunk in chunks)}
     counts: list[int] = []
     begin = 0
     for end in sorted(ends):
-        full, rest = divmod(end - begin, bound)
-        counts += [bound] * full + ([rest] if rest else [])
+        full, rest = divmod(end - begin, limit)
+        counts += [limit] * full + ([rest] if rest else [])
         begin = end
     return tuple(counts)
 
 
-def _cut(chunks: Sequence[RowChunk], value_tokens: Sequence[int]) -> Iterator[tuple[int, RowChunk]]:
-    """First token and rows of each value."""
+def _cut(chunks: Sequence[RowChunk], value_tokens: Sequence[int]) -> Iterator[_Part]:
     position = 0
     for num_tokens in value_tokens:
         (part,) = part_of(chunks, position, position + num_tokens)
         yield position, part
         position += num_tokens
-
-
-def _batches(values: Iterator[tuple[str, bytes]]) -> Iterator[dict[str, bytes]]:
-    batch: dict[str, bytes] = {}
-    size_bytes = 0
-    for key, value in values:
-        batch[key] = value
-        size_bytes += len(value)
-        if size_bytes >= _BATCH_BYTES:
-            yield batch
-            batch, size_bytes = {}, 0
-    if batch:
-        yield batch

@@ -1,9 +1,10 @@
-"""What history in Redis may take, per API key and in all: an index of sizes that each write asks first.
+"""The limit on history in Redis: an index of sizes, per API key and in all, that each write checks first.
 
-An owner over its quota loses its own least recently used sessions, never another owner's; what cannot fit
-even so is refused (reason "quota") and stays in host memory alone. The index of an owner changes in one step;
-the sum over owners is brought up to date after it, so that several workers writing at once may exceed the
-total by what each was writing. Entries expire with their sessions, which heals what a crash left wrong.
+An owner that needs more than the others leave loses its own least recently used sessions, never another
+owner's. What cannot fit even so is refused (reason "quota") and stays in host memory only. An owner's index
+changes in one step; the sum over owners is updated after it, so that several workers that write at once may
+exceed the limit by what each is writing. Entries expire with their sessions, which repairs what a crash left
+wrong.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from kvferry.shared.errors import StoreUnavailable
 from kvferry.shared.history.redis_client import Client, RedisLink
 from kvferry.shared.history.redis_format import owner_keys, total_keys
 
-# Members whose time is over go first. Returns -1 where the member alone is too large, else the sum and the
-# members, longest unused first, that have to go to stay within the limit (0: none).
+# Expired members go first. Returns -1 if the member alone is too large, otherwise the sum and the members,
+# least recently used first, that must be deleted to stay within the limit (0: no limit).
 _RESERVE = """
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', ARGV[3])) do
   redis.call('ZREM', KEYS[2], member)
@@ -74,18 +75,17 @@ class RedisQuota:
         return self._total_bytes
 
     def reserve(self, session: SessionKey, size_bytes: int) -> list[SessionKey]:
-        """Make a session count as so many bytes; returns the sessions that must be deleted for it.
+        """Count a session as so many bytes; returns the sessions that must be deleted for it.
 
-        Raises: StoreUnavailable, reason "quota" where it cannot fit, else as `RedisLink.call`.
+        Raises: StoreUnavailable, reason "quota" if it cannot fit, otherwise as `RedisLink.call`.
         """
         limit = self._limit(session.owner)
         now_ms = int(self._wall_clock() * 1000)
         expiry_ms = now_ms + int(self._ttl_s * 1000)
         arguments = (session.session_id, size_bytes, now_ms, expiry_ms, limit or 0)
-        fits = limit is None or limit > 0
-        keys = owner_keys(session.owner)
         answer: list[Any] = [-1]
-        if fits:
+        if limit != 0:
+            keys = owner_keys(session.owner)
             answer = self._link.call(lambda client: client.eval(_RESERVE, 2, *keys, *arguments))
         if answer[0] < 0:
             raise StoreUnavailable(
@@ -96,17 +96,15 @@ class RedisQuota:
         return [SessionKey(owner=session.owner, session_id=name.decode()) for name in answer[1:]]
 
     def release(self, session: SessionKey) -> None:
-        """Make a session count as nothing. Raises: as `RedisLink.call`."""
+        """Count a session as nothing. Raises: as `RedisLink.call`."""
         sizes, expiries = owner_keys(session.owner)
 
-        def forget(client: Client) -> Any:
-            pipeline = client.pipeline(transaction=False)
+        def forget(pipeline: Client) -> None:
             pipeline.hdel(sizes, session.session_id)
             pipeline.zrem(expiries, session.session_id)
             pipeline.hvals(sizes)
-            return pipeline.execute()[2]
 
-        self._set_owner(session.owner, sum(map(int, self._link.call(forget))))
+        self._set_owner(session.owner, sum(map(int, self._link.pipeline(forget)[-1])))
 
     def _limit(self, owner: str) -> int | None:
         """What the other owners leave of `max_bytes`; None: no limit."""
@@ -115,13 +113,11 @@ class RedisQuota:
         now_ms = self._wall_clock() * 1000
         sizes, expiries = total_keys()
 
-        def read(client: Client) -> Any:
-            pipeline = client.pipeline(transaction=False)
+        def read(pipeline: Client) -> None:
             pipeline.hgetall(sizes)
             pipeline.zrangebyscore(expiries, now_ms, "+inf")
-            return pipeline.execute()
 
-        size_bytes, alive = self._link.call(read)
+        size_bytes, alive = self._link.pipeline(read)
         others = sum(int(size_bytes.get(name, 0)) for name in alive if name.decode() != _member(owner))
         return max(0, self._max_bytes - others)
 
@@ -129,8 +125,7 @@ class RedisQuota:
         sizes, expiries = total_keys()
         expiry_ms = int((self._wall_clock() + self._ttl_s) * 1000)
 
-        def publish(client: Client) -> Any:
-            pipeline = client.pipeline(transaction=False)
+        def publish(pipeline: Client) -> None:
             if size_bytes:
                 pipeline.hset(sizes, _member(owner), size_bytes)
                 pipeline.zadd(expiries, {_member(owner): expiry_ms})
@@ -140,9 +135,8 @@ class RedisQuota:
                 pipeline.hdel(sizes, _member(owner))
                 pipeline.zrem(expiries, _member(owner))
             pipeline.hvals(sizes)
-            return pipeline.execute()[-1]
 
-        self._total_bytes = sum(map(int, self._link.call(publish)))
+        self._total_bytes = sum(map(int, self._link.pipeline(publish)[-1]))
 
 
 def _member(owner: str) -> str:

@@ -1,11 +1,12 @@
-"""Brings committed sessions from host memory to Redis, and deletions too: one thread, in order.
+"""Brings committed sessions from host memory to Redis, and deletions as well: one thread, in order.
 
-    commit ──► queue(session) ──► newest record in memory, Redis's ──► rows that Redis lacks, new record
-    drop   ──► queue(session) ──► delete; where Redis does not answer, again at each sweep
+    commit ──► queue(session) ──► newest record in memory, record in Redis ──► rows that Redis lacks, new
+    record
+    drop   ──► queue(session) ──► delete; if Redis does not answer, retried at each sweep
 
-Several commits of one session that wait together become one write. A record that is neither the one which the
-turn began from nor one that this worker wrote belongs to another worker's turn: the commit is fenced off, and
-the session is forgotten here. Reads nothing for turns.
+Several commits of one session that wait together become one write. A record in Redis that is neither the one
+which the turn began from nor one that this worker wrote belongs to another worker's turn: the commit is
+refused, and the session is evicted from memory here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import structlog
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss, KvferryError, SessionBusy
 from kvferry.shared.history.memory import MemoryHistoryStore
-from kvferry.shared.history.precision import RowChunk
 from kvferry.shared.history.prefix import common_prefix
 from kvferry.shared.history.records import StoredRecord
 from kvferry.shared.history.redis_format import RemoteRecord
@@ -35,11 +35,11 @@ _MAX_REMEMBERED = 65_536
 
 @dataclass(frozen=True, kw_only=True)
 class WriteRequest:
-    """What a committed turn knows of Redis.
+    """What a committed turn knows about Redis.
 
     Attributes:
-        fence: of the record that it began from, b"" where there was none, None where Redis did not answer.
-        rebuild: rows that Redis should have had were missing: nothing of its record may be kept.
+        fence: of the record that it began from; b"" if there was none, None if Redis did not answer.
+        rebuild: rows that Redis should have had were missing, so that nothing of its record may be reused.
     """
 
     session: SessionKey
@@ -49,7 +49,8 @@ class WriteRequest:
 
 
 class Replicator:
-    """Thread-safe. `on_failure` is told a reason, on its thread, for each commit that Redis did not take."""
+    """Thread-safe. `on_failure` is called on its thread with a reason for each commit that Redis did not
+    take."""
 
     def __init__(
         self, memory: MemoryHistoryStore, remote: RedisHistory, *, on_failure: Callable[[str], None]
@@ -64,25 +65,25 @@ class Replicator:
         self._thread = ThreadPoolExecutor(1, "kvferry-history-writer")
 
     def is_deleted(self, session: SessionKey) -> bool:
-        """Whether what Redis may still have of a session is to go."""
+        """Whether the session is to be deleted from Redis and may not be yet."""
         with self._lock:
             return session in self._deletions
 
     def wrote(self, session: SessionKey) -> bool:
-        """Whether this worker has written the session, and it was not deleted since."""
+        """Whether this worker has written the session, which was not deleted since."""
         with self._lock:
             return session in self._fences
 
     def write(self, request: WriteRequest) -> Future[None]:
-        """Queue a committed turn. The future raises SessionBusy where another worker's turn came first; a
-        Redis that fails costs nothing but a call of `on_failure`."""
+        """Queue a committed turn. The future raises SessionBusy if another worker's turn came first; other
+        failures only call `on_failure`."""
         with self._lock:
             if request.rebuild:
                 self._rebuilds.add(request.session)
         return self._thread.submit(self._write, request)
 
     def delete(self, session: SessionKey) -> Future[None]:
-        """Queue a deletion; it is remembered until it is done."""
+        """Queue a deletion, which is remembered until it is done."""
         with self._lock:
             self._deletions[session] = None
             self._fences.pop(session, None)
@@ -91,20 +92,16 @@ class Replicator:
         return self._thread.submit(self._delete, session)
 
     def retry_deletions(self) -> None:
-        """Queue the oldest deletion that is still to be done: the rest follow once it succeeds."""
-        with self._lock:
-            session = next(iter(self._deletions), None)
-        if session is not None:
+        """Queue the pending deletions again, oldest first, until one fails."""
+        if self._deletions:
             self._thread.submit(self._delete_all)
 
     def close(self, timeout_s: float) -> None:
-        """Let what is queued finish for so long, then drop it. Idempotent."""
-        last: Future[None] | None = None
+        """Wait this long for the queue, then drop the rest. Idempotent."""
         try:
-            last = self._thread.submit(lambda: None)
-            last.result(timeout_s)
+            self._thread.submit(lambda: None).result(timeout_s)
         except RuntimeError:
-            return  # closed already
+            return  # already closed
         except TimeoutError:
             log.warning("history not written to Redis at shutdown", timeout_s=timeout_s)
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -135,7 +132,7 @@ class Replicator:
         try:
             self._bring_onto(request, record, self._base(request))
         except HistoryMiss:
-            # The base is damaged or partly gone: it gives way to a whole copy.
+            # The base is damaged or partly gone: a whole copy replaces it.
             self._remote.delete(session)
             self._bring_onto(request, record, None)
 
@@ -153,25 +150,25 @@ class Replicator:
         session = request.session
         with self._lock:
             rebuild = session in self._rebuilds
-        kept = 0
+        num_base_tokens = 0
         if base is not None and self._remote.serves(base) and not rebuild:
-            kept = common_prefix(base.token_ids, record.token_ids)
-            if kept == len(record.token_ids):
+            num_base_tokens = common_prefix(base.token_ids, record.token_ids)
+            if num_base_tokens == len(record.token_ids):
                 self._remote.touch(session, base)
                 self._remember(session, base.fence)
                 return
         written = self._remote.write(
             session,
             base=base,
-            num_kept=kept,
+            num_base_tokens=num_base_tokens,
             token_ids=record.token_ids,
-            layers=[self._rows(record, layer, kept) for layer in range(self._remote.num_layers)],
+            layers=[
+                part_of(piece_chunks(record.pieces, layer), num_base_tokens, len(record.token_ids))
+                for layer in range(self._remote.num_layers)
+            ],
             method=request.method,
         )
         self._remember(session, written.fence)
-
-    def _rows(self, record: StoredRecord, layer: int, start: int) -> list[RowChunk]:
-        return part_of(piece_chunks(record.pieces, layer), start, len(record.token_ids))
 
     def _remember(self, session: SessionKey, fence: bytes) -> None:
         with self._lock:
