@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvferry.shared.config import HistoryBits
-from kvferry.shared.history.precision import RowChunk, RowPrecision
+from kvferry.shared.history.rows import RowChunk, RowPrecision
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.tools.recall.tasks import TASKS

@@ -8,13 +8,12 @@ import time
 import torch
 
 from kvferry.services.prefill.config import PrefillConfig
-from kvferry.shared.history.interface import HistoryStore
-from kvferry.shared.history.memory import MemoryHistoryStore
-from kvferry.shared.history.precision import RowPrecision
 from kvferry.shared.history.redis_client import RedisLink, RedisOptions
 from kvferry.shared.history.redis_format import RowShape
 from kvferry.shared.history.redis_history import RedisHistory
 from kvferry.shared.history.redis_quota import RedisQuota
+from kvferry.shared.history.rows import RowPrecision
+from kvferry.shared.history.store import HistoryStore, StoreOptions
 from kvferry.shared.history.tiered import TieredHistoryStore
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.spec import ModelSpec
@@ -32,17 +31,16 @@ def build_store(config: PrefillConfig, *, spec: ModelSpec, metrics: PrefillMetri
         metrics.history_miss.labels(reason).inc()
 
     precision = RowPrecision(bits=config.history_bits, dtype=getattr(torch, spec.dtype))
-    memory = MemoryHistoryStore(
-        max_bytes=config.history_bytes,
-        num_layers=spec.num_layers,
-        turn_lease_s=config.turn_lease_s,
-        clock=time.monotonic,
-        precision=precision,
-        # With Redis, a session that memory lacks is not a miss yet.
-        on_miss=(lambda reason: None) if config.history_redis else count_miss,
-    )
+    memory: StoreOptions = {
+        "max_bytes": config.history_bytes,
+        "num_layers": spec.num_layers,
+        "turn_lease_s": config.turn_lease_s,
+        "clock": time.monotonic,
+        "precision": precision,
+        "on_miss": count_miss,
+    }
     if not config.history_redis:
-        return memory
+        return HistoryStore(**memory)
     link = RedisLink(RedisOptions(url=config.history_redis, timeout_s=config.history_redis_timeout_s))
     shape = RowShape(
         num_layers=spec.num_layers,
@@ -52,11 +50,9 @@ def build_store(config: PrefillConfig, *, spec: ModelSpec, metrics: PrefillMetri
     )
     quota = RedisQuota(link, max_bytes=config.history_redis_bytes, ttl_s=config.history_ttl_s)
     return TieredHistoryStore(
-        memory,
         RedisHistory(link, quota, shape=shape, fingerprint=spec.fingerprint, ttl_s=config.history_ttl_s),
         turn_timeout_s=_TURN_TIMEOUTS * config.history_redis_timeout_s,
         commit_timeout_s=_COMMIT_TIMEOUT_S,
-        on_miss=count_miss,
         on_failure=lambda reason: metrics.history_store_failed.labels(reason).inc(),
-        clock=time.monotonic,
+        **memory,
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvferry.shared.errors import LeaseExpired, ProtocolMismatch
-from kvferry.shared.history.interface import HistoryStore
+from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.wire.messages import BlockHeader, EndRecord, Manifest, Section, TransferKey

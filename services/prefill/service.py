@@ -43,7 +43,7 @@ from kvferry.shared.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
-from kvferry.shared.history.interface import HistoryStore
+from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.kernel_paths import shown_paths
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
@@ -242,7 +242,7 @@ class PrefillService:
         spec, prompt = self._model.spec, request.prompt_token_ids
         if request.model_fingerprint != spec.fingerprint:
             raise ProtocolMismatch(
-                f"the request is for model {request.model_fingerprint}; this worker holds {spec.fingerprint}",
+                f"the request is for model {request.model_fingerprint}; this worker serves {spec.fingerprint}",
                 reason="fingerprint",
             )
         if not prompt:

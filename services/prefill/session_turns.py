@@ -17,7 +17,7 @@ from kvferry.services.prefill.shipped import ShippedSelection, ShippedSelections
 from kvferry.shared.compression.observation import num_observed_queries
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss
-from kvferry.shared.history.interface import HistoryStore
+from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.spec import ModelSpec

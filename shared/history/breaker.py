@@ -1,7 +1,7 @@
-"""A circuit breaker: after failures in a row, calls fail at once for a while instead of each waiting anew.
+"""A circuit breaker: after several failures in a row, calls fail at once for a while instead of each waiting.
 
-Sits around every operation on Redis, so that a dead one costs a turn a bounded delay and the turns after it
-nothing. Does not retry and does not know what it guards.
+It guards every operation on Redis, so that a dead Redis delays one turn for a bounded time and the next ones
+not at all. It does not retry.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CircuitBreaker:
                                                       ▲                        │
                                                       └── fails, or never ends ┘
 
-    A trial that never reports its end holds nobody up: granting it postpones the next by `open_s`.
+    Another trial is allowed `open_s` after the last one, even if that never reported its end.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class CircuitBreaker:
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         """Args:
-        max_failures: calls in a row that must fail before it opens, at least 1.
-        open_s: how long it stays open; times 0.75 to 1.25 at random, so that workers do not return together.
+        max_failures: how many calls in a row must fail to open it, at least 1.
+        open_s: how long it stays open, times 0.75 to 1.25 at random, so that workers do not return together.
         clock: monotonic seconds.
         """
         assert max_failures >= 1, max_failures
@@ -48,19 +48,20 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the last calls failed; a call may all the same be let through, as a trial."""
+        """Whether the last calls failed. A call may still be allowed, as a trial."""
         with self._lock:
             return self._num_failures >= self._max_failures
 
     def enter(self) -> None:
-        """Ask to make a call. Raises StoreUnavailable, reason "breaker_open", while that is pointless."""
+        """Call this before a call. Raises StoreUnavailable, reason "breaker_open", if the call should not be
+        made."""
         with self._lock:
             if self._num_failures < self._max_failures:
                 return
             wait_s = self._retry_at_s - self._clock()
             if wait_s > 0:
                 raise StoreUnavailable(
-                    f"Redis did not answer lately; it is tried again in {wait_s:.1f} s",
+                    f"Redis did not answer recently; the next attempt is in {wait_s:.1f} s",
                     reason="breaker_open",
                     retry_after_s=wait_s,
                 )

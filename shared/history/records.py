@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvferry.shared.control.messages import ReuseSource, SessionKey
 from kvferry.shared.history.prefix import BLOCK_TOKENS, PrefixIndex, common_prefix
-from kvferry.shared.history.segment import Piece
+from kvferry.shared.history.rows import Piece
 
 
 @dataclass(frozen=True, kw_only=True)

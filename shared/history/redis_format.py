@@ -1,16 +1,15 @@
-"""What history looks like in Redis: keys, chunk values and the session's record. Bytes only; asks nothing of
-Redis.
+"""The format of history in Redis: keys, chunk values and the session's record.
 
-All keys of a session share a hash tag, so that a cluster keeps them on one node:
+All keys of a session share a hash tag, so that a cluster stores them on one node:
 
     kvferry:history:1:{<owner>/<session id>}:record              record: header, body (MessagePack)
     kvferry:history:1:{<owner>/<session id>}:segments            hash: segment id -> values per layer
     kvferry:history:1:{<owner>/<session id>}:<segment>:<layer>:<i>   chunk: header, tensors
-    kvferry:history:1:{owner:<owner>}:bytes | :expiry            what the owner's sessions take
-    kvferry:history:1:{total}:bytes | :expiry                    what the owners take
+    kvferry:history:1:{owner:<owner>}:bytes | :expiry            sizes of the owner's sessions
+    kvferry:history:1:{total}:bytes | :expiry                    sizes of the owners
 
 Headers are little-endian, of fixed size, versioned; a checksum (XXH3-64) covers header and payload. A value
-that is not exactly what its reader expects is a HistoryMiss, reason "corrupt", never a guess.
+that is not exactly what its reader expects is a HistoryMiss, reason "corrupt".
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from torch import Tensor
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss
-from kvferry.shared.history.precision import RowChunk, RowPrecision
+from kvferry.shared.history.rows import RowChunk, RowPrecision
 
 FORMAT_VERSION = 1
 TOKEN_BYTES = 16
 TOKEN_OFFSET = 8
-"""Where a record's fencing token is: the commit script compares these bytes."""
+"""Offset of a record's fencing token, which the commit script compares."""
 
 _PREFIX = f"kvferry:history:{FORMAT_VERSION}:"
 _CHUNK_MAGIC, _RECORD_MAGIC = b"KVFc", b"KVFr"
@@ -65,7 +64,7 @@ class SegmentEntry(msgspec.Struct, frozen=True, array_like=True):
         segment_id: 16 random bytes.
         length: its tokens that the record uses, from its first.
         value_tokens: tokens of each of a layer's values; the same in every layer.
-        size_bytes: all its values, whole.
+        size_bytes: of all its values, whole.
     """
 
     segment_id: bytes
@@ -80,7 +79,7 @@ class RecordBody(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         precision: `RowPrecision.code` of all its values.
         method: compression method of the turn that committed it.
-        turn: committed turns, this one counted.
+        turn: how many turns were committed, including this one.
         token_ids: uint32, little-endian.
     """
 
@@ -96,7 +95,7 @@ class RecordBody(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteRecord:
-    """A record as read. `fence`: its fencing token; a commit replaces no other."""
+    """A record as read. `fence`: its fencing token; a commit replaces only the record that has its base's."""
 
     fence: bytes
     body: RecordBody
@@ -150,9 +149,9 @@ def write_chunk(
 def read_chunk(
     value: bytes, *, shape: RowShape, segment_id: bytes, layer: int, first_token: int, num_tokens: int
 ) -> RowChunk:
-    """The chunk that a value must hold, on memory of its own.
+    """The chunk that a value must contain, in memory of its own.
 
-    Raises: HistoryMiss, reason "corrupt": the value is another one, or damaged.
+    Raises: HistoryMiss, reason "corrupt": the value is a different one, or damaged.
     """
     what = f"history value {segment_id.hex()}:{layer} at token {first_token}"
     if len(value) < CHUNK_HEADER_BYTES:
@@ -195,7 +194,7 @@ def read_record(value: bytes, session: SessionKey) -> RemoteRecord:
     magic, version, _, fence, num_bytes, _ = _RECORD.unpack_from(value)
     encoded = memoryview(value)[RECORD_HEADER_BYTES:]
     if (magic, version, num_bytes) != (_RECORD_MAGIC, FORMAT_VERSION, len(encoded)):
-        raise _corrupt(f"{what} is of another format")
+        raise _corrupt(f"{what} has an unknown format")
     if _CHECKSUM.unpack_from(value, _RECORD.size)[0] != _checksum(value[: _RECORD.size], encoded):
         raise _corrupt(f"{what} fails its checksum")
     try:
@@ -209,7 +208,7 @@ def read_record(value: bytes, session: SessionKey) -> RemoteRecord:
         if len(entry.segment_id) != TOKEN_BYTES or not 0 < entry.length <= sum(entry.value_tokens):
             raise _corrupt(f"{what} names an impossible segment")
     if sum(entry.length for entry in body.segments) != len(token_ids):
-        raise _corrupt(f"{what} names other tokens than its segments hold")
+        raise _corrupt(f"{what} has other tokens than its segments")
     size_bytes = len(value) + sum(entry.size_bytes for entry in body.segments)
     return RemoteRecord(fence=fence, body=body, token_ids=token_ids, size_bytes=size_bytes)
 
@@ -219,7 +218,7 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def _tensor_bytes(tensor: Tensor) -> memoryview:
-    """A contiguous tensor's bytes, without a copy where it is contiguous already."""
+    """A tensor's bytes; not copied if it is contiguous."""
     array: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
     return memoryview(array)
 

@@ -22,7 +22,6 @@ import msgspec
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss, KvferryError, SessionBusy
-from kvferry.shared.history.precision import RowChunk
 from kvferry.shared.history.redis_client import Client, RedisLink
 from kvferry.shared.history.redis_format import (
     CHUNK_HEADER_BYTES,
@@ -42,7 +41,7 @@ from kvferry.shared.history.redis_format import (
     write_record,
 )
 from kvferry.shared.history.redis_quota import RedisQuota
-from kvferry.shared.history.segment import part_of
+from kvferry.shared.history.rows import RowChunk, part_of
 
 VALUE_BYTES = 4 << 20
 """Rows in one value, at most; but a value has at least one token."""

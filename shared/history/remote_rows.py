@@ -9,7 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 
 from kvferry.shared.control.messages import ReuseSource
 from kvferry.shared.errors import HistoryMiss, StoreUnavailable
-from kvferry.shared.history.precision import RowChunk
+from kvferry.shared.history.rows import RowChunk
 
 
 class RemoteRows:

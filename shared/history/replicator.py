@@ -21,12 +21,12 @@ import structlog
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss, KvferryError, SessionBusy
-from kvferry.shared.history.memory import MemoryHistoryStore
 from kvferry.shared.history.prefix import common_prefix
 from kvferry.shared.history.records import StoredRecord
 from kvferry.shared.history.redis_format import RemoteRecord
 from kvferry.shared.history.redis_history import RedisHistory
-from kvferry.shared.history.segment import part_of, piece_chunks
+from kvferry.shared.history.rows import part_of, piece_chunks
+from kvferry.shared.history.store import HistoryStore
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +53,7 @@ class Replicator:
     take."""
 
     def __init__(
-        self, memory: MemoryHistoryStore, remote: RedisHistory, *, on_failure: Callable[[str], None]
+        self, memory: HistoryStore, remote: RedisHistory, *, on_failure: Callable[[str], None]
     ) -> None:
         self._memory = memory
         self._remote = remote

@@ -13,17 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Unpack
 
 import structlog
 
 from kvferry.shared.control.messages import HistoryInfo, SessionKey
 from kvferry.shared.errors import HistoryMiss, StoreUnavailable
-from kvferry.shared.history.memory import MemoryHistoryStore
 from kvferry.shared.history.prefix import common_prefix
 from kvferry.shared.history.redis_format import RemoteRecord
 from kvferry.shared.history.redis_history import RedisHistory
 from kvferry.shared.history.remote_rows import RemoteRows
 from kvferry.shared.history.replicator import Replicator, WriteRequest
+from kvferry.shared.history.store import HistoryStore, StoreOptions
 from kvferry.shared.history.turn import StagedTurn
 
 log = structlog.get_logger(__name__)
@@ -34,50 +35,38 @@ _CLOSE_TIMEOUT_S = 8.0
 _NUM_FETCHERS = 4
 
 
-class TieredHistoryStore:
-    """Implements `HistoryStore`. Owns the threads that read from and write to Redis."""
+class TieredHistoryStore(HistoryStore):
+    """A history store with Redis behind it. Owns the threads that read from Redis and write to it."""
 
     def __init__(
         self,
-        memory: MemoryHistoryStore,
         remote: RedisHistory,
         *,
         turn_timeout_s: float,
         commit_timeout_s: float,
-        on_miss: Callable[[str], None],
         on_failure: Callable[[str], None],
-        clock: Callable[[], float],
+        **options: Unpack[StoreOptions],
     ) -> None:
         """Args:
         turn_timeout_s: how long one turn waits for rows from Redis in all.
         commit_timeout_s: how long a commit waits for Redis; after that the write goes on behind it.
-        on_miss: called with a reason if Redis could not be asked, or lacks a session that has had turns, and
-            memory lacks it as well. Misses during `load` are raised instead.
         on_failure: called with a reason if Redis did not take a commit.
-        clock: monotonic seconds.
+        options: `on_miss` is called with a reason if Redis could not be asked, or lacks a session that has
+            had turns, and memory lacks it as well. Misses during `load` are raised instead.
         """
-        self._memory = memory
+        super().__init__(**options)
         self._remote = remote
         self._turn_timeout_s = turn_timeout_s
         self._commit_timeout_s = commit_timeout_s
-        self._on_miss = on_miss
-        self._clock = clock
-        self._replicator = Replicator(memory, remote, on_failure=on_failure)
+        self._clock = options["clock"]
+        self._replicator = Replicator(self, remote, on_failure=on_failure)
         self._fetchers = ThreadPoolExecutor(_NUM_FETCHERS, "kvferry-history-fetch")
-
-    @property
-    def size_bytes(self) -> int:
-        return self._memory.size_bytes
-
-    @property
-    def max_bytes(self) -> int:
-        return self._memory.max_bytes
 
     @property
     def tier_bytes(self) -> dict[str, Callable[[], int]]:
         """See `HistoryStore.tier_bytes`. Redis: all workers' sessions, as of this worker's last write or
         deletion."""
-        return {**self._memory.tier_bytes, "redis": lambda: self._remote.size_bytes}
+        return {**super().tier_bytes, "redis": lambda: self._remote.size_bytes}
 
     def begin(
         self,
@@ -92,7 +81,7 @@ class TieredHistoryStore:
     ) -> StagedTurn:
         """See `HistoryStore.begin`. Other sessions' prefixes are looked up in memory only, a document in
         both."""
-        turn = self._memory.begin(
+        turn = super().begin(
             session, request_id, prompt_token_ids, document=document, num_observed=num_observed
         )
         reachable, record = self._look_up(session)
@@ -115,18 +104,14 @@ class TieredHistoryStore:
         )
         return turn
 
-    def turn(self, request_id: str) -> StagedTurn | None:
-        """See `HistoryStore.turn`."""
-        return self._memory.turn(request_id)
-
     def info(self, session: SessionKey) -> HistoryInfo:
         """See `HistoryStore.info`: of memory, otherwise of Redis."""
-        info = self._memory.info(session)
+        info = super().info(session)
         return info if info.num_tokens else self._remote_info(session)
 
     def drop(self, session: SessionKey) -> HistoryInfo:
         """See `HistoryStore.drop`. If Redis does not answer, its part is deleted when it does."""
-        info = self._memory.drop(session)
+        info = super().drop(session)
         if not info.num_tokens:
             info = self._remote_info(session)
         try:
@@ -138,7 +123,7 @@ class TieredHistoryStore:
     def sweep(self) -> int:
         """See `HistoryStore.sweep`. Also retries deletions that Redis has not taken yet."""
         self._replicator.retry_deletions()
-        return self._memory.sweep()
+        return super().sweep()
 
     def close(self) -> None:
         """See `HistoryStore.close`."""

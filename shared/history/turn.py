@@ -17,11 +17,19 @@ from torch import Tensor
 
 from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
 from kvferry.shared.errors import HistoryMiss, InvalidRequest, SessionBusy, SessionNotFound
-from kvferry.shared.history.precision import LayerKV, RowChunk, RowPrecision
 from kvferry.shared.history.prefix import common_prefix
 from kvferry.shared.history.records import RecordTable, StoredRecord
 from kvferry.shared.history.remote_rows import RemoteRows
-from kvferry.shared.history.segment import Piece, Segment, chunk_rows, first_pieces, piece_chunks
+from kvferry.shared.history.rows import (
+    LayerKV,
+    Piece,
+    RowChunk,
+    RowPrecision,
+    Segment,
+    chunk_rows,
+    first_pieces,
+    piece_chunks,
+)
 
 log = structlog.get_logger(__name__)
 

@@ -32,7 +32,7 @@ from kvferry.shared.control.messages import (
     TokenGenerated,
     TransferDone,
 )
-from kvferry.shared.history.memory import MemoryHistoryStore
+from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
@@ -72,7 +72,7 @@ class Pair:
     async def start_prefill(self, **options: object) -> None:
         """Start one, in place of the former one if there was any."""
         config = PrefillConfig(**options)  # type: ignore[arg-type]
-        store = MemoryHistoryStore(
+        store = HistoryStore(
             max_bytes=1 << 30,
             num_layers=self.model.spec.num_layers,
             turn_lease_s=WAIT_S,

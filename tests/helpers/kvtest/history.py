@@ -17,12 +17,11 @@ from torch import Tensor
 from kvferry.shared.config import HistoryBits
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss
-from kvferry.shared.history.memory import MemoryHistoryStore
-from kvferry.shared.history.precision import RowPrecision
 from kvferry.shared.history.redis_client import RedisLink, RedisOptions
 from kvferry.shared.history.redis_format import RowShape
 from kvferry.shared.history.redis_history import RedisHistory
 from kvferry.shared.history.redis_quota import RedisQuota
+from kvferry.shared.history.rows import RowPrecision
 from kvferry.shared.history.tiered import TieredHistoryStore
 from kvferry.shared.history.turn import StagedTurn
 
@@ -60,10 +59,6 @@ class Worker:
         precision = RowPrecision(bits=bits, dtype=torch.float32)
         self.misses: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-        self.memory = MemoryHistoryStore(
-            max_bytes=max_bytes, num_layers=num_layers, turn_lease_s=600, clock=time.monotonic,
-            precision=precision,
-        )  # fmt: skip
         options = RedisOptions(url=url, timeout_s=timeout_s, backoff_s=0.001, breaker_open_s=retry_s)
         self.link = RedisLink(options)
         quota = RedisQuota(self.link, max_bytes=redis_max_bytes, ttl_s=1000)
@@ -72,8 +67,11 @@ class Worker:
             self.link, quota, shape=shape, fingerprint=fingerprint, ttl_s=1000, value_bytes=value_bytes
         )
         self.store = TieredHistoryStore(
-            self.memory,
             self.remote,
+            max_bytes=max_bytes,
+            num_layers=num_layers,
+            turn_lease_s=600,
+            precision=precision,
             turn_timeout_s=turn_timeout_s,
             commit_timeout_s=commit_timeout_s,
             on_miss=lambda reason: self.misses.update([reason]),

@@ -27,7 +27,7 @@ from kvferry.shared.control.messages import (
     Ticket,
     TransferDone,
 )
-from kvferry.shared.history.memory import MemoryHistoryStore
+from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel, PrefillObserver
 from kvferry.shared.model.loading import load_model
@@ -137,7 +137,7 @@ class Harness:
 
     service: PrefillService
     model: ControlledModel
-    store: MemoryHistoryStore
+    store: HistoryStore
     metrics: PrefillMetrics
     sink: RecordingSink
     decode: BlockServer
@@ -211,7 +211,7 @@ def prefill_options() -> dict[str, object]:
 async def harness(demo_model: LanguageModel, prefill_options: dict[str, object]) -> AsyncIterator[Harness]:
     config = PrefillConfig(**prefill_options)  # type: ignore[arg-type]
     model = ControlledModel(demo_model)
-    store = MemoryHistoryStore(
+    store = HistoryStore(
         max_bytes=config.history_bytes,
         num_layers=model.spec.num_layers,
         turn_lease_s=config.turn_lease_s,

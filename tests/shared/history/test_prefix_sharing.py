@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import InvalidRequest
-from kvferry.shared.history.memory import MemoryHistoryStore
 from kvferry.shared.history.prefix import BLOCK_TOKENS, common_prefix
+from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
 
 LAYERS, HEADS, DIM = 2, 2, 3
@@ -27,8 +27,8 @@ SYSTEM = tuple(range(1, 2 * BLOCK_TOKENS + 6))
 """Two blocks and five tokens."""
 
 
-def make_store(max_tokens: int = 10_000) -> MemoryHistoryStore:
-    return MemoryHistoryStore(
+def make_store(max_tokens: int = 10_000) -> HistoryStore:
+    return HistoryStore(
         max_bytes=max_tokens * TOKEN_BYTES, num_layers=LAYERS, turn_lease_s=60.0, clock=lambda: 0.0
     )
 
@@ -46,7 +46,7 @@ def stage(turn: StagedTurn, tokens: tuple[int, ...], start: int) -> None:
 
 
 def run_turn(
-    store: MemoryHistoryStore,
+    store: HistoryStore,
     session: SessionKey,
     prompt: tuple[int, ...],
     generated: tuple[int, ...] = (),

@@ -1,23 +1,40 @@
-"""The history store in host memory: every session's full KV at one prefill worker.
+"""The history store: every session's full KV at one prefill worker, in host memory, addressed by token ids.
+
+    begin ──► staged turn: load(layer), append(layer)... while the prompt runs
+                       │   append(layer) of the generated KV that decode returns
+                       └─► commit: the session's new record  |  abort, lease: dropped
 
 Place in the request's path: the prefill engine begins a staged turn (`turn.py`) before a prompt's pass, and
-the router's commit ends it. The committed records are in `records.py`.
+the router's commit publishes it. Nobody else sees a staged turn's rows before that. The committed records are
+in `records.py`; `tiered.py` puts Redis behind this store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypedDict
 
 from kvferry.shared.control.messages import HistoryInfo, SessionKey
 from kvferry.shared.errors import InvalidRequest
-from kvferry.shared.history.precision import RowPrecision
 from kvferry.shared.history.records import RecordTable, StoredRecord
+from kvferry.shared.history.rows import RowPrecision
 from kvferry.shared.history.turn import StagedTurn, TurnContext, TurnState, record_info
 
 
-class MemoryHistoryStore:
-    """Implements `HistoryStore`. One lock, which is not held while KV is copied in or out.
+class StoreOptions(TypedDict):
+    """Arguments of `HistoryStore`."""
+
+    max_bytes: int
+    num_layers: int
+    turn_lease_s: float
+    clock: Callable[[], float]
+    precision: RowPrecision | None
+    on_miss: Callable[[str], None]
+
+
+class HistoryStore:
+    """All sessions' history at one worker. Thread-safe: one lock, which is not held while KV is copied.
 
         begin ──► staged turn (its own rows, references on the reused pieces)
                     │ commit                            drop, abort, lease
@@ -65,15 +82,17 @@ class MemoryHistoryStore:
 
     @property
     def size_bytes(self) -> int:
+        """Host memory in use."""
         return self._records.size_bytes
 
     @property
     def max_bytes(self) -> int:
+        """Limit on `size_bytes`."""
         return self._records.max_bytes
 
     @property
     def tier_bytes(self) -> dict[str, Callable[[], int]]:
-        """See `HistoryStore.tier_bytes`."""
+        """Functions that return the bytes in each tier: "memory", "redis"."""
         return {"memory": lambda: self.size_bytes}
 
     def record(self, session: SessionKey) -> StoredRecord | None:
@@ -92,7 +111,23 @@ class MemoryHistoryStore:
         num_observed: int | None = None,
         has_history: bool = False,
     ) -> StagedTurn:
-        """See `HistoryStore.begin`."""
+        """Begin a staged turn that continues from the longest prefix of the prompt that is stored, but runs
+        at least the prompt's last token, which gives the logits. A request that begins again aborts its
+        former turn.
+
+        Args:
+            method: the turn's compression method, stored with the record in Redis.
+            document: a record of the same owner that may be continued from as if it were the session's own.
+            num_observed: how many of the prompt's last tokens must be run if another session's record is
+                continued from, so that the method observes the same queries; None: other sessions' records
+                are not used.
+            has_history: whether the session has had turns; if nothing is stored for it, that is counted as a
+                miss.
+
+        Raises: InvalidRequest: the prompt is empty, another session's turn has this request id, or the
+        document
+            belongs to another owner.
+        """
         if not prompt_token_ids:
             raise InvalidRequest("the prompt has 0 tokens; it must have at least 1")
         if document is not None and document.owner != session.owner:
@@ -110,18 +145,19 @@ class MemoryHistoryStore:
         return turn
 
     def turn(self, request_id: str) -> StagedTurn | None:
-        """See `HistoryStore.turn`."""
+        """The turn that this request began, until it is committed, aborted or expired."""
         with self._lock:
             return self._context.turns.get(request_id)
 
     def info(self, session: SessionKey) -> HistoryInfo:
-        """See `HistoryStore.info`."""
+        """What is stored for the session; tier "none" if nothing is."""
         return record_info(self.record(session))
 
     def drop(self, session: SessionKey) -> HistoryInfo:
-        """See `HistoryStore.drop`."""
+        """Delete the session's history; returns what was stored. Its open turns will not commit:
+        SessionNotFound."""
         with self._lock:
-            info = self.info(session)
+            info = record_info(self._records.get(session))
             self._records.forget(session)
             for turn in self._context.turns.values():
                 if turn.session == session and turn.is_open:
@@ -146,7 +182,7 @@ class MemoryHistoryStore:
                 self._records.release(record.pieces if record is not None else ())
 
     def sweep(self) -> int:
-        """See `HistoryStore.sweep`."""
+        """Drop turns whose lease has expired; returns how many. Called periodically."""
         with self._lock:
             now_s = self._context.clock()
             expired = [turn for turn in self._context.turns.values() if turn.deadline_s <= now_s]
@@ -155,4 +191,4 @@ class MemoryHistoryStore:
             return len(expired)
 
     def close(self) -> None:
-        """See `HistoryStore.close`: nothing is pending."""
+        """Finish pending writes, in bounded time. Idempotent."""

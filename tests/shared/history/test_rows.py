@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss
-from kvferry.shared.history.precision import GROUP_TOKENS, RowPrecision
 from kvferry.shared.history.redis_format import (
     RecordBody,
     RowShape,
@@ -22,6 +21,7 @@ from kvferry.shared.history.redis_format import (
     write_chunk,
     write_record,
 )
+from kvferry.shared.history.rows import GROUP_TOKENS, RowPrecision
 
 SEGMENT = bytes(range(16))
 BITS: tuple[Literal["16", "8", "4"], ...] = ("16", "8", "4")
@@ -172,7 +172,7 @@ def test_memory_and_redis_round_a_row_alike(make_worker: Any, bits: Any) -> None
     again.commit(branch)
     adopted = second.begin(session, (*branch, 9)).load(0)
     assert torch.equal(adopted[0][:, :81], from_memory[0])
-    assert second.memory.info(session).num_tokens == 83
+    assert second.store.info(session).num_tokens == 83
 
 
 def test_precision_of_another_setting_is_not_read(make_worker: Any) -> None:

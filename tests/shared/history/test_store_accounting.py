@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss, SessionBusy, SessionNotFound
-from kvferry.shared.history.memory import MemoryHistoryStore
+from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
 
 LAYERS = 2
@@ -43,7 +43,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-        self.store = MemoryHistoryStore(
+        self.store = HistoryStore(
             max_bytes=MAX_TOKENS * TOKEN_BYTES, num_layers=LAYERS, turn_lease_s=10, clock=lambda: self.now_s
         )
         self.sessions = [SessionKey(owner="o", session_id=str(i)) for i in range(3)]
@@ -146,9 +146,7 @@ TestStoreMachine.settings = settings(max_examples=60, stateful_step_count=30, de
 
 
 def test_threads_on_shared_sessions_leave_whole_records_and_no_stray_byte() -> None:
-    store = MemoryHistoryStore(
-        max_bytes=200 * TOKEN_BYTES, num_layers=LAYERS, turn_lease_s=60, clock=lambda: 0.0
-    )
+    store = HistoryStore(max_bytes=200 * TOKEN_BYTES, num_layers=LAYERS, turn_lease_s=60, clock=lambda: 0.0)
     sessions = [SessionKey(owner="o", session_id=str(i)) for i in range(3)]
     errors: list[BaseException] = []
     outcomes = {"committed": 0, "refused": 0}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvferry.shared.control.messages import HistoryInfo, SessionKey
 from kvferry.shared.errors import HistoryMiss, InvalidRequest, SessionBusy, SessionNotFound
-from kvferry.shared.history.memory import MemoryHistoryStore
+from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
 
 LAYERS = 3
@@ -34,14 +34,12 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def store(clock: Clock) -> MemoryHistoryStore:
+def store(clock: Clock) -> HistoryStore:
     return make_store(clock)
 
 
-def make_store(clock: Clock, max_tokens: int = 1000) -> MemoryHistoryStore:
-    return MemoryHistoryStore(
-        max_bytes=max_tokens * TOKEN_BYTES, num_layers=LAYERS, turn_lease_s=60.0, clock=clock
-    )
+def make_store(clock: Clock, max_tokens: int = 1000) -> HistoryStore:
+    return HistoryStore(max_bytes=max_tokens * TOKEN_BYTES, num_layers=LAYERS, turn_lease_s=60.0, clock=clock)
 
 
 def rows(layer: int, tokens: tuple[int, ...], start: int) -> Tensor:
@@ -58,7 +56,7 @@ def stage(turn: StagedTurn, tokens: tuple[int, ...], start: int) -> None:
 
 
 def run_turn(
-    store: MemoryHistoryStore,
+    store: HistoryStore,
     session: SessionKey,
     request_id: str,
     prompt: tuple[int, ...],
@@ -86,7 +84,7 @@ def assert_loads(turn: StagedTurn, tokens: tuple[int, ...]) -> None:
 
 def test_a_session_that_has_had_turns_and_is_not_there_is_a_miss(clock: Clock) -> None:
     misses: list[str] = []
-    store = MemoryHistoryStore(
+    store = HistoryStore(
         max_bytes=1000 * TOKEN_BYTES,
         num_layers=LAYERS,
         turn_lease_s=60.0,
@@ -103,13 +101,13 @@ def test_a_session_that_has_had_turns_and_is_not_there_is_a_miss(clock: Clock) -
     assert misses == ["absent"]
 
 
-def test_a_new_session_reuses_nothing(store: MemoryHistoryStore) -> None:
+def test_a_new_session_reuses_nothing(store: HistoryStore) -> None:
     assert_loads(store.begin(A, "r", (1, 2, 3)), ())
     assert store.info(A) == HistoryInfo(num_tokens=0, size_bytes=0, tier="none")
 
 
 def test_the_next_turn_continues_from_prompt_and_completion_less_the_last_token(
-    store: MemoryHistoryStore,
+    store: HistoryStore,
 ) -> None:
     info = run_turn(store, A, "r1", (1, 2, 3), (4, 5, 6))
     assert info == HistoryInfo(num_tokens=5, size_bytes=5 * TOKEN_BYTES)
@@ -117,13 +115,13 @@ def test_the_next_turn_continues_from_prompt_and_completion_less_the_last_token(
     assert_loads(store.begin(A, "r2", (1, 2, 3, 4, 5, 6, 7)), (1, 2, 3, 4, 5))
 
 
-def test_reuse_is_capped_at_one_less_than_the_prompt(store: MemoryHistoryStore) -> None:
+def test_reuse_is_capped_at_one_less_than_the_prompt(store: HistoryStore) -> None:
     run_turn(store, A, "r1", (1, 2, 3), (4, 5))
     assert_loads(store.begin(A, "r2", (1, 2, 3, 4)), (1, 2, 3))
     assert_loads(store.begin(A, "r3", (1,)), ())
 
 
-def test_an_edited_conversation_keeps_the_common_prefix_without_copying(store: MemoryHistoryStore) -> None:
+def test_an_edited_conversation_keeps_the_common_prefix_without_copying(store: HistoryStore) -> None:
     run_turn(store, A, "r1", (1, 2, 3, 4), (5, 6))
     turn = store.begin(A, "r2", (1, 2, 9, 9, 9))
     assert_loads(turn, (1, 2))
@@ -139,13 +137,13 @@ def test_an_edited_conversation_keeps_the_common_prefix_without_copying(store: M
     assert_loads(store.begin(A, "r3", (1, 2, 9, 9, 9, 7)), (1, 2, 9, 9, 9))
 
 
-def test_a_segment_is_freed_when_no_record_names_it(store: MemoryHistoryStore) -> None:
+def test_a_segment_is_freed_when_no_record_names_it(store: HistoryStore) -> None:
     run_turn(store, A, "r1", (1, 2, 3, 4))
     run_turn(store, A, "r2", (7, 8))
     assert store.size_bytes == 2 * TOKEN_BYTES
 
 
-def test_rows_beyond_the_committed_tokens_are_trimmed_and_freed(store: MemoryHistoryStore) -> None:
+def test_rows_beyond_the_committed_tokens_are_trimmed_and_freed(store: HistoryStore) -> None:
     turn = store.begin(A, "r1", (1, 2, 3))
     stage(turn, (1, 2, 3), 0)
     stage(turn, (4, 5, 6, 7), 3)
@@ -154,7 +152,7 @@ def test_rows_beyond_the_committed_tokens_are_trimmed_and_freed(store: MemoryHis
     assert_loads(store.begin(A, "r2", (1, 2, 3, 4, 5, 6)), (1, 2, 3, 4, 5))
 
 
-def test_tokens_beyond_the_staged_rows_are_ignored(store: MemoryHistoryStore) -> None:
+def test_tokens_beyond_the_staged_rows_are_ignored(store: HistoryStore) -> None:
     turn = store.begin(A, "r1", (1, 2, 3))
     stage(turn, (1, 2, 3), 0)
     turn.append(0, rows(0, (4,), 3), rows(0, (4,), 3))
@@ -163,7 +161,7 @@ def test_tokens_beyond_the_staged_rows_are_ignored(store: MemoryHistoryStore) ->
     assert store.size_bytes == 3 * TOKEN_BYTES
 
 
-def test_a_commit_of_part_of_the_prompt_is_possible(store: MemoryHistoryStore) -> None:
+def test_a_commit_of_part_of_the_prompt_is_possible(store: HistoryStore) -> None:
     run_turn(store, A, "r1", (1, 2, 3, 4))
     turn = store.begin(A, "r2", (1, 2, 3, 4, 5))
     stage(turn, (5,), 4)
@@ -172,7 +170,7 @@ def test_a_commit_of_part_of_the_prompt_is_possible(store: MemoryHistoryStore) -
 
 
 def test_a_commit_that_contradicts_the_prompt_is_refused_and_changes_nothing(
-    store: MemoryHistoryStore,
+    store: HistoryStore,
 ) -> None:
     run_turn(store, A, "r1", (1, 2, 3))
     before = store.size_bytes
@@ -184,7 +182,7 @@ def test_a_commit_that_contradicts_the_prompt_is_refused_and_changes_nothing(
     assert store.info(A).num_tokens == 3
 
 
-def test_staged_rows_are_copies_seen_by_nobody_before_commit(store: MemoryHistoryStore) -> None:
+def test_staged_rows_are_copies_seen_by_nobody_before_commit(store: HistoryStore) -> None:
     turn = store.begin(A, "r1", (1, 2))
     for layer in range(LAYERS):
         kv = rows(layer, (1, 2), 0)
@@ -198,7 +196,7 @@ def test_staged_rows_are_copies_seen_by_nobody_before_commit(store: MemoryHistor
     assert_loads(store.begin(A, "r3", (1, 2, 3)), (1, 2))
 
 
-def test_abort_gives_every_byte_back_and_is_idempotent(store: MemoryHistoryStore) -> None:
+def test_abort_gives_every_byte_back_and_is_idempotent(store: HistoryStore) -> None:
     run_turn(store, A, "r1", (1, 2, 3))
     before = store.size_bytes
     turn = store.begin(A, "r2", (1, 2, 3, 4, 5))
@@ -214,7 +212,7 @@ def test_abort_gives_every_byte_back_and_is_idempotent(store: MemoryHistoryStore
     assert_loads(store.begin(A, "r3", (1, 2, 3, 4)), (1, 2, 3))
 
 
-def test_abort_after_commit_changes_nothing(store: MemoryHistoryStore) -> None:
+def test_abort_after_commit_changes_nothing(store: HistoryStore) -> None:
     turn = store.begin(A, "r1", (1, 2))
     stage(turn, (1, 2), 0)
     turn.commit((1, 2))
@@ -224,7 +222,7 @@ def test_abort_after_commit_changes_nothing(store: MemoryHistoryStore) -> None:
         turn.append(0, rows(0, (3,), 2), rows(0, (3,), 2))
 
 
-def test_the_first_of_two_turns_to_commit_wins(store: MemoryHistoryStore) -> None:
+def test_the_first_of_two_turns_to_commit_wins(store: HistoryStore) -> None:
     run_turn(store, A, "r1", (1, 2))
     first, second = store.begin(A, "r2", (1, 2, 3)), store.begin(A, "r3", (1, 2, 4))
     stage(first, (3,), 2)
@@ -238,7 +236,7 @@ def test_the_first_of_two_turns_to_commit_wins(store: MemoryHistoryStore) -> Non
     assert (record.token_ids, record.version) == ((1, 2, 3), 2)
 
 
-def test_two_first_turns_are_fenced_too(store: MemoryHistoryStore) -> None:
+def test_two_first_turns_are_fenced_too(store: HistoryStore) -> None:
     first, second = store.begin(A, "r1", (1,)), store.begin(A, "r2", (2,))
     stage(first, (1,), 0)
     stage(second, (2,), 0)
@@ -247,7 +245,7 @@ def test_two_first_turns_are_fenced_too(store: MemoryHistoryStore) -> None:
         second.commit((2,))
 
 
-def test_a_drop_during_a_turn_wins(store: MemoryHistoryStore) -> None:
+def test_a_drop_during_a_turn_wins(store: HistoryStore) -> None:
     run_turn(store, A, "r1", (1, 2, 3))
     turn = store.begin(A, "r2", (1, 2, 3, 4))
     stage(turn, (4,), 3)
@@ -263,7 +261,7 @@ def test_a_drop_during_a_turn_wins(store: MemoryHistoryStore) -> None:
     assert store.turn("r2") is None
 
 
-def test_a_drop_during_a_first_turn_wins(store: MemoryHistoryStore) -> None:
+def test_a_drop_during_a_first_turn_wins(store: HistoryStore) -> None:
     turn = store.begin(A, "r1", (1, 2))
     stage(turn, (1, 2), 0)
     assert store.drop(A).num_tokens == 0
@@ -272,7 +270,7 @@ def test_a_drop_during_a_first_turn_wins(store: MemoryHistoryStore) -> None:
     assert store.size_bytes == 0
 
 
-def test_a_restarted_turn_stages_everything_and_commits(store: MemoryHistoryStore) -> None:
+def test_a_restarted_turn_stages_everything_and_commits(store: HistoryStore) -> None:
     run_turn(store, A, "r1", (1, 2, 3))
     turn = store.begin(A, "r2", (1, 2, 3, 4))
     stage(turn, (4,), 3)
@@ -284,7 +282,7 @@ def test_a_restarted_turn_stages_everything_and_commits(store: MemoryHistoryStor
     assert_loads(store.begin(A, "r3", (1, 2, 3, 4, 5)), (1, 2, 3, 4))
 
 
-def test_a_restart_after_a_drop_does_not_bring_the_session_back(store: MemoryHistoryStore) -> None:
+def test_a_restart_after_a_drop_does_not_bring_the_session_back(store: HistoryStore) -> None:
     run_turn(store, A, "r1", (1, 2, 3))
     turn = store.begin(A, "r2", (1, 2, 3, 4))
     store.drop(A)
@@ -295,7 +293,7 @@ def test_a_restart_after_a_drop_does_not_bring_the_session_back(store: MemoryHis
     assert store.size_bytes == 0
 
 
-def test_the_lease_frees_an_abandoned_turn(store: MemoryHistoryStore, clock: Clock) -> None:
+def test_the_lease_frees_an_abandoned_turn(store: HistoryStore, clock: Clock) -> None:
     turn = store.begin(A, "r1", (1, 2))
     clock.now_s += 59
     stage(turn, (1, 2), 0)
@@ -309,7 +307,7 @@ def test_the_lease_frees_an_abandoned_turn(store: MemoryHistoryStore, clock: Clo
         turn.commit((1, 2))
 
 
-def test_a_request_that_begins_again_gives_up_its_former_turn(store: MemoryHistoryStore) -> None:
+def test_a_request_that_begins_again_gives_up_its_former_turn(store: HistoryStore) -> None:
     former = store.begin(A, "r1", (1, 2))
     stage(former, (1, 2), 0)
     turn = store.begin(A, "r1", (1, 2))
@@ -321,13 +319,13 @@ def test_a_request_that_begins_again_gives_up_its_former_turn(store: MemoryHisto
     assert store.info(A).num_tokens == 2
 
 
-def test_another_sessions_request_id_is_refused(store: MemoryHistoryStore) -> None:
+def test_another_sessions_request_id_is_refused(store: HistoryStore) -> None:
     store.begin(A, "r1", (1,))
     with pytest.raises(InvalidRequest, match="r1"):
         store.begin(B, "r1", (1,))
 
 
-def test_sessions_of_two_owners_share_nothing(store: MemoryHistoryStore) -> None:
+def test_sessions_of_two_owners_share_nothing(store: HistoryStore) -> None:
     run_turn(store, A, "r1", (1, 2, 3))
     assert_loads(store.begin(B, "r2", (1, 2, 3, 4)), ())
     store.drop(B)
@@ -362,12 +360,12 @@ def test_a_turn_without_room_leaves_the_base_and_other_sessions_alone(clock: Clo
     assert turn.commit((1,) * 20) == HistoryInfo(num_tokens=0, size_bytes=0, tier="none")
 
 
-def test_an_empty_prompt_is_refused(store: MemoryHistoryStore) -> None:
+def test_an_empty_prompt_is_refused(store: HistoryStore) -> None:
     with pytest.raises(InvalidRequest):
         store.begin(A, "r1", ())
 
 
-def test_half_precision_and_strided_rows_are_kept_exactly(store: MemoryHistoryStore) -> None:
+def test_half_precision_and_strided_rows_are_kept_exactly(store: HistoryStore) -> None:
     turn = store.begin(A, "r1", (1, 2, 3))
     source = torch.randn(3, HEADS, DIM).to(torch.bfloat16)
     for layer in range(LAYERS):
