@@ -242,7 +242,7 @@ class PrefillService:
         spec, prompt = self._model.spec, request.prompt_token_ids
         if request.model_fingerprint != spec.fingerprint:
             raise ProtocolMismatch(
-                f"the request is for model {request.model_fingerprint}; this worker serves {spec.fingerprint}",
+                f"the request is for model {request.model_fingerprint}; this worker has {spec.fingerprint}",
                 reason="fingerprint",
             )
         if not prompt:
