@@ -13,7 +13,7 @@ from kvferry.shared.history.rows import RowChunk
 
 
 class RemoteRows:
-    """`num_tokens` tokens' rows of each layer. Used by one thread at a time.
+    """`num_tokens` tokens' rows of each layer. `load` is called by one thread, `cancel` by any.
 
     Args:
         fetch: begins to read a layer.
@@ -64,6 +64,6 @@ class RemoteRows:
 
     def cancel(self) -> None:
         """Cancel reads that have not begun. Idempotent."""
-        for fetch in self._fetches.values():
+        for fetch in list(self._fetches.values()):
             fetch.cancel()
         self._fetches.clear()

@@ -63,8 +63,7 @@ class TurnContext:
 
 
 class StagedTurn:
-    """Owned by the request that began it. Thread-safe: the store's lock, which is not held while KV is
-    copied.
+    """Owned by the request that began it. Thread-safe: it uses the store's lock, but copies KV without it.
 
         OPEN ──commit──► COMMITTED                staged rows become a segment of the session's record
           ├──abort──► ABORTED ◄──abort──┐         rows freed
@@ -227,14 +226,14 @@ class StagedTurn:
 
     def abort(self) -> None:
         """Drop what was staged. Idempotent; does nothing after a commit."""
-        if self._remote is not None:
-            self._remote.cancel()
-        if self._state is not TurnState.COMMITTED:
-            self.end(TurnState.ABORTED)
+        with self._records.lock:
+            if self._remote is not None:
+                self._remote.cancel()
+            if self._state is not TurnState.COMMITTED:
+                self.end(TurnState.ABORTED)
 
     def end(self, state: TurnState) -> None:
-        """Free everything that the turn holds. A turn of a dropped session stays registered for its commit to
-        fail."""
+        """Free the turn's rows. If its session was dropped it stays registered, so that its commit fails."""
         with self._records.lock:
             self._release_rows()
             self._state = state
