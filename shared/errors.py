@@ -1,4 +1,4 @@
-"""The one error tree. Everything the project raises on purpose is here.
+"""The error tree: everything that the project raises on purpose.
 
     KvferryError                       internal         500  INTERNAL             not retryable
     ├── InvalidRequest                 invalid_request  400  INVALID_ARGUMENT
@@ -26,8 +26,8 @@
     ├── UnsupportedModel               configuration    500  FAILED_PRECONDITION
     └── ConfigurationError             configuration    500  FAILED_PRECONDITION
 
-`category` labels `request_failure_total`; `code` and `param` are the OpenAI error fields; `reason` labels the
-narrower counters (admission_rejected_total, transfer_failed_total).
+`category` is a label of `request_failure_total`; `code` and `param` are fields of OpenAI errors; `reason` is
+a label of more specific counters (admission_rejected_total, transfer_failed_total).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class KvferryError(Exception):
     """Base of every deliberate error.
 
     Args:
-        message: names the thing, its value and what is allowed.
-        param: dotted name of the offending request field, if there is one.
+        message: names the parameter, its value and what is allowed.
+        param: dotted name of the invalid request field, if there is one.
         reason: short label for a counter, `[a-z_]+`.
-        retry_after_s: when a retry may succeed, in seconds.
+        retry_after_s: seconds after which a retry may succeed.
     """
 
     category: ClassVar[str] = "internal"
@@ -128,7 +128,7 @@ class SessionBusy(KvferryError):
 
 
 class CapacityExceeded(KvferryError):
-    """Admission refused for now: the byte arena or a queue is full."""
+    """Refused for now: the arena or a queue is full."""
 
     category = "rate_limit"
     type = "rate_limit_error"
@@ -151,7 +151,7 @@ class WorkerUnavailable(Overloaded):
 
 
 class StoreUnavailable(Overloaded):
-    """Redis does not answer, or answers that it cannot."""
+    """Redis does not answer, or answers with an error."""
 
     category = "store_lost"
 
@@ -180,7 +180,7 @@ class TransferFailed(KvferryError):
 
 
 class ProtocolMismatch(TransferFailed):
-    """The peer speaks another protocol version, or holds another model."""
+    """The peer has another protocol version or another model."""
 
     grpc_status = "FAILED_PRECONDITION"
     retryable = False
@@ -191,7 +191,7 @@ class LeaseExpired(TransferFailed):
 
 
 class HistoryMiss(KvferryError):
-    """History bytes that a record names are gone; token ids suffice to prefill again."""
+    """Stored history is missing; prefill can compute it again from the token ids."""
 
     category = "history"
     grpc_status = "NOT_FOUND"

@@ -1,8 +1,7 @@
-"""Log set-up of a process: structlog and the standard library's loggers through one formatter to stderr.
+"""Logging of a process: structlog and the standard library's loggers write through one formatter to stderr.
 
-Called once, at a service's start. Everything else only asks `structlog.get_logger(__name__)`. A request's id
-is bound with `request_context` and is then in every line that the request's task logs. Configures nothing on
-import and opens no files.
+A service calls `setup_logging` once when it starts; all other code uses `structlog.get_logger(__name__)`.
+Within `request_context`, every line has the request's id.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ LEVELS = {
 FORMATS = ("auto", "json", "console")
 
 _SECRET_KEYS = frozenset({"api_key", "api_keys", "authorization", "password", "secret"})
-# Libraries that install handlers of their own or log each request; their lines join ours from this level up.
+# Libraries that install their own handlers or log each request; we log their lines from this level up.
 _LIBRARY_LEVELS = {
     "uvicorn": logging.INFO,
     "uvicorn.error": logging.INFO,
@@ -42,13 +41,13 @@ _LIBRARY_LEVELS = {
 
 
 def setup_logging(level: str, format: str, service: str, *, stream: TextIO | None = None) -> None:
-    """Route all of this process's log lines through one formatter. A later call replaces an earlier one.
+    """Send all log lines of this process through one formatter. A later call replaces an earlier one.
 
     Args:
         level: debug, info, warning or error.
-        format: json (one object a line), console, or auto (console on a terminal, else json).
-        service: name that every line carries.
-        stream: where lines go; stderr if None.
+        format: json (one object per line), console, or auto (console on a terminal, else json).
+        service: a field of every line.
+        stream: where to write; stderr if None.
     Raises: ConfigurationError for an unknown level or format.
     """
     if level not in LEVELS:
@@ -58,11 +57,15 @@ def setup_logging(level: str, format: str, service: str, *, stream: TextIO | Non
     out = stream or sys.stderr
     as_json = format == "json" or (format == "auto" and not out.isatty())
 
+    def add_service(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        event.setdefault("service", service)
+        return event
+
     shared: list[Processor] = [
         merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
-        _ServiceName(service),
+        add_service,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.stdlib.PositionalArgumentsFormatter(),
         structlog.processors.StackInfoRenderer(),
@@ -89,13 +92,14 @@ def setup_logging(level: str, format: str, service: str, *, stream: TextIO | Non
 
 @contextlib.contextmanager
 def request_context(request_id: str) -> Iterator[None]:
-    """Put `request_id` into every line that this task (and tasks it starts) logs meanwhile."""
+    """Add `request_id` to every line logged within the block, by this task and by tasks that it starts."""
     with bound_contextvars(request_id=request_id):
         yield
 
 
 def _final(as_json: bool, colors: bool) -> list[Processor]:
-    """Rendering: from an event with its fields to one line (console tracebacks take more)."""
+    """The processors that render an event and its fields as one line (tracebacks in the console take
+    more)."""
     drop = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     if not as_json:
         return [drop, structlog.dev.ConsoleRenderer(colors=colors)]
@@ -103,7 +107,7 @@ def _final(as_json: bool, colors: bool) -> list[Processor]:
 
 
 def _adopt(handler: logging.Handler, level: int) -> None:
-    """Make `handler` the only one: on the root logger, with the libraries' own handlers removed."""
+    """Install `handler` on the root logger as the only one and remove the libraries' own handlers."""
     root = logging.getLogger()
     for old in root.handlers[:]:
         if isinstance(old.formatter, structlog.stdlib.ProcessorFormatter):
@@ -111,7 +115,7 @@ def _adopt(handler: logging.Handler, level: int) -> None:
     root.addHandler(handler)
     root.setLevel(level)
     logging.captureWarnings(True)
-    # transformers adds its handler when its logging module is first used; loaded, it must give it up itself.
+    # transformers adds its handler when its logging module is first used; only it can remove that again.
     if library := sys.modules.get("transformers.utils.logging"):
         library.disable_default_handler()
         library.enable_propagation()
@@ -120,17 +124,6 @@ def _adopt(handler: logging.Handler, level: int) -> None:
         logger.handlers.clear()
         logger.propagate = True
         logger.setLevel(max(level, floor) if level > logging.DEBUG else level)
-
-
-class _ServiceName:
-    """Adds the process's service name to each event."""
-
-    def __init__(self, service: str) -> None:
-        self._service = service
-
-    def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-        event.setdefault("service", self._service)
-        return event
 
 
 def _hide_secrets(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
@@ -143,5 +136,5 @@ def _hide_secrets(logger: WrappedLogger, method: str, event: EventDict) -> Event
 
 
 def _hide_in(values: dict[Any, Any]) -> dict[Any, Any]:
-    """One nested level, such as a dict of headers."""
+    """Hide secrets one level deeper, such as in a dict of headers."""
     return {k: "[hidden]" if str(k).lower() in _SECRET_KEYS else v for k, v in values.items()}

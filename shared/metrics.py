@@ -1,8 +1,7 @@
-"""Every Prometheus family, one class a role; each family lives on one role, so sums over services are right.
+"""All Prometheus metrics, one class per role. A metric belongs to one role, so sums over services are right.
 
-A service makes its own instance over its own registry (nothing global), and serves it at `/metrics`. Names
-get the prefix `kvferry_`; histograms are in seconds from 1 ms up (0.5 ms for steps), fine enough to see a
-transfer.
+A service creates its own instance with its own registry and serves it at `/metrics`. Names have the prefix
+`kvferry_`. Histograms are in seconds, with buckets from 1 ms (0.5 ms for steps).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ARENA_STATES = ("free", "reserved", "in_transfer", "running", "retained")
 
 
 class _Families:
-    """Shorthand for families of one registry, with the process's own collectors left out."""
+    """Short constructors for metrics of one registry, without the client library's own collectors."""
 
     def __init__(self, registry: CollectorRegistry | None) -> None:
         self.registry = registry or CollectorRegistry()
@@ -43,7 +42,7 @@ class _Families:
 
 
 class RouterMetrics(_Families):
-    """What a client experiences: latency, outcomes, tokens."""
+    """Latency, outcomes and tokens of clients' requests."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         super().__init__(registry)
@@ -51,56 +50,58 @@ class RouterMetrics(_Families):
         self.time_to_first_token = self._latency("time_to_first_token_seconds", "Arrival to first token", *by)
         self.inter_token_latency = self._steps("inter_token_latency_seconds", "Between two tokens", *by)
         self.e2e_request_latency = self._latency("e2e_request_latency_seconds", "Arrival to last token", *by)
-        self.requests_running = self._gauge("requests_running", "Requests past admission", "model")
+        self.requests_running = self._gauge("requests_running", "Admitted requests", "model")
         self.requests_waiting = self._gauge(
-            "requests_waiting", "Requests awaiting a session or a worker", "model"
+            "requests_waiting", "Requests waiting for a session or a worker", "model"
         )
         self.request_success = self._counter("request_success", "Completions", "model", "finish_reason")
         self.request_failure = self._counter("request_failure", "Failed requests", "category")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of served requests", "model")
         self.session_store_events = self._counter(
             "session_store_events",
-            "Sessions that Redis could not serve as it should, by what became",
+            "Sessions that Redis could not serve normally, by result",
             "event",
         )
         self.prompt_tokens_reused = self._counter(
             "prompt_tokens_reused", "Prompt tokens whose KV was not computed again", "model", "source"
         )
         self.generation_tokens = self._counter("generation_tokens", "Tokens delivered", "model", "method")
-        self.recoveries = self._counter("recoveries", "Turns resumed after losing a worker", "role")
-        self.ready = self._gauge("ready", "1 while /ready says that work goes through, else 0")
+        self.recoveries = self._counter("recoveries", "Requests resumed after losing a worker", "role")
+        self.ready = self._gauge("ready", "1 while /ready answers 200, else 0")
 
 
 class PrefillMetrics(_Families):
-    """Prompts run, bytes compressed and shipped, history held."""
+    """Prompts, compressed and shipped bytes, stored history."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         super().__init__(registry)
         by = ("model", "method")
-        self.prefill = self._latency("prefill_seconds", "One prompt's pass, compression included", *by)
+        self.prefill = self._latency("prefill_seconds", "One prompt's pass, including compression", *by)
         self.compress = self._latency("compress_seconds", "One prompt's compression", *by)
-        self.pack = self._latency("pack_seconds", "One prompt's serialisation into blocks", *by)
-        self.transfer = self._latency("transfer_seconds", "First block sent to acknowledgement", *by)
+        self.pack = self._latency("pack_seconds", "One prompt's serialization into blocks", *by)
+        self.transfer = self._latency(
+            "transfer_seconds", "From the first block sent to the acknowledgement", *by
+        )
         self.queue = self._latency("queue_seconds", "Waiting for the engine", "stage")
         self.history_load = self._latency("history_load_seconds", "Loading a turn's history", "model")
         self.history_store = self._latency("history_store_seconds", "Staging and committing history", "model")
-        self.kv_full_bytes = self._counter("kv_full_bytes", "Full KV of the prompts shipped", *by)
+        self.kv_full_bytes = self._counter("kv_full_bytes", "Full KV of the shipped prompts", *by)
         self.kv_transfer_bytes = self._counter("kv_transfer_bytes", "Payload bytes shipped", *by, "kind")
         self.kv_delta_saved_bytes = self._counter(
-            "kv_delta_saved_bytes", "Bytes of rows not shipped because decode still held them", *by
+            "kv_delta_saved_bytes", "Bytes of rows not shipped because decode retained them", *by
         )
         self.kv_compression_ratio = Histogram(
             "kvferry_kv_compression_ratio", "Full bytes / shipped bytes", by, registry=self.registry,
             buckets=RATIO_BUCKETS,
         )  # fmt: skip
-        self.prefill_tokens = self._counter("prefill_tokens", "Prompt tokens run through the model", "model")
+        self.prefill_tokens = self._counter("prefill_tokens", "Prompt tokens processed by the model", "model")
         self.transfer_failed = self._counter("transfer_failed", "Transfers that failed", "reason")
-        self.history_bytes = self._gauge("history_bytes", "History held", "tier")
+        self.history_bytes = self._gauge("history_bytes", "Stored history", "tier")
         self.history_reused_tokens = self._counter(
             "history_reused_tokens", "Prompt tokens whose KV came from history", "tier"
         )
         self.history_store_failed = self._counter(
-            "history_store_failed", "Commits that Redis did not take", "reason"
+            "history_store_failed", "Commits that Redis refused or missed", "reason"
         )
         self.history_choices = self._counter(
             "history_choices",
@@ -108,7 +109,7 @@ class PrefillMetrics(_Families):
             "way",
             "reason",
         )
-        self.history_miss = self._counter("history_miss", "History asked for and not there", "reason")
+        self.history_miss = self._counter("history_miss", "Requested history that was not found", "reason")
 
 
 class DecodeMetrics(_Families):
@@ -118,17 +119,19 @@ class DecodeMetrics(_Families):
         super().__init__(registry)
         self.decode_step = self._steps("decode_step_seconds", "One step of the running batch", "model")
         self.decode_steps = self._counter(
-            "decode_steps", "Steps by how they ran, and what kept them from a graph", "path", "because"
+            "decode_steps", "Steps by path, and why they did not use a CUDA graph", "path", "because"
         )
-        self.admit = self._latency("admission_seconds", "Last block verified to first step", "model")
+        self.admit = self._latency(
+            "admission_seconds", "From the last block's verification to the first step", "model"
+        )
         self.batch_size = self._gauge("decode_batch_size", "Sequences in the running batch", "model")
         self.decode_tokens = self._counter("decode_tokens", "Tokens generated by steps", "model", "method")
-        self.arena_bytes = self._gauge("arena_bytes", "The arena, by state; the sum is constant", "state")
+        self.arena_bytes = self._gauge("arena_bytes", "Arena bytes by state; their sum is constant", "state")
         self.admission_rejected = self._counter("admission_rejected", "Reservations refused", "reason")
         self.receive_failed = self._counter(
-            "receive_failed", "Incoming transfers refused or broken", "reason"
+            "receive_failed", "Incoming transfers that were refused or failed", "reason"
         )
-        self.late_blocks = self._counter("late_blocks", "Blocks of no or an outdated reservation, dropped")
+        self.late_blocks = self._counter("late_blocks", "Blocks without a current reservation, dropped")
         self.leases_expired = self._counter("leases_expired", "Reservations whose lease ran out")
         self.history_returned_bytes = self._counter(
             "history_returned_bytes", "Payload bytes of generated KV returned to prefill", "model"

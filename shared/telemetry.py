@@ -1,19 +1,21 @@
-"""Traces: OpenTelemetry spans of a turn's stages, and their context over HTTP, gRPC and the block manifest.
+"""Traces: OpenTelemetry spans of a request's stages. Their context travels over HTTP, gRPC and block
+manifests.
 
-Off unless a process calls `setup_tracing` with an endpoint; spans then cost nothing. One trace a turn:
+Tracing is off, and spans cost nothing, unless a process calls `setup_tracing` with an endpoint. The trace of
+a request:
 
     POST /v1/...                                            router
     ├── Decode/Generate                                     decode
-    │   ├── admit            bytes asked for to reserved
-    │   ├── first step       verified transfer to first token of its own
-    │   └── decode           first token to last
+    │   ├── admit            from asking for memory to its reservation
+    │   ├── first step       from the verified transfer to decode's first token
+    │   └── decode           from the first token to the last
     └── Prefill/Prefill                                     prefill
-        ├── queue            submitted to begun
+        ├── queue            waiting for the engine
         ├── prefill          the prompt's pass
-        │   ├── compress     one a layer
-        │   ├── ship         one a layer: handing its blocks to the sender
-        │   └── receive      decode: manifest to the last block verified
-        └── acknowledge      first token to decode's word that all is there
+        │   ├── compress     one per layer
+        │   ├── ship         one per layer: passing its blocks to the sender
+        │   └── receive      decode: from the manifest to the last block's verification
+        └── acknowledge      from the first token to decode's acknowledgement
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ _propagator = TraceContextTextMapPropagator()
 
 
 class _Tracing:
-    """This process's tracer. Not the library's global one, at which other libraries would trace, too: a web
-    framework every poll of /ready."""
+    """This process's tracer. The library's global one is not used, because other libraries trace with it,
+    such as a web framework every poll of /ready."""
 
     tracer: trace.Tracer = trace.NoOpTracer()
 
@@ -45,17 +47,17 @@ _tracing = _Tracing()
 
 
 def setup_tracing(endpoint: str, service: str) -> Callable[[], None]:
-    """Send this process's spans to an OTLP (gRPC) endpoint; nothing where it is empty.
+    """Send this process's spans to an OTLP (gRPC) endpoint; an empty one leaves tracing off.
 
     Args:
         endpoint: http://host:port, or https://host:port.
         service: the span resource's `service.name` is `kvferry-{service}`.
 
-    Returns: sends what is left, for at most a few seconds, and ends it.
+    Returns: a function that sends the remaining spans, for at most a few seconds, and ends tracing.
     """
     if not endpoint:
         return lambda: None
-    # The exporter takes a moment to import and is wanted only here.
+    # Imported here because the exporter takes time to import.
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -77,7 +79,7 @@ def setup_tracing(endpoint: str, service: str) -> Callable[[], None]:
 
 
 def current_context() -> Context:
-    """What spans started here and now are children of; for work that goes on in another thread."""
+    """The context of the current span, for work that continues in another thread."""
     return otel_context.get_current()
 
 
@@ -89,13 +91,13 @@ def carrier() -> dict[str, str]:
 
 
 def context_of(headers: Mapping[str, str]) -> Context | None:
-    """The context that W3C headers carry; None where they carry none that is valid."""
+    """The context in W3C headers; None if there is none or it is invalid."""
     found = _propagator.extract(dict(headers), context=Context())
     return found if trace.get_current_span(found).get_span_context().is_valid else None
 
 
 def begin(name: str, parent: Context | None = None) -> Span:
-    """A span that its owner ends, on whatever thread; one that records nothing where there is no trace.
+    """Start a span that the caller ends, on any thread. Without a trace it records nothing.
 
     Args: parent: None takes the current context.
     """
@@ -111,7 +113,7 @@ def fail(error: BaseException) -> None:
 
 @contextmanager
 def stage(name: str, parent: Context | None = None, **attributes: Attribute) -> Iterator[None]:
-    """A span around a block, current within it; none where there is no trace. Attributes get the prefix
+    """A span around a block, current within it; none without a trace. Attributes get the prefix
     `kvferry.`."""
     if not trace.get_current_span(parent).get_span_context().is_valid:
         yield
@@ -124,7 +126,7 @@ def stage(name: str, parent: Context | None = None, **attributes: Attribute) -> 
 def entry(
     name: str, parent: Context | None, kind: SpanKind = SpanKind.SERVER, **attributes: Attribute
 ) -> Iterator[None]:
-    """The span of a request that arrives, current within the block; begins a trace where it has no parent."""
+    """The span of an incoming request, current within the block; starts a trace if it has no parent."""
     named = {f"{_NAME}.{key}": value for key, value in attributes.items()}
     with _tracing.tracer.start_as_current_span(
         name, context=parent, kind=kind, attributes=named, record_exception=False

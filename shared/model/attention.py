@@ -1,8 +1,8 @@
-"""The attention function that transformers calls in every layer, and what it does in prefill and in decode.
+"""The attention function that transformers calls in every layer, for prefill and for decode.
 
-transformers hands it the layer's post-RoPE queries, keys and values; the pass under way comes along as the
-keyword argument `kvferry` of the model's call, so nothing global is written. Does not know compression or
-arenas: prefill tells its observer, decode asks its `DecodeAttention`.
+transformers passes the layer's post-RoPE queries, keys and values. The current pass is the keyword argument
+`kvferry` of the model's call, so there is no global state. Prefill passes K and V on to its
+`PrefillObserver`; decode calls its `DecodeAttention`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHUNK_TOKENS = 256
 
 
 class AttentionPass(Protocol):
-    """One forward pass, as the attention function sees it."""
+    """One forward pass of the model."""
 
     max_model_len: int
 
@@ -45,16 +45,16 @@ def attention_forward(
 
     Args:
         query: post-RoPE `[B, H, T, D]`; key and value `[B, H_kv, T, D]`. Query head h reads KV head h // G.
-        kwargs: what else the model passes; `kvferry` is the AttentionPass.
+        kwargs: the model's other arguments; `kvferry` is the AttentionPass.
 
-    Returns: `[B, T, H, D]` and no weights.
+    Returns: `[B, T, H, D]`, and None in place of weights.
 
-    Raises: UnsupportedModel where the model asks for more than plain causal attention.
+    Raises: UnsupportedModel if the model needs more than plain causal attention.
     """
     current: AttentionPass | None = kwargs.get("kvferry")
     if current is None:
         raise UnsupportedModel(
-            f"{type(module).__name__} does not hand the model's arguments to its attention"
+            f"{type(module).__name__} does not pass the model's arguments to its attention"
         )
     layer = check_attention_call(
         module, attention_mask, kwargs, key_dim=key.shape[-1], value_dim=value.shape[-1], current=current
@@ -65,12 +65,12 @@ def attention_forward(
 
 
 class PrefillPass:
-    """A prompt's new tokens, one layer after the other.
+    """The new tokens of a prompt, layer by layer.
 
         K, V of layer l:  projection ──► attend ──► observer.layer_done ──► freed with the layer's frame
 
-    Nothing of a layer is kept here; together with the history that the observer hands in, at most one layer
-    of full KV is alive, and twice the new tokens' while it is joined to its history.
+    No layer's KV is stored here. Including the history from the observer, at most one layer of full KV is
+    alive, and the new tokens' KV twice while it is joined to the history.
     """
 
     def __init__(self, observer: PrefillObserver, *, start: int, max_model_len: int) -> None:
@@ -96,7 +96,7 @@ class PrefillPass:
 
 
 class DecodePass:
-    """One token for each of B sequences; all KV is the attention's own."""
+    """One token for each of B sequences; the attention has their KV."""
 
     def __init__(self, attention: DecodeAttention, *, max_model_len: int) -> None:
         self._attention = attention
@@ -110,13 +110,14 @@ class DecodePass:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """softmax(scaling * Q K^T) V where the last query sees every key, without a T x S mask or score matrix.
+    """softmax(scaling * Q K^T) V, the last query attending to every key, without a T x S mask or score
+    matrix.
 
     Args: query `[1, H, T, D]`; key and value `[1, H_kv, S, D]`, S >= T.
     Returns: `[1, H, T, D]`.
     """
     num_queries, num_keys = query.shape[2], key.shape[2]
-    # on CUDA only the 16-bit kernels take grouped heads without falling back to full score matrices
+    # On CUDA only the 16-bit kernels support grouped heads without computing full score matrices.
     has_causal_kernel = not query.is_cuda or query.dtype is not torch.float32
     if num_queries == 1:
         return scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
@@ -129,7 +130,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) 
 
 
 def _chunked_causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """The same, a chunk of queries at a time with a mask of that chunk only."""
+    """The same result, computed for a chunk of queries at a time with a mask of that chunk."""
     num_history = key.shape[2] - query.shape[2]
     output = torch.empty_like(query)
     for begin in range(0, query.shape[2], _CHUNK_TOKENS):

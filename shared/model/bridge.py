@@ -1,7 +1,7 @@
 """`LanguageModel` over an unmodified transformers decoder: the forward passes of prefill and decode.
 
-Prefill's engine and decode's engine call it; `attention.py` is what happens inside each layer. Does not load
-(`loading.py`), compress, or keep any KV.
+Called by the engines of prefill and decode. `attention.py` runs inside each layer; `loading.py` loads models.
+No KV is stored here.
 """
 
 from __future__ import annotations
@@ -22,29 +22,17 @@ class TransformersModel:
     """Implements `LanguageModel`. Not thread-safe: one pass at a time.
 
     Args:
-        model: a transformers causal language model in eval mode whose attention implementation is ours.
-        rotation: undoes its keys' rotary positions; None where that cannot be done.
+        model: a transformers causal language model in eval mode that uses our attention function.
+        rotation: undoes the rotary positions of its keys; None if that is not possible.
     """
 
     def __init__(self, model: Any, spec: ModelSpec, rotation: KeyRotation | None = None) -> None:
+        self.spec = spec
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
         self._model = model
-        self._spec = spec
         self._rotation = rotation
-        self._device: torch.device = model.device
-        self._dtype: torch.dtype = model.dtype
         self._skipped = (0, 0)
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, *, start: int, observer: PrefillObserver) -> Tensor:
@@ -52,19 +40,19 @@ class TransformersModel:
 
         Raises:
             ContextLengthExceeded: start + T is beyond the model's window.
-            Whatever the observer raises; the pass ends there.
+            Whatever the observer raises; this ends the pass.
         """
         end = start + token_ids.shape[0]
-        if end > self._spec.max_model_len:
-            raise ContextLengthExceeded(f"{end} tokens; the model's window is {self._spec.max_model_len}")
-        positions = torch.arange(start, end, device=self._device)
-        current = PrefillPass(observer, start=start, max_model_len=self._spec.max_model_len)
+        if end > self.spec.max_model_len:
+            raise ContextLengthExceeded(f"{end} tokens; the model's window is {self.spec.max_model_len}")
+        positions = torch.arange(start, end, device=self.device)
+        current = PrefillPass(observer, start=start, max_model_len=self.spec.max_model_len)
         return self._run(token_ids[None], positions[None], current)[0]
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, positions: Tensor, *, attention: DecodeAttention) -> Tensor:
         """Run one token for each of B sequences; see `LanguageModel.decode`."""
-        current = DecodePass(attention, max_model_len=self._spec.max_model_len)
+        current = DecodePass(attention, max_model_len=self.spec.max_model_len)
         return self._run(token_ids[:, None], positions[:, None], current)
 
     @torch.inference_mode()
@@ -72,15 +60,15 @@ class TransformersModel:
         """Keys without their rotary positions; see `LanguageModel.pre_rope_keys`."""
         if self._rotation is None:
             raise UnsupportedModel(
-                f"{type(self._model).__name__} rotates its keys in a way that cannot be undone; compression "
-                "methods that look at keys before RoPE cannot be used with it"
+                f"the rotary positions of {type(self._model).__name__} cannot be undone; compression methods "
+                "that use keys before RoPE cannot be used with it"
             )
         return self._rotation.undo(layer, keys)
 
     def skip_positions(self, first: int, number: int) -> None:
-        """Rotate the tokens at position `first` and later as if they were `number` positions further on.
+        """In later passes, rotate tokens from position `first` on as if they were `number` positions later.
 
-        Holds for later passes; for measuring what distance alone costs. `number` 0 skips nothing.
+        Used to measure what distance alone costs. `number` 0 skips nothing.
         """
         self._skipped = (first, number)
 

@@ -1,8 +1,8 @@
-"""A session's next prompt: recorded token ids as far as they go, the rest rendered.
+"""The prompt of a session's next turn: recorded token ids as far as possible, the rest rendered.
 
-What a model generated is not what its text would be tokenised to. A prompt that starts with the ids as they
-were generated finds all of their KV in the history, whether the client sends new messages only or the whole
-conversation again. Does not keep sessions; the router does.
+Tokenizing a generated text does not always give the token ids that were generated. A prompt that starts with
+the recorded ids finds all of their KV in the history, whether the client sends only new messages or the whole
+conversation. The router stores the records.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvferry.shared.model.tokenizer import ChatTokenizer, Message, normalize_rol
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedConversation:
-    """A conversation as text and as the token ids that it really had.
+    """A conversation as text and as the token ids that were really used.
 
     Attributes:
-        messages: (role, text), the last completion included.
+        messages: (role, text), including the last completion.
         token_ids: prompt and completion of the last turn.
-        assistant_ends: one entry for each assistant message of `messages`, in order: how many of `token_ids`
-            lie before its content's end; 0 for messages whose own ids are not known (a client made them up).
+        assistant_ends: for each assistant message of `messages`, in order: the number of `token_ids` up to
+            the end of its content; 0 if its ids are not known, because a client wrote it.
     """
 
     messages: tuple[tuple[str, str], ...]
@@ -34,9 +34,9 @@ class RenderedConversation:
     """A prompt.
 
     Attributes:
-        token_ids: up to where the assistant speaks next.
-        assistant_ends: as in RecordedConversation, for the assistant messages in the prompt. The record after
-            the turn has these, and the length of prompt plus completion for the new one.
+        token_ids: up to the beginning of the next assistant message.
+        assistant_ends: as in RecordedConversation, for the assistant messages in the prompt. The next record
+            has these and, for the new message, the length of prompt plus completion.
     """
 
     token_ids: tuple[int, ...]
@@ -49,7 +49,7 @@ def render_conversation(
     """The prompt of a whole conversation, reusing recorded ids up to the last recorded answer in it.
 
     Args:
-        messages: all of the conversation, recorded messages included.
+        messages: the whole conversation, including recorded messages.
         recorded: the session's record, if there is one.
 
     Raises: InvalidRequest for roles that the template refuses.

@@ -1,11 +1,11 @@
 """A model's identity: two workers may exchange KV only if their fingerprints agree.
 
-sha256 over the compute dtype, the configuration and the weights. A weight file of at most 256 MiB is read
-whole; of a larger one its size, its safetensors header (names, dtypes, shapes and offsets of every tensor)
-and 64 chunks of 1 MiB at even distances, the first and last data among them. So a start never reads tens of
-gigabytes twice, and a fine-tuned or re-quantised checkpoint, which changes tensors throughout, still differs;
-a change confined to bytes between the chunks is not seen. File names and the folder's place do not count. No
-defence against forgery.
+It is a sha256 over the compute dtype, the configuration and the weights. A weight file of at most 256 MiB is
+read whole. Of a larger one, the digest covers its size, its safetensors header (names, dtypes, shapes and
+offsets of every tensor) and 64 evenly spaced chunks of 1 MiB, including the first and the last data, so that
+a start need not read tens of gigabytes twice. A fine-tuned or requantized checkpoint changes tensors
+throughout and so differs; a change only between the chunks is not detected. File names and the folder's path
+are not included. This is no protection against forgery.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MAX_HEADER_BYTES = 100 << 20
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the model, in the order of their names.
+    """The safetensors files of the model, sorted by name.
 
-    Raises: ConfigurationError where there are none.
+    Raises: ConfigurationError if one is missing.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -42,7 +42,7 @@ def weight_files(folder: Path) -> list[Path]:
 def model_fingerprint(folder: Path, *, dtype: str) -> str:
     """64 hex digits over dtype, configuration and weights.
 
-    Raises: ConfigurationError where a weight file is missing or has no safetensors header.
+    Raises: ConfigurationError if a weight file is missing or has no safetensors header.
     """
     digest = hashlib.sha256(f"kvferry-model-1\0{dtype}\0".encode())
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -58,7 +58,7 @@ def _file_digest(file: Path) -> bytes:
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
         if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, size_bytes - 8):
-            raise ConfigurationError(f"{file.name} is no safetensors file (header of {header_bytes} bytes)")
+            raise ConfigurationError(f"{file.name} is not a safetensors file: header of {header_bytes} bytes")
         stream.seek(0)
         if size_bytes <= _WHOLE_FILE_BYTES:
             while block := stream.read(_CHUNK_BYTES):

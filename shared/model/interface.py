@@ -1,4 +1,4 @@
-"""The seam between a model and everything else: prefill and decode passes with our attention inside.
+"""The interface of a model: prefill and decode passes that use our attention.
 
 `bridge.py` implements `LanguageModel` over any unmodified transformers decoder. Legend: H_kv KV heads, G
 query heads per KV head, T tokens, D head_dim, L layers, V vocabulary.
@@ -15,14 +15,14 @@ from kvferry.shared.model.spec import ModelSpec
 
 
 class PrefillObserver(Protocol):
-    """Told of each layer as the prompt passes through it. May raise to stop the pass (cancellation)."""
+    """Called for each layer of a prompt's pass. May raise to stop the pass (cancellation)."""
 
     def history(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """K (post-RoPE) and V `[H_kv, P, D]` of the tokens before this pass, or None."""
         ...
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        """A layer's attention is done. After this returns the bridge holds its K and V no longer.
+        """A layer's attention is done. Its K and V are released when this returns.
 
         Args:
             queries: post-RoPE `[H_kv, G, T, D]` of the new tokens.
@@ -33,7 +33,7 @@ class PrefillObserver(Protocol):
 
 
 class DecodeAttention(Protocol):
-    """Attention of one decode step, one token a sequence: appends the new row, then attends."""
+    """Attention of one decode step with one token per sequence: appends the new K and V, then attends."""
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """Args: queries `[B, H_kv, G, D]`, keys and values `[B, H_kv, D]`. Returns `[B, H_kv, G, D]`."""
@@ -68,10 +68,10 @@ class LanguageModel(Protocol):
         ...
 
     def pre_rope_keys(self, layer: int, keys: Tensor) -> Tensor:
-        """A layer's keys as they were before rotary positions: the projection's, after its norm if any.
+        """A layer's keys before rotary positions: the output of the projection and its norm, if any.
 
         Args: keys: post-RoPE `[H_kv, T, D]` at positions 0 to T - 1, history included.
         Returns: float32 `[H_kv, T, D]`, exact up to the rounding of `keys`.
-        Raises: UnsupportedModel where the model's rotation cannot be undone.
+        Raises: UnsupportedModel if the model's rotation cannot be undone.
         """
         ...

@@ -1,7 +1,6 @@
-"""Loads a model: finds its files, refuses what is not supported, registers our attention, builds its spec.
+"""Loads a model: finds its files, refuses unsupported models, registers our attention, builds its spec.
 
-Called once when a worker starts. Safetensors only, no code from the checkpoint, no pickle. Does not run
-requests.
+Called once when a worker starts. It loads safetensors only: no code from the checkpoint and no pickle.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def load_model(
 
     Raises:
         ConfigurationError: there is no such model, device or dtype, or its weights are incomplete.
-        UnsupportedModel: the model needs something that is not supported; the message names it.
+        UnsupportedModel: the model needs an unsupported feature; the message names it.
     """
     target = _resolve_device(device)
     if dtype != "auto" and dtype not in _DTYPES:
@@ -75,7 +74,7 @@ def load_model(
 
 
 def checkpoint_dtype(path_or_id: str | Path) -> DTypeName:
-    """The dtype of a checkpoint's own weights, as its configuration says; nothing is loaded.
+    """The dtype of a checkpoint's weights according to its configuration; no weights are loaded.
 
     Raises:
         ConfigurationError: there is no such model, or its configuration names another dtype or none.
@@ -96,7 +95,7 @@ def _bridge(
     fingerprint: str,
     eos_token_ids: tuple[int, ...],
 ) -> TransformersModel:
-    """The model with a spec whose shapes are those that its attention showed in a probe."""
+    """The model, with the shapes that its attention had in a probe as its spec."""
 
     def spec(shape: AttentionShape) -> ModelSpec:
         return ModelSpec(
@@ -168,22 +167,25 @@ def _resolve_device(device: str) -> torch.device:
     if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
         raise ConfigurationError(f"device is {device!r}; it must be auto, cpu, cuda or cuda:N")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise ConfigurationError(f"device is {device!r}; {torch.cuda.device_count()} CUDA devices are there")
+        raise ConfigurationError(f"device is {device!r}; there are {torch.cuda.device_count()} CUDA devices")
     return torch.device(device)
 
 
 def _prepare_cuda(device: torch.device) -> None:
-    """Settings of the process that the kernels and the serving of ever new lengths want."""
+    """Set up the process for our kernels and for prompts of always new lengths."""
     # Triton launches on the thread's current device, which is what "cuda" without a number means.
     if device.index is not None:
         torch.cuda.set_device(device)
-    # torch prefers cuDNN's attention on the newest GPUs, which builds and keeps a plan for every length.
+    # On the newest GPUs torch prefers cuDNN's attention, which builds and caches a plan for every length.
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _make_rope_static(config: Any) -> None:
-    """Within the original window, which `check_config` keeps to, `dynamic` positions are the default ones;
-    as such they need no look at the length, for which a GPU would wait at every step."""
+    """Replace `dynamic` rotary positions by the default ones.
+
+    The two are equal within the original window, which `check_config` enforces. The dynamic ones depend on
+    the length, for which a GPU would have to be synchronized at every step.
+    """
     rope = config.rope_parameters
     for part in [rope] if "rope_type" in rope else [part for part in rope.values() if part]:
         if part["rope_type"] == "dynamic":

@@ -1,7 +1,6 @@
-"""Where a model's files lie: the shipped demo, a local folder, or a hub id fetched into the hub's cache.
+"""The local folder of a model: the included demo, a given folder, or a download from the Hugging Face hub.
 
-Everything else in this package works on a local folder. Fetches safetensors, configuration and tokenizer
-files only: no pickled weights and no code. Does not read any of them.
+Downloads safetensors, configuration and tokenizer files only: no pickled weights and no code.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ def resolve_model_path(path_or_id: str | Path, *, weights: bool) -> Path:
 
     Args:
         path_or_id: "demo", a folder, or a hub id such as `org/name`.
-        weights: fetch the weights too where the model comes from the hub.
+        weights: also download the weights of a model from the hub.
 
     Raises:
-        ConfigurationError: neither a folder nor a hub id that can be had.
+        ConfigurationError: neither a folder nor a hub id that can be downloaded.
     """
     if str(path_or_id) == DEMO_NAME and not Path(path_or_id).is_dir():
         return DEMO_MODEL
@@ -44,14 +43,14 @@ def resolve_model_path(path_or_id: str | Path, *, weights: bool) -> Path:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigurationError(
             f"model is {str(path_or_id)!r}; it must be {DEMO_NAME!r}, a folder, or a hub id that can be "
-            f"fetched ({type(error).__name__})"
+            f"downloaded ({type(error).__name__})"
         ) from error
     return Path(snapshot)
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Keep transformers' and the hub's progress bars and advice out of a service's output for a while."""
+    """Suppress the progress bars and hints of transformers and huggingface_hub within the block."""
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -59,11 +58,8 @@ def quiet_libraries() -> Iterator[None]:
     )
     from transformers.utils import logging
 
-    verbosity, hub_bars, bars = (
-        logging.get_verbosity(),
-        not are_progress_bars_disabled(),
-        logging.is_progress_bar_enabled(),
-    )
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub_bars = not are_progress_bars_disabled()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     disable_progress_bars()

@@ -1,9 +1,9 @@
-"""Rotary positions undone: post-RoPE keys turned back to what the key projection (and its norm) gave.
+"""Undoes rotary positions: from post-RoPE keys to the output of the key projection and its norm.
 
-Compression methods that look at keys without their positions call it, through `LanguageModel.pre_rope_keys`,
-on a whole layer's keys: no second projection, and it works for keys from the history. What the model rotates
-by is asked of its own rotary embedding; how it pairs channels is measured once at load time, so no model's
-code is imitated. Does not rotate.
+Compression methods that use keys without positions call it for a whole layer, through
+`LanguageModel.pre_rope_keys`. It needs no second projection and works for keys from the history. The angles
+come from the model's own rotary embedding; how it pairs channels is measured once at load time, so no model's
+code is copied.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kvferry.shared.model.interface import LanguageModel
 
 Layout = Literal["halves", "interleaved"]
-"""Where the two channels of pair j of R rotated ones are: (j, j + R/2), or (2j, 2j + 1)."""
+"""The channels of pair j of R rotated channels: (j, j + R/2), or (2j, 2j + 1)."""
 
 _MAX_PROBE_TOKENS = 8
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -27,12 +27,12 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 class KeyRotation:
     """Undoes the rotation of one model's keys.
 
-    A model turns each pair of channels (x, y) of a token into (x c - y s, x s + y c), where c and s carry the
-    scaled RoPE types' attention factor; channels beyond the rotary embedding's width pass through.
+    A model turns each pair of channels (x, y) of a token into (x c - y s, x s + y c). c and s include the
+    attention factor of scaled RoPE types. Channels beyond the rotary embedding's width stay as they are.
 
     Args:
         rotary: the model's rotary embedding module.
-        layer_types: one per layer where the embedding depends on it, else None.
+        layer_types: one per layer if the embedding depends on it, else None.
         angles, channels: layouts of the embedding's cosines and of the channels they apply to.
     """
 
@@ -50,11 +50,11 @@ class KeyRotation:
         cos, sin = _cos_sin(self._rotary, keys, layer_type)
         width = cos.shape[1]
         cos, sin = _pairs(cos, self._angles)[0], _pairs(sin, self._angles)[0]
-        # c^2 + s^2 is the squared attention factor; in half precision it also mends the rounding of c and s.
+        # c^2 + s^2 is the squared attention factor; in half precision this also corrects their rounding.
         norm = cos.square() + sin.square()
         cos, sin = cos / norm, sin / norm
         restored = keys.to(torch.float32, copy=True)
-        for head in restored:  # one at a time: intermediate results of all would be several times the keys
+        for head in restored:  # one at a time, because intermediate results are several times the keys
             x, y = _pairs(head[:, :width], self._channels)
             x_before_rope, y_before_rope = x * cos + y * sin, y * cos - x * sin
             x.copy_(x_before_rope)
@@ -63,12 +63,12 @@ class KeyRotation:
 
 
 def find_key_rotation(model: Any, bridge: LanguageModel) -> KeyRotation | None:
-    """The rotation that a model's keys show, or None where it is none that we can undo.
+    """The rotation of a model's keys, or None if it cannot be undone.
 
-    The first layer's key of a token depends on its position through the rotation alone. So the right layout
-    is the one under which each probe token has the same key at two positions.
+    The first layer's key of a token depends on the position only through the rotation. So the right layout is
+    the one in which each probe token has the same key at two positions.
 
-    Args: model: a transformers causal language model. bridge: the same, with our attention.
+    Args: model: a transformers causal language model; bridge: the same model with our attention.
     """
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     if not isinstance(rotary, nn.Module):
@@ -92,7 +92,7 @@ def find_key_rotation(model: Any, bridge: LanguageModel) -> KeyRotation | None:
 
 
 class _FirstKeys:
-    """Keeps the first layer's keys."""
+    """Records the first layer's keys."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -106,7 +106,7 @@ class _FirstKeys:
 
 
 def _probe_tokens(bridge: LanguageModel) -> Tensor:
-    """A few tokens, twice over. Token 0 is left out: padding has a key of zeros."""
+    """A few tokens, each twice. Token 0 is not used: padding has a key of zeros."""
     spec = bridge.spec
     num_tokens = min(_MAX_PROBE_TOKENS, spec.max_model_len // 2)
     step = spec.vocab_size // (num_tokens + 1)
@@ -114,7 +114,7 @@ def _probe_tokens(bridge: LanguageModel) -> Tensor:
 
 
 def _cos_sin(rotary: nn.Module, keys: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
-    """float32 `[T, R]` each, at positions 0 to T - 1, with the rounding of the dtype that keys have."""
+    """float32 `[T, R]` each, at positions 0 to T - 1, rounded as in the dtype of the keys."""
     positions = torch.arange(keys.shape[1], device=keys.device)[None]
     arguments = () if layer_type is None else (layer_type,)
     cos, sin = rotary(keys.new_empty(1), positions, *arguments)

@@ -1,6 +1,6 @@
-"""What the rest of the system must know about a model: its shapes, its window and its identity.
+"""A model's shapes, context window and identity.
 
-Built once at load time by `loading.py`; travels in status replies so that the router needs no weights.
+Built once at load time by `loading.py`. Workers send it in their status, so the router needs no weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ModelSpec:
     Attributes:
         name: public model id, as `GET /v1/models` shows it.
         fingerprint: hex digest over configuration, weights and compute dtype; two workers may exchange
-            KV only if theirs agree.
+            KV only if theirs are equal.
         num_kv_heads: H_kv; num_heads = H_kv * G.
         head_dim: D.
         max_model_len: context window in tokens, prompt plus completion.

@@ -1,9 +1,8 @@
-"""Which models are served: decoders with causal rotary attention; others are refused by name.
+"""The supported models: decoders with causal rotary attention. Others are refused with the feature's name.
 
-A cache that keeps some tokens' K and V and drops others stands for the model only if attention is all that a
-token leaves behind, over all earlier tokens alike. What a configuration tells is checked before weights are
-read; what only the attention call tells is checked in every call, the first of which is the probe at load
-time.
+Dropping some tokens' K and V is only valid if a token affects later ones through attention alone, and if
+attention treats all earlier tokens alike. The configuration is checked before weights are read. The rest is
+checked in every attention call, first in the probe at load time.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ class _HasWindow(Protocol):
 
 
 def check_config(config: Any, *, max_model_len: int) -> None:
-    """Refuse what the configuration tells.
+    """Check a configuration.
 
     Args:
         config: a transformers configuration.
-        max_model_len: the context window to be served, in tokens; windows of at least this size are no limit.
+        max_model_len: the context window to be served, in tokens; a sliding window must not be smaller.
 
     Raises: UnsupportedModel naming the feature.
     """
@@ -106,7 +105,7 @@ def _unsupported_layers(config: Any, max_model_len: int) -> str | None:
 def _unsupported_rope(config: Any, max_model_len: int) -> str | None:
     rope = getattr(config, "rope_parameters", None)
     if not rope:
-        return "no rotary positions that its configuration tells (rope_parameters)"
+        return "no rotary positions in its configuration (rope_parameters)"
     sets = [rope] if "rope_type" in rope else [part for part in rope.values() if part]
     for part in sets:
         rope_type = part["rope_type"]
@@ -115,7 +114,7 @@ def _unsupported_rope(config: Any, max_model_len: int) -> str | None:
             if max_model_len > original:
                 return (
                     f"rotary positions that change with the length (rope_type {rope_type!r} beyond "
-                    f"{original} tokens; a max_model_len of {original} would do)"
+                    f"{original} tokens; with a max_model_len of {original} it is supported)"
                 )
         elif rope_type not in _STATIC_ROPE:
             return f"rotary positions of type {rope_type!r}"
@@ -131,7 +130,7 @@ def check_attention_call(
     value_dim: int,
     current: _HasWindow,
 ) -> int:
-    """Refuse what only the call tells; returns the layer's index.
+    """Check one call of the attention; returns the layer's index.
 
     Args:
         arguments: the attention function's keyword arguments.
@@ -163,7 +162,7 @@ def check_attention_call(
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """What a model's attention calls showed."""
+    """Shapes measured in a probe."""
 
     num_heads: int
     num_kv_heads: int
@@ -185,20 +184,20 @@ class _ShapeObserver:
 
 
 def probe_attention(model: LanguageModel, *, num_layers: int) -> AttentionShape:
-    """Run two tokens and see that every layer's attention went through ours, once, in order, in one shape.
+    """Run two tokens and check that every layer calls our attention once, in order, with the same shapes.
 
-    Raises: UnsupportedModel where it did not.
+    Raises: UnsupportedModel if not.
     """
     observer = _ShapeObserver()
     token_ids = torch.zeros(2, dtype=torch.int64, device=model.device)
     try:
         logits = model.prefill(token_ids, start=0, observer=observer)
     except TypeError as error:
-        raise UnsupportedModel(f"the model's forward does not take what it must: {error}") from error
+        raise UnsupportedModel(f"the model's forward lacks an argument that we need: {error}") from error
     if observer.layers != list(range(num_layers)):
         raise UnsupportedModel(
-            f"attention was called for layers {observer.layers} of {num_layers}; it must go through "
-            "transformers' attention interface once in every layer, in order"
+            f"attention was called for layers {observer.layers} of {num_layers}; it must be called "
+            "through transformers' attention interface once in every layer, in order"
         )
     if len(set(observer.shapes)) != 1:
         raise UnsupportedModel(

@@ -1,7 +1,7 @@
-"""Token ids to text as they come: incremental detokenisation and stop strings.
+"""Incremental detokenization: turns token ids into text one by one, and finds stop strings.
 
-Router and decode worker each run one over the same ids and find the same stop, so nothing here depends on
-time or on how tokens were batched. Does not decide when a completion ends otherwise.
+Router and decode worker each run one over the same ids and must find the same stop, so nothing here depends
+on time or on batches.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 
 _REPLACEMENT = "\ufffd"
 _MAX_PENDING_TOKENS = 256
-"""Bytes that never come to be a character are given up on after so many tokens: a step's work is bounded."""
+"""Bytes that are no character after this many tokens are output as they are; this bounds a step's work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextDelta:
-    """What one token brought.
+    """The result of one token.
 
     Attributes:
         text: text to deliver now.
-        stopped: a stop string was completed; `text` ends before it and nothing more will come.
-        token_text: what the token adds to the text, held back or not, stop strings included; "" for special
-            tokens and for those that end inside a character (the one that completes it adds it whole).
+        stopped: a stop string is complete; `text` ends before it, and it is the last text.
+        token_text: what the token adds to the text, delivered or not, including stop strings; "" for special
+            tokens and for those that end inside a character (the token that completes the character adds all
+            of it).
     """
 
     text: str
@@ -34,11 +35,12 @@ class TextDelta:
 class TextAssembler:
     """Assembles one completion's text.
 
-        ids ──► window: context | pending ──decode──► token_text ──► held (may begin a stop string) ──► text
+        ids ──► window: context | pending ──decode──► token_text ──► undelivered ──► text
 
-    The window is decoded as a whole, because a token's text may depend on its neighbours; `context` is the
-    token(s) before, whose text is known and taken off. A token stays pending while the window's text ends
-    inside a character. Without a stop, all `text` plus `flush()` is `tokenizer.decode(ids)`.
+    The window is decoded as a whole, because a token's text may depend on its neighbors. `context` is the
+    previous tokens, whose text is known and removed from the result. A token stays pending while the window's
+    text ends inside a character. Text that may begin a stop string stays undelivered. Without a stop, all
+    `text` plus `flush()` is `tokenizer.decode(ids)`.
 
     Args:
         stop: stop strings, none of them empty.
@@ -51,7 +53,7 @@ class TextAssembler:
         self._window: list[int] = []
         self._num_context = 0
         self._context_text = ""
-        self._held = ""
+        self._undelivered = ""
         self._stopped = False
 
     def push(self, token_id: int) -> TextDelta:
@@ -59,7 +61,7 @@ class TextAssembler:
         if self._stopped:
             return TextDelta(text="", stopped=True, token_text="")
         token_text = self._decode_next(token_id)
-        self._held += token_text
+        self._undelivered += token_text
         return TextDelta(text=self._release(), stopped=self._stopped, token_text=token_text)
 
     def token_text(self, token_id: int) -> str:
@@ -72,10 +74,10 @@ class TextAssembler:
         """The text held back, at the completion's end: unfinished characters as U+FFFD, cut before a stop."""
         if self._stopped:
             return ""
-        self._held += self._beyond_context(self._tokenizer.decode(self._window))
+        self._undelivered += self._beyond_context(self._tokenizer.decode(self._window))
         self._window, self._num_context, self._context_text = [], 0, ""
         text = self._release()
-        rest, self._held = ("" if self._stopped else self._held), ""
+        rest, self._undelivered = ("" if self._stopped else self._undelivered), ""
         return text + rest
 
     def _decode_next(self, token_id: int) -> str:
@@ -99,18 +101,21 @@ class TextAssembler:
     def _beyond_context(self, text: str) -> str:
         if text.startswith(self._context_text):
             return text[len(self._context_text) :]
-        # only after giving up on a run of bytes: what follows may change how its last one reads
+        # Only after bytes were output that are no character: the next token can change the last one's text.
         return text
 
     def _release(self) -> str:
-        """Take from the held text what no stop string can begin in."""
-        matches = [at for s in self._stop if (at := self._held.find(s)) >= 0]
-        if matches:
-            text, self._held, self._stopped = self._held[: min(matches)], "", True
+        """Remove from the undelivered text, and return, the part in which no stop string can begin."""
+        if not self._stop:
+            text, self._undelivered = self._undelivered, ""
             return text
-        keep = max((_overlap(self._held, s) for s in self._stop), default=0)
-        cut = len(self._held) - keep
-        text, self._held = self._held[:cut], self._held[cut:]
+        matches = [at for s in self._stop if (at := self._undelivered.find(s)) >= 0]
+        if matches:
+            text, self._undelivered, self._stopped = self._undelivered[: min(matches)], "", True
+            return text
+        keep = max((_overlap(self._undelivered, s) for s in self._stop), default=0)
+        cut = len(self._undelivered) - keep
+        text, self._undelivered = self._undelivered[:cut], self._undelivered[cut:]
         return text
 
 

@@ -1,10 +1,10 @@
-"""Text to token ids and back, and the chat template: one tokenizer for router, decode worker and tests.
+"""Text to token ids and back, and the chat template, for router and decode worker.
 
-Prompts of ordinary text are exactly `apply_chat_template`'s ids. The one departure protects turns: where a
-message's content spells a special token (`<|end|>`), the rendered text is cut inside that spelling and the
-pieces are tokenised apart, so that it stays text and cannot forge a turn. Markers that a template writes as
-plain text (`[INST]` of some models) are no special tokens and cannot be told from content; they are left
-alone. Does not know sessions (`conversation.py`) nor streams of tokens (`text.py`).
+Prompts of ordinary text have exactly the ids of `apply_chat_template`. There is one exception: if a message's
+content spells a special token (`<|end|>`), the rendered text is split inside that spelling and the pieces are
+tokenized separately, so that it stays text and cannot fake a message's end. Markers that a template writes as
+plain text (`[INST]` of some models) are not special tokens and cannot be told from content; they are not
+protected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def normalize_role(role: str) -> str:
-    """The role as templates know it: `developer` is `system`."""
+    """The role's name in chat templates: `developer` is `system`."""
     return _ALIASES.get(role, role)
 
 
@@ -82,26 +82,25 @@ class ChatTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids the tokenizer knows, added tokens included; a model's vocabulary may be padded beyond it."""
+        """Number of ids, including added tokens; a model's vocabulary may be larger."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a plain prompt (/v1/completions): special tokens are parsed, and added as the tokenizer
-        does.
+        """Ids of a plain prompt (/v1/completions): the tokenizer parses special tokens and adds its own.
 
-        Raises: InvalidRequest where the text is not valid Unicode.
+        Raises: InvalidRequest if the text is not valid Unicode.
         """
         _check_unicode(text, "prompt")
         return list(self._backend.encode(text, add_special_tokens=True).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids without special tokens, spaces as they come (no clean-up)."""
+        """Text of ids without special tokens; spaces are not cleaned up."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
 
     def render(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a conversation up to where the assistant speaks next.
+        """Ids of a conversation up to the beginning of the next assistant message.
 
-        Raises: InvalidRequest for a role or an order of roles that the template does not have.
+        Raises: InvalidRequest for a role or an order of roles that the template refuses.
         """
         text, marker = self._render_text(messages)
         return self._encode_rendered(text, marker)
@@ -112,10 +111,10 @@ class ChatTokenizer:
         """Ids of what the template writes after the content of one message.
 
         Args:
-            last_token_id: the token before; where it is an end-of-sequence id that the template would write
+            last_token_id: the token before. If it is an end-of-sequence id that the template would write
                 next, it is not repeated.
 
-        Returns: None where the template does not show that content exactly once.
+        Returns: None if the template does not contain that content exactly once.
         """
         sentinel = _unused([message["content"] for message in messages], "\ufdd2")
         replaced = [dict(message) for message in messages]
@@ -137,18 +136,18 @@ class ChatTokenizer:
         return token_id in self._special_ids or self._backend.id_to_token(token_id) is None
 
     def is_byte_fallback(self, token_id: int) -> bool:
-        """Whether the token is one byte of a run that only decodes as a whole."""
+        """Whether the token is one byte of a sequence that can only be decoded as a whole."""
         if not self._has_byte_fallback:
             return False
         token = self._backend.id_to_token(token_id)
         return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
 
     def token_text(self, token_id: int) -> str:
-        """What the token decodes to by itself; `TextAssembler.token_text` knows what is before it."""
+        """The token's text by itself; `TextDelta.token_text` also considers the tokens before it."""
         return self.decode([token_id])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token's own bytes, which may be part of a character; UTF-8 of its text where it is whole."""
+        """The token's bytes: a part of a character, or its text in UTF-8."""
         if self.is_silent(token_id):
             return b""
         token = self._backend.id_to_token(token_id)
@@ -161,7 +160,7 @@ class ChatTokenizer:
         return self.token_text(token_id).encode()
 
     def _render_text(self, messages: Sequence[Message]) -> tuple[str, str]:
-        """The template's text, and the marker at which it must be cut before tokenising."""
+        """The template's text, and the marker at which it must be split before tokenizing."""
         self._check_messages(messages)
         marker = _unused([message["content"] for message in messages], "\ufdd0")
         prepared = [
@@ -195,7 +194,7 @@ class ChatTokenizer:
         )
 
     def _first_rejected(self, messages: list[dict[str, str]], error: type[Exception]) -> int:
-        """Index of the message that makes the template refuse, by bisection over the length."""
+        """Index of the message that the template refuses, by bisection over the length."""
         low, high = 1, len(messages)
         while low < high:
             middle = (low + high) // 2
@@ -241,7 +240,7 @@ def read_eos_token_ids(folder: Path, tokenizer: Any = None) -> tuple[int, ...]:
 
 
 def _spelling(special: list[Any]) -> re.Pattern[str] | None:
-    """Matches the first character of every spelling of a special token, overlapping ones included."""
+    """Matches the first character of every spelling of a special token, including overlapping ones."""
     spellings = [
         f"(?i:{re.escape(token.content)})" if token.normalized else re.escape(token.content)
         for token in special
@@ -268,7 +267,7 @@ def _check_unicode(text: str, param: str) -> None:
 
 
 def _names(decoder: Any, kind: str) -> bool:
-    """Whether a decoder, or one in its sequence, is of a kind."""
+    """Whether a decoder, or a part of it, is of a kind."""
     if decoder is None:
         return False
     return decoder["type"] == kind or any(_names(part, kind) for part in decoder.get("decoders", ()))
@@ -276,7 +275,7 @@ def _names(decoder: Any, kind: str) -> bool:
 
 @cache
 def _byte_of_character() -> Mapping[str, int]:
-    """Byte-level BPE's alphabet: printable Latin-1 bytes are themselves, the rest follow from U+0100 on."""
+    """The alphabet of byte-level BPE: printable Latin-1 bytes are themselves, the others start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in set(printable)]
     return {chr(b): b for b in printable} | {chr(0x100 + rank): b for rank, b in enumerate(others)}

@@ -1,7 +1,8 @@
-"""Draws the next token of every sequence of a running batch where the model is.
+"""Draws the next token of every sequence of a running batch on the model's device.
 
-A decode step calls it on the device's logits; the host learns the tokens afterwards and tells each sequence's
-own sampler. Uniform numbers are hashes that the host computes ahead, so seeds mean the same everywhere.
+A decode step calls it with the logits. The host gets the tokens afterwards and records each in its sequence's
+own sampler. The host computes the uniform numbers in advance as hashes, so a seed gives the same tokens
+everywhere.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from kvferry.shared.sampling.draw import GREEDY, Flavour, Penalties, draw, numbe
 from kvferry.shared.sampling.sampler import SequenceSampler
 
 AHEAD_TOKENS = 64
-"""Tokens whose uniform numbers are on the device at a time."""
+"""The number of tokens whose uniform numbers are on the device at a time."""
 
 
 class BatchSampler:
-    """Sampling state of a batch's slots, in memory that stays where it is.
+    """Sampling state of a batch's slots, in buffers with constant addresses.
 
-        made ──► place ──► sample ──► sample ──► ... ──AHEAD_TOKENS of them──► refill ──► sample ...
+        __init__ ──► place ──► sample ──► sample ──► ... ──after AHEAD_TOKENS──► refill ──► sample ...
 
     Args:
-        num_slots: B; those beyond the sequences placed draw greedily.
-        flavour: what sampling has to be able to do; of every batch that is placed.
+        num_slots: B; slots without a sequence draw greedily.
+        flavour: the parts of sampling that any placed batch may need.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, flavour: Flavour) -> None:
@@ -49,7 +50,7 @@ class BatchSampler:
         )
 
     def place(self, samplers: Sequence[SequenceSampler]) -> None:
-        """Take over sequences in their present state. Args: samplers: at most B."""
+        """Place sequences in their current state into the slots. Args: samplers: at most B."""
         self._first = [(sampler, sampler.next_index) for sampler in samplers]
         self._num_passed = 0
         params = [sampler.params for sampler in samplers]
@@ -61,16 +62,16 @@ class BatchSampler:
         self._fill()
 
     def refill(self) -> None:
-        """Before a step, on the host: uniform numbers for the tokens ahead, if there are none left."""
+        """Compute the next uniform numbers if all are used. Called on the host before a step."""
         if self._num_drawn == AHEAD_TOKENS:
             self._num_passed += AHEAD_TOKENS
             self._fill()
 
     def sample(self, logits: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw a token for every slot, and record those of the active ones.
+        """Draw a token for every slot, and record those of active slots.
 
         Args: logits float32 `[B, V]`; active: int64 `[B]`, 0 or 1.
-        Returns: int64 `[B]`; bool `[B]`, whether the logits are such that a token can be drawn.
+        Returns: int64 `[B]`; bool `[B]`, whether a token can be drawn from the logits.
         """
         valid = logits.amax(1).isfinite()
         if self._penalties is None and not self._flavour.draws:
@@ -86,7 +87,7 @@ class BatchSampler:
         return tokens, valid
 
     def count(self) -> None:
-        """A step has been launched: one number a sequence is used up."""
+        """Count a launched step, which uses one uniform number per sequence."""
         self._num_drawn += 1
 
     def _fill(self) -> None:

@@ -1,14 +1,15 @@
 """The arithmetic of sampling for a batch, on any device: penalties, truncation and the draw, in float64.
 
-`SequenceSampler` calls it for one completion on the host, `BatchSampler` for a running batch where the model
-is: the same operators, so the same tokens, up to the last bit of float64 that devices round differently.
-Nothing here asks the device for a value. Legend: `[B, V]`, a row a completion.
+`SequenceSampler` uses it for one completion on the host, `BatchSampler` for a running batch on the model's
+device. Both use the same operators and so draw the same tokens, up to the last bit of float64, which devices
+may round differently. Nothing here synchronizes with the device. Legend: `[B, V]`, one row per completion.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -16,12 +17,12 @@ from torch import Tensor
 from kvferry.shared.sampling.params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-"""What a row without a completion is drawn by."""
+"""The parameters of a row without a completion."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flavour:
-    """Which parts of sampling any completion of a batch needs; others cost nothing.
+    """Which parts of sampling any completion of a batch needs; the others are skipped.
 
     Attributes:
         draws: a temperature above 0; truncates: top_k or top_p; penalises: a bias or a penalty.
@@ -58,19 +59,20 @@ NUMBERS = (
 )
 
 
+_numbers_of = attrgetter(*NUMBERS)
+
+
 def numbers_of(batch: Sequence[SamplingParams]) -> Tensor:
-    """The parameters that enter the arithmetic: float64 `[len(NUMBERS), B]`, on the host."""
-    return torch.tensor(
-        [[getattr(params, name) for params in batch] for name in NUMBERS], dtype=torch.float64
-    )
+    """The parameters used in the arithmetic: float64 `[len(NUMBERS), B]`, on the host."""
+    return torch.tensor(list(map(_numbers_of, batch)), dtype=torch.float64).T.contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Penalties:
-    """What a batch's penalties look at.
+    """The state of a batch's penalties.
 
-    Attributes: bias: float64 `[B, V]`; seen: bool `[B, V]`, ids of prompt and completion; counts: float64
-    `[B, V]`, of the completion.
+    Attributes: bias: float64 `[B, V]`; seen: bool `[B, V]`, ids in prompt and completion; counts: float64
+    `[B, V]`, in the completion.
     """
 
     bias: Tensor
@@ -88,7 +90,7 @@ class Penalties:
         return less_frequent
 
     def observe(self, tokens: Tensor, active: Tensor) -> None:
-        """Record a token of each row. Args: tokens, active: int64 `[B]`, active 0 or 1."""
+        """Record a token of each row. Args: tokens, active: int64 `[B]`; active is 0 or 1."""
         self.counts.scatter_add_(1, tokens[:, None], active[:, None].to(torch.float64))
         here = self.seen.gather(1, tokens[:, None]) | (active[:, None] > 0)
         self.seen.scatter_(1, tokens[:, None], here)
@@ -98,13 +100,13 @@ def draw(logits: Tensor, numbers: Tensor, uniforms: Tensor, flavour: Flavour) ->
     """Steps 5 to 9 of `SequenceSampler`.
 
     Args: logits float64 `[B, V]`, penalised; numbers: as `numbers_of`; uniforms float64 `[B]` in [0, 1).
-    Returns: int64 `[B]`; where a row's logits are not finite, any id.
+    Returns: int64 `[B]`; any id for a row whose logits are not finite.
     """
     greedy = logits.argmax(1)
     if not flavour.draws:
         return greedy
     temperature, top_k, top_p, min_p = numbers[:4, :, None]
-    # the maximum goes first, so that a tiny temperature cannot overflow
+    # Subtracting the maximum first prevents an overflow with a very small temperature.
     relative = logits - logits.amax(1, keepdim=True)
     weights = (relative / torch.where(temperature > 0, temperature, 1.0)).exp()
     if flavour.truncates:
@@ -112,7 +114,7 @@ def draw(logits: Tensor, numbers: Tensor, uniforms: Tensor, flavour: Flavour) ->
     weights = torch.where(weights >= min_p * weights.amax(1, keepdim=True), weights, 0.0)
     cumulative = weights.cumsum(1)
     target = uniforms[:, None] * cumulative[:, -1:]
-    # right: the first id whose cumulative weight is above the target; ids of no weight are never that
+    # right=True: the first id whose cumulative weight is above the target, so never one of weight 0.
     drawn = torch.searchsorted(cumulative, target, right=True)[:, 0]
     ids = torch.arange(logits.shape[1], device=logits.device)
     last = torch.where(weights > 0, ids, 0).amax(1)
@@ -120,8 +122,8 @@ def draw(logits: Tensor, numbers: Tensor, uniforms: Tensor, flavour: Flavour) ->
 
 
 def _truncated(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Weights with those that top_k and top_p exclude set to zero; the largest always stays, and of equal
-    ones the lowest index.
+    """Weights, with those excluded by top_k and top_p set to zero. The largest one is never excluded, of
+    equal ones that of the lowest index.
 
     Args: weights float64 `[B, V]`, not normalised; top_k, top_p `[B, 1]`.
     """

@@ -1,5 +1,4 @@
-"""Sampling parameters of one completion, validated at the HTTP edge and obeyed by prefill and decode
-alike."""
+"""Sampling parameters of one completion. The router validates them; prefill and decode both apply them."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ class SamplingParams:
     """How tokens are drawn and when to stop.
 
     Attributes:
-        max_tokens: N, at least 1; the first token, sampled by prefill, counts.
-        temperature: 0 is greedy (first index wins a tie).
+        max_tokens: N, at least 1; includes the first token, which prefill samples.
+        temperature: 0 is greedy (the lowest index wins a tie).
         top_k: 0 is off.
-        seed: a signed 64-bit integer; the router draws one where the client gave none, so a replay is exact.
+        seed: a signed 64-bit integer; the router draws one if the client gives none, so a replay is exact.
         logprobs: how many alternatives to report per token; None reports no logprobs at all.
-        stop: stop strings, matched on the completion's decoded text.
-        stop_token_ids: ids that end the completion beside the model's own.
+        stop: stop strings, searched in the completion's decoded text.
+        stop_token_ids: ids that end the completion, in addition to the model's own.
         logit_bias: token id to additive bias.
-        first_index: index of the first token to draw. Above 0 in the replay of a turn that lost its worker:
-            the prompt's last `first_index` tokens are then completion tokens already delivered, counted by
-            penalties and stop strings as such; `max_tokens` counts only the ones still to come.
+        first_index: index of the first token to draw. It is above 0 when a request is replayed after losing a
+            worker: the prompt's last `first_index` tokens are then completion tokens already delivered.
+            Penalties and stop strings treat them as such; `max_tokens` counts only the remaining ones.
     """
 
     max_tokens: int

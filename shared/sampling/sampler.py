@@ -1,8 +1,8 @@
-"""Draws tokens from logits as a completion's `SamplingParams` say.
+"""Draws a completion's tokens from logits according to its `SamplingParams`.
 
-Prefill draws the first token with it; decode draws all others where the model is (`batch.py`) and tells it.
-One instance per completion and process; results depend on parameters, token ids and logits alone, so a replay
-elsewhere draws the same tokens. `draw.py` has the arithmetic.
+Prefill draws the first token with it. Decode draws the others on the model's device (`batch.py`) and records
+them here. There is one instance per completion and process. Results depend only on parameters, token ids and
+logits, so a replay draws the same tokens. `draw.py` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -23,20 +23,26 @@ class SequenceSampler:
 
     For each token, in this order:
 
-    1. logprobs are taken from log_softmax of the raw logits;
+    1. logprobs are the log_softmax of the raw logits;
     2. `logit_bias` is added;
     3. repetition penalty over prompt and completion: positive logits are divided by it, others multiplied;
     4. presence and frequency penalties over the completion: minus presence * [count > 0], minus
        frequency * count;
-    5. temperature 0 takes the argmax here, the lowest index among equals; else logits / temperature;
-    6. `top_k` keeps the k most likely; 7. `top_p` keeps, of what is left, the most likely tokens until their
-       probabilities reach top_p, the one that reaches it included, so at least one; 8. `min_p` keeps what is
-       at least min_p times as likely as the most likely token. The lowest index wins ties throughout;
-    9. the token is drawn by the inverse of the cumulative distribution over token ids, in float64, at a
-       uniform number that is a hash of (seed, token index).
+    5. temperature 0 takes the argmax now, the lowest index of equal ones; else logits / temperature;
+    6. `top_k` selects the k most likely tokens;
+    7. `top_p` selects, of these, the most likely ones until their probabilities reach top_p, including the
+       one that reaches it, so at least one;
+    8. `min_p` selects those at least min_p times as likely as the most likely token. The lowest index wins
+       ties throughout;
+    9. the token is drawn by inverting the cumulative distribution over token ids, in float64, at a uniform
+       number that is a hash of (seed, token index).
+
+    Attributes:
+        params: the completion's parameters.
+        next_index: index of the token to draw next.
 
     Args:
-        prompt_token_ids: all of the prompt, history included. Its last `params.first_index` tokens count as
+        prompt_token_ids: the whole prompt, including history. Its last `params.first_index` tokens count as
             completion tokens.
         vocab_size: V.
 
@@ -45,26 +51,22 @@ class SequenceSampler:
     """
 
     def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int], vocab_size: int) -> None:
-        self._params = params
+        self.params = params
+        self.next_index = params.first_index
         self._vocab_size = vocab_size
-        self._next_index = params.first_index
         self._check_ids(prompt_token_ids, "a prompt token", "prompt")
         self._check_ids(params.logit_bias, "a logit_bias key", "logit_bias")
         self._flavour = Flavour.of([params])
         self._numbers = numbers_of([params])
         self._penalties = self._first_penalties(prompt_token_ids) if self._flavour.penalises else None
 
-    @property
-    def params(self) -> SamplingParams:
-        return self._params
-
     def sample(self, logits: Tensor) -> SampledToken:
         """Draw the next token and record it.
 
-        Args: logits `[V]`, float32, any device; left as they are.
+        Args: logits `[V]`, float32, any device; not changed.
 
         Raises:
-            KvferryError: the logits hold NaN or +inf, or nothing above -inf (reason `invalid_logits`).
+            KvferryError: the logits contain NaN or +inf, or nothing above -inf (reason `invalid_logits`).
         """
         if logits.shape != (self._vocab_size,):
             raise KvferryError(f"logits are {tuple(logits.shape)}; they must be ({self._vocab_size},)")
@@ -74,72 +76,67 @@ class SequenceSampler:
         wide = raw[None]
         if self._penalties is not None:
             wide = self._penalties.apply(wide, self._numbers)
-        uniforms = torch.tensor(self.uniforms(1, at=self._next_index), dtype=torch.float64)
+        uniforms = torch.tensor(self.uniforms(1, at=self.next_index), dtype=torch.float64)
         return self.accept(int(draw(wide, self._numbers, uniforms, self._flavour)), raw)
 
     def accept(self, token_id: int, logits: Tensor | None = None) -> SampledToken:
-        """Record a token that was drawn for this completion, and describe it.
+        """Record a token that was drawn for this completion, and return it with its logprobs.
 
-        Args: logits `[V]` on the host, that it was drawn from; not needed without logprobs.
+        Args: logits `[V]` on the host that it was drawn from; only needed for logprobs.
         """
         token = self._describe(token_id, logits)
         self.observe(token_id)
         return token
 
     def refusal(self) -> KvferryError:
-        """What is raised where no token can be drawn."""
+        """The error to raise if no token can be drawn."""
         return KvferryError(
-            f"the model's logits for token {self._next_index} have no finite maximum", reason="invalid_logits"
+            f"the model's logits for token {self.next_index} have no finite maximum", reason="invalid_logits"
         )
 
-    @property
-    def next_index(self) -> int:
-        """Index of the token to draw next."""
-        return self._next_index
-
     def uniforms(self, count: int, *, at: int) -> list[float]:
-        """The numbers in [0, 1) that `count` tokens from index `at` on are drawn by."""
-        return [_uniform(self._params.seed, at + i) for i in range(count)]
+        """The uniform numbers in [0, 1) of `count` tokens from index `at` on."""
+        return [_uniform(self.params.seed, at + i) for i in range(count)]
 
     def copy_penalties(self, target: Penalties, row: int) -> None:
-        """Copy bias, ids seen and counts into one row of a batch's; zeros where there are no penalties."""
+        """Copy bias, seen ids and counts into one row of a batch's; zeros if there are no penalties."""
         for name in ("bias", "seen", "counts"):
-            kept = getattr(target, name)[row]
+            values = getattr(target, name)[row]
             if self._penalties is None:
-                kept.zero_()
+                values.zero_()
             else:
-                kept.copy_(getattr(self._penalties, name)[0], non_blocking=True)
+                values.copy_(getattr(self._penalties, name)[0], non_blocking=True)
 
     def observe(self, token_id: int) -> None:
         """Record a completion token that was drawn elsewhere."""
         self._check_ids((token_id,), "a completion token", None)
-        self._next_index += 1
+        self.next_index += 1
         if self._penalties is not None:
             self._penalties.seen[0, token_id] = True
             self._penalties.counts[0, token_id] += 1
 
     def _first_penalties(self, prompt_token_ids: Sequence[int]) -> Penalties:
-        """The prompt is seen; its last tokens are counted, where a replay has delivered them already."""
+        """Marks the prompt as seen and counts the last tokens that a replay has already delivered."""
         bias = torch.zeros(1, self._vocab_size, dtype=torch.float64)
-        for token_id, value in self._params.logit_bias.items():
+        for token_id, value in self.params.logit_bias.items():
             bias[0, token_id] = value
         prompt = torch.tensor(list(prompt_token_ids), dtype=torch.int64)
         seen = torch.zeros(1, self._vocab_size, dtype=torch.bool)
         seen[0, prompt] = True
-        delivered = prompt[max(len(prompt) - self._params.first_index, 0) :]
+        delivered = prompt[max(len(prompt) - self.params.first_index, 0) :]
         counts = torch.bincount(delivered, minlength=self._vocab_size).to(torch.float64)
         return Penalties(bias=bias, seen=seen, counts=counts[None])
 
     def _describe(self, token_id: int, logits: Tensor | None) -> SampledToken:
-        count = self._params.logprobs
+        count = self.params.logprobs
         if count is None:
-            return SampledToken(token_id=token_id, index=self._next_index)
-        assert logits is not None, "logprobs are wanted, and there are no logits"
+            return SampledToken(token_id=token_id, index=self.next_index)
+        assert logits is not None, "logprobs need logits"
         logprobs = logits.to(torch.float64).log_softmax(0)
         best = _largest(logprobs, count)
         return SampledToken(
             token_id=token_id,
-            index=self._next_index,
+            index=self.next_index,
             logprob=float(logprobs[token_id]),
             top_logprobs=tuple((int(i), float(logprobs[i])) for i in best),
         )
@@ -155,16 +152,16 @@ class SequenceSampler:
 
 
 def _uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) with 53 random bits that depends on (seed, index) alone, on every machine."""
+    """A number in [0, 1) with 53 random bits that depends only on (seed, index), on every machine."""
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8, person=b"kvferry-sample").digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest values, falling, the lowest index first among equals."""
+    """Indices of the `count` largest values, descending; equal values are ordered by index."""
     count = min(count, values.numel())
     if count == 0:
         return torch.empty(0, dtype=torch.int64)
-    # topk alone leaves open which of several equals it takes
+    # topk alone does not define which of several equal values it takes.
     candidates = (values >= values.topk(count).values[-1]).nonzero()[:, 0]
     return candidates[values[candidates].sort(descending=True, stable=True).indices[:count]]

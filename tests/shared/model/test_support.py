@@ -118,7 +118,7 @@ def test_an_unknown_model_type_is_refused_and_its_code_not_run(tmp_path: Path) -
 def test_a_family_that_does_not_hand_on_our_argument_is_refused(tmp_path: Path) -> None:
     config = transformers.StableLmConfig(**{**tiny_models._COMMON, "head_dim": 8})
     folder = tiny_models.save_model(config, tmp_path / "stablelm")
-    with pytest.raises(UnsupportedModel, match="does not hand"):
+    with pytest.raises(UnsupportedModel, match="does not pass"):
         load_model(folder, device="cpu")
 
 
