@@ -54,13 +54,6 @@ def reachable(address: str) -> str:
     return format_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago. Prefer port 0 where the listener can report its port."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def check_free(option: str, value: str) -> None:
     """Check that an address can be bound, before starting what takes long.
 

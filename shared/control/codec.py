@@ -121,22 +121,21 @@ def _dataclass(kind: Any, message: Descriptor) -> _Pair:
     names = {field.name for field in dataclasses.fields(kind)}
     if different := names ^ set(message.fields_by_name):
         raise TypeError(f"{kind.__name__} and control.proto differ in {', '.join(sorted(different))}")
-    writers: list[tuple[str, _Convert]] = []
+    writers: list[tuple[str, _Convert | None]] = []
     readers: list[tuple[str, _Convert | None, bool]] = []
     required: list[str] = []
     for field in message.fields:
         write, read = _field(hints[field.name], field)
-        if write is not None:
-            writers.append((field.name, write))
+        writers.append((field.name, write))
         readers.append((field.name, read, field.has_presence))
         if field.has_presence and not _is_optional(hints[field.name]):
             required.append(field.name)
 
     def write_fields(value: Any) -> dict[str, Any]:
-        content: dict[str, Any] = vars(value).copy()
+        content: dict[str, Any] = {}
         for name, convert in writers:
-            if content[name] is not None:
-                content[name] = convert(content[name])
+            item = getattr(value, name)
+            content[name] = item if convert is None or item is None else convert(item)
         return content
 
     def read_fields(content: Any) -> Any:
@@ -152,7 +151,7 @@ def _dataclass(kind: Any, message: Descriptor) -> _Pair:
                 values[name] = value if convert is None else convert(value)
         return kind(**values)
 
-    return write_fields if writers else vars, read_fields
+    return write_fields, read_fields
 
 
 def _is_optional(hint: Any) -> bool:

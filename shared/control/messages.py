@@ -2,7 +2,7 @@
 
 Between processes they travel as the messages of the same names in `proto/control.proto`, converted by
 `codec.py`; in one process they are passed as they are. A new field needs a line here and one in
-`control.proto`. They hold nothing but their fields. Times are in seconds, sizes in bytes.
+`control.proto`. Times are in seconds, sizes in bytes.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvtest.ports import free_port
 from prometheus_client import CollectorRegistry
 
-from kvferry.shared.serving import free_port, serve_metrics
+from kvferry.shared.serving import serve_metrics
 
 SCRIPT = Path(__file__).parents[2] / "docker" / "healthcheck.py"
 

@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import yaml
-
-from kvferry.shared.serving import free_port
+from kvtest.ports import free_port
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS = shutil.which("prometheus")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from kvtest.ports import free_port
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -22,7 +23,6 @@ from kvferry.shared.serving import (
     check_free,
     close_within,
     format_address,
-    free_port,
     parse_address,
     reachable,
     serve_metrics,

@@ -22,6 +22,8 @@ from typing import Any
 
 import redis
 
+from kvtest.ports import free_port
+
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 
@@ -48,12 +50,6 @@ def has_tls() -> bool:
         check=False,
     )
     return b"argument couldn't be parsed" in done.stdout + done.stderr
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Gate:

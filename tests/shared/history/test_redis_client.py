@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from kvtest import redis_server as redis_servers
+from kvtest.ports import free_port
 
 from kvferry.shared.errors import ConfigurationError, StoreUnavailable
 from kvferry.shared.history.breaker import CircuitBreaker
@@ -69,7 +70,7 @@ async def test_tls_with_a_certificate_of_ours(tmp_path: Path) -> None:
         ],
         check=True, capture_output=True, timeout=60,
     )  # fmt: skip
-    tls_port = redis_servers.free_port()
+    tls_port = free_port()
     options = ("--tls-port", str(tls_port), "--tls-cert-file", str(cert), "--tls-key-file", str(key))
     with redis_servers.RedisServer.running(*options, "--tls-auth-clients", "no"):
         url = f"rediss://127.0.0.1:{tls_port}/0"
@@ -93,7 +94,7 @@ async def test_a_cluster() -> None:
 
 
 async def test_a_master_found_by_sentinel(redis_server: Any) -> None:
-    port = redis_servers.free_port()
+    port = free_port()
     config = redis_server.folder / "sentinel.conf"
     config.write_text(f"sentinel monitor kv 127.0.0.1 {redis_server.port} 1\n")
     sentinel = subprocess.Popen(
