@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from kvferry.services.decode.attention import BatchAttention
-from kvferry.shared.cache.layout import LayerCache, sequence_layout, view_layers
-from kvferry.shared.compression.attention import packed_attention
+from kvferry.shared.cache.layout import sequence_layout
 from kvferry.shared.compression.compress import compress_prompt
-from kvferry.shared.compression.interface import CompressedLayer, LayerInputs
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.bridge import TransformersModel
@@ -113,18 +113,6 @@ def random_prompt(model: TransformersModel, num_tokens: int) -> tuple[LayerInput
     )
 
 
-def fill(cache: LayerCache, kept: CompressedLayer) -> LayerCache:
-    """What the decode worker's cache writer does with a layer once its bytes are there."""
-    if kept.packed is not None:
-        packed_attention(cache.layout.attention).build_packed(kept.packed, cache.auxiliary)
-        return replace(cache, packed=kept.packed)
-    rows = cache.layout.rows
-    cache.keys[:, :rows] = kept.keys
-    cache.values[:, :rows] = kept.values
-    cache.layout.attention.build(cache.keys, cache.values, cache.auxiliary, length=rows)
-    return cache
-
-
 def our_step(
     model: TransformersModel, prompt: tuple[LayerInputs, ...], method: str, *, batch_size: int, steps: int
 ) -> tuple[Step, int]:
@@ -137,12 +125,13 @@ def our_step(
         num_layers=spec.num_layers,
         head_dim=spec.head_dim,
     )
-    settled, compressed = compress_prompt(resolved, prompt)
-    layout = sequence_layout(spec, settled)
+    measured, compressed = compress_prompt(spec, resolved, prompt)
+    layout = sequence_layout(make_formats(spec, measured))
     batch = []
     for _ in range(batch_size):
-        views = view_layers(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8))
-        batch.append(tuple(fill(cache, kept) for cache, kept in zip(views, compressed, strict=True)))
+        buffer = torch.zeros(layout.size_bytes, dtype=torch.uint8)
+        layers = zip(layout.layers, compressed, strict=True)
+        batch.append(tuple(layer.place(buffer, tensors) for layer, tensors in layers))
     token_ids = torch.full((batch_size,), 7)
     num_appended = 0
     attention = BatchAttention.of(spec, batch, [0] * batch_size)
@@ -157,9 +146,7 @@ def our_step(
         num_appended += 1
         attention.advance(active)
 
-    packed_bytes = sum(cache.packed_bytes for cache in batch[0])
-    rows = sum(cache.layout.rows for cache in batch[0])
-    return step, packed_bytes + 2 * rows * spec.num_kv_heads * spec.row_bytes
+    return step, sum(cache.used_bytes(0) for cache in batch[0])
 
 
 def transformers_step(

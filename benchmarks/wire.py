@@ -31,11 +31,14 @@ from kvferry.shared.wire.messages import (
     MAX_PAYLOAD_BYTES,
     BlockHeader,
     EndRecord,
+    LayerHeader,
     Manifest,
-    Section,
+    NamedTensor,
     TransferKey,
 )
-from kvferry.shared.wire.zmq import ZmqBlockSender, ZmqBlockServer
+from kvferry.shared.wire.receiver import BlockServer
+from kvferry.shared.wire.sender import BlockSender
+from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 
 NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 8, 128, 8
 CREDIT_BYTES = 64 << 20
@@ -47,14 +50,16 @@ class _CopyingSink:
 
     def __init__(self, num_bytes: int) -> None:
         self._buffer = np.zeros(num_bytes, np.uint8)
-        self._section_bytes = num_bytes // (2 * NUM_LAYERS)
+        self._tensor_bytes = num_bytes // (2 * NUM_LAYERS)
 
     def open(self, manifest: Manifest) -> None:
         pass
 
+    def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
+        pass
+
     def write(self, header: BlockHeader, payload: memoryview) -> None:
-        section = 2 * header.layer + (header.section is Section.VALUES)
-        start = section * self._section_bytes + header.offset
+        start = (2 * header.layer + header.tensor) * self._tensor_bytes + header.offset
         self._buffer[start : start + payload.nbytes] = np.frombuffer(payload, np.uint8)
 
     def commit(self, end: EndRecord) -> None:
@@ -65,7 +70,7 @@ class _CopyingSink:
 
 
 def _receive_ours(bind: str, num_bytes: int, pipe: Connection) -> None:
-    server = ZmqBlockServer(bind, _CopyingSink(num_bytes))
+    server = BlockServer(ZmqListeningChannel(bind), _CopyingSink(num_bytes))
     pipe.send(server.endpoint)
     pipe.recv()
     server.close()
@@ -92,7 +97,8 @@ def _receive_raw(bind: str, num_bytes: int, pipe: Connection) -> None:
 def _measure_ours(endpoint: str, num_bytes: int, repeats: int) -> list[float]:
     rows = num_bytes // (2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM * 2)
     tensor = torch.randn(NUM_KV_HEADS, rows, HEAD_DIM).to(torch.float16)
-    sender = ZmqBlockSender(buffer_bytes=2 * num_bytes, timeout_s=TIMEOUT_S)
+    sender = BlockSender(ZmqConnectingChannel(), buffer_bytes=2 * num_bytes, timeout_s=TIMEOUT_S)
+    tensors = [NamedTensor(name=name, tensor=tensor, kind="rows") for name in ("keys", "values")]
     rates = []
     for transfer_id in range(1, repeats + 2):
         key = TransferKey(transfer_id=transfer_id, generation=1)
@@ -112,17 +118,16 @@ def _measure_ours(endpoint: str, num_bytes: int, repeats: int) -> list[float]:
                 request_id="benchmark",
                 model_fingerprint="benchmark",
                 dtype="float16",
+                num_layers=NUM_LAYERS,
                 num_kv_heads=NUM_KV_HEADS,
                 head_dim=HEAD_DIM,
                 start=0,
                 num_tokens=rows,
-                layer_rows=(rows,) * NUM_LAYERS,
             ),
             timeout_s=TIMEOUT_S,
         )
         for layer in range(NUM_LAYERS):
-            transfer.send(layer=layer, section=Section.KEYS, tensor=tensor)
-            transfer.send(layer=layer, section=Section.VALUES, tensor=tensor)
+            transfer.send_layer(layer, tensors)
         transfer.finish(EndRecord(key=key, num_blocks=0, payload_bytes=0))
         transfer.wait(TIMEOUT_S)
         rates.append(2 * NUM_LAYERS * tensor.nbytes / (time.perf_counter() - begin_s) / 1e9)

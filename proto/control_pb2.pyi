@@ -130,18 +130,21 @@ class Ticket(_message.Message):
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     RESERVED_BYTES_FIELD_NUMBER: _builtins.int
-    HELD_TRANSFER_ID_FIELD_NUMBER: _builtins.int
-    HELD_TOKENS_FIELD_NUMBER: _builtins.int
-    HELD_DEPTH_FIELD_NUMBER: _builtins.int
+    RETAINED_TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    RETAINED_TOKENS_FIELD_NUMBER: _builtins.int
+    RETAINED_DEPTH_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     transfer_id: _builtins.int
     generation: _builtins.int
     credit_bytes: _builtins.int
     lease_s: _builtins.float
     reserved_bytes: _builtins.int
-    held_transfer_id: _builtins.int
-    held_tokens: _builtins.int
-    held_depth: _builtins.int
+    retained_transfer_id: _builtins.int
+    retained_tokens: _builtins.int
+    retained_depth: _builtins.int
+    @_builtins.property
+    def plan(self) -> Global___ResolvedPlan: ...
     def __init__(
         self,
         *,
@@ -151,15 +154,18 @@ class Ticket(_message.Message):
         credit_bytes: _builtins.int = ...,
         lease_s: _builtins.float = ...,
         reserved_bytes: _builtins.int = ...,
-        held_transfer_id: _builtins.int = ...,
-        held_tokens: _builtins.int = ...,
-        held_depth: _builtins.int = ...,
+        retained_transfer_id: _builtins.int = ...,
+        retained_tokens: _builtins.int = ...,
+        retained_depth: _builtins.int = ...,
+        plan: Global___ResolvedPlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_plan", b"_plan", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_bytes", b"credit_bytes", "endpoint", b"endpoint", "generation", b"generation", "held_depth", b"held_depth", "held_tokens", b"held_tokens", "held_transfer_id", b"held_transfer_id", "lease_s", b"lease_s", "reserved_bytes", b"reserved_bytes", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_plan", b"_plan", "credit_bytes", b"credit_bytes", "endpoint", b"endpoint", "generation", b"generation", "lease_s", b"lease_s", "plan", b"plan", "reserved_bytes", b"reserved_bytes", "retained_depth", b"retained_depth", "retained_tokens", b"retained_tokens", "retained_transfer_id", b"retained_transfer_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__plan: _TypeAlias = _typing.Literal["plan"]  # noqa: Y015
+    _WhichOneofArgType__plan: _TypeAlias = _typing.Literal["_plan", b"_plan"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__plan) -> _WhichOneofReturnType__plan | None: ...
 
 Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
 
@@ -312,6 +318,70 @@ class CompressionPlan(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__scorer) -> _WhichOneofReturnType__scorer | None: ...
 
 Global___CompressionPlan: _TypeAlias = CompressionPlan  # noqa: Y015
+
+@_typing.final
+class LayerPlan(_message.Message):
+    """One layer of a resolved plan."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    ATTENTION_FIELD_NUMBER: _builtins.int
+    REPRESENTATION_FIELD_NUMBER: _builtins.int
+    rows: _builtins.int
+    @_builtins.property
+    def attention(self) -> Global___Part: ...
+    @_builtins.property
+    def representation(self) -> Global___Part: ...
+    def __init__(
+        self,
+        *,
+        rows: _builtins.int = ...,
+        attention: Global___Part | None = ...,
+        representation: Global___Part | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "representation", b"representation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "representation", b"representation", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerPlan: _TypeAlias = LayerPlan  # noqa: Y015
+
+@_typing.final
+class ResolvedPlan(_message.Message):
+    """A plan with exact sizes for one prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_NEW_TOKENS_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    num_prompt_tokens: _builtins.int
+    max_new_tokens: _builtins.int
+    @_builtins.property
+    def plan(self) -> Global___CompressionPlan: ...
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerPlan]: ...
+    def __init__(
+        self,
+        *,
+        plan: Global___CompressionPlan | None = ...,
+        method: _builtins.str = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        max_new_tokens: _builtins.int = ...,
+        layers: _abc.Iterable[Global___LayerPlan] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "max_new_tokens", b"max_new_tokens", "method", b"method", "num_prompt_tokens", b"num_prompt_tokens", "plan", b"plan"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResolvedPlan: _TypeAlias = ResolvedPlan  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
@@ -646,7 +716,6 @@ class PrefillRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    PLAN_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
@@ -662,8 +731,6 @@ class PrefillRequest(_message.Message):
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def plan(self) -> Global___CompressionPlan: ...
-    @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
     def ticket(self) -> Global___Ticket: ...
@@ -677,7 +744,6 @@ class PrefillRequest(_message.Message):
         request_id: _builtins.str = ...,
         model_fingerprint: _builtins.str = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        plan: Global___CompressionPlan | None = ...,
         sampling: Global___SamplingParams | None = ...,
         ticket: Global___Ticket | None = ...,
         session: Global___SessionKey | None = ...,
@@ -686,9 +752,9 @@ class PrefillRequest(_message.Message):
         kept_bins: _builtins.int = ...,
         has_history: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_session", b"_session", "document", b"document", "plan", b"plan", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_session", b"_session", "document", b"document", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_session", b"_session", "document", b"document", "has_history", b"has_history", "kept_bins", b"kept_bins", "model_fingerprint", b"model_fingerprint", "plan", b"plan", "probe", b"probe", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_session", b"_session", "document", b"document", "has_history", b"has_history", "kept_bins", b"kept_bins", "model_fingerprint", b"model_fingerprint", "probe", b"probe", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__document: _TypeAlias = _typing.Literal["document"]  # noqa: Y015
     _WhichOneofArgType__document: _TypeAlias = _typing.Literal["_document", b"_document"]  # noqa: Y015

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvferry.shared.compression.compress import compress_held, compress_layer, compress_prompt
-from kvferry.shared.compression.interface import CompressedLayer, LayerInputs
-from kvferry.shared.compression.measured import HeldLayer, hold_layer, is_measured
+from kvferry.shared.compression.compress import compress_layer, compress_prompt, compress_waiting
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.interface import Tensors
+from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.measured import WaitingLayer, is_measured, measure_layer
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.interface import LanguageModel
@@ -111,8 +113,9 @@ class _Prefill:
         self._model = model
         self._resolved = resolved
         self._history = history
-        self._held: list[HeldLayer] = []
-        self._kept: list[CompressedLayer] = []
+        self._formats = make_formats(model.spec, resolved)
+        self._waiting: list[WaitingLayer] = []
+        self._compressed: list[Tensors] = []
         self.full: list[LayerKV] = []
 
     def history(self, layer: int) -> LayerKV | None:
@@ -122,13 +125,15 @@ class _Prefill:
         self.full.append((keys.clone(), values.clone()))
         inputs = _layer_inputs(self._model, layer, queries, *self.full[-1], scaling)
         if is_measured(self._resolved):
-            self._held.append(hold_layer(self._resolved, inputs))
+            self._waiting.append(measure_layer(self._resolved, inputs))
         else:
-            self._kept.append(compress_layer(self._resolved, inputs))
+            self._compressed.append(compress_layer(self._resolved, self._formats[layer], inputs))
 
-    def kept(self) -> tuple[CompressedLayer, ...]:
-        """What the plan keeps of each layer, once all have passed."""
-        return compress_held(self._resolved, self._held)[1] if self._held else tuple(self._kept)
+    def finish(self) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
+        """Once all layers have passed: the plan with each layer's own rows, and each layer's tensors."""
+        if self._waiting:
+            return compress_waiting(self._model.spec, self._resolved, self._waiting)
+        return self._resolved, tuple(self._compressed)
 
 
 class Continuation:
@@ -138,9 +143,7 @@ class Continuation:
         compressed: what the plan keeps of the prompt, one entry a layer.
     """
 
-    def __init__(
-        self, model: LanguageModel, resolved: ResolvedPlan, compressed: tuple[CompressedLayer, ...]
-    ) -> None:
+    def __init__(self, model: LanguageModel, resolved: ResolvedPlan, compressed: tuple[Tensors, ...]) -> None:
         self.resolved = resolved
         self.compressed = compressed
         self._model = model
@@ -234,7 +237,7 @@ class OneProcessGenerator:
 
         sampler = SequenceSampler(sampling, tuple(prompt_token_ids), spec.vocab_size)
         tokens = [sampler.sample(logits)]
-        decode = OracleDecode(spec, resolved, prefill.kept())
+        decode = OracleDecode(spec, *prefill.finish())
         stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(spec.eos_token_ids))
         most = min(sampling.max_tokens, cut_off_after or sampling.max_tokens)
         while tokens[-1].token_id not in stop_ids and len(tokens) < most:
@@ -280,8 +283,8 @@ class OneProcessGenerator:
             num_layers=spec.num_layers,
             head_dim=spec.head_dim,
         )
-        settled, compressed = compress_prompt(resolved, captured.layers)
-        return Continuation(self._model, settled, compressed)
+        measured, compressed = compress_prompt(spec, resolved, captured.layers)
+        return Continuation(self._model, measured, compressed)
 
 
 def _common_prefix(recorded: list[int], prompt: list[int]) -> int:

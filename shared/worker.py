@@ -25,8 +25,9 @@ from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.serving import close_within, serve_metrics, serve_until_signal
 from kvferry.shared.telemetry import setup_tracing
-from kvferry.shared.wire.interfaces import BlockSender, BlockServer, BlockSink
-from kvferry.shared.wire.zmq import ZmqBlockSender, ZmqBlockServer
+from kvferry.shared.wire.receiver import BlockServer, BlockSink
+from kvferry.shared.wire.sender import BlockSender
+from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 
 _CLOSE_TIMEOUT_S = 30.0
 
@@ -47,10 +48,11 @@ class ZmqTransport:
         self._advertise = settings.block_advertise
 
     def sender(self, *, buffer_bytes: int, timeout_s: float) -> BlockSender:
-        return ZmqBlockSender(buffer_bytes=buffer_bytes, timeout_s=timeout_s)
+        return BlockSender(ZmqConnectingChannel(), buffer_bytes=buffer_bytes, timeout_s=timeout_s)
 
     def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer:
-        return ZmqBlockServer(self._listen, sink, advertise=self._advertise, on_late_block=on_late_block)
+        channel = ZmqListeningChannel(self._listen, advertise=self._advertise)
+        return BlockServer(channel, sink, on_late_block=on_late_block)
 
 
 class WorkerService(Protocol):

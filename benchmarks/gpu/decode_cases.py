@@ -17,12 +17,14 @@ from timing import Clock
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvferry.kernels.packed import PackedLayer, view_packed_layer
 from kvferry.services.decode.step import StepInput
 from kvferry.services.decode.step_runner import StepRunner
-from kvferry.shared.cache.layout import LayerCache, SequenceLayout, sequence_layout, view_layers
-from kvferry.shared.compression.attention import packed_attention
+from kvferry.shared.cache.layout import LayerLayout, SequenceLayout, sequence_layout
 from kvferry.shared.compression.compress import compress_layer
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.evicting import Evicting
+from kvferry.shared.compression.formats.interface import LayerCache, Tensors
+from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, CompressionPlan, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
@@ -122,13 +124,13 @@ class DecodeBench:
         self._clock = clock
         self._grid = grid
         self._generator = torch.Generator(clock.device).manual_seed(seed)
-        self._packed: dict[tuple[str, int], PackedLayer] = {}
+        self._packed: dict[tuple[str, int], Tensors] = {}
 
     @torch.inference_mode()
     def measure(self, case: DecodeCase, left_s: float) -> dict[str, Any]:
         """One row. Args: left_s: what it may take."""
         resolved = self._resolve(case)
-        layout = sequence_layout(self._model.spec, resolved)
+        layout = sequence_layout(make_formats(self._model.spec, resolved))
         batch_size = self._batch_size(case, layout)
         row: dict[str, Any] = {
             "model": self._model.spec.name,
@@ -185,16 +187,10 @@ class DecodeBench:
         """A runner with a batch of sequences after their prompts."""
         size = layout.size_bytes
         arena = torch.empty(batch_size * size, dtype=torch.uint8, device=self._clock.device)
-        first: tuple[LayerCache, ...] = ()
-        caches = []
-        for i in range(batch_size):
-            views = view_layers(layout, arena[i * size : (i + 1) * size])
-            filled = tuple(
-                self._filled(cache, resolved, layer, like=first[layer] if first else None)
-                for layer, cache in enumerate(views)
-            )
-            first = first or filled
-            caches.append(filled)
+        caches = [
+            tuple(self._filled(layer, resolved, arena[i * size : (i + 1) * size]) for layer in layout.layers)
+            for i in range(batch_size)
+        ]
         params = SamplingParams(max_tokens=resolved.max_new_tokens, temperature=0.0)
         vocab_size = self._model.spec.vocab_size
         inputs = [
@@ -211,48 +207,25 @@ class DecodeBench:
         runner.place(caches, [0] * batch_size, inputs)
         return runner
 
-    def _filled(
-        self, cache: LayerCache, resolved: ResolvedPlan, layer: int, like: LayerCache | None
-    ) -> LayerCache:
-        """A layer as the receiver would leave it; what is costly to make is copied from one that has it."""
-        kind, rows = cache.layout.attention, cache.layout.rows
-        for tensor in (cache.keys[:, :rows], cache.values[:, :rows]):
-            tensor.normal_(generator=self._generator)
-        if cache.layout.packed is not None:
-            return self._with_packed(cache, resolved, layer, like)
-        if kind.evicts:
-            size = kind.state_size(num_kv_heads=cache.keys.shape[0], num_rows=rows)
-            state = torch.rand(size, generator=self._generator, device=cache.keys.device)
-            kind.load(cache.auxiliary, positions=None, state=state, length=rows)
-        else:
-            kind.build(cache.keys, cache.values, cache.auxiliary, length=rows)
-        return cache
+    def _filled(self, layer: LayerLayout, resolved: ResolvedPlan, buffer: Tensor) -> LayerCache:
+        """A layer as the receiver would leave it."""
+        fmt = layer.format
+        if isinstance(fmt, Rdkv):
+            return layer.place(buffer, self._packed_prompt(resolved, fmt))
+        regions, tensors = layer.views(buffer), {}
+        for name in ("keys", "values"):
+            regions[name][:, : fmt.rows].normal_(generator=self._generator)
+        if isinstance(fmt, Evicting):
+            size = fmt.tensors()["state"].shape
+            tensors["state"] = torch.rand(size, generator=self._generator, device=buffer.device)
+        return fmt.open(regions, tensors)
 
-    def _with_packed(
-        self, cache: LayerCache, resolved: ResolvedPlan, layer: int, like: LayerCache | None
-    ) -> LayerCache:
-        packed = self._packed_prompt(resolved)
-        assert cache.layout.packed is not None
-        size = packed.layout.size_bytes
-        # the zone lies before the layer's K, and is not among its views
-        zone = packed_zone(cache, size)
-        zone.copy_(packed.buffer)
-        placed = view_packed_layer(packed.layout, zone)
-        if like is None:
-            packed_attention(cache.layout.attention).build_packed(placed, cache.auxiliary)
-        else:
-            for own, other in zip(cache.auxiliary, like.auxiliary, strict=True):
-                own.copy_(other)
-        return replace(cache, packed=placed)
-
-    def _packed_prompt(self, resolved: ResolvedPlan) -> PackedLayer:
+    def _packed_prompt(self, resolved: ResolvedPlan, fmt: Rdkv) -> Tensors:
         """One layer, packed by the method from random K and V."""
         key = (resolved.method, resolved.num_prompt_tokens)
         if key not in self._packed:
             self._packed = {kept: one for kept, one in self._packed.items() if kept[1] == key[1]}
-            compressed = compress_layer(resolved, self.inputs(resolved.num_prompt_tokens))
-            assert compressed.packed is not None
-            self._packed[key] = compressed.packed
+            self._packed[key] = compress_layer(resolved, fmt, self.inputs(resolved.num_prompt_tokens))
         return self._packed[key]
 
     def inputs(self, num_tokens: int) -> LayerInputs:
@@ -342,14 +315,6 @@ class _SdpaAttention:
         all_values[:, :, -1] = values
         # the G heads of a group share rows: they take the place of query positions
         return scaled_dot_product_attention(queries, all_keys, all_values, scale=scaling)
-
-
-def packed_zone(cache: LayerCache, size: int) -> Tensor:
-    """The first bytes of a layer's packed zone, which lies in the arena where its layout says."""
-    assert cache.layout.packed is not None
-    start = cache.keys.storage_offset() * cache.keys.element_size() - cache.layout.keys.offset
-    whole = torch.empty(0, dtype=torch.uint8, device=cache.keys.device).set_(cache.keys.untyped_storage())
-    return whole[start + cache.layout.packed.offset :][:size]
 
 
 def _refuse(reason: str) -> None:

@@ -15,9 +15,11 @@ from timing import Clock
 from torch import Tensor
 
 from kvferry.services.prefill.host_copies import Arrived, HostCopies
-from kvferry.shared.compression.compress import compress_held, compress_layer
-from kvferry.shared.compression.interface import CompressedLayer, LayerInputs
-from kvferry.shared.compression.measured import HeldLayer, hold_layer, is_measured
+from kvferry.shared.compression.compress import compress_layer, compress_waiting
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.interface import LayerFormat, Tensors
+from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.measured import WaitingLayer, is_measured, measure_layer
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.bridge import TransformersModel
@@ -36,7 +38,10 @@ class _Observer:
         self._resolved = resolved
         self._copies = copies
         self._leaving: list[Arrived] = []
-        self._held: list[HeldLayer] = []
+        self._formats: tuple[LayerFormat, ...] = ()
+        if resolved is not None:
+            self._formats = make_formats(model.spec, resolved)
+        self._waiting: list[WaitingLayer] = []
         self.num_bytes = 0
 
     def history(self, layer: int) -> None:
@@ -54,24 +59,23 @@ class _Observer:
             unrotate=lambda rows: self._model.pre_rope_keys(layer, rows),
         )
         if is_measured(self._resolved):
-            self._held.append(hold_layer(self._resolved, inputs))
+            self._waiting.append(measure_layer(self._resolved, inputs))
         else:
-            self._copy(compress_layer(self._resolved, inputs))
+            self._copy(compress_layer(self._resolved, self._formats[layer], inputs))
 
-    def _copy(self, kept: CompressedLayer) -> None:
+    def _copy(self, tensors: Tensors) -> None:
         if self._copies is None:
             return
-        tensors = [kept.keys, kept.values] if kept.packed is None else [kept.packed.buffer]
-        self.num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self._leaving.append(self._copies.start(tensors))
+        self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        self._leaving.append(self._copies.start(list(tensors.values())))
         while len(self._leaving) > self._copies.layers_behind:
             self._leaving.pop(0)()
 
     def finish(self) -> None:
-        if self._held:
+        if self._waiting:
             assert self._resolved is not None
-            for kept in compress_held(self._resolved, self._held)[1]:
-                self._copy(kept)
+            for tensors in compress_waiting(self._model.spec, self._resolved, self._waiting)[1]:
+                self._copy(tensors)
         while self._leaving:
             self._leaving.pop(0)()
 

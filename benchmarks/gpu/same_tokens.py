@@ -8,21 +8,18 @@ the two were as good as equal.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from decode_cases import STEP_TIMEOUT_S, packed_zone
+from decode_cases import STEP_TIMEOUT_S
 from timing import Clock
 from torch import Tensor
 
 from kvferry.kernels import dispatch
-from kvferry.kernels.packed import view_packed_layer
 from kvferry.services.decode.step import StepInput
 from kvferry.services.decode.step_runner import StepRunner
-from kvferry.shared.cache.layout import LayerCache, sequence_layout, view_layers
-from kvferry.shared.compression.attention import packed_attention
-from kvferry.shared.compression.interface import CompressedLayer
+from kvferry.shared.cache.layout import sequence_layout
+from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.bridge import TransformersModel
@@ -99,12 +96,10 @@ class TokenComparison:
 
     def _by_steps(self, start: Continuation, first: int) -> tuple[list[int], str]:
         model, resolved = self._model, start.resolved
-        layout = sequence_layout(model.spec, resolved)
+        layout = sequence_layout(make_formats(model.spec, resolved))
         arena = torch.zeros(layout.size_bytes, dtype=torch.uint8, device=self._clock.device)
-        caches = tuple(
-            _filled(cache, kept)
-            for cache, kept in zip(view_layers(layout, arena), start.compressed, strict=True)
-        )
+        layers = zip(layout.layers, start.compressed, strict=True)
+        caches = tuple(layer.place(arena, tensors) for layer, tensors in layers)
         runner = _runner(model, self._clock)
         params = SamplingParams(max_tokens=self._num_tokens + 1, temperature=0.0)
         given = StepInput(
@@ -139,8 +134,8 @@ def _num_kept_elsewhere(one: Continuation, other: Continuation) -> tuple[int, in
     pairs = [
         heads
         for a, b in zip(one.compressed, other.compressed, strict=True)
-        if a.positions is not None and b.positions is not None
-        for heads in zip(a.positions.cpu(), b.positions.cpu(), strict=True)
+        if "index" in a and a["index"].dim() == 2  # of rows, not of packed bytes
+        for heads in zip(a["index"].cpu(), b["index"].cpu(), strict=True)
     ]
     elsewhere = sum(int((~torch.isin(mine, theirs)).sum()) for mine, theirs in pairs)
     return elsewhere, sum(len(mine) for mine, _ in pairs)
@@ -151,23 +146,3 @@ def _runner(model: TransformersModel, clock: Clock) -> StepRunner:
         raise RuntimeError(f"a step that should be captured cannot be: {reason}")
 
     return StepRunner(model, clock.step_device(), warn=refuse)
-
-
-def _filled(cache: LayerCache, kept: CompressedLayer) -> LayerCache:
-    """A layer as the receiver leaves it."""
-    kind, rows = cache.layout.attention, cache.layout.rows
-    cache.keys[:, :rows], cache.values[:, :rows] = kept.keys, kept.values
-    if kept.packed is not None:
-        zone = packed_zone(cache, kept.packed.layout.size_bytes)
-        zone.copy_(kept.packed.buffer)
-        placed = view_packed_layer(kept.packed.layout, zone)
-        packed_attention(kind).build_packed(placed, cache.auxiliary)
-        return replace(cache, packed=placed)
-    if kind.evicts:
-        assert kept.state is not None
-        device = cache.keys.device
-        positions = kept.positions.to(device) if kept.positions is not None else None
-        kind.load(cache.auxiliary, positions=positions, state=kept.state.to(device), length=rows)
-    else:
-        kind.build(cache.keys, cache.values, cache.auxiliary, length=rows)
-    return cache

@@ -6,21 +6,129 @@ layer are attended together: `kernels/*/batch.py` launches once for all of them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvferry.kernels.decode_batch import CachedRows, SlotBatch
+from kvferry.kernels.decode_batch import BatchShape, CachedRows, SlotBatch
 from kvferry.kernels.dense_decode.batch import DenseBatch
-from kvferry.kernels.hsa.batch import HsaBatch
-from kvferry.kernels.trizone.batch import TriZoneBatch
-from kvferry.services.decode.members import Members
-from kvferry.shared.cache.layout import LayerCache
-from kvferry.shared.compression.attention import packed_attention
-from kvferry.shared.model.spec import ModelSpec
+from kvferry.kernels.hsa.batch import HsaBatch, SparseRows, SparseSize
+from kvferry.kernels.trizone.batch import PackedRows, PackedSize, TriZoneBatch, packed_work
+from kvferry.kernels.trizone.work_list import WorkList
+from kvferry.shared.compression.formats.interface import LayerCache
+from kvferry.shared.model.spec import TORCH_DTYPES, ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Members:
+    """Of each layer, its slots by kernel: dense, sparse, packed, and `unbatched` ones.
+
+    Attributes:
+        num_appended: of each sequence, rows appended before the first step.
+        base: the arena that all of them lie in, in the model's dtype; codes: the same memory as uint8.
+    """
+
+    shape: BatchShape
+    num_appended: tuple[int, ...]
+    base: Tensor
+    codes: Tensor
+    dense: Sequence[Mapping[int, CachedRows]]
+    sparse: Sequence[Mapping[int, SparseRows]]
+    packed: Sequence[Mapping[int, PackedRows]]
+    unbatched: Sequence[Mapping[int, LayerCache]]
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        caches: Sequence[tuple[LayerCache, ...]],
+        num_appended: Sequence[int],
+        *,
+        num_slots: int,
+    ) -> Members:
+        """Args: caches, num_appended: one entry a sequence, which take the first slots."""
+        layers_of = range(spec.num_layers)
+        dense: list[dict[int, CachedRows]] = [{} for _ in layers_of]
+        sparse: list[dict[int, SparseRows]] = [{} for _ in layers_of]
+        packed: list[dict[int, PackedRows]] = [{} for _ in layers_of]
+        unbatched: list[dict[int, LayerCache]] = [{} for _ in layers_of]
+        for slot, (layers, count) in enumerate(zip(caches, num_appended, strict=True)):
+            for layer, cache in enumerate(layers):
+                match cache.batched(count):
+                    case SparseRows() as rows:
+                        sparse[layer][slot] = rows
+                    case PackedRows() as rows:
+                        packed[layer][slot] = rows
+                    case CachedRows() as rows:
+                        dense[layer][slot] = rows
+                    case None:
+                        unbatched[layer][slot] = cache
+        arena = next(iter(caches[0][0].regions.values()))
+        return cls(
+            shape=_shape(spec, arena.device, num_slots),
+            num_appended=tuple(num_appended),
+            base=_whole(arena, TORCH_DTYPES[spec.dtype]),
+            codes=_whole(arena, torch.uint8),
+            dense=dense,
+            sparse=sparse,
+            packed=packed,
+            unbatched=unbatched,
+        )
+
+    @property
+    def unbatched_names(self) -> tuple[str, ...]:
+        """What attends the slots that no batched kernel takes, by name, sorted."""
+        return tuple(sorted({cache.name for layer in self.unbatched for cache in layer.values()}))
+
+    @cached_property
+    def works(self) -> tuple[WorkList, ...]:
+        """Of packed layers, where a kernel attends them; else nothing."""
+        if not any(self.packed) or not TriZoneBatch.is_launchable(self.shape):
+            return ()
+        return packed_work(self.shape, self.codes, self.packed)
+
+    @property
+    def packed_size(self) -> PackedSize | None:
+        return PackedSize.of(self.works) if self.works else None
+
+    @property
+    def sparse_size(self) -> SparseSize:
+        return SparseSize.of(self.sparse)
+
+    @cached_property
+    def signature(self) -> Hashable:
+        """Equal for batches whose steps make the same launches: the same memory and graph do for both."""
+        return (
+            self.base.data_ptr(),
+            self.shape.num_slots,
+            tuple(bool(layer) for layer in self.dense),
+            tuple(bool(layer) for layer in self.sparse),
+            self.sparse_size if any(self.sparse) else None,
+            tuple(bool(layer) for layer in self.packed),
+            self.packed_size,
+            any(self.unbatched),
+        )
+
+
+def _shape(spec: ModelSpec, device: torch.device, num_slots: int) -> BatchShape:
+    return BatchShape(
+        num_layers=spec.num_layers,
+        num_slots=num_slots,
+        num_kv_heads=spec.num_kv_heads,
+        group_size=spec.group_size,
+        head_dim=spec.head_dim,
+        dtype=TORCH_DTYPES[spec.dtype],
+        device=device,
+    )
+
+
+def _whole(view: Tensor, dtype: torch.dtype) -> Tensor:
+    """All of the memory that a view is of, one-dimensional."""
+    return torch.empty(0, dtype=dtype, device=view.device).set_(view.untyped_storage())
 
 
 class BatchAttention:
@@ -39,8 +147,8 @@ class BatchAttention:
         self.errors: dict[int, Exception] = {}
         self._num_steps = 0
         self._num_appended: tuple[int, ...] = ()
-        self._alone: Sequence[Mapping[int, LayerCache]] = [{}] * shape.num_layers
-        self._has_alone = any(members.alone)
+        self._unbatched: Sequence[Mapping[int, LayerCache]] = [{}] * shape.num_layers
+        self._has_unbatched = any(members.unbatched)
         self._dense = DenseBatch(shape, base) if any(members.dense) else None
         self._sparse = HsaBatch(shape, base, members.sparse_size) if any(members.sparse) else None
         self._packed = (
@@ -69,7 +177,7 @@ class BatchAttention:
         self.errors = {}
         self._num_steps = 0
         self._num_appended = members.num_appended
-        self._alone = members.alone
+        self._unbatched = members.unbatched
         if self._dense is not None:
             self._dense.fill(members.dense)
         if self._sparse is not None:
@@ -81,14 +189,14 @@ class BatchAttention:
 
     def release(self) -> None:
         """Hold nothing of the batch any more."""
-        self._alone = [{}] * len(self._alone)
+        self._unbatched = [{}] * len(self._unbatched)
         for batch, _ in self._batches:
             batch.release()
 
     @property
     def is_launched(self) -> bool:
         """Whether kernels attend everything, so that a step asks the device for nothing."""
-        return not self._has_alone and all(batch.is_launched for batch, _ in self._batches)
+        return not self._has_unbatched and all(batch.is_launched for batch, _ in self._batches)
 
     def advance(self, active: Tensor) -> None:
         """On to the next step. Args: active: int64 `[S]`, 1 for the slots that go on, else 0."""
@@ -103,18 +211,17 @@ class BatchAttention:
             for batch, layers in self._batches
             if layers[layer]
         ]
-        if self._alone[layer] or not outputs:
-            outputs.append(self._attend_alone(layer, queries, keys, values, scaling))
+        if self._unbatched[layer] or not outputs:
+            outputs.append(self._attend_unbatched(layer, queries, keys, values, scaling))
         return outputs[0] if len(outputs) == 1 else torch.stack(outputs).sum(0)
 
-    def _attend_alone(
+    def _attend_unbatched(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float
     ) -> Tensor:
         output = torch.zeros_like(queries)
-        for slot, cache in self._alone[layer].items():
+        for slot, cache in self._unbatched[layer].items():
             attend = partial(
-                append_and_attend,
-                cache,
+                cache.append_and_attend,
                 queries[slot],
                 keys[slot],
                 values[slot],
@@ -135,43 +242,3 @@ class BatchAttention:
         except Exception as error:  # the edge between one sequence and its batch-mates
             self.errors[slot] = error
             return None
-
-
-def append_and_attend(
-    cache: LayerCache, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: float
-) -> Tensor:
-    """Append one token's row to a layer and attend as its plan says: to what is packed as it is.
-
-    Where a row is evicted for it, its own K and V are also kept apart, if the layer has room for that.
-
-    Args:
-        queries: `[H_kv, G, D]`.
-        key, value: `[H_kv, D]`.
-        num_appended: rows appended to this layer before.
-
-    Returns: `[H_kv, G, D]`.
-    """
-    position = cache.layout.rows + num_appended
-    packed = [] if cache.packed is None else [cache.packed]
-    if cache.segments is not None:
-        position = cache.segments.make_room(
-            cache.keys, cache.values, queries, num_appended=num_appended, scaling=scaling
-        )
-        packed += cache.segments.layers
-    attention = cache.layout.attention
-    if cache.generated is not None:
-        for own_rows, row in zip(cache.generated, (key, value), strict=True):
-            own_rows[:, num_appended] = row
-    if packed:
-        kind = packed_attention(attention)
-        kind.append_packed(packed, cache.keys, cache.values, cache.auxiliary, key, value, position=position)
-        return kind.attend_packed(
-            queries, packed, cache.keys, cache.values, cache.auxiliary, length=position + 1, scaling=scaling
-        )
-    attention.append(cache.keys, cache.values, cache.auxiliary, key, value, position=position)
-    if cache.stored is not None:
-        new_keys, new_values = cache.keys[:, : position + 1], cache.values[:, : position + 1]
-        return cache.stored.attend(queries, new_keys, new_values, scaling=scaling)
-    return attention.attend(
-        queries, cache.keys, cache.values, cache.auxiliary, length=position + 1, scaling=scaling
-    )

@@ -20,7 +20,6 @@ from kvferry.services.decode.sequence import Sequence, SequenceState
 from kvferry.services.decode.step import StepInput
 from kvferry.services.decode.step_device import StepDevice, step_device
 from kvferry.services.decode.step_runner import Flight, StepRunner
-from kvferry.shared.cache.layout import used_bytes
 from kvferry.shared.control.messages import FinishReason, GenerationFinished, TokenGenerated
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
 from kvferry.shared.metrics import DecodeMetrics
@@ -292,12 +291,7 @@ class DecodeEngine:
         finished = GenerationFinished(
             finish_reason=reason,
             num_tokens=sequence.num_tokens,
-            cache_bytes=used_bytes(
-                sequence.layout,
-                self._model.spec,
-                sequence.num_appended,
-                packed_bytes=sum(cache.packed_bytes for cache in sequence.caches),
-            ),
+            cache_bytes=sum(cache.used_bytes(sequence.num_appended) for cache in sequence.caches),
         )
         with sequence.lock:
             returning = sequence.request.store_history and not sequence.cancelled

@@ -10,18 +10,17 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import structlog
-import torch
 from torch import Tensor
 
 from kvferry.services.decode.retained import RetainedSelections
 from kvferry.services.decode.sequence import Sequence, SequenceState
-from kvferry.shared.cache.layout import LayerCache
 from kvferry.shared.control.messages import HistoryReturned, Ticket
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.wire.interfaces import BlockSender, OutgoingTransfer
-from kvferry.shared.wire.messages import EndRecord, Manifest, Section
+from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor
+from kvferry.shared.wire.sender import BlockSender
+from kvferry.shared.wire.transfer import OutgoingTransfer
 
 _log = structlog.get_logger(__name__)
 _Rows = list[tuple[Tensor, Tensor]]
@@ -70,7 +69,7 @@ class HistoryReturner:
             with sequence.lock:
                 if sequence.state is SequenceState.CLOSED:
                     return
-                rows = _copy_rows(sequence)
+                rows = [cache.generated_rows(sequence.num_appended) for cache in sequence.caches]
                 if not self._retained.keep(sequence):
                     sequence.release_bytes()
             self._ship(sequence, manifest, rows)
@@ -96,8 +95,10 @@ class HistoryReturner:
                 outgoing.abort("the request was cancelled")
         try:
             for layer, (keys, values) in enumerate(rows):
-                outgoing.send(layer=layer, section=Section.KEYS, tensor=keys)
-                outgoing.send(layer=layer, section=Section.VALUES, tensor=values)
+                tensors = (("keys", keys), ("values", values))
+                outgoing.send_layer(
+                    layer, [NamedTensor(name=name, tensor=its, kind="rows") for name, its in tensors]
+                )
             outgoing.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0))
             outgoing.wait(self._timeout_s)
         finally:
@@ -121,29 +122,10 @@ class HistoryReturner:
             request_id=sequence.request.request_id,
             model_fingerprint=self._spec.fingerprint,
             dtype=self._spec.dtype,
+            num_layers=self._spec.num_layers,
             num_kv_heads=self._spec.num_kv_heads,
             head_dim=self._spec.head_dim,
             start=sequence.resolved.num_prompt_tokens,
             num_tokens=sequence.num_appended,
-            layer_rows=(sequence.num_appended,) * self._spec.num_layers,
         )
         return self._sender.open(ticket, returned, timeout_s=self._timeout_s)
-
-
-def _copy_rows(sequence: Sequence) -> _Rows:
-    """Host copies of each layer's appended K and V `[H_kv, num_appended, D]`."""
-
-    def copy(rows: Tensor, start: int, packed: list[Tensor]) -> Tensor:
-        last = rows[:, start : start + sequence.num_appended - sum(piece.shape[1] for piece in packed)]
-        return torch.cat([*packed, last.cpu()], 1)
-
-    def own_rows(cache: LayerCache) -> tuple[Tensor, Tensor]:
-        if cache.generated is not None:
-            return copy(cache.generated[0], 0, []), copy(cache.generated[1], 0, [])
-        packed = cache.segments.rows if cache.segments is not None else []
-        start = cache.layout.rows
-        return copy(cache.keys, start, [k for k, _ in packed]), copy(
-            cache.values, start, [v for _, v in packed]
-        )
-
-    return [own_rows(cache) for cache in sequence.caches]

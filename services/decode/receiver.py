@@ -8,29 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvferry.services.decode.arena_copier import ArenaCopier
-from kvferry.services.decode.cache_writer import CacheWriter
-from kvferry.services.decode.reservations import Reservations
+from kvferry.services.decode.cache_writer import ArenaCopier, CacheWriter
+from kvferry.services.decode.scheduler import Reservations
 from kvferry.services.decode.sequence import Sequence, SequenceState
 from kvferry.shared.cache.arena import ByteArena
-from kvferry.shared.cache.layout import TORCH_DTYPES, sequence_layout
-from kvferry.shared.compression.attention import state_sizes
+from kvferry.shared.cache.layout import sequence_layout
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.rows import RowsCache
 from kvferry.shared.compression.measured import is_measured, with_layer_rows
-from kvferry.shared.compression.plan import ResolvedPlan
-from kvferry.shared.compression.representation import packed_limits
+from kvferry.shared.compression.plan import ResolvedPlan, plan_digest
 from kvferry.shared.control.messages import TransferAccepted
 from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, TransferFailed
 from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.telemetry import begin, context_of
-from kvferry.shared.wire.held_rows import ships_rows_alone
-from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES, BlockHeader, EndRecord, Manifest, TransferKey
-from kvferry.shared.wire.stored_sections import announced_sections
+from kvferry.shared.wire.messages import (
+    MAX_PAYLOAD_BYTES,
+    BlockHeader,
+    EndRecord,
+    LayerHeader,
+    Manifest,
+    TransferKey,
+)
 
 
 class _Incoming:
-    """A transfer under way. Belongs to the block server's thread."""
+    """An open transfer. Belongs to the block server's thread."""
 
     def __init__(self, sequence: Sequence, writer: CacheWriter, manifest: Manifest, started_s: float) -> None:
         self.sequence = sequence
@@ -76,16 +80,25 @@ class CacheReceiver:
             raise
         self._incoming[manifest.key] = _Incoming(sequence, writer, manifest, self._clock())
 
+    def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
+        """See `BlockSink.begin_layer`."""
+        writer = self._find(key).writer
+        self._write(key, lambda: writer.begin_layer(header))
+
     def write(self, header: BlockHeader, payload: memoryview) -> None:
-        """See `BlockSink.write`. Bytes are copied only while the reservation is still held."""
-        incoming = self._find(header.key)
-        sequence = incoming.sequence
+        """See `BlockSink.write`."""
+        writer = self._find(header.key).writer
+        self._write(header.key, lambda: writer.write(header, payload))
+
+    def _write(self, key: TransferKey, write: Callable[[], None]) -> None:
+        """Bytes are copied only while the reservation is alive."""
+        sequence = self._find(key).sequence
         with sequence.lock:
             if sequence.state is not SequenceState.IN_TRANSFER:
                 self._metrics.late_blocks.inc()
-                raise self._ended(header.key)
+                raise self._ended(key)
             try:
-                incoming.writer.write(header, payload)
+                write()
             except KvferryError as error:
                 sequence.close(error)
                 raise
@@ -103,9 +116,10 @@ class CacheReceiver:
             except KvferryError as error:
                 sequence.close(error)
                 raise
-            if ships_rows_alone(self._spec, sequence.resolved):
-                sequence.positions = incoming.writer.positions
-            sequence.let_go()
+            caches = sequence.caches
+            if all(cache.format.is_plain and isinstance(cache, RowsCache) for cache in caches):
+                sequence.positions = tuple(its.positions for its in caches if isinstance(its, RowsCache))
+            sequence.release_retained()
             self._arena.advance(sequence.allocation, "running")
             sequence.committed_s = self._clock()
             sequence.state = SequenceState.READY
@@ -137,10 +151,10 @@ class CacheReceiver:
                     reason="reservation_used",
                 )
             try:
-                settled = self._settled(manifest, sequence)
-                self._check(manifest, sequence, settled)
-                if settled is not sequence.resolved:
-                    self._lay_out(sequence, settled)
+                measured = self._measured(manifest, sequence)
+                self._check(manifest, sequence)
+                if measured is not sequence.resolved:
+                    self._lay_out(sequence, measured)
             except KvferryError as error:
                 sequence.close(error)
                 raise
@@ -148,17 +162,15 @@ class CacheReceiver:
             sequence.state = SequenceState.IN_TRANSFER
             sequence.manifest = manifest
             if not manifest.is_delta:
-                sequence.let_go()
+                sequence.release_retained()
             writer = CacheWriter(
-                self._spec,
                 sequence.layout,
                 self._arena.buffer(sequence.allocation),
                 self._copier,
-                resolved=settled,
-                held=sequence.held.first(manifest.held_depth, manifest.held_tokens)
-                if sequence.held
+                retained=sequence.retained.first(manifest.retained_depth, manifest.retained_tokens)
+                if sequence.retained
                 else None,
-                held_layers=sequence.held_layers[: manifest.held_depth],
+                retained_layers=sequence.retained_layers[: manifest.retained_depth],
             )
         return sequence, writer
 
@@ -175,15 +187,14 @@ class CacheReceiver:
             reason="reservation_ended",
         )
 
-    def _lay_out(self, sequence: Sequence, settled: ResolvedPlan) -> None:
+    def _lay_out(self, sequence: Sequence, measured: ResolvedPlan) -> None:
         """Place measured rows in the bytes that were reserved for any such rows."""
-        sequence.layout = sequence_layout(
-            self._spec, settled, returns_generated=sequence.request.store_history
-        )
-        held_bytes, reserved_bytes = sequence.layout.size_bytes, sequence.allocation.size_bytes
-        assert held_bytes <= reserved_bytes, (held_bytes, reserved_bytes)
+        formats = make_formats(self._spec, measured, returns_generated=sequence.request.store_history)
+        sequence.layout = sequence_layout(formats)
+        size_bytes, reserved_bytes = sequence.layout.size_bytes, sequence.allocation.size_bytes
+        assert size_bytes <= reserved_bytes, (size_bytes, reserved_bytes)
 
-    def _settled(self, manifest: Manifest, sequence: Sequence) -> ResolvedPlan:
+    def _measured(self, manifest: Manifest, sequence: Sequence) -> ResolvedPlan:
         """The sequence's plan; with the manifest's rows, where prefill measures them."""
         if not is_measured(sequence.resolved):
             return sequence.resolved
@@ -194,7 +205,7 @@ class CacheReceiver:
                 f"the manifest's layer_rows: {error}", reason="manifest_layer_rows"
             ) from error
 
-    def _check(self, manifest: Manifest, sequence: Sequence, settled: ResolvedPlan) -> None:
+    def _check(self, manifest: Manifest, sequence: Sequence) -> None:
         spec, resolved = self._spec, sequence.resolved
         expected: dict[str, tuple[object, object]] = {
             "purpose": (manifest.purpose, "cache"),
@@ -204,34 +215,24 @@ class CacheReceiver:
             "head_dim": (manifest.head_dim, spec.head_dim),
             "start": (manifest.start, 0),
             "num_tokens": (manifest.num_tokens, resolved.num_prompt_tokens),
-            "layer_rows": (manifest.layer_rows, tuple(layer.rows for layer in settled.layers)),
-            "layer_packed_bytes": (
-                manifest.layer_packed_bytes,
-                packed_limits(
-                    resolved,
-                    num_kv_heads=spec.num_kv_heads,
-                    head_dim=spec.head_dim,
-                    dtype=TORCH_DTYPES[spec.dtype],
-                ),
-            ),
-            "layer_state_bytes": (
-                manifest.layer_state_bytes,
-                state_sizes(settled, num_kv_heads=spec.num_kv_heads),
-            ),
-            "layer_sections": (manifest.layer_sections, announced_sections(spec, settled)),
-            "resolved": (manifest.resolved, resolved),
+            "num_layers": (manifest.num_layers, spec.num_layers),
+            "plan_digest": (manifest.plan_digest, plan_digest(resolved)),
+            "layer_rows": (manifest.layer_rows, manifest.layer_rows if is_measured(resolved) else ()),
         }
         if manifest.is_delta:
-            held = sequence.held
+            retained = sequence.retained
             expected |= {
-                "held_transfer_id": (manifest.held_transfer_id, held.transfer_id if held else 0),
-                "held_tokens": (
-                    min(manifest.held_tokens, held.num_tokens if held else 0),
-                    manifest.held_tokens,
+                "retained_transfer_id": (
+                    manifest.retained_transfer_id,
+                    retained.transfer_id if retained else 0,
                 ),
-                "held_depth": (
-                    max(1, min(manifest.held_depth, held.depth if held else 0)),
-                    manifest.held_depth,
+                "retained_tokens": (
+                    min(manifest.retained_tokens, retained.num_tokens if retained else 0),
+                    manifest.retained_tokens,
+                ),
+                "retained_depth": (
+                    max(1, min(manifest.retained_depth, retained.depth if retained else 0)),
+                    manifest.retained_depth,
                 ),
             }
         for name, (sent, own) in expected.items():

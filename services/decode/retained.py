@@ -1,8 +1,7 @@
-"""Selections that stay in the arena after their turns, so that the session's next ones need not bring them.
+"""KV that stays in the arena between a session's turns, so that the next transfer can leave it out.
 
-Between a sequence's end and the next reservation of its session. A selection is only ever spare: it goes when
-its session's lease ends, its session is dropped or begins anew, or anyone needs the bytes: the longest unused
-session's oldest selection first. Copies no rows.
+A selection is always spare: it is freed when its session's lease ends, when the session is dropped or starts
+again, or when anyone needs the bytes. The longest unused session's oldest selection is evicted first.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from kvferry.services.decode.sequence import Sequence, SequenceState
 from kvferry.shared.cache.arena import Allocation, ByteArena
+from kvferry.shared.cache.delta import Positions, RetainedChain, RetainedRows
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.wire.held_rows import HeldRows, HeldSelections, Positions
-from kvferry.shared.wire.messages import MAX_HELD_SELECTIONS, Manifest
+from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS, Manifest
 
 
 @dataclass(eq=False, kw_only=True)
@@ -30,7 +29,7 @@ class RetainedSelection:
         transfer_id: of the transfer that brought the prompt's rows.
         token_ids: int64, those of the prompt and the generated ones that have rows.
         num_prompt_tokens: how many of them are the prompt's.
-        positions: as `HeldRows.layers`.
+        positions: as `RetainedRows.layers`.
         rows: K and V of each layer, `[H_kv, cap, D]` in the arena.
         num_users: reservations that count on it; its bytes stay while there are any.
         listed: whether new reservations may still find it.
@@ -46,9 +45,9 @@ class RetainedSelection:
     num_users: int = 0
     listed: bool = True
 
-    def held_rows(self, num_tokens: int) -> HeldRows:
+    def retained_rows(self, num_tokens: int) -> RetainedRows:
         """Those of the first `num_tokens` tokens."""
-        return HeldRows(
+        return RetainedRows(
             transfer_id=self.transfer_id,
             num_prompt_tokens=self.num_prompt_tokens,
             num_tokens=num_tokens,
@@ -72,7 +71,7 @@ class _Chain:
 
 
 class RetainedSelections:
-    """The selections of all sessions, `MAX_HELD_SELECTIONS` a session at most. Thread-safe.
+    """The selections of all sessions, `MAX_RETAINED_SELECTIONS` a session at most. Thread-safe.
 
         RETURNING ──keep──► listed ──lease, drop, evict, begun anew──► freed
                               │ pin ▲ unpin                │ in use: unlisted, freed with the last unpin
@@ -121,7 +120,7 @@ class RetainedSelections:
                 token_ids=np.asarray(token_ids, np.int64),
                 num_prompt_tokens=sequence.resolved.num_prompt_tokens,
                 positions=sequence.positions,
-                rows=tuple((cache.keys, cache.values) for cache in sequence.caches),
+                rows=tuple((its.regions["keys"], its.regions["values"]) for its in sequence.caches),
                 allocation=sequence.hand_over_bytes(),
             )
         self._arena.advance(selection.allocation, "retained")
@@ -129,7 +128,7 @@ class RetainedSelections:
             former = self._chains.pop(session, None)
             earlier = former.selections if former is not None else []
             stays = bool(earlier) and _extends(manifest, earlier[0])
-            kept = [selection, *earlier][: MAX_HELD_SELECTIONS if stays else 1]
+            kept = [selection, *earlier][: MAX_RETAINED_SELECTIONS if stays else 1]
             self._chains[session] = _Chain(selections=kept, lease_until_s=self._clock() + self._retain_s)
             freed = self._unlist(earlier[len(kept) - 1 :])
         self._free(freed)
@@ -137,7 +136,7 @@ class RetainedSelections:
 
     def pin(
         self, session: SessionKey | None, prompt_token_ids: tuple[int, ...]
-    ) -> tuple[tuple[RetainedSelection, ...], HeldSelections] | None:
+    ) -> tuple[tuple[RetainedSelection, ...], RetainedChain] | None:
         """The session's selections and their rows that fit the new prompt, which stay until `unpin`."""
         with self._lock:
             chain = self._chains.get(session) if session is not None else None
@@ -147,8 +146,8 @@ class RetainedSelections:
                 return None
             for selection in selections:
                 selection.num_users += 1
-            held = HeldSelections(selections=tuple(its.held_rows(num_tokens) for its in selections))
-            return selections, held.first(held.depth, num_tokens)
+            chain_rows = RetainedChain(selections=tuple(its.retained_rows(num_tokens) for its in selections))
+            return selections, chain_rows.first(chain_rows.depth, num_tokens)
 
     def unpin(self, selections: tuple[RetainedSelection, ...]) -> None:
         """A reservation is done with them."""
@@ -231,8 +230,8 @@ class RetainedSelections:
 
 def _extends(manifest: Manifest, former: RetainedSelection) -> bool:
     """Whether the transfer left out rows of the former one, and its prompt begins with all of that one's."""
-    return manifest.held_transfer_id == former.transfer_id and former.held_rows(0).is_extended_by(
-        manifest.held_tokens
+    return manifest.retained_transfer_id == former.transfer_id and former.retained_rows(0).is_extended_by(
+        manifest.retained_tokens
     )
 
 

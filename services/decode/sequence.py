@@ -6,6 +6,8 @@ fails or cancels it first. Holds state and keeps it consistent; does no work of 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import enum
 import threading
 from collections.abc import Callable
@@ -13,19 +15,54 @@ from collections.abc import Callable
 from opentelemetry.trace import INVALID_SPAN, Span
 from torch import Tensor
 
-from kvferry.services.decode.events import EventStream
 from kvferry.shared.cache.arena import Allocation
-from kvferry.shared.cache.layout import LayerCache, SequenceLayout
+from kvferry.shared.cache.delta import Positions, RetainedChain
+from kvferry.shared.cache.layout import SequenceLayout
+from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.compression.plan import ResolvedPlan
-from kvferry.shared.control.messages import FinishReason, GenerateRequest
-from kvferry.shared.errors import KvferryError
+from kvferry.shared.control.messages import FinishReason, GenerateEvent, GenerateRequest
+from kvferry.shared.errors import DeadlineExceeded, KvferryError
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry import begin, current_context
-from kvferry.shared.wire.held_rows import HeldSelections, Positions
-from kvferry.shared.wire.interfaces import OutgoingTransfer
 from kvferry.shared.wire.messages import Manifest, TransferKey
+from kvferry.shared.wire.transfer import OutgoingTransfer
+
+
+class EventStream:
+    """An unbounded queue into one event loop; bounded in fact by the completion's length.
+
+    Made by the task that reads it.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[GenerateEvent | KvferryError] = asyncio.Queue()
+
+    def put(self, event: GenerateEvent | KvferryError) -> None:
+        """Any thread. An error is raised to the reader, and is the last thing it sees."""
+        # a closed loop has no reader left to tell
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
+
+    async def get(self, *, deadline_s: float) -> GenerateEvent:
+        """The next event.
+
+        Args: deadline_s: by the loop's clock.
+
+        Raises:
+            DeadlineExceeded: none came in time.
+            KvferryError: the request failed.
+        """
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                event = await self._queue.get()
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline passed before its completion ended") from None
+        if isinstance(event, KvferryError):
+            raise event
+        return event
 
 
 class SequenceState(enum.Enum):
@@ -89,8 +126,8 @@ class Sequence:
         self.caches: tuple[LayerCache, ...] = ()
         self.outgoing: OutgoingTransfer | None = None
         self.positions: tuple[Positions | None, ...] = ()
-        self.held: HeldSelections | None = None
-        self.held_layers: tuple[tuple[tuple[Tensor, Tensor], ...], ...] = ()
+        self.retained: RetainedChain | None = None
+        self.retained_layers: tuple[tuple[tuple[Tensor, Tensor], ...], ...] = ()
         self.token_ids: list[int] = []
         self.num_appended = 0
         self.committed_s: float | None = None
@@ -151,26 +188,26 @@ class Sequence:
         self._holds_bytes = False
         return self.allocation
 
-    def hold(
+    def use_retained(
         self,
-        held: HeldSelections,
+        retained: RetainedChain,
         *,
-        held_layers: tuple[tuple[tuple[Tensor, Tensor], ...], ...],
+        retained_layers: tuple[tuple[tuple[Tensor, Tensor], ...], ...],
         unpin: Callable[[], None],
     ) -> None:
-        """Count on rows of the session's last turns.
+        """Pin the session's retained rows for this sequence's transfer.
 
         Args:
-            held_layers: K and V `[H_kv, cap, D]` of each layer, that each selection's rows lie in.
+            retained_layers: K and V `[H_kv, cap, D]` of each layer, that each selection's rows lie in.
             unpin: called once.
         """
-        self.held, self.held_layers, self._unpin = held, held_layers, unpin
+        self.retained, self.retained_layers, self._unpin = retained, retained_layers, unpin
 
-    def let_go(self) -> None:
-        """Count on them no more. No effect the second time."""
+    def release_retained(self) -> None:
+        """Unpin them. No effect the second time."""
         with self.lock:
             unpin, self._unpin = self._unpin, None
-            self.held, self.held_layers = None, ()
+            self.retained, self.retained_layers = None, ()
         if unpin is not None:
             unpin()
 
@@ -184,7 +221,7 @@ class Sequence:
                 return False
             self.state = SequenceState.CLOSED
             self.enter_stage("")
-            self.let_go()
+            self.release_retained()
             self.release_bytes()
             self._forget(self)
         if error is not None:

@@ -19,15 +19,15 @@ from prometheus_client.metrics_core import Metric
 
 from kvferry.services.decode.config import DecodeConfig, arena_size_bytes
 from kvferry.services.decode.engine import DecodeEngine
-from kvferry.services.decode.events import EventStream
 from kvferry.services.decode.history_return import HistoryReturner
 from kvferry.services.decode.receiver import CacheReceiver
-from kvferry.services.decode.reservations import LeaseSweeper, Reservations
 from kvferry.services.decode.retained import RetainedSelections
-from kvferry.services.decode.scheduler import Scheduler
-from kvferry.services.decode.sequence import Sequence
+from kvferry.services.decode.scheduler import LeaseSweeper, Reservations, Scheduler
+from kvferry.services.decode.sequence import EventStream, Sequence
 from kvferry.shared.cache.arena import Allocation, ByteArena
-from kvferry.shared.cache.layout import reserved_bytes, sequence_layout
+from kvferry.shared.cache.layout import measured_limit_bytes, sequence_layout
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.measured import is_measured
 from kvferry.shared.compression.presets import method_names
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import (
@@ -55,9 +55,9 @@ from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry import stage
-from kvferry.shared.wire.held_rows import ships_rows_alone
-from kvferry.shared.wire.interfaces import BlockSender, BlockServer, BlockSink
 from kvferry.shared.wire.messages import PROTOCOL_VERSION, TransferKey
+from kvferry.shared.wire.receiver import BlockServer, BlockSink
+from kvferry.shared.wire.sender import BlockSender
 
 _log = structlog.get_logger(__name__)
 
@@ -179,6 +179,7 @@ class DecodeService:
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         sequence, lease_s = await self._admit(request, timeout_s)
+        retained = sequence.retained
         try:
             yield TicketIssued(
                 ticket=Ticket(
@@ -188,9 +189,10 @@ class DecodeService:
                     credit_bytes=self._config.credit_bytes,
                     lease_s=lease_s,
                     reserved_bytes=sequence.allocation.size_bytes,
-                    held_transfer_id=sequence.held.transfer_id if sequence.held is not None else 0,
-                    held_tokens=sequence.held.num_tokens if sequence.held is not None else 0,
-                    held_depth=sequence.held.depth if sequence.held is not None else 0,
+                    plan=sequence.resolved,
+                    retained_transfer_id=retained.transfer_id if retained is not None else 0,
+                    retained_tokens=retained.num_tokens if retained is not None else 0,
+                    retained_depth=retained.depth if retained is not None else 0,
                 )
             )
             last = HistoryReturned if request.store_history else GenerationFinished
@@ -241,7 +243,8 @@ class DecodeService:
             num_layers=self._spec.num_layers,
             head_dim=self._spec.head_dim,
         )
-        layout = sequence_layout(self._spec, resolved, returns_generated=request.store_history)
+        formats = make_formats(self._spec, resolved, returns_generated=request.store_history)
+        layout = sequence_layout(formats)
         sampler = SequenceSampler(request.sampling, request.prompt_token_ids, self._spec.vocab_size)
         assembler = self._assembler(request)
         model_ends = () if request.sampling.ignore_eos else self._spec.eos_token_ids
@@ -250,7 +253,7 @@ class DecodeService:
         try:
             with stage("admit"):
                 allocation = await self._scheduler.reserve(
-                    reserved_bytes(layout, self._spec, resolved),
+                    measured_limit_bytes(layout) if is_measured(resolved) else layout.size_bytes,
                     owner=request.request_id,
                     timeout_s=timeout_s,
                 )
@@ -271,20 +274,20 @@ class DecodeService:
             release=self._release,
             forget=self._reservations.remove,
         )
-        self._hold(sequence)
+        self._pin_retained(sequence)
         self._reservations.add(sequence)
         return sequence, min(self._config.lease_s, timeout_s)
 
-    def _hold(self, sequence: Sequence) -> None:
-        """Keep the session's rows of its last turns for this one, where it can do with them."""
-        if not ships_rows_alone(self._spec, sequence.resolved):
+    def _pin_retained(self, sequence: Sequence) -> None:
+        """Pin the session's retained KV if this plan can reuse it."""
+        if not all(layer.format.is_plain for layer in sequence.layout.layers):
             return
         pinned = self._retained.pin(sequence.request.session, sequence.request.prompt_token_ids)
         if pinned is not None:
-            selections, held = pinned
-            sequence.hold(
-                held,
-                held_layers=tuple(selection.rows for selection in selections),
+            selections, retained = pinned
+            sequence.use_retained(
+                retained,
+                retained_layers=tuple(selection.rows for selection in selections),
                 unpin=lambda: self._retained.unpin(selections),
             )
 

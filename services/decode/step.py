@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.decode_batch import in_buckets
-from kvferry.services.decode.attention import BatchAttention
-from kvferry.services.decode.members import Members
+from kvferry.services.decode.attention import BatchAttention, Members
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.sampling.batch import BatchSampler
 from kvferry.shared.sampling.draw import Flavour

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.decode_batch import in_buckets
-from kvferry.services.decode.members import Members
+from kvferry.services.decode.attention import Members
 from kvferry.services.decode.step import DecodeStep, StepInput, StepShape
 from kvferry.services.decode.step_device import StepDevice
-from kvferry.shared.cache.layout import LayerCache
+from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.model.interface import LanguageModel
 
@@ -164,7 +164,7 @@ class _ShapedStep:
         self.step = DecodeStep(model, members, shape)
         self._replay: Callable[[], None] | None = None
         self._calls: dict[tuple[str, dispatch.KernelPath], int] = {}
-        self._names_alone: tuple[str, ...] = ()
+        self._unbatched_names: tuple[str, ...] = ()
         self._because = "" if device.captures else "cpu"
         if device.captures and self.step.is_launched:
             self._capture(device, warn)
@@ -177,10 +177,10 @@ class _ShapedStep:
     def path(self) -> StepPath:
         if self._replay is not None:
             return StepPath(name="graph")
-        return StepPath(name="eager", because=",".join(self._names_alone) or self._because or "torch")
+        return StepPath(name="eager", because=",".join(self._unbatched_names) or self._because or "torch")
 
     def place(self, members: Members, inputs: Sequence[StepInput]) -> None:
-        self._names_alone = members.names_alone
+        self._unbatched_names = members.unbatched_names
         self.step.place(members, inputs)
 
     def run(self) -> None:

@@ -20,19 +20,17 @@ from kvferry.services.prefill.job import JobQueue, PrefillJob
 from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
 from kvferry.services.prefill.receiver import HistoryReceiver
 from kvferry.services.prefill.session_turns import SessionTurns
-from kvferry.shared.cache.layout import TORCH_DTYPES
-from kvferry.shared.compression.attention import state_sizes
-from kvferry.shared.compression.plan import ResolvedPlan
-from kvferry.shared.compression.representation import packed_limits
+from kvferry.shared.compression.measured import is_measured
+from kvferry.shared.compression.plan import ResolvedPlan, plan_digest
 from kvferry.shared.control.messages import FirstToken, SessionKey
 from kvferry.shared.errors import CapacityExceeded, HistoryMiss, KvferryError, WorkerUnavailable
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.telemetry import carrier, stage
-from kvferry.shared.wire.interfaces import BlockSender, OutgoingTransfer
 from kvferry.shared.wire.messages import EndRecord, Manifest
-from kvferry.shared.wire.stored_sections import announced_sections
+from kvferry.shared.wire.sender import BlockSender
+from kvferry.shared.wire.transfer import OutgoingTransfer
 
 log = structlog.get_logger(__name__)
 
@@ -213,9 +211,10 @@ class PrefillEngine:
         self._turns.begin(job)
         layers = PromptPass(
             resolved=resolved,
-            open_transfer=lambda settled: self._open(job, settled),
+            formats=job.formats,
+            open_transfer=lambda measured: self._open(job, measured),
             turn=job.turn,
-            held=job.held,
+            retained=job.retained,
             model=self._model,
             check=job.check_cancelled,
             progress=self._progress,
@@ -253,10 +252,10 @@ class PrefillEngine:
         """Forget what was shipped for a dropped session. Any thread may call this."""
         self._turns.forget(session)
 
-    def _open(self, job: PrefillJob, settled: ResolvedPlan) -> OutgoingTransfer:
+    def _open(self, job: PrefillJob, measured: ResolvedPlan) -> OutgoingTransfer:
         """Open the transfer of the final plan; the job owns it from here on."""
         job.transfer = self._sender.open(
-            job.request.ticket, self._manifest(job, settled), timeout_s=self._config.transfer_timeout_s
+            job.request.ticket, self._manifest(job, measured), timeout_s=self._config.transfer_timeout_s
         )
         job.check_cancelled()
         return job.transfer
@@ -278,7 +277,7 @@ class PrefillEngine:
             self._metrics.prefill_tokens.labels(self._model.spec.name).inc(len(new_ids))
         return logits
 
-    def _manifest(self, job: PrefillJob, settled: ResolvedPlan) -> Manifest:
+    def _manifest(self, job: PrefillJob, measured: ResolvedPlan) -> Manifest:
         request, resolved, spec = job.request, job.resolved, self._model.spec
         with_history = request.session is not None
         return Manifest(
@@ -287,26 +286,19 @@ class PrefillEngine:
             request_id=request.request_id,
             model_fingerprint=spec.fingerprint,
             dtype=spec.dtype,
+            num_layers=spec.num_layers,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             start=0,
             num_tokens=resolved.num_prompt_tokens,
-            layer_rows=tuple(layer.rows for layer in settled.layers),
-            layer_packed_bytes=packed_limits(
-                resolved,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
-                dtype=TORCH_DTYPES[spec.dtype],
-            ),
-            layer_state_bytes=state_sizes(settled, num_kv_heads=spec.num_kv_heads),
-            layer_sections=announced_sections(spec, settled),
-            resolved=resolved,
+            plan_digest=plan_digest(resolved),
+            layer_rows=tuple(its.rows for its in measured.layers) if is_measured(resolved) else (),
             history_endpoint=self._history_endpoint if with_history else "",
             history_credit_bytes=_HISTORY_CREDIT_BYTES if with_history else 0,
             traceparent=carrier().get("traceparent", ""),
-            held_transfer_id=job.held.transfer_id if job.held is not None else 0,
-            held_tokens=job.held.num_tokens if job.held is not None else 0,
-            held_depth=job.held.depth if job.held is not None else 0,
+            retained_transfer_id=job.retained.transfer_id if job.retained is not None else 0,
+            retained_tokens=job.retained.num_tokens if job.retained is not None else 0,
+            retained_depth=job.retained.depth if job.retained is not None else 0,
         )
 
     def _observe(self, first: FirstToken, times: PassTimes, reused: dict[str, int] | None) -> None:

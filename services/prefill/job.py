@@ -6,15 +6,16 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from concurrent.futures import Future
 
+from kvferry.shared.cache.delta import RetainedChain
+from kvferry.shared.compression.formats.interface import LayerFormat
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.control.messages import FirstToken, HistoryWay, PrefillRequest
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry import begin, current_context
-from kvferry.shared.wire.held_rows import HeldSelections
-from kvferry.shared.wire.interfaces import OutgoingTransfer
 from kvferry.shared.wire.messages import TransferKey
+from kvferry.shared.wire.transfer import OutgoingTransfer
 
 
 class PrefillJob:
@@ -30,7 +31,7 @@ class PrefillJob:
 
     Attributes:
         history_way: how the turn got its history; None if there was none.
-        held: rows that decode retains, so that they are not shipped; set before the transfer opens.
+        retained: rows that decode retains, so that they are not shipped; set before the transfer opens.
         saved_bytes: of those rows.
     """
 
@@ -39,11 +40,13 @@ class PrefillJob:
         *,
         request: PrefillRequest,
         resolved: ResolvedPlan,
+        formats: tuple[LayerFormat, ...],
         sampler: SequenceSampler,
         submitted_s: float,
     ) -> None:
         self.request = request
         self.resolved = resolved
+        self.formats = formats
         self.sampler = sampler
         self.submitted_s = submitted_s
         self.owner = request.session.owner if request.session is not None else ""
@@ -55,7 +58,7 @@ class PrefillJob:
         self.transfer: OutgoingTransfer | None = None
         self.turn: StagedTurn | None = None
         self.history_way: HistoryWay | None = None
-        self.held: HeldSelections | None = None
+        self.retained: RetainedChain | None = None
         self.saved_bytes = 0
         self._cancellation: KvferryError | None = None
 

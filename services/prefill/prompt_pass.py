@@ -15,19 +15,20 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from kvferry.services.prefill.host_copies import HostCopies
+from kvferry.shared.cache.delta import NEW_ROWS, Positions, RetainedChain, delta_tensors, layer_positions
 from kvferry.shared.compression.compress import compress_layer
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.interface import LayerFormat
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.kept import KeptMap
-from kvferry.shared.compression.measured import HeldLayer, hold_layer, is_measured, settle
+from kvferry.shared.compression.measured import WaitingLayer, allocate_rows, is_measured, measure_layer
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.errors import HistoryMiss
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.telemetry import stage
-from kvferry.shared.wire.held_rows import HeldSelections, Positions, delta_sections, layer_positions
-from kvferry.shared.wire.interfaces import OutgoingTransfer
-from kvferry.shared.wire.messages import Section
-from kvferry.shared.wire.stored_sections import layer_sections
+from kvferry.shared.wire.messages import NamedTensor
+from kvferry.shared.wire.transfer import OutgoingTransfer
 
 
 @dataclass(kw_only=True)
@@ -54,9 +55,10 @@ class PromptPass:
         self,
         *,
         resolved: ResolvedPlan,
+        formats: tuple[LayerFormat, ...],
         open_transfer: Callable[[ResolvedPlan], OutgoingTransfer],
         turn: StagedTurn | None,
-        held: HeldSelections | None,
+        retained: RetainedChain | None,
         model: LanguageModel,
         check: Callable[[], None],
         progress: Callable[[], None],
@@ -66,7 +68,7 @@ class PromptPass:
     ) -> None:
         """Args:
         open_transfer: called once, with the plan whose rows are to be shipped.
-        held: rows that decode holds; they are not shipped.
+        retained: rows that decode retains; they are not shipped.
         model: the one that runs the prompt; asked for keys before RoPE where a method wants them.
         check: raises to stop the pass; called before each layer's attention and after it.
         progress: told of each layer done.
@@ -81,13 +83,14 @@ class PromptPass:
         self._open_transfer = open_transfer
         self._transfer: OutgoingTransfer | None = None
         self._measured = is_measured(resolved)
-        self._held: dict[int, HeldLayer] = {}
+        self._formats = formats
+        self._waiting: dict[int, WaitingLayer] = {}
         self._turn = turn
-        self._held_rows = held
+        self._retained = retained
         self.positions: dict[int, Positions | None] = {}
-        """Of each layer shipped so far, as `HeldRows.layers`."""
+        """Of each layer shipped so far, as `RetainedRows.layers`."""
         self.num_spared_rows = 0
-        """Rows of single heads that were not shipped, being held."""
+        """Rows of single heads that were not shipped because decode retains them."""
         self._model = model
         self._device = model.device
         self._check = check
@@ -128,9 +131,9 @@ class PromptPass:
                 unrotate=lambda rows: self._model.pre_rope_keys(layer, rows),
             )
             if self._measured:
-                self._hold(inputs)
+                self._measure(inputs)
             else:
-                self._ship(self._resolved, inputs)
+                self._ship(self._resolved, self._formats[layer], inputs)
                 self._shipped_layers = layer + 1
         if self._turn is not None:
             self._stage(self._turn, layer, keys, values)
@@ -147,55 +150,65 @@ class PromptPass:
         if not self._measured:
             self._hand_over(0)
             return
-        held = [self._held.pop(layer) for layer in sorted(self._held)]
-        settled = settle(self._resolved, [layer.variance for layer in held])
+        waiting = [self._waiting.pop(layer) for layer in sorted(self._waiting)]
+        measured = allocate_rows(self._resolved, [layer.variance for layer in waiting])
         self._check()
-        self._transfer = self._open_transfer(settled)
-        held.reverse()
-        while held:
+        self._transfer = self._open_transfer(measured)
+        formats = make_formats(self._model.spec, measured)
+        waiting.reverse()
+        while waiting:
             self._check()
-            layer = held.pop()
-            self._ship(settled, self._on_device(layer.inputs), layer.scores)
+            layer = waiting.pop()
+            inputs = self._on_device(layer.inputs)
+            self._ship(measured, formats[inputs.layer], inputs, layer.scores)
             self._hand_over(self._copies.layers_behind)
             self._progress()
         self._hand_over(0)
 
-    def _hold(self, inputs: LayerInputs) -> None:
+    def _measure(self, inputs: LayerInputs) -> None:
+        """Measure a layer whose rows depend on the others', and keep its K and V on the host."""
         begin_s = self._clock()
-        held = hold_layer(self._resolved, inputs)
-        host = replace(held.inputs, keys=held.inputs.keys.cpu(), values=held.inputs.values.cpu())
-        self._held[inputs.layer] = replace(held, inputs=host)
+        waiting = measure_layer(self._resolved, inputs)
+        host = replace(waiting.inputs, keys=waiting.inputs.keys.cpu(), values=waiting.inputs.values.cpu())
+        self._waiting[inputs.layer] = replace(waiting, inputs=host)
         self.times.compress_s += self._clock() - begin_s
 
     def _on_device(self, inputs: LayerInputs) -> LayerInputs:
         return replace(inputs, keys=inputs.keys.to(self._device), values=inputs.values.to(self._device))
 
-    def _ship(self, resolved: ResolvedPlan, inputs: LayerInputs, scores: Tensor | None = None) -> None:
-        # Kernels run behind the host: without this, compression's time would be booked on what comes after.
+    def _ship(
+        self, resolved: ResolvedPlan, fmt: LayerFormat, inputs: LayerInputs, scores: Tensor | None = None
+    ) -> None:
+        # Kernels run behind the host: without this, compression's time would be counted with what follows.
         self._copies.synchronize()
         begin_s = self._clock()
         with stage("compress", layer=inputs.layer):
-            kept = compress_layer(resolved, inputs, scores=scores)
+            tensors = compress_layer(resolved, fmt, inputs, scores=scores)
         if self.kept_map is not None:
-            self.kept_map.add(kept)
+            self.kept_map.add(fmt.positions_by_head(tensors))
         self._copies.synchronize()
         compressed_s = self._clock()
         self.times.compress_s += compressed_s - begin_s
-        layer, held = inputs.layer, self._held_rows
-        self.positions[layer] = layer_positions(kept)
-        sections = list(layer_sections(kept) if held is None else delta_sections(kept, layer, held))
-        arrived = self._copies.start([tensor for _, tensor in sections])
-        num_rows = kept.keys[:, :, 0].numel()
+        layer = inputs.layer
+        if fmt.is_plain:
+            self.positions[layer] = layer_positions(tensors)
+        if self._retained is not None:
+            num_rows = tensors["keys"][:, :, 0].numel()
+            tensors = delta_tensors(tensors, layer, self._retained)
+            self.num_spared_rows += num_rows - int(tensors[NEW_ROWS].sum())
+        names, kinds = list(tensors), {NEW_ROWS: "index", **fmt.kinds}
+        arrived = self._copies.start(list(tensors.values()))
         self.times.pack_s += self._clock() - compressed_s
 
         def send() -> None:
             begin_s = self._clock()
             with stage("ship", layer=layer):
                 assert self._transfer is not None, "the pass was not begun"
-                for (section, _), tensor in zip(sections, arrived(), strict=True):
-                    self._transfer.send(layer=layer, section=section, tensor=tensor)
-                    if section is Section.NEW_ROWS:
-                        self.num_spared_rows += num_rows - int(tensor.sum())
+                sent = [
+                    NamedTensor(name=name, tensor=tensor, kind=kinds[name])
+                    for name, tensor in zip(names, arrived(), strict=True)
+                ]
+                self._transfer.send_layer(layer, sent)
             self.times.pack_s += self._clock() - begin_s
 
         self._leaving.append(send)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,14 @@ from kvferry.shared.errors import LeaseExpired, ProtocolMismatch
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.wire.messages import BlockHeader, EndRecord, Manifest, Section, TransferKey
+from kvferry.shared.wire.messages import (
+    BlockHeader,
+    EndRecord,
+    LayerHeader,
+    Manifest,
+    TensorHeader,
+    TransferKey,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +43,12 @@ class _Expected:
 
 
 class _Incoming:
-    """A return under way: one host buffer a section."""
+    """An open return: each layer's K and V, `[H_kv, n, D]` on the host."""
 
-    def __init__(self, expected: _Expected) -> None:
+    def __init__(self, expected: _Expected, manifest: Manifest) -> None:
         self.expected = expected
-        self.sections: dict[tuple[int, Section], bytearray] = {}
+        self.manifest = manifest
+        self.layers: list[dict[str, Tensor]] = []
 
 
 class HistoryReceiver:
@@ -97,29 +106,35 @@ class HistoryReceiver:
             )
         self._turn(expected)
         self._check(manifest, expected)
-        self._incoming[manifest.key] = _Incoming(expected)
+        self._incoming[manifest.key] = _Incoming(expected, manifest)
+
+    def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
+        """See `BlockSink.begin_layer`."""
+        incoming, spec = self._incoming[key], self._spec
+        shape = (spec.num_kv_heads, incoming.manifest.num_tokens, spec.head_dim)
+        expected = tuple(
+            TensorHeader(name=name, dtype=spec.dtype, shape=shape) for name in ("keys", "values")
+        )
+        if header.tensors != expected:
+            raise ProtocolMismatch(
+                f"layer {header.layer} of returned history has tensors {header.tensors}; {expected} are "
+                "expected"
+            )
+        incoming.layers.append({name: torch.empty(shape, dtype=self._dtype) for name in ("keys", "values")})
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
         """See `BlockSink.write`."""
-        if header.section not in (Section.KEYS, Section.VALUES):
-            raise ProtocolMismatch(f"returned history has a section {header.section.name}; it has no index")
-        incoming = self._incoming[header.key]
-        buffer = incoming.sections.setdefault((header.layer, header.section), bytearray(0))
-        if not buffer:
-            buffer.extend(bytes(header.section_bytes))
-        buffer[header.offset : header.offset + len(payload)] = payload
+        layer = self._incoming[header.key].layers[header.layer]
+        target = (layer["keys"], layer["values"])[header.tensor].view(-1).view(torch.uint8).numpy()
+        target[header.offset : header.offset + payload.nbytes] = np.frombuffer(payload, np.uint8)
 
     def commit(self, end: EndRecord) -> None:
         """See `BlockSink.commit`: stage every layer's rows after the prompt's."""
         incoming = self._incoming.pop(end.key)
         turn = self._turn(incoming.expected)
-        for layer in range(self._spec.num_layers):
-            if (layer, Section.KEYS) in incoming.sections:
-                turn.append(
-                    layer,
-                    self._rows(incoming.sections.pop((layer, Section.KEYS))),
-                    self._rows(incoming.sections.pop((layer, Section.VALUES))),
-                )
+        if incoming.manifest.num_tokens:
+            for layer, tensors in enumerate(incoming.layers):
+                turn.append(layer, tensors["keys"], tensors["values"])
         self.forget(incoming.expected.request_id, end.key)
 
     def abort(self, key: TransferKey, reason: str) -> None:
@@ -146,15 +161,8 @@ class HistoryReceiver:
             "num_kv_heads": (manifest.num_kv_heads, spec.num_kv_heads),
             "head_dim": (manifest.head_dim, spec.head_dim),
             "start": (manifest.start, expected.start),
-            "layer_rows": (manifest.layer_rows, (manifest.num_tokens,) * spec.num_layers),
-            "layer_packed_bytes": (manifest.layer_packed_bytes, ()),
-            "layer_state_bytes": (manifest.layer_state_bytes, ()),
-            "layer_sections": (manifest.layer_sections, ()),
+            "num_layers": (manifest.num_layers, spec.num_layers),
         }
         for what, (given, wanted) in agreed.items():
             if given != wanted:
                 raise ProtocolMismatch(f"returned history has {what} {given!r}; {wanted!r} is expected")
-
-    def _rows(self, buffer: bytearray) -> Tensor:
-        rows = torch.frombuffer(buffer, dtype=self._dtype)
-        return rows.view(self._spec.num_kv_heads, -1, self._spec.head_dim)

@@ -19,9 +19,10 @@ from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.engine import PrefillEngine
 from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.receiver import HistoryReceiver
+from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.kept import MAX_KEPT_BINS
 from kvferry.shared.compression.presets import method_names
-from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.compression.resolve import check_resolved
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
     FirstToken,
@@ -49,8 +50,9 @@ from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry import stage
-from kvferry.shared.wire.interfaces import BlockSender, BlockServer, BlockSink
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
+from kvferry.shared.wire.receiver import BlockServer, BlockSink
+from kvferry.shared.wire.sender import BlockSender
 
 log = structlog.get_logger(__name__)
 
@@ -155,15 +157,16 @@ class PrefillService:
         """
         self._validate(request)
         deadline_s = self._clock() + timeout_s
-        resolved = resolve_plan(
-            request.plan,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            max_new_tokens=request.sampling.max_tokens,
-            num_layers=self._model.spec.num_layers,
-            head_dim=self._model.spec.head_dim,
-        )
+        resolved = request.ticket.plan
+        assert resolved is not None, "validated"
         sampler = SequenceSampler(request.sampling, request.prompt_token_ids, self._model.spec.vocab_size)
-        job = PrefillJob(request=request, resolved=resolved, sampler=sampler, submitted_s=self._clock())
+        job = PrefillJob(
+            request=request,
+            resolved=resolved,
+            formats=make_formats(self._model.spec, resolved),
+            sampler=sampler,
+            submitted_s=self._clock(),
+        )
         self._engine.submit(job)
         self._jobs.add(job)
         finished = False
@@ -261,6 +264,15 @@ class PrefillService:
                 param="prompt" if len(prompt) >= spec.max_model_len else "max_tokens",
             )
 
+        if request.ticket.plan is None:
+            raise InvalidRequest("the ticket has no plan; decode sends one with each", param="ticket.plan")
+        check_resolved(
+            request.ticket.plan,
+            num_prompt_tokens=len(prompt),
+            max_new_tokens=max_tokens,
+            num_layers=spec.num_layers,
+        )
+
     async def _acknowledged(self, job: PrefillJob, first: FirstToken, deadline_s: float) -> TransferDone:
         """Wait for decode's acknowledgement and count what crossed the wire."""
         transfer = job.transfer
@@ -277,9 +289,9 @@ class PrefillService:
             self._metrics.kv_full_bytes.labels(*by).inc(first.full_bytes)
             self._metrics.kv_compression_ratio.labels(*by).observe(first.full_bytes / sum(sent.values()))
             self._metrics.transfer.labels(*by).observe(transfer_s)
-            if job.held is not None:
+            if job.retained is not None:
                 self._metrics.kv_delta_saved_bytes.labels(*by).inc(job.saved_bytes)
-        delta_bytes = sent["rows"] if job.held is not None else None
+        delta_bytes = sent["rows"] if job.retained is not None else None
         return TransferDone(bytes_by_kind=sent, transfer_s=transfer_s, delta_bytes=delta_bytes)
 
     async def _before(self, deadline_s: float, work: asyncio.Future[T], what: str) -> T:

@@ -14,14 +14,14 @@ from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.prompt_pass import PromptPass
 from kvferry.services.prefill.receiver import HistoryReceiver
 from kvferry.services.prefill.shipped import ShippedSelection, ShippedSelections
-from kvferry.shared.compression.observation import num_observed_queries
+from kvferry.shared.cache.delta import RetainedChain
+from kvferry.shared.compression.formats import num_observed_queries
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.wire.held_rows import HeldSelections, ships_rows_alone
 
 log = structlog.get_logger(__name__)
 
@@ -68,7 +68,7 @@ class SessionTurns:
             request.prompt_token_ids,
             method=job.resolved.method,
             document=request.document,
-            num_observed=num_observed_queries(job.resolved),
+            num_observed=num_observed_queries(job.resolved, job.formats),
             has_history=request.has_history,
         )
         self._receiver.expect(
@@ -78,8 +78,8 @@ class SessionTurns:
             max_tokens=request.sampling.max_tokens,
         )
         if turn.reused_tokens:
-            job.held = self._held(job, turn)
-            job.history_way = "fetch" if job.held is None else "delta"
+            job.retained = self._retained(job, turn)
+            job.history_way = "fetch" if job.retained is None else "delta"
             self._metrics.history_choices.labels(job.history_way, "order").inc()
         elif request.has_history:
             job.history_way = "recompute"
@@ -99,7 +99,7 @@ class SessionTurns:
         job.saved_bytes = 2 * self._spec.row_bytes * layers.num_spared_rows
         if session is None:
             return
-        if not ships_rows_alone(self._spec, job.resolved):
+        if not all(fmt.is_plain for fmt in job.formats):
             self._shipped.drop(session)
             return
         selection = ShippedSelection(
@@ -108,22 +108,24 @@ class SessionTurns:
             layers=tuple(layers.positions[layer] for layer in range(self._spec.num_layers)),
         )
         # Rows that were computed again after a miss need not equal those of earlier turns.
-        self._shipped.put(session, selection, held=job.held if job.turn and job.turn.reused_tokens else None)
+        self._shipped.put(
+            session, selection, retained=job.retained if job.turn and job.turn.reused_tokens else None
+        )
 
     def forget(self, session: SessionKey) -> None:
         """Forget what was shipped for a dropped session. Any thread may call this."""
         self._shipped.drop(session)
 
-    def _held(self, job: PrefillJob, turn: StagedTurn) -> HeldSelections | None:
+    def _retained(self, job: PrefillJob, turn: StagedTurn) -> RetainedChain | None:
         """Rows that decode retains from the last turns and that equal, bit for bit, what history would
         give."""
         session, ticket = job.request.session, job.request.ticket
-        exact = self._stores_exact_rows and ships_rows_alone(self._spec, job.resolved)
-        if session is None or not exact or turn.reuse_source != "session" or ticket.held_transfer_id == 0:
+        exact = self._stores_exact_rows and all(fmt.is_plain for fmt in job.formats)
+        if session is None or not exact or turn.reuse_source != "session" or ticket.retained_transfer_id == 0:
             return None
-        return self._shipped.held(
+        return self._shipped.retained(
             session,
-            transfer_id=ticket.held_transfer_id,
-            num_tokens=min(ticket.held_tokens, turn.reused_tokens),
-            depth=ticket.held_depth,
+            transfer_id=ticket.retained_transfer_id,
+            num_tokens=min(ticket.retained_tokens, turn.reused_tokens),
+            depth=ticket.retained_depth,
         )

@@ -1,7 +1,7 @@
-"""What each session's last turns shipped: the positions of which its decode worker may still hold the rows.
+"""Positions of the rows that each session's last turns shipped, which its decode worker may still retain.
 
-Written by the engine when a prompt has been shipped, asked when the next one's ticket names that transfer. A
-memory of positions alone, bounded; what it has forgotten is shipped whole.
+Written by the engine when a prompt has been shipped, read when the next ticket names that transfer. Bounded:
+what was forgotten is shipped whole.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
+from kvferry.shared.cache.delta import Positions, RetainedChain, RetainedRows
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.wire.held_rows import HeldRows, HeldSelections, Positions
-from kvferry.shared.wire.messages import MAX_HELD_SELECTIONS
+from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShippedSelection:
-    """One transfer's rows. Attributes: as `HeldRows` has them."""
+    """One transfer's rows. Attributes: as `RetainedRows` has them."""
 
     transfer_id: int
     num_prompt_tokens: int
@@ -27,9 +27,9 @@ class ShippedSelection:
     def size_bytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers if layer is not None)
 
-    def held_rows(self) -> HeldRows:
+    def retained_rows(self) -> RetainedRows:
         """All of them."""
-        return HeldRows(
+        return RetainedRows(
             transfer_id=self.transfer_id,
             num_prompt_tokens=self.num_prompt_tokens,
             num_tokens=self.num_prompt_tokens,
@@ -54,25 +54,27 @@ class ShippedSelections:
         self._chains: OrderedDict[SessionKey, _Chain] = OrderedDict()
         self._size_bytes = 0
 
-    def put(self, session: SessionKey, selection: ShippedSelection, *, held: HeldSelections | None) -> None:
-        """Remember what was shipped. Args: held: what was left out of it, which stays remembered where the
-        prompt extends that one's; anything else of the session is forgotten."""
+    def put(
+        self, session: SessionKey, selection: ShippedSelection, *, retained: RetainedChain | None
+    ) -> None:
+        """Remember what was shipped. Args: retained: what was left out of it, which stays remembered where
+        the prompt extends that one's; anything else of the session is forgotten."""
         with self._lock:
             if self._max_bytes == 0:
                 return
             chain: _Chain = (selection,)
-            if held is not None and held.selections[0].is_extended_by(held.num_tokens):
-                chain += self._from(session, held.transfer_id)[: held.depth]
+            if retained is not None and retained.selections[0].is_extended_by(retained.num_tokens):
+                chain += self._from(session, retained.transfer_id)[: retained.depth]
             self._forget(session)
-            self._chains[session] = chain[:MAX_HELD_SELECTIONS]
+            self._chains[session] = chain[:MAX_RETAINED_SELECTIONS]
             self._size_bytes += _size_bytes(self._chains[session])
             while self._size_bytes > self._max_bytes:
                 self._forget(next(iter(self._chains)))
 
-    def held(
+    def retained(
         self, session: SessionKey, *, transfer_id: int, num_tokens: int, depth: int
-    ) -> HeldSelections | None:
-        """What a worker holds that has kept this transfer's rows, and those of the ones before it; None where
+    ) -> RetainedChain | None:
+        """The rows that a worker retains of this transfer and of those before it; None where
         the transfer is not known.
 
         Args:
@@ -83,10 +85,10 @@ class ShippedSelections:
             chain = self._from(session, transfer_id)[:depth]
         if not chain or num_tokens == 0:
             return None
-        newest, *older = (selection.held_rows() for selection in chain)
-        # of the newest, rows of generated tokens are held as well
+        newest, *older = (selection.retained_rows() for selection in chain)
+        # of the newest, rows of generated tokens are retained as well
         newest = replace(newest, num_tokens=num_tokens)
-        return HeldSelections(selections=(newest, *older)).first(depth, num_tokens)
+        return RetainedChain(selections=(newest, *older)).first(depth, num_tokens)
 
     def drop(self, session: SessionKey) -> None:
         with self._lock:

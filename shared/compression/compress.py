@@ -1,123 +1,68 @@
-"""One layer's compression: score, select, gather; or pack. Called by prefill between two layers of a prompt.
+"""One layer's compression: score, then whatever the layer's format makes of it.
 
-Knows no wire and no model: full K and V in, what is kept out.
+Called by prefill between two layers of a prompt: full K and V in, named tensors out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
-from kvferry.shared.compression.attention import make_attention
-from kvferry.shared.compression.interface import CompressedLayer, LayerInputs
-from kvferry.shared.compression.measured import HeldLayer, hold_layer, is_measured, settle
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.interface import LayerFormat, Tensors
+from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.measured import WaitingLayer, allocate_rows, is_measured, measure_layer
 from kvferry.shared.compression.plan import ResolvedPlan
-from kvferry.shared.compression.rdkv.compress import compress_layer_rdkv
-from kvferry.shared.compression.representation import budget_tokens, rdkv_settings
-from kvferry.shared.compression.representations import stored_representation, wire_representation
-from kvferry.shared.compression.representations.interface import gather_rows
 from kvferry.shared.compression.scorers import make_scorer
-from kvferry.shared.compression.select import select_rows
 from kvferry.shared.errors import KvferryError
+from kvferry.shared.model.spec import ModelSpec
 
 
 def compress_prompt(
-    resolved: ResolvedPlan, layers: Iterable[LayerInputs]
-) -> tuple[ResolvedPlan, tuple[CompressedLayer, ...]]:
+    spec: ModelSpec, resolved: ResolvedPlan, layers: Iterable[LayerInputs]
+) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
     """Compress every layer of a prompt whose layers are all at hand.
 
-    Returns: the plan with each layer's own rows, and what is kept of each.
+    Returns: the plan with each layer's own rows, and each layer's tensors.
     """
-    if not is_measured(resolved):
-        return resolved, tuple(compress_layer(resolved, inputs) for inputs in layers)
-    return compress_held(resolved, [hold_layer(resolved, inputs) for inputs in layers])
+    if is_measured(resolved):
+        return compress_waiting(spec, resolved, [measure_layer(resolved, inputs) for inputs in layers])
+    formats = make_formats(spec, resolved)
+    return resolved, tuple(compress_layer(resolved, formats[its.layer], its) for its in layers)
 
 
-def compress_held(
-    resolved: ResolvedPlan, held: Sequence[HeldLayer]
-) -> tuple[ResolvedPlan, tuple[CompressedLayer, ...]]:
+def compress_waiting(
+    spec: ModelSpec, resolved: ResolvedPlan, waiting: Sequence[WaitingLayer]
+) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
     """The same, of layers that have waited for one another."""
-    settled = settle(resolved, [layer.variance for layer in held])
-    return settled, tuple(compress_layer(settled, layer.inputs, scores=layer.scores) for layer in held)
+    measured = allocate_rows(resolved, [layer.variance for layer in waiting])
+    formats = make_formats(spec, measured)
+    return measured, tuple(
+        compress_layer(measured, formats[its.inputs.layer], its.inputs, scores=its.scores) for its in waiting
+    )
 
 
 def compress_layer(
-    resolved: ResolvedPlan, inputs: LayerInputs, *, scores: Tensor | None = None
-) -> CompressedLayer:
-    """Keep what the resolved plan says of one layer.
+    resolved: ResolvedPlan, fmt: LayerFormat, inputs: LayerInputs, *, scores: Tensor | None = None
+) -> Tensors:
+    """Compress one layer as the resolved plan says.
 
     Args:
+        fmt: the layer's.
         inputs: K and V of the whole prompt (`T == resolved.num_prompt_tokens`), queries of its new tokens.
         scores: of the plan's scorer, float32 `[H_kv, T]`, where they are known already.
 
-    Returns: `rows` rows per KV head; positions are None where every token is kept. Of a layer that is not
-        plain rows, no rows and what it is stored as.
-
-    Raises:
-        KvferryError: K or V of a layer to pack or quantise are not finite, or beyond what it holds.
+    Raises: KvferryError: K or V of a layer to pack or quantise are not finite, or beyond what it holds.
     """
     num_tokens = inputs.keys.shape[1]
     assert num_tokens == resolved.num_prompt_tokens, (num_tokens, resolved.num_prompt_tokens)
-    plan = resolved.layers[inputs.layer]
-    if make_attention(plan.attention).evicts:
-        return _keep_evicting(resolved, inputs, scores)
+    scorer = resolved.plan.scorer
+    if fmt.rows == num_tokens:
+        scores = None
+    elif scores is None and scorer is not None:
+        scores = make_scorer(scorer, rows=fmt.rows)(inputs)
     try:
-        if plan.representation.name == "rdkv":
-            return _pack(resolved, inputs)
-        return _keep_rows(resolved, inputs, scores)
+        return fmt.compress(inputs, scores)
     except ValueError as error:
         raise KvferryError(f"layer {inputs.layer} cannot be packed: {error}", reason="packing") from error
-
-
-def _keep_rows(resolved: ResolvedPlan, inputs: LayerInputs, scores: Tensor | None) -> CompressedLayer:
-    """Rows by score, plain or in the plan's representation."""
-    plan = resolved.layers[inputs.layer]
-    scores = _scores(resolved, inputs, scores) if plan.rows < inputs.keys.shape[1] else None
-    representation = stored_representation(plan.representation)
-    if representation is not None:
-        none = inputs.keys[:, :0].contiguous()
-        stored = representation.store(inputs, rows=plan.rows, scores=scores)
-        return CompressedLayer(keys=none, values=none, stored=stored)
-    keys, values, positions = inputs.keys, inputs.values, None
-    if scores is not None:
-        positions = select_rows(scores, plan.rows)
-        keys, values = gather_rows(keys, positions), gather_rows(values, positions)
-    quantiser = wire_representation(plan)
-    if quantiser is None:
-        return CompressedLayer(keys=keys.contiguous(), values=values.contiguous(), positions=positions)
-    wire = quantiser.quantise(keys, values, positions)
-    keys, values = wire.dequantised()
-    return CompressedLayer(keys=keys, values=values, positions=positions, wire=wire)
-
-
-def _keep_evicting(resolved: ResolvedPlan, inputs: LayerInputs, scores: Tensor | None) -> CompressedLayer:
-    """Rows by score and what eviction goes on from, dropped rows merged where the attention merges."""
-    plan, num_tokens = resolved.layers[inputs.layer], inputs.keys.shape[1]
-    inputs = inputs.with_sums()
-    assert inputs.sums is not None
-    kept = torch.arange(num_tokens, device=inputs.keys.device).expand(inputs.keys.shape[0], -1)
-    positions = None
-    if plan.rows < num_tokens:
-        kept = positions = select_rows(_scores(resolved, inputs, scores), plan.rows)
-    keys, values, state = make_attention(plan.attention).keep(
-        inputs.keys, inputs.values, inputs.sums.sums, kept
-    )
-    return CompressedLayer(keys=keys, values=values, positions=positions, state=state)
-
-
-def _scores(resolved: ResolvedPlan, inputs: LayerInputs, scores: Tensor | None) -> Tensor:
-    """float32 `[H_kv, T]` by the plan's scorer, where they are not known already."""
-    assert resolved.plan.scorer is not None, f"method {resolved.method} drops rows without a scorer"
-    if scores is not None:
-        return scores
-    return make_scorer(resolved.plan.scorer, rows=resolved.layers[inputs.layer].rows)(inputs)
-
-
-def _pack(resolved: ResolvedPlan, inputs: LayerInputs) -> CompressedLayer:
-    settings = rdkv_settings(
-        resolved.plan.representation, budget_tokens=budget_tokens(resolved.layers[inputs.layer])
-    )
-    none = inputs.keys[:, :0].contiguous()
-    return CompressedLayer(keys=none, values=none, packed=compress_layer_rdkv(settings, inputs).packed)

@@ -12,9 +12,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
 from kvferry.shared.compression.interface import Method, ScorerFactory
 from kvferry.shared.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from kvferry.shared.compression.formats.interface import LayerFormat
 
 GROUP = "kvferry.methods"
 
@@ -31,6 +35,24 @@ def installed_methods() -> Mapping[str, Method]:
         if methods.setdefault(entry.name, method) is not method:
             raise ConfigurationError(f"two entry points of {GROUP} are named {entry.name!r}")
     return methods
+
+
+@functools.cache
+def installed_formats() -> Mapping[str, type[LayerFormat]]:
+    """Formats of the installed methods, by the name their plans use.
+
+    Raises: ConfigurationError: as `installed_methods`; or two methods bring a format of one name.
+    """
+    formats: dict[str, type[LayerFormat]] = {}
+    for name, method in installed_methods().items():
+        if method.format is None:
+            continue
+        representation = method.plan.representation.name
+        if formats.setdefault(representation, method.format) is not method.format:
+            raise ConfigurationError(
+                f"method {name!r} brings a format {representation!r}; another method does too"
+            )
+    return formats
 
 
 @functools.cache

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
 from torch import Tensor
 
 from kvferry.kernels.column_sums import ColumnSums, column_sums
-from kvferry.kernels.packed import PackedLayer
 from kvferry.shared.compression.plan import CompressionPlan, ParamValue
+
+if TYPE_CHECKING:
+    from kvferry.shared.compression.formats.interface import LayerFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,59 +51,18 @@ class LayerInputs:
         return self.unrotate(self.keys)
 
 
-class StoredPrompt(Protocol):
-    """One layer's prompt in a representation of `representations/`: neither plain rows nor packed by RDKV."""
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Contiguous; names, shapes and dtypes are those of `Representation.specs`."""
-        ...
-
-    def check(self, num_tokens: int) -> None:
-        """Refuse what `store` never makes. Args: num_tokens: T. Raises: ValueError."""
-        ...
-
-    def attend(self, queries: Tensor, new_keys: Tensor, new_values: Tensor, *, scaling: float) -> Tensor:
-        """Attention of one token, `[H_kv, G, D]` to the same, over the prompt and new rows `[H_kv, m, D]`."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompressedLayer:
-    """What is kept of a layer: rows in position order, or a prompt stored otherwise and no rows.
-
-    Attributes:
-        keys, values: `[H_kv, n, D]`, contiguous, compute dtype.
-        positions: int32 `[H_kv, n]`, ascending and unique per head; None where every token is kept.
-        packed: the layer packed, n = 0 then; None where it is not.
-        stored: the layer stored as neither rows nor packed, n = 0 then; None where it is either.
-        wire: the rows as they travel, where that is not as they are; `keys` and `values` are then what the
-            receiver makes of it.
-        state: float32, flat: what the layer's decode attention is to be loaded with (`AttentionKind.load`);
-            None where it needs nothing.
-    """
-
-    keys: Tensor
-    values: Tensor
-    positions: Tensor | None = None
-    packed: PackedLayer | None = None
-    stored: StoredPrompt | None = None
-    wire: StoredPrompt | None = None
-    state: Tensor | None = None
-
-    def positions_by_head(self) -> tuple[Tensor | None, ...]:
-        """The kept tokens of each KV head, integers `[n_h]` in no particular order; None where all are."""
-        if self.packed is not None:
-            return tuple(head.positions for head in self.packed.heads)
-        parts = self.stored.tensors if self.stored is not None else {}
-        if "head_rows" in parts:
-            return torch.split(parts["index"], parts["head_rows"].tolist())
-        positions = parts.get("index", self.positions)
-        return (None,) * self.keys.shape[0] if positions is None else tuple(positions)
-
-
 class Scorer(Protocol):
     """Scores every token of every KV head; higher is kept."""
+
+    @property
+    def observed_queries(self) -> int | None:
+        """How many of the prompt's last queries the scores depend on; None: all of them."""
+        ...
+
+    @property
+    def depends_on_rows(self) -> bool:
+        """Whether scores depend on how many rows are kept, beyond those that are always kept."""
+        ...
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
         """Returns float32 `[H_kv, T]`; +inf marks tokens that must be kept."""
@@ -120,7 +80,9 @@ class Method:
     Attributes:
         plan: the preset; `plan.method` is the entry point's own name.
         scorer: makes the scorer that `plan.scorer` names, where that is none of the package's.
+        format: the format that `plan.representation` names, where that is none of the package's.
     """
 
     plan: CompressionPlan
     scorer: ScorerFactory | None = None
+    format: type[LayerFormat] | None = None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable
 
-from kvferry.shared.compression.interface import CompressedLayer
+import torch
+from torch import Tensor
 
 MAX_KEPT_BINS = 512
 
@@ -26,9 +27,9 @@ class KeptMap:
         self._kept = torch.zeros(bins, dtype=torch.int64)
         self._num_heads = 0
 
-    def add(self, layer: CompressedLayer) -> None:
-        """Count one layer."""
-        for positions in layer.positions_by_head():
+    def add(self, positions_by_head: Iterable[Tensor | None]) -> None:
+        """Count one layer. Args: positions_by_head: as `LayerFormat.positions_by_head`."""
+        for positions in positions_by_head:
             self._num_heads += 1
             if positions is None:
                 self._kept += self._tokens_in_bin

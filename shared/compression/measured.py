@@ -1,7 +1,7 @@
 """Layer budgets that only a prompt's own attention can tell, from measuring it to rows per layer.
 
     admission  every side: resolved plan with mean rows; the total and the bounds are known
-    prefill    layer by layer: hold_layer ──all layers──► settle ──► rows per layer ──► compress_layer, ship
+    prefill    layer by layer: measure_layer ──all──► allocate_rows ──► rows per layer ──► compress, ship
     decode     the manifest's rows ──► with_layer_rows: total and bounds checked ──► layout
 
 These plans alone hold K and V of every layer until the pass over the prompt ends; others hold one or two
@@ -16,34 +16,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from kvferry.shared.compression.allocation import MEASURED_ALLOCATIONS
 from kvferry.shared.compression.allocation.attention_variance import variance_normalisation
 from kvferry.shared.compression.d2o.layer_budgets import attention_variance, layer_budgets
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
+from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.compression.scorers import make_scorer
-from kvferry.shared.errors import InvalidRequest
-
-MEASURED_ALLOCATIONS = ("attention_variance",)
-_READ_QUERIES = ("window_attention", "compactor")
-"""Scorers that look at queries. Their scores are the same for any rows of `least_rows` or more."""
-_READ_NO_QUERIES = ("accumulated_attention", "heavy_hitters", "streaming", "random")
-"""Scorers that need the number of rows, and no more of the queries than their accumulated attention."""
-
-
-def check_measured(plan: CompressionPlan) -> None:
-    """Whether a plan's scorer can wait for its layer's rows, where it has to.
-
-    Raises: InvalidRequest.
-    """
-    if plan.layer_allocation.name not in MEASURED_ALLOCATIONS or plan.scorer is None:
-        return
-    known = (*_READ_QUERIES, *_READ_NO_QUERIES)
-    if plan.scorer.name not in known:
-        raise InvalidRequest(
-            f"layer_allocation {plan.layer_allocation.name!r} goes with scorers {', '.join(known)}; the "
-            f"plan's scorer is {plan.scorer.name!r}",
-            param="kv_compression",
-        )
 
 
 def is_measured(resolved: ResolvedPlan) -> bool:
@@ -56,7 +34,7 @@ def is_measured(resolved: ResolvedPlan) -> bool:
 def with_layer_rows(resolved: ResolvedPlan, layer_rows: Sequence[int]) -> ResolvedPlan:
     """The plan with measured rows in place of their mean; its attention sizes stay those of the mean.
 
-    Raises: ValueError: rows that `settle` does not come to: another total, or a layer out of bounds.
+    Raises: ValueError: rows that `allocate_rows` does not come to: another total, or a layer out of bounds.
     """
     sharing = _sharing(resolved)
     if len(layer_rows) != len(resolved.layers):
@@ -87,7 +65,7 @@ def least_rows(resolved: ResolvedPlan) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldLayer:
+class WaitingLayer:
     """A layer that waits for its rows.
 
     Attributes:
@@ -101,26 +79,26 @@ class HeldLayer:
     scores: Tensor | None
 
 
-def hold_layer(resolved: ResolvedPlan, inputs: LayerInputs) -> HeldLayer:
+def measure_layer(resolved: ResolvedPlan, inputs: LayerInputs) -> WaitingLayer:
     """Measure a layer, score it where that takes queries, and let the queries go."""
     scorer = resolved.plan.scorer
     assert scorer is not None, f"method {resolved.method} shares rows between layers without a scorer"
     inputs = inputs.with_sums()
     assert inputs.sums is not None
     normalisation = variance_normalisation(resolved.plan.layer_allocation.params)
-    scores = None
-    if scorer.name in _READ_QUERIES and resolved.layers[inputs.layer].rows < resolved.num_prompt_tokens:
-        scores = make_scorer(scorer, rows=least_rows(resolved))(inputs)
+    scores, made = None, make_scorer(scorer, rows=least_rows(resolved))
+    if not made.depends_on_rows and resolved.layers[inputs.layer].rows < resolved.num_prompt_tokens:
+        scores = made(inputs)
     # a clone: a view of nothing would keep all queries alive
     no_queries = inputs.queries[:, :, :0].clone()
-    return HeldLayer(
+    return WaitingLayer(
         inputs=replace(inputs, queries=no_queries, unrotate=None),
         variance=attention_variance(inputs.sums.variances, normalisation=normalisation),
         scores=scores,
     )
 
 
-def settle(resolved: ResolvedPlan, variances: Sequence[float]) -> ResolvedPlan:
+def allocate_rows(resolved: ResolvedPlan, variances: Sequence[float]) -> ResolvedPlan:
     """Rows of each layer, from F of all of them.
 
     Raises: KvferryError: a variance is not finite.

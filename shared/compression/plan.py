@@ -8,7 +8,11 @@ wire nor services.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import msgspec
 
 from kvferry.shared.errors import InvalidRequest
 
@@ -110,3 +114,20 @@ class ResolvedPlan:
     num_prompt_tokens: int
     max_new_tokens: int
     layers: tuple[LayerPlan, ...]
+
+
+def plan_digest(resolved: ResolvedPlan) -> str:
+    """A hex digest of every size in a resolved plan: workers that hold different ones refuse each other's
+    KV."""
+    return hashlib.blake2b(msgspec.msgpack.encode(resolved, order="sorted"), digest_size=16).hexdigest()
+
+
+def check_params(name: str, params: Mapping[str, ParamValue], expected: Mapping[str, type]) -> None:
+    """Raises InvalidRequest unless `params` has exactly the names of `expected`, each of its type.
+
+    Types are exact: a bool is no int, an int is no float.
+    """
+    if set(params) == set(expected) and all(type(params[k]) is t for k, t in expected.items()):
+        return
+    takes = ", ".join(f"{k} ({t.__name__})" for k, t in expected.items()) or "no parameters"
+    raise InvalidRequest(f"{name} was given {dict(params)}; it takes {takes}", param="kv_compression")

@@ -1,32 +1,21 @@
 """A plan made exact for one prompt: rows per layer and the sizes of decode's attention.
 
-Router, prefill and decode each compute it for themselves and must agree to the last row, so everything here
-is a pure function in integer or decimal arithmetic: no platform's floating point decides a floor.
+Decode resolves a request's plan once; it travels to prefill with the ticket. Everything here is a pure
+function in integer or decimal arithmetic, so budgets are the same on every platform.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from decimal import Context, Decimal
 from fractions import Fraction
 
 from kvferry.shared.compression.allocation import allocate_layers
-from kvferry.shared.compression.attention import (
-    check_attention,
-    chooses_rows,
-    size_attention,
-    spread_pages,
-)
-from kvferry.shared.compression.measured import check_measured
+from kvferry.shared.compression.attention import check_attention, chooses_rows
+from kvferry.shared.compression.formats import format_class
+from kvferry.shared.compression.formats.interface import Sizing
 from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import preset
-from kvferry.shared.compression.representation import (
-    check_representation,
-    packed_layer_plan,
-    sized_layer_plan,
-    unsized_layer_plan,
-)
 from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.errors import InvalidRequest
 
@@ -58,39 +47,34 @@ def resolve_plan(
         )
     _check(plan, num_layers)
     whole = LayerPlan(rows=num_prompt_tokens)
-    unsized = unsized_layer_plan(plan, num_tokens=num_prompt_tokens)
-    layers = [whole if layer in plan.skip_layers else unsized for layer in range(num_layers)]
+    fmt = format_class(plan.representation)
+    uncut = fmt.plan_whole(plan, num_prompt_tokens)
+    layers = [whole if layer in plan.skip_layers else uncut for layer in range(num_layers)]
     budget = _budget_tokens(plan, num_prompt_tokens) if plan.takes_budget else num_prompt_tokens
     if budget < num_prompt_tokens:
         # A budget that covers the prompt asks for no compression, whatever the completion's length.
         total = num_prompt_tokens + max_new_tokens
         rows, cap = _rows_and_cap(plan, budget, total, max_new_tokens)
-        # what is packed and attended densely is the budget itself; its bits spread over more tokens than rows
-        stored = budget if plan.attention.name == "dense" else rows
+        # packed bits that are attended densely are the budget itself, spread over more tokens than rows
+        packed_budget = budget if plan.attention.name == "dense" else rows
         sharing = [layer for layer in range(num_layers) if layer not in plan.skip_layers]
         shares = allocate_layers(
             plan.layer_allocation, rows=rows, num_layers=len(sharing), num_tokens=num_prompt_tokens
         )
         for layer, share in zip(sharing, shares, strict=True):
-            if plan.representation.name == "rdkv" and stored < num_prompt_tokens:
-                packed = packed_layer_plan(
-                    plan.representation,
-                    budget_tokens=stored,
+            layers[layer] = fmt.plan_layer(
+                plan,
+                Sizing(
+                    layer=layer,
+                    rows=share,
+                    cap=cap + share - rows,
+                    budget=budget,
+                    packed_budget=packed_budget,
                     num_prompt_tokens=num_prompt_tokens,
                     max_new_tokens=max_new_tokens,
                     head_dim=head_dim,
-                )
-                attention = size_attention(
-                    plan.attention, layer=layer, cap=cap, budget=budget, head_dim=head_dim
-                )
-                tokens = packed.rows + max_new_tokens
-                layers[layer] = replace(packed, attention=spread_pages(attention, rows=cap, tokens=tokens))
-                continue
-            attention = size_attention(
-                plan.attention, layer=layer, cap=cap + share - rows, budget=budget, head_dim=head_dim
+                ),
             )
-            sized = sized_layer_plan(plan, rows=share, num_tokens=num_prompt_tokens, head_dim=head_dim)
-            layers[layer] = replace(sized, attention=attention)
     return ResolvedPlan(
         plan=plan,
         method="full" if all(layer == whole for layer in layers) else plan.method,
@@ -98,6 +82,33 @@ def resolve_plan(
         max_new_tokens=max_new_tokens,
         layers=tuple(layers),
     )
+
+
+def check_resolved(
+    resolved: ResolvedPlan, *, num_prompt_tokens: int, max_new_tokens: int, num_layers: int
+) -> None:
+    """Whether a plan that another worker resolved is of this request.
+
+    Raises: InvalidRequest: it is of another prompt or model, or no prompt comes to these rows.
+    """
+    expected = {
+        "num_prompt_tokens": (resolved.num_prompt_tokens, num_prompt_tokens),
+        "max_new_tokens": (resolved.max_new_tokens, max_new_tokens),
+        "number of layers": (len(resolved.layers), num_layers),
+    }
+    for name, (given, wanted) in expected.items():
+        if given != wanted:
+            raise InvalidRequest(
+                f"the ticket's plan has {name} {given}; the request has {wanted}", param="ticket.plan"
+            )
+    for layer, its in enumerate(resolved.layers):
+        if not 1 <= its.rows <= num_prompt_tokens:
+            raise InvalidRequest(
+                f"the ticket's plan has {its.rows} rows in layer {layer}; 1 to {num_prompt_tokens} are "
+                "allowed",
+                param="ticket.plan",
+            )
+    _check(resolved.plan, num_layers)
 
 
 def why_full(plan: CompressionPlan, *, num_prompt_tokens: int) -> str:
@@ -115,14 +126,13 @@ def _check(plan: CompressionPlan, num_layers: int) -> None:
     """Whether the plan's parts exist and fit together."""
     preset(plan.method)
     check_attention(plan.attention, scorer=plan.scorer)
-    check_representation(plan)
+    format_class(plan.representation).check(plan)
     outside = [layer for layer in plan.skip_layers if not 0 <= layer < num_layers]
     if outside:
         raise InvalidRequest(
             f"skip_layers names {outside}; layers are 0 to {num_layers - 1}", param="kv_compression"
         )
     allocate_layers(plan.layer_allocation, rows=1, num_layers=1, num_tokens=1)
-    check_measured(plan)
     if plan.scorer is not None:
         make_scorer(plan.scorer, rows=1)
     elif plan.layer_allocation.name != "uniform":

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvferry.shared.compression.plan import CompressionPlan
+from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 
@@ -42,10 +42,12 @@ class Ticket:
         credit_bytes: payload bytes that may be in flight before the receiver grants more.
         lease_s: the reservation is freed if the transfer is not complete after this time.
         reserved_bytes: size of the reservation in the arena.
-        held_transfer_id: the session's last transfer whose rows this worker retains and that need not be
+        plan: the request's plan as decode resolved it for this prompt, which prefill follows; None where no
+            prompt is shipped.
+        retained_transfer_id: the session's last transfer whose rows this worker retains and that need not be
             shipped again; 0 if there is none.
-        held_tokens: how many tokens of the new prompt, from its start, the retained rows belong to.
-        held_depth: how many transfers, up to and including that one, the retained rows came with.
+        retained_tokens: how many tokens of the new prompt, from its start, the retained rows belong to.
+        retained_depth: how many transfers, up to and including that one, the retained rows came with.
     """
 
     endpoint: str
@@ -54,9 +56,10 @@ class Ticket:
     credit_bytes: int
     lease_s: float
     reserved_bytes: int
-    held_transfer_id: int = 0
-    held_tokens: int = 0
-    held_depth: int = 0
+    plan: ResolvedPlan | None = None
+    retained_transfer_id: int = 0
+    retained_tokens: int = 0
+    retained_depth: int = 0
 
 
 # ---- decode ----------------------------------------------------------------------------------------------
@@ -155,7 +158,6 @@ class PrefillRequest:
     request_id: str
     model_fingerprint: str
     prompt_token_ids: tuple[int, ...]
-    plan: CompressionPlan
     sampling: SamplingParams
     ticket: Ticket
     session: SessionKey | None = None

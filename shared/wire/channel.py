@@ -1,8 +1,8 @@
-"""The seam under sender and receiver: how frames travel and how a thread waits for them.
+"""The transport under sender and server: how frames travel and how a thread waits for them.
 
 ZeroMQ (`zmq.py`) and in-process queues (`in_process.py`) implement it. A channel belongs to one I/O thread,
-which opens it, polls it, sends and closes it; only `wake` may be called by others. Knows frames, not what
-they say.
+which opens it, polls it, sends and closes it; other threads may call `wake` only. Frames are not interpreted
+here.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 Peer = bytes
-"""Endpoints to a connecting channel; names given by the transport to a listening one."""
+"""To a connecting channel an endpoint; to a listening one a name that the transport gives."""
 
 
 class SendResult(enum.Enum):
-    """SENT: the channel has it. BLOCKED: not now; the next `poll` returns once it may be tried again.
+    """SENT: accepted by the channel. BLOCKED: not now; the next `poll` returns once it may be tried again.
     LOST: there is no such peer any more."""
 
     SENT = "sent"
@@ -64,7 +64,7 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """Drop the connections and what is queued on them. Last call of the I/O thread."""
+        """Close the connections and drop what is queued on them. Last call of the I/O thread."""
         ...
 
 
@@ -87,5 +87,5 @@ class ListeningChannel(Channel, Protocol):
 
     @property
     def endpoint(self) -> str:
-        """The bound address, after `open`."""
+        """The address to put into tickets, after `open`."""
         ...

@@ -1,8 +1,8 @@
 """The block wire's messages as two frames each: a fixed 56-byte header and a payload.
 
 Place in the request's path: under the sender and receiver state machines, above the channels. Packs and
-checks headers and checksums; `records.py` holds the structured payloads, `proto/BLOCKS.md` documents the
-format. Does not know order, credits or the sizes that a manifest implies.
+checks headers and checksums; `records.py` has the structured payloads, `proto/BLOCKS.md` documents the
+format. Order, credits and the sizes of tensors are checked elsewhere.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import xxhash
 
 from kvferry.shared.errors import ProtocolMismatch, TransferFailed
 from kvferry.shared.wire.messages import (
+    MAX_LAYER_TENSORS,
     MAX_MANIFEST_BYTES,
     MAX_PAYLOAD_BYTES,
     PROTOCOL_VERSION,
     BlockHeader,
-    Section,
     TransferKey,
 )
 
 MAGIC = b"KVFB"
 HEADER = struct.Struct("<4sHBBQIIHHIQQQ")
-"""magic, version, type, section, transfer_id, generation, sequence, layer, reserved, payload_bytes,
-section_bytes, offset, checksum."""
+"""magic, version, type, tensor, transfer_id, generation, sequence, layer, reserved, payload_bytes,
+tensor_bytes, offset, checksum."""
 HEADER_BYTES = HEADER.size
 _CHECKSUM = struct.Struct("<Q")
 _CHECKED_BYTES = HEADER_BYTES - _CHECKSUM.size
@@ -38,20 +38,22 @@ NO_PAYLOAD = memoryview(b"")
 
 
 class MessageType(enum.IntEnum):
-    """What a message is. The sender says the first five, the receiver the last three."""
+    """What a message is. The first six come from the sender, the last three from the receiver."""
 
     MANIFEST = 1
-    BLOCK = 2
-    END = 3
-    ABORT = 4
-    KEEPALIVE = 5
-    CREDIT = 6
-    ACK = 7
-    NACK = 8
+    LAYER = 2
+    BLOCK = 3
+    END = 4
+    ABORT = 5
+    KEEPALIVE = 6
+    CREDIT = 7
+    ACK = 8
+    NACK = 9
 
 
 MAX_PAYLOAD_BYTES_BY_TYPE: dict[MessageType, int] = {
     MessageType.MANIFEST: MAX_MANIFEST_BYTES,
+    MessageType.LAYER: 4096,
     MessageType.BLOCK: MAX_PAYLOAD_BYTES,
     MessageType.END: MAX_MANIFEST_BYTES,
     MessageType.ABORT: 4096,
@@ -67,29 +69,30 @@ class FrameHeader:
     """The header's fields, checksum and payload size aside. Fields that a type does not use are zero.
 
     Attributes:
-        section: 0, but for BLOCK.
-        sequence: BLOCK: its number in the transfer.
-        section_bytes: BLOCK: size of the whole section; CREDIT: payload bytes written so far in total.
-        offset: BLOCK: where the payload lies in its section, in bytes.
+        sequence: LAYER, BLOCK: the message's number among them in the transfer.
+        layer: BLOCK.
+        tensor: BLOCK: index into the layer's header.
+        tensor_bytes: BLOCK: size of the whole tensor; CREDIT: payload bytes written so far in total.
+        offset: BLOCK: where the payload starts in its tensor, in bytes.
     """
 
     type: MessageType
     key: TransferKey
     sequence: int = 0
     layer: int = 0
-    section: int = 0
-    section_bytes: int = 0
+    tensor: int = 0
+    tensor_bytes: int = 0
     offset: int = 0
 
     def block(self) -> BlockHeader:
-        """The block's header as a sink sees it. Only of a BLOCK."""
+        """The header of a BLOCK as a sink sees it."""
         assert self.type is MessageType.BLOCK
         return BlockHeader(
             key=self.key,
             sequence=self.sequence,
             layer=self.layer,
-            section=Section(self.section),
-            section_bytes=self.section_bytes,
+            tensor=self.tensor,
+            tensor_bytes=self.tensor_bytes,
             offset=self.offset,
         )
 
@@ -112,14 +115,14 @@ def encode_header(header: FrameHeader, payload: memoryview | bytes = NO_PAYLOAD)
             MAGIC,
             PROTOCOL_VERSION,
             header.type,
-            header.section,
+            header.tensor,
             header.key.transfer_id,
             header.key.generation,
             header.sequence,
             header.layer,
             0,
             payload_bytes,
-            header.section_bytes,
+            header.tensor_bytes,
             header.offset,
             0,
         )
@@ -161,8 +164,8 @@ def decode_message(frames: Sequence[memoryview | bytes]) -> tuple[FrameHeader, m
 
 
 def peek_key(frames: Sequence[memoryview | bytes]) -> TransferKey | None:
-    """The key that a message seems to carry, whatever else is wrong with it; it stands at the same place in
-    every version. For telling which transfer a broken message has broken, never for accepting one."""
+    """The key in a message that may be broken otherwise; it is at the same place in every version. Only for
+    telling which transfer a broken message belongs to, never for accepting one."""
     if not frames or memoryview(frames[0]).nbytes < _KEY_OFFSET + _KEY.size:
         return None
     transfer_id, generation = _KEY.unpack_from(frames[0], _KEY_OFFSET)
@@ -171,7 +174,7 @@ def peek_key(frames: Sequence[memoryview | bytes]) -> TransferKey | None:
 
 def _checked_header(fields: list[int], frame_bytes: int) -> FrameHeader:
     (
-        type_code, section, transfer_id, generation, sequence, layer, reserved, payload_bytes, section_bytes,
+        type_code, tensor, transfer_id, generation, sequence, layer, reserved, payload_bytes, tensor_bytes,
         offset,
     ) = fields  # fmt: skip
     try:
@@ -188,29 +191,31 @@ def _checked_header(fields: list[int], frame_bytes: int) -> FrameHeader:
             f" {MAX_PAYLOAD_BYTES_BY_TYPE[message_type]} are allowed"
         )
     if message_type is MessageType.BLOCK:
-        _check_block(section, payload_bytes, section_bytes, offset)
-    elif section or sequence or layer or offset or (section_bytes and message_type is not MessageType.CREDIT):
-        raise _malformed(f"{message_type.name} sets fields that only BLOCK has")
+        if tensor >= MAX_LAYER_TENSORS:
+            raise _malformed(f"block tensor is {tensor}; 0 to {MAX_LAYER_TENSORS - 1} are allowed")
+        if payload_bytes == 0:
+            raise _malformed("block is empty; it must carry at least 1 byte")
+        if offset + payload_bytes > tensor_bytes:
+            raise _malformed(
+                f"block covers bytes {offset} to {offset + payload_bytes} of a tensor of {tensor_bytes}"
+            )
+    elif (
+        tensor
+        or layer
+        or offset
+        or (sequence and message_type is not MessageType.LAYER)
+        or (tensor_bytes and message_type is not MessageType.CREDIT)
+    ):
+        raise _malformed(f"{message_type.name} sets fields that only other types have")
     return FrameHeader(
         type=message_type,
         key=TransferKey(transfer_id=transfer_id, generation=generation),
         sequence=sequence,
         layer=layer,
-        section=section,
-        section_bytes=section_bytes,
+        tensor=tensor,
+        tensor_bytes=tensor_bytes,
         offset=offset,
     )
-
-
-def _check_block(section: int, payload_bytes: int, section_bytes: int, offset: int) -> None:
-    if section not in Section.__members__.values():
-        raise _malformed(f"block section is {section}; 1 to {max(Section)} are allowed")
-    if payload_bytes == 0:
-        raise _malformed("block is empty; it must carry at least 1 byte")
-    if offset + payload_bytes > section_bytes:
-        raise _malformed(
-            f"block covers bytes {offset} to {offset + payload_bytes} of a section of {section_bytes}"
-        )
 
 
 def _checksum(checked_header: memoryview | bytes, payload: memoryview | bytes) -> int:

@@ -1,7 +1,7 @@
 """The in-process channels: the same frames over queues, for services that share a process.
 
-Place in the request's path: where one process holds prefill and decode (the embedded default, and tests). The
-same state machines run as over ZeroMQ; payloads are handed over by reference.
+Place in the request's path: under sender and server where prefill and decode run in one process (the embedded
+default, and tests). Payloads are passed by reference.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from collections.abc import Callable
 
 from kvferry.shared.errors import ConfigurationError, TransferFailed
 from kvferry.shared.wire.channel import Peer, PeerLost, Received, SendResult
-from kvferry.shared.wire.interfaces import BlockSink
-from kvferry.shared.wire.receiver import DEFAULT_IDLE_TIMEOUT_S, ChannelBlockServer
-from kvferry.shared.wire.sender import KEEPALIVE_INTERVAL_S, ChannelBlockSender
+from kvferry.shared.wire.receiver import DEFAULT_IDLE_TIMEOUT_S, BlockServer, BlockSink
+from kvferry.shared.wire.sender import KEEPALIVE_INTERVAL_S, BlockSender
 
 SCHEME = "inproc://"
 MAX_QUEUED_MESSAGES = 64
@@ -33,7 +32,7 @@ class Mailbox:
         self._closed = False
 
     def put(self, event: Received | PeerLost, *, limit: int | None = None) -> SendResult:
-        """BLOCKED where `limit` messages wait already, LOST where the owner has closed."""
+        """BLOCKED where `limit` messages already wait, LOST where the mailbox is closed."""
         with self._condition:
             if self._closed:
                 return SendResult.LOST
@@ -46,9 +45,13 @@ class Mailbox:
     def take(self, timeout_s: float, *, limit: int) -> list[Received | PeerLost]:
         """Up to `limit` events; waits for one, or for `wake`."""
         with self._condition:
-            self._condition.wait_for(lambda: self._events or self._woken, timeout_s)
+            if not self._events and not self._woken:
+                self._condition.wait(timeout_s)
             self._woken = False
-            return [self._events.popleft() for _ in range(min(limit, len(self._events)))]
+            events: list[Received | PeerLost] = []
+            while self._events and len(events) < limit:
+                events.append(self._events.popleft())
+            return events
 
     def wake(self) -> None:
         with self._condition:
@@ -62,7 +65,7 @@ class Mailbox:
 
 
 class InProcessHub:
-    """The meeting point of one process's senders and servers: names to mailboxes."""
+    """Connects the senders and servers of one process: mailboxes by name."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -77,10 +80,10 @@ class InProcessHub:
         idle_timeout_s: float = DEFAULT_IDLE_TIMEOUT_S,
         on_late_block: Callable[[], None] | None = None,
         on_failed: Callable[[str], None] | None = None,
-    ) -> ChannelBlockServer:
-        """A server at `inproc://name` (a number if empty). See `ChannelBlockServer`."""
+    ) -> BlockServer:
+        """A server at `inproc://name` (a number if empty). See `BlockServer`."""
         channel = InProcessListeningChannel(self, name or str(next(self._numbers)))
-        return ChannelBlockServer(
+        return BlockServer(
             channel, sink, idle_timeout_s=idle_timeout_s, on_late_block=on_late_block, on_failed=on_failed
         )
 
@@ -90,9 +93,9 @@ class InProcessHub:
         buffer_bytes: int,
         timeout_s: float,
         keepalive_interval_s: float = KEEPALIVE_INTERVAL_S,
-    ) -> ChannelBlockSender:
-        """A sender to this hub's servers. See `ChannelBlockSender`."""
-        return ChannelBlockSender(
+    ) -> BlockSender:
+        """A sender to this hub's servers. See `BlockSender`."""
+        return BlockSender(
             InProcessConnectingChannel(self),
             buffer_bytes=buffer_bytes,
             timeout_s=timeout_s,
@@ -108,7 +111,7 @@ class InProcessHub:
             return mailbox
 
     def register_client(self) -> tuple[Peer, Mailbox]:
-        """A new mailbox under a name of its own."""
+        """A new mailbox with a name that no other has."""
         name = f"client/{next(self._numbers)}".encode()
         return name, self.register(name)
 

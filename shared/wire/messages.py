@@ -1,71 +1,33 @@
-"""What crosses the block wire, as typed values: the manifest, block headers and the end record.
+"""What crosses the block wire, as typed values: manifest, layer headers, block headers and end record.
 
-`proto/BLOCKS.md` documents the bytes; `frames.py` encodes and decodes them. The same messages carry the
-compressed prompt from prefill to decode and the generated tokens' KV back (`purpose`).
+`proto/BLOCKS.md` documents the bytes; `frames.py` and `records.py` encode and decode them. The same messages
+carry the compressed prompt from prefill to decode and the generated tokens' KV back (`Manifest.purpose`).
 """
 
 from __future__ import annotations
 
-import enum
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-from kvferry.shared.compression.plan import ResolvedPlan
+from torch import Tensor
+
+from kvferry.shared.model.spec import DTYPE_BYTES
 from kvferry.shared.sampling.params import SampledToken
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_PAYLOAD_BYTES = 4 << 20
 MAX_MANIFEST_BYTES = 1 << 20
-MAX_HELD_SELECTIONS = 8
-"""Transfers of one session that a delta may leave rows out of; eight find most rows of a conversation about
-one text, and each costs decode its selection's bytes while nobody else wants them."""
+MAX_LAYER_TENSORS = 16
+MAX_RETAINED_SELECTIONS = 8
+"""How many transfers of one session a delta may refer to. Eight find most rows of a conversation about one
+text; each one occupies the bytes of its selection at decode."""
 
+TENSOR_DTYPE_BYTES: dict[str, int] = {**DTYPE_BYTES, "int32": 4, "int16": 2, "uint8": 1}
+"""The dtypes that a tensor may travel in."""
 
-class Section(enum.IntEnum):
-    """Which tensor of a layer a block carries part of."""
-
-    KEYS = 1
-    """rows: K of the kept tokens, post-RoPE, `[H_kv, n, D]`, compute dtype."""
-    VALUES = 2
-    """rows: V of the kept tokens, `[H_kv, n, D]`, compute dtype."""
-    INDEX = 3
-    """index: the kept tokens' positions, int32 `[H_kv, n]`, ascending; absent where all are kept."""
-    LAYOUT = 4
-    """packed layers: int32 `[1 + 8 H_kv]`, from which the sizes of the sections after it follow."""
-    CODES = 5
-    """packed layers: the kind "codes" of `kernels.packed.layout`; those below likewise."""
-    SCALES = 6
-    HALF_ROWS = 7
-    PACKED_INDEX = 8
-    STATE = 9
-    """rows: float32, what the layer's decode attention begins with (`AttentionKind.load`)."""
-    HEAD_ROWS = 10
-    """layers of ragged heads: int32 `[H_kv]`, rows of each head."""
-    CHANNELS = 11
-    """layers of pruned K: int16 `[H_kv, C]`, the kept channels."""
-    NEW_ROWS = 12
-    """rows of a delta: int32 `[H_kv]`, rows of each head that come; the receiver holds the others."""
-
-    @property
-    def kind(self) -> str:
-        """The `kind` label of `kv_transfer_bytes_total`."""
-        return _KINDS[self]
-
-
-_KINDS = {
-    Section.KEYS: "rows",
-    Section.VALUES: "rows",
-    Section.INDEX: "index",
-    Section.LAYOUT: "manifest",
-    Section.CODES: "codes",
-    Section.SCALES: "scales",
-    Section.HALF_ROWS: "rows",
-    Section.PACKED_INDEX: "index",
-    Section.STATE: "state",
-    Section.HEAD_ROWS: "index",
-    Section.CHANNELS: "index",
-    Section.NEW_ROWS: "index",
-}
+TENSOR_KINDS = ("rows", "index", "codes", "scales", "state")
+"""The values of `NamedTensor.kind`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,35 +39,23 @@ class TransferKey:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SectionSize:
-    """A section that a manifest announces."""
-
-    section: Section
-    size_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """First message of a transfer: identity, shapes and the sizes to expect.
+    """First message of a transfer: what it belongs to, and for which model.
 
     Attributes:
-        purpose: "cache" prefill to decode; "history" decode to prefill.
-        resolved: the sender's resolved plan; the receiver compares it with its own. None for "history".
+        purpose: "cache": prefill to decode; "history": decode to prefill.
+        dtype: compute dtype of the model.
         start: first token position covered ("history": the prompt's length).
         num_tokens: "cache": the prompt's length T; "history": tokens returned.
-        layer_rows: rows per KV head to expect, one entry a layer; of a packed layer, the most tokens.
-        layer_packed_bytes: the most bytes that each layer is stored in, 0 where it is rows; empty where all
-            layers are.
-        layer_state_bytes: bytes of each layer's STATE; empty where no layer has any.
-        layer_sections: each layer's sections in their order, where its representation fixes their sizes; none
-            where it does not, and empty where it does for no layer.
+        plan_digest: hex digest of the resolved plan that the sender followed; "" for "history".
+        layer_rows: rows per KV head of each layer, where prefill measured the layers' budgets; else empty.
         history_endpoint: where decode returns generated KV, or "" if it is not wanted.
         history_credit_bytes: the credit for that return.
         traceparent: the W3C trace context that the transfer belongs to, or "".
-        held_transfer_id: the transfer of which the receiver still has rows, that are left out here; 0 if
-            everything comes.
-        held_tokens: only rows of tokens below are left out.
-        held_depth: how many transfers' rows are left out: that one's and those before it.
+        retained_transfer_id: the transfer whose rows the receiver retains and this one leaves out; 0 if no
+            rows are left out.
+        retained_tokens: only rows of tokens below it are left out.
+        retained_depth: how many transfers' rows are left out: that one's and those before it.
     """
 
     purpose: Literal["cache", "history"]
@@ -113,55 +63,77 @@ class Manifest:
     request_id: str
     model_fingerprint: str
     dtype: str
+    num_layers: int
     num_kv_heads: int
     head_dim: int
     start: int
     num_tokens: int
-    layer_rows: tuple[int, ...]
-    resolved: ResolvedPlan | None = None
+    plan_digest: str = ""
+    layer_rows: tuple[int, ...] = ()
     history_endpoint: str = ""
     history_credit_bytes: int = 0
-    layer_packed_bytes: tuple[int, ...] = ()
-    layer_state_bytes: tuple[int, ...] = ()
-    layer_sections: tuple[tuple[SectionSize, ...], ...] = ()
     traceparent: str = ""
-    held_transfer_id: int = 0
-    held_tokens: int = 0
-    held_depth: int = 0
+    retained_transfer_id: int = 0
+    retained_tokens: int = 0
+    retained_depth: int = 0
 
     @property
     def is_delta(self) -> bool:
-        """Whether rows that the receiver holds are left out."""
-        return self.held_transfer_id != 0
+        """Whether rows that the receiver retains are left out."""
+        return self.retained_transfer_id != 0
 
-    def packed_limit_bytes(self, layer: int) -> int:
-        """The most bytes that a layer is packed in; 0 where it is rows."""
-        return self.layer_packed_bytes[layer] if self.layer_packed_bytes else 0
 
-    def state_bytes(self, layer: int) -> int:
-        """Bytes of a layer's STATE; 0 where it has none."""
-        return self.layer_state_bytes[layer] if self.layer_state_bytes else 0
+@dataclass(frozen=True, kw_only=True)
+class TensorHeader:
+    """Name, dtype and shape of one tensor of a layer."""
 
-    def announced(self, layer: int) -> tuple[SectionSize, ...]:
-        """The layer's sections, where the manifest says which they are."""
-        return self.layer_sections[layer] if self.layer_sections else ()
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * TENSOR_DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerHeader:
+    """First message of a layer: its tensors in the order in which their blocks follow."""
+
+    layer: int
+    tensors: tuple[TensorHeader, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NamedTensor:
+    """A tensor to send.
+
+    Attributes:
+        kind: one of `TENSOR_KINDS`: the `kind` label under which its bytes are counted in
+            `kv_transfer_bytes_total`. It does not travel.
+    """
+
+    name: str
+    tensor: Tensor
+    kind: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockHeader:
-    """Header of one block: up to MAX_PAYLOAD_BYTES of one section of one layer.
+    """Header of one block: up to MAX_PAYLOAD_BYTES of one tensor.
 
     Attributes:
-        sequence: 0, 1, 2, ... within the transfer, over all blocks.
-        section_bytes: size of the whole section.
-        offset: where this payload lies in it.
+        sequence: number among the transfer's layer headers and blocks, from 0.
+        tensor: index into the layer header's tensors.
+        tensor_bytes: size of the whole tensor.
+        offset: where this payload starts in it, in bytes.
     """
 
     key: TransferKey
     sequence: int
     layer: int
-    section: Section
-    section_bytes: int
+    tensor: int
+    tensor_bytes: int
     offset: int
 
 

@@ -1,7 +1,8 @@
 """The receiving side of the block wire: one I/O thread that verifies what arrives and feeds a sink.
 
-Place in the request's path: between a listening channel and decode's (or prefill's) sink. Checks version,
-checksum, order, bounds and totals; answers with CREDIT, ACK and NACK. Knows neither arenas nor models.
+Place in the request's path: between a listening channel and the sink of decode or prefill. Checks version,
+checksum, order, bounds and totals; answers with CREDIT, ACK and NACK. Whether a manifest and its layers fit a
+reservation is for the sink to check.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 
@@ -21,6 +24,7 @@ from kvferry.shared.errors import (
     TransferFailed,
 )
 from kvferry.shared.wire.channel import ListeningChannel, Peer, PeerLost, Received, SendResult
+from kvferry.shared.wire.cursor import TransferCursor
 from kvferry.shared.wire.frames import (
     NO_PAYLOAD,
     FrameHeader,
@@ -29,10 +33,15 @@ from kvferry.shared.wire.frames import (
     encode_header,
     peek_key,
 )
-from kvferry.shared.wire.incoming import IncomingTransfer
-from kvferry.shared.wire.interfaces import BlockSink
-from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES, TransferKey
-from kvferry.shared.wire.records import decode_abort, decode_manifest, encode_nack
+from kvferry.shared.wire.messages import (
+    MAX_PAYLOAD_BYTES,
+    BlockHeader,
+    EndRecord,
+    LayerHeader,
+    Manifest,
+    TransferKey,
+)
+from kvferry.shared.wire.records import decode_abort, decode_end, decode_layer, decode_manifest, encode_nack
 
 BEAT_INTERVAL_S = 1.0
 DEFAULT_IDLE_TIMEOUT_S = 30.0
@@ -42,18 +51,63 @@ _CLOSE_TIMEOUT_S = 10.0
 _log = structlog.get_logger(__name__)
 
 
-class ChannelBlockServer:
-    """Implements `BlockServer` over any channel.
+class BlockSink(Protocol):
+    """Where a server puts what arrives. Called by the server's thread alone, in order for any one transfer.
+    An error of `shared.errors` raised here fails that transfer alone, and its sender is told."""
 
-        MANIFEST ──sink.open──► receiving ──BLOCK, sink.write──► ... ──END, sink.commit──► ACK, forgotten
+    def open(self, manifest: Manifest) -> None:
+        """A manifest came. Raise ProtocolMismatch, LeaseExpired (unknown or outdated key) or
+        TransferFailed."""
+        ...
+
+    def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
+        """The next layer's header came. Raise ProtocolMismatch or TransferFailed where its tensors are not
+        the ones expected."""
+        ...
+
+    def write(self, header: BlockHeader, payload: memoryview) -> None:
+        """The next block of the layer came; checksum, order and bounds are verified. The payload is a view of
+        the transport's memory, valid during the call only."""
+        ...
+
+    def commit(self, end: EndRecord) -> None:
+        """Every byte that the layers' headers announced has been written. After this returns the sender is
+        acknowledged."""
+        ...
+
+    def abort(self, key: TransferKey, reason: str) -> None:
+        """The transfer failed or was given up; free its resources. Never called after `commit` returned."""
+        ...
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _IncomingTransfer:
+    """A transfer being received.
+
+    Attributes:
+        granted_bytes: payload bytes written, as last reported to the sender.
+        heard_at_s, told_at_s: when a message last came, when one was last sent; monotonic seconds.
+    """
+
+    key: TransferKey
+    peer: Peer
+    cursor: TransferCursor
+    heard_at_s: float
+    told_at_s: float
+    granted_bytes: int = 0
+
+
+class BlockServer:
+    """Listens for transfers at its channel's address and feeds a sink.
+
+        MANIFEST ──sink.open──► LAYER, BLOCK ──sink.begin_layer, sink.write──► END ──sink.commit──► ACK
             │ refused              │ anything wrong, idle, peer gone, server closed
             ▼                      ▼
-           NACK                 sink.abort, NACK, forgotten: later blocks of it are late
+           NACK                 sink.abort, NACK; later blocks of it are late
 
-    The thread owns the channel and is the only caller of the sink. Payloads are views of the transport's
-    memory, valid during `sink.write` only. CREDIT reports the total written so far, once per batch of
-    arrivals; it is repeated every BEAT_INTERVAL_S, which tells a sender that this side lives and this side
-    whether the sender's connection does.
+    The thread owns the channel and is the only caller of the sink. CREDIT reports the total written so far,
+    once per batch of arrivals. It is repeated every BEAT_INTERVAL_S, which shows a sender that this side is
+    alive, and this side whether the sender's connection is.
     """
 
     def __init__(
@@ -61,17 +115,15 @@ class ChannelBlockServer:
         channel: ListeningChannel,
         sink: BlockSink,
         *,
-        advertise: str = "",
         idle_timeout_s: float = DEFAULT_IDLE_TIMEOUT_S,
         on_late_block: Callable[[], None] | None = None,
         on_failed: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:
-            advertise: the address as peers reach it; as bound if empty.
-            idle_timeout_s: a transfer of which nothing comes, not even a keepalive, is aborted after it.
-            on_late_block: told of each block that belongs to no open transfer.
-            on_failed: told the reason of each transfer refused or broken.
+            idle_timeout_s: a transfer is aborted when nothing, not even a keepalive, came for this long.
+            on_late_block: called for each block that belongs to no open transfer.
+            on_failed: called with the reason of each transfer refused or broken.
 
         Raises:
             ConfigurationError: the address cannot be bound.
@@ -81,7 +133,7 @@ class ChannelBlockServer:
         self._idle_timeout_s = idle_timeout_s
         self._on_late_block = on_late_block or (lambda: None)
         self._on_failed = on_failed or (lambda reason: None)
-        self._transfers: dict[TransferKey, IncomingTransfer] = {}
+        self._transfers: dict[TransferKey, _IncomingTransfer] = {}
         self._stopping = False
         self._started = threading.Event()
         self._start_error: ConfigurationError | None = None
@@ -91,12 +143,11 @@ class ChannelBlockServer:
             raise ConfigurationError(f"block receiver did not start within {_START_TIMEOUT_S} s")
         if self._start_error is not None:
             raise self._start_error
-        self._endpoint = advertise or channel.endpoint
 
     @property
     def endpoint(self) -> str:
         """The address to put into tickets."""
-        return self._endpoint
+        return self._channel.endpoint
 
     def close(self) -> None:
         """Abort the transfers that are not complete, and stop. Idempotent."""
@@ -132,7 +183,7 @@ class ChannelBlockServer:
                 else:
                     self._on_peer_lost(event)
             for incoming in tuple(self._transfers.values()):
-                if incoming.ungranted_bytes:
+                if incoming.cursor.payload_bytes > incoming.granted_bytes:
                     self._grant(incoming)
             if time.monotonic() >= next_sweep_s:
                 self._sweep()
@@ -156,7 +207,7 @@ class ChannelBlockServer:
             )
 
     def _dispatch(
-        self, peer: Peer, incoming: IncomingTransfer | None, header: FrameHeader, payload: memoryview
+        self, peer: Peer, incoming: _IncomingTransfer | None, header: FrameHeader, payload: memoryview
     ) -> None:
         if header.type is MessageType.MANIFEST:
             self._on_manifest(peer, header, payload)
@@ -174,14 +225,19 @@ class ChannelBlockServer:
                 reason="unknown_transfer",
             )
         incoming.heard_at_s = time.monotonic()
+        cursor = incoming.cursor
         match header.type:
             case MessageType.BLOCK:
-                self._sink.write(incoming.accept_block(header, payload), payload)
-                incoming.written_bytes += payload.nbytes
-                if incoming.ungranted_bytes >= MAX_PAYLOAD_BYTES:
+                cursor.pass_block(header, payload.nbytes)
+                self._sink.write(header.block(), payload)
+                if cursor.payload_bytes - incoming.granted_bytes >= MAX_PAYLOAD_BYTES:
                     self._grant(incoming)
+            case MessageType.LAYER:
+                layer = decode_layer(payload)
+                cursor.pass_layer(header.sequence, layer)
+                self._sink.begin_layer(header.key, layer)
             case MessageType.END:
-                self._sink.commit(incoming.accept_end(payload))
+                self._sink.commit(_checked_end(incoming, payload))
                 del self._transfers[header.key]
                 self._send(peer, FrameHeader(type=MessageType.ACK, key=header.key))
             case MessageType.KEEPALIVE:
@@ -196,10 +252,17 @@ class ChannelBlockServer:
         if manifest.key != header.key:
             raise ProtocolMismatch(f"manifest of {manifest.key} came as {header.key}", reason="malformed")
         self._sink.open(manifest)
-        self._transfers[header.key] = IncomingTransfer(manifest, peer=peer, now_s=time.monotonic())
+        now_s = time.monotonic()
+        self._transfers[header.key] = _IncomingTransfer(
+            key=header.key,
+            peer=peer,
+            cursor=TransferCursor(manifest.num_layers),
+            heard_at_s=now_s,
+            told_at_s=now_s,
+        )
 
     def _on_broken(self, peer: Peer, frames: Sequence[memoryview], error: TransferFailed) -> None:
-        """A message that cannot be trusted: fail the transfer that it seems to be of, or tell its sender."""
+        """Fail the transfer that a broken message seems to belong to, or refuse the message."""
         key = peek_key(frames)
         if key is None:
             _log.warning("dropped a message without a key", error=error.message)
@@ -212,7 +275,7 @@ class ChannelBlockServer:
             if incoming.peer == event.peer:
                 self._drop(incoming, "peer_lost")
 
-    def _of(self, key: TransferKey, peer: Peer) -> IncomingTransfer | None:
+    def _of(self, key: TransferKey, peer: Peer) -> _IncomingTransfer | None:
         incoming = self._transfers.get(key)
         return incoming if incoming is not None and incoming.peer == peer else None
 
@@ -225,12 +288,12 @@ class ChannelBlockServer:
             self._on_failed(error.reason)
         self._send(peer, FrameHeader(type=MessageType.NACK, key=key), memoryview(encode_nack(error)))
 
-    def _fail(self, incoming: IncomingTransfer, error: KvferryError) -> None:
+    def _fail(self, incoming: _IncomingTransfer, error: KvferryError) -> None:
         self._drop(incoming, error.reason)
         header = FrameHeader(type=MessageType.NACK, key=incoming.key)
         self._send(incoming.peer, header, memoryview(encode_nack(error)))
 
-    def _drop(self, incoming: IncomingTransfer, reason: str) -> None:
+    def _drop(self, incoming: _IncomingTransfer, reason: str) -> None:
         del self._transfers[incoming.key]
         try:
             self._sink.abort(incoming.key, reason)
@@ -238,10 +301,11 @@ class ChannelBlockServer:
             _log.exception("block sink failed to abort", transfer_id=incoming.key.transfer_id)
         self._on_failed(reason)
 
-    def _grant(self, incoming: IncomingTransfer) -> None:
-        header = FrameHeader(type=MessageType.CREDIT, key=incoming.key, section_bytes=incoming.written_bytes)
+    def _grant(self, incoming: _IncomingTransfer) -> None:
+        written_bytes = incoming.cursor.payload_bytes
+        header = FrameHeader(type=MessageType.CREDIT, key=incoming.key, tensor_bytes=written_bytes)
         if self._send(incoming.peer, header) is SendResult.SENT:
-            incoming.granted_bytes = incoming.written_bytes
+            incoming.granted_bytes = written_bytes
             incoming.told_at_s = time.monotonic()
         else:
             self._drop(incoming, "peer_lost")
@@ -258,3 +322,16 @@ class ChannelBlockServer:
 
     def _send(self, peer: Peer, header: FrameHeader, payload: memoryview = NO_PAYLOAD) -> SendResult:
         return self._channel.send(peer, encode_header(header, payload), payload)
+
+
+def _checked_end(incoming: _IncomingTransfer, payload: memoryview) -> EndRecord:
+    """Raises TransferFailed ("incomplete", "totals") if something is missing, or other totals were sent."""
+    end = decode_end(payload)
+    incoming.cursor.check_complete()
+    expected = (incoming.key, incoming.cursor.num_blocks, incoming.cursor.payload_bytes)
+    if (end.key, end.num_blocks, end.payload_bytes) != expected:
+        raise TransferFailed(
+            f"end says key, blocks, bytes {(end.key, end.num_blocks, end.payload_bytes)}; {expected} came",
+            reason="totals",
+        )
+    return end

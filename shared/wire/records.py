@@ -1,9 +1,9 @@
-"""The structured payloads of the block wire (manifest, end, nack, abort) as msgpack, decoded strictly.
+"""The structured payloads of the block wire (manifest, layer, end, nack, abort) as msgpack, decoded strictly.
 
 Place in the request's path: `frames.py` has checked size and checksum of what is decoded here. A payload is
 refused unless it has every field, no other, of the right type and within range: unknown keys, missing ones
-and values such as NaN do not survive the comparison of what was read with what was understood. Does not
-compare a manifest with a model or a reservation: that is the sink's part.
+and values such as NaN do not survive the comparison of what was read with what was understood. The sink
+compares manifest and layers with its model and reservation.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, TransferFailed
 from kvferry.shared.model.spec import DTYPE_BYTES
 from kvferry.shared.sampling.params import SampledToken
+from kvferry.shared.wire.frames import MAX_PAYLOAD_BYTES_BY_TYPE, MessageType
 from kvferry.shared.wire.messages import (
-    MAX_HELD_SELECTIONS,
-    MAX_MANIFEST_BYTES,
+    MAX_LAYER_TENSORS,
+    MAX_RETAINED_SELECTIONS,
+    TENSOR_DTYPE_BYTES,
     EndRecord,
+    LayerHeader,
     Manifest,
-    Section,
     TransferKey,
 )
 
@@ -33,8 +35,27 @@ MAX_HEAD_DIM = 4096
 MAX_TOKENS = 2**31 - 1
 MAX_TOTAL_BYTES = 2**48
 MAX_TEXT_CHARS = 1024
+MAX_TENSOR_DIMS = 4
 _MAX_MESSAGE_CHARS = 1024
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_MANIFEST_BOUNDS = {
+    "num_layers": (1, MAX_LAYERS),
+    "num_kv_heads": (1, MAX_KV_HEADS),
+    "head_dim": (1, MAX_HEAD_DIM),
+    "start": (0, MAX_TOKENS),
+    "num_tokens": (0, MAX_TOKENS),
+    "retained_transfer_id": (0, 2**64 - 1),
+    "retained_tokens": (0, MAX_TOKENS),
+    "retained_depth": (0, MAX_RETAINED_SELECTIONS),
+    "history_credit_bytes": (0, MAX_TOTAL_BYTES),
+    "request_id": (0, MAX_TEXT_CHARS),
+    "model_fingerprint": (0, MAX_TEXT_CHARS),
+    "history_endpoint": (0, MAX_TEXT_CHARS),
+    "traceparent": (0, MAX_TEXT_CHARS),
+}
+"""Of numbers their range, of texts that of their length."""
+_TENSOR_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_DIGEST = re.compile(r"[0-9a-f]{0,128}")
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -59,6 +80,7 @@ class AbortRecord:
 
 
 _MANIFEST = msgspec.msgpack.Decoder(Manifest)
+_LAYER = msgspec.msgpack.Decoder(LayerHeader)
 _END = msgspec.msgpack.Decoder(EndRecord)
 _NACK = msgspec.msgpack.Decoder(NackRecord)
 _ABORT = msgspec.msgpack.Decoder(AbortRecord)
@@ -70,24 +92,38 @@ _KINDS: dict[str, type[TransferFailed]] = {
 def encode_manifest(manifest: Manifest) -> bytes:
     """Raises ProtocolMismatch where a field is out of range or the whole too large."""
     _check_manifest(manifest)
-    return _encode(manifest, limit_bytes=MAX_MANIFEST_BYTES)
+    return _encode(manifest, MessageType.MANIFEST)
 
 
 def decode_manifest(payload: memoryview | bytes) -> Manifest:
     """Raises ProtocolMismatch on anything that `encode_manifest` does not write."""
-    manifest = _decode(_MANIFEST, payload, limit_bytes=MAX_MANIFEST_BYTES)
+    manifest = _decode(_MANIFEST, payload, MessageType.MANIFEST)
     _check_manifest(manifest)
     return manifest
 
 
+def encode_layer(layer: LayerHeader) -> bytes:
+    """Raises ProtocolMismatch where a field is out of range."""
+    _check_layer(layer)
+    return _encode(layer, MessageType.LAYER)
+
+
+def decode_layer(payload: memoryview | bytes) -> LayerHeader:
+    """Raises ProtocolMismatch on anything that `encode_layer` does not write."""
+    layer = _decode(_LAYER, payload, MessageType.LAYER)
+    _check_layer(layer)
+    return layer
+
+
 def encode_end(end: EndRecord) -> bytes:
+    """Raises ProtocolMismatch where a field is out of range."""
     _check_end(end)
-    return _encode(end, limit_bytes=MAX_MANIFEST_BYTES)
+    return _encode(end, MessageType.END)
 
 
 def decode_end(payload: memoryview | bytes) -> EndRecord:
     """Raises ProtocolMismatch on anything that `encode_end` does not write."""
-    end = _decode(_END, payload, limit_bytes=MAX_MANIFEST_BYTES)
+    end = _decode(_END, payload, MessageType.END)
     _check_end(end)
     return end
 
@@ -98,24 +134,25 @@ def encode_nack(error: KvferryError) -> bytes:
     record = NackRecord(
         kind=kind, reason=clean_reason(error.reason), message=error.message[:_MAX_MESSAGE_CHARS]
     )
-    return _encode(record, limit_bytes=8192)
+    return _encode(record, MessageType.NACK)
 
 
 def decode_nack(payload: memoryview | bytes) -> TransferFailed:
     """The error to raise, not raised. Raises ProtocolMismatch on what `encode_nack` does not write."""
-    record = _decode(_NACK, payload, limit_bytes=8192)
+    record = _decode(_NACK, payload, MessageType.NACK)
     _check(record.kind in _KINDS, f"kind is {record.kind!r}; {', '.join(_KINDS)} are allowed")
     _check_reason(record.reason)
     return _KINDS[record.kind](record.message, reason=record.reason)
 
 
 def encode_abort(reason: str) -> bytes:
-    return _encode(AbortRecord(reason=clean_reason(reason)), limit_bytes=4096)
+    """A reason that is no label travels as "other"."""
+    return _encode(AbortRecord(reason=clean_reason(reason)), MessageType.ABORT)
 
 
 def decode_abort(payload: memoryview | bytes) -> str:
     """The sender's reason. Raises ProtocolMismatch on what `encode_abort` does not write."""
-    record = _decode(_ABORT, payload, limit_bytes=4096)
+    record = _decode(_ABORT, payload, MessageType.ABORT)
     _check_reason(record.reason)
     return record.reason
 
@@ -125,8 +162,8 @@ def clean_reason(reason: str) -> str:
     return reason if _REASON.fullmatch(reason) else "other"
 
 
-def _encode(record: object, *, limit_bytes: int) -> bytes:
-    name = type(record).__name__
+def _encode(record: object, message_type: MessageType) -> bytes:
+    name, limit_bytes = type(record).__name__, MAX_PAYLOAD_BYTES_BY_TYPE[message_type]
     try:
         payload = msgspec.msgpack.encode(record)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
@@ -139,16 +176,14 @@ def _encode(record: object, *, limit_bytes: int) -> bytes:
 
 
 def _decode(
-    decoder: msgspec.msgpack.Decoder[_Record], payload: memoryview | bytes, *, limit_bytes: int
+    decoder: msgspec.msgpack.Decoder[_Record], payload: memoryview | bytes, message_type: MessageType
 ) -> _Record:
-    size_bytes = memoryview(payload).nbytes
+    size_bytes, limit_bytes = memoryview(payload).nbytes, MAX_PAYLOAD_BYTES_BY_TYPE[message_type]
     _check(size_bytes <= limit_bytes, f"it is {size_bytes} bytes; at most {limit_bytes} are allowed")
     try:
         record = decoder.decode(payload)
-        understood: Any = msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(record)))
+        understood: object = msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(record)))
         same = understood == msgspec.msgpack.decode(payload)
-    except KvferryError as error:
-        raise _malformed(error.message) from error
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise _malformed(str(error)) from error
     _check(same, "it has fields, or lacks fields, that this version does not know")
@@ -157,59 +192,46 @@ def _decode(
 
 def _check_manifest(manifest: Manifest) -> None:
     _check_key(manifest.key)
-    _check_range("num_kv_heads", manifest.num_kv_heads, 1, MAX_KV_HEADS)
-    _check_range("head_dim", manifest.head_dim, 1, MAX_HEAD_DIM)
-    _check_range("start", manifest.start, 0, MAX_TOKENS)
-    _check_range("num_tokens", manifest.num_tokens, 0, MAX_TOKENS)
-    _check_range("held_transfer_id", manifest.held_transfer_id, 0, 2**64 - 1)
-    _check_range("held_tokens", manifest.held_tokens, 0, MAX_TOKENS)
-    _check_range("held_depth", manifest.held_depth, 0, MAX_HELD_SELECTIONS)
-    _check_range("history_credit_bytes", manifest.history_credit_bytes, 0, MAX_TOTAL_BYTES)
-    _check_range("number of layers", len(manifest.layer_rows), 1, MAX_LAYERS)
-    for layer, rows in enumerate(manifest.layer_rows):
-        _check_range(f"layer_rows[{layer}]", rows, 0, MAX_TOKENS)
-    _check(
-        manifest.dtype in DTYPE_BYTES,
-        f"dtype is {manifest.dtype[:32]!r}; {', '.join(DTYPE_BYTES)} are allowed",
-    )
-    for name in ("request_id", "model_fingerprint", "history_endpoint", "traceparent"):
-        _check_range(f"length of {name}", len(getattr(manifest, name)), 0, MAX_TEXT_CHARS)
-    for name in ("layer_packed_bytes", "layer_state_bytes"):
-        sizes = getattr(manifest, name)
-        if sizes:
-            num_layers = len(manifest.layer_rows)
-            _check_range(f"length of {name}", len(sizes), num_layers, num_layers)
-        for layer, size_bytes in enumerate(sizes):
-            _check_range(f"{name}[{layer}]", size_bytes, 0, MAX_TOTAL_BYTES)
-    _check_announced(manifest)
-    stored = manifest.layer_packed_bytes or manifest.layer_state_bytes or manifest.layer_sections
-    _check(not (manifest.is_delta and stored), "a delta has layers that are not rows alone")
-    row_bytes = 2 * manifest.head_dim * DTYPE_BYTES[manifest.dtype] + 4
-    total_bytes = sum(
-        sum(its.size_bytes for its in manifest.announced(layer))
-        or manifest.packed_limit_bytes(layer)
-        or rows * manifest.num_kv_heads * row_bytes + manifest.state_bytes(layer)
-        for layer, rows in enumerate(manifest.layer_rows)
-    )
-    _check_range("total size in bytes", total_bytes, 0, MAX_TOTAL_BYTES)
-    if manifest.resolved is not None:
-        num_layers = len(manifest.layer_rows)
-        _check_range("number of resolved layers", len(manifest.resolved.layers), num_layers, num_layers)
-
-
-def _check_announced(manifest: Manifest) -> None:
-    if not manifest.layer_sections:
-        return
-    num_layers = len(manifest.layer_rows)
-    _check_range("length of layer_sections", len(manifest.layer_sections), num_layers, num_layers)
-    for layer, sections in enumerate(manifest.layer_sections):
-        names = [its.section for its in sections]
-        _check(
-            len(set(names)) == len(names) and Section.LAYOUT not in names,
-            f"layer_sections[{layer}] is {[name.name for name in names]}; each but LAYOUT once is allowed",
+    for name, (low, high) in _MANIFEST_BOUNDS.items():
+        value = getattr(manifest, name)
+        if not low <= (len(value) if isinstance(value, str) else value) <= high:
+            raise _malformed(f"{name} is {value!r:.64}; {low} to {high} (characters of texts) is allowed")
+    if manifest.dtype not in DTYPE_BYTES:
+        raise _malformed(f"dtype is {manifest.dtype[:32]!r}; {', '.join(DTYPE_BYTES)} are allowed")
+    if not _DIGEST.fullmatch(manifest.plan_digest):
+        raise _malformed(f"plan_digest is {manifest.plan_digest[:128]!r}; 0 to 128 hex digits are allowed")
+    rows, num_layers = manifest.layer_rows, manifest.num_layers
+    if rows and (len(rows) != num_layers or min(rows) < 0 or max(rows) > MAX_TOKENS):
+        raise _malformed(
+            f"layer_rows has {len(rows)} entries from {min(rows)} to {max(rows)}; none or {num_layers}"
+            f" entries from 0 to {MAX_TOKENS} are allowed"
         )
-        for its in sections:
-            _check_range(f"layer_sections[{layer}] {its.section.name}", its.size_bytes, 0, MAX_TOTAL_BYTES)
+
+
+def _check_layer(layer: LayerHeader) -> None:
+    """Few calls: it runs at both ends for every layer."""
+    tensors = layer.tensors
+    if not 0 <= layer.layer < MAX_LAYERS:
+        raise _malformed(f"layer is {layer.layer}; 0 to {MAX_LAYERS - 1} is allowed")
+    if len(tensors) > MAX_LAYER_TENSORS or len({tensor.name for tensor in tensors}) < len(tensors):
+        raise _malformed(
+            f"layer {layer.layer} has tensors {[tensor.name for tensor in tensors[:32]]}; at most"
+            f" {MAX_LAYER_TENSORS}, of different names, are allowed"
+        )
+    for tensor in tensors:
+        if not (
+            _TENSOR_NAME.fullmatch(tensor.name)
+            and tensor.dtype in TENSOR_DTYPE_BYTES
+            and len(tensor.shape) <= MAX_TENSOR_DIMS
+            and 0 <= min(tensor.shape, default=0) <= max(tensor.shape, default=0) <= MAX_TOKENS
+            and tensor.size_bytes <= MAX_TOTAL_BYTES
+        ):
+            raise _malformed(
+                f"layer {layer.layer} has a tensor {tensor.name[:64]!r} of {tensor.dtype[:32]!r} and shape"
+                f" {tensor.shape[:8]}; names of at most 32 characters a-z, 0-9 and _, the dtypes"
+                f" {', '.join(TENSOR_DTYPE_BYTES)}, at most {MAX_TENSOR_DIMS} dimensions and"
+                f" {MAX_TOTAL_BYTES} bytes are allowed"
+            )
 
 
 def _check_end(end: EndRecord) -> None:

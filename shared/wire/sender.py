@@ -1,8 +1,8 @@
-"""The sending side of the block wire: one I/O thread that moves every transfer's messages over a channel.
+"""The sending side of the block wire: one I/O thread that sends every transfer's messages over a channel.
 
-Place in the request's path: the shipper (prefill), or decode returning history, opens a transfer with a
-ticket; this thread sends its blocks as credit allows and hands the receiver's answers to it. Knows neither
-layouts nor sockets.
+Place in the request's path: prefill shipping a prompt, or decode returning history, opens a transfer with a
+ticket; this thread sends its messages as credit allows and gives it the receiver's answers. What tensors mean
+and how frames travel is not decided here.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import structlog
 
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import ConfigurationError, TransferFailed
-from kvferry.shared.wire.buffer import SendBuffer
 from kvferry.shared.wire.channel import ConnectingChannel, Peer, PeerLost, Received, SendResult
 from kvferry.shared.wire.frames import (
+    HEADER_BYTES,
     NO_PAYLOAD,
     FrameHeader,
     MessageType,
@@ -25,8 +25,9 @@ from kvferry.shared.wire.frames import (
     encode_header,
     peek_key,
 )
-from kvferry.shared.wire.messages import Manifest, TransferKey
-from kvferry.shared.wire.transfer import SendingTransfer
+from kvferry.shared.wire.in_flight import SendBuffer
+from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES, Manifest, TransferKey
+from kvferry.shared.wire.transfer import OutgoingTransfer
 
 KEEPALIVE_INTERVAL_S = 2.0
 IDLE_CONNECTION_S = 30.0
@@ -36,14 +37,15 @@ _CLOSE_TIMEOUT_S = 10.0
 _log = structlog.get_logger(__name__)
 
 
-class ChannelBlockSender:
-    """Implements `BlockSender` over any channel.
+class BlockSender:
+    """Opens transfers to any endpoint of its channel's transport. Any thread may call its methods.
 
-        open ──► registered ──► thread: round robin over transfers, one message each ──► over, forgotten
+        open ──► registered ──► thread: round robin over transfers, 4 MiB each ──► over, removed
                                    ▲ CREDIT, ACK, NACK, connection lost, silence
 
-    The thread owns the channel. Transfers and the buffer share one condition; nothing is held while sending.
-    A connection lives while a transfer uses it and IDLE_CONNECTION_S longer; losing it fails its transfers.
+    The thread owns the channel. Transfers and the buffer share one condition, which is not locked while a
+    message is sent. A connection stays open while a transfer uses it and IDLE_CONNECTION_S longer; losing it
+    fails its transfers.
     """
 
     def __init__(
@@ -58,7 +60,10 @@ class ChannelBlockSender:
         Args:
             buffer_bytes: bound on unacknowledged blocks over all transfers.
             timeout_s: how long a receiver that owes an answer may be silent.
-            keepalive_interval_s: an open transfer that sends nothing else says so this often.
+            keepalive_interval_s: how often an open transfer that sends nothing else sends a keepalive.
+
+        Raises:
+            ConfigurationError: the buffer has no room for a byte.
         """
         if buffer_bytes < 1:
             raise ConfigurationError(f"send buffer is {buffer_bytes} bytes; at least 1 is needed")
@@ -67,7 +72,7 @@ class ChannelBlockSender:
         self._timeout_s = timeout_s
         self._keepalive_interval_s = keepalive_interval_s
         self._lock = threading.Lock()
-        self._transfers: dict[TransferKey, SendingTransfer] = {}
+        self._transfers: dict[TransferKey, OutgoingTransfer] = {}
         self._used_at_s: dict[Peer, float] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvferry-block-sender", daemon=True)
@@ -75,21 +80,21 @@ class ChannelBlockSender:
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes of blocks held over all transfers."""
+        """Bytes of unacknowledged blocks over all transfers."""
         with self._buffer.condition:
             return self._buffer.used_bytes
 
-    def open(self, ticket: Ticket, manifest: Manifest, *, timeout_s: float) -> SendingTransfer:
+    def open(self, ticket: Ticket, manifest: Manifest, *, timeout_s: float) -> OutgoingTransfer:
         """Begin a transfer; does not wait for the receiver.
 
         Args:
-            timeout_s: how long one `send` may wait for room in the buffer.
+            timeout_s: how long one block may wait for room in the buffer.
 
         Raises:
             TransferFailed: the sender is closed, or the key is in use.
             ProtocolMismatch: the manifest is out of range.
         """
-        transfer = SendingTransfer(
+        transfer = OutgoingTransfer(
             ticket=ticket,
             manifest=manifest,
             buffer=self._buffer,
@@ -102,7 +107,7 @@ class ChannelBlockSender:
             if transfer.key in self._transfers:
                 raise TransferFailed(f"a transfer of {transfer.key} is already open", reason="key")
             with self._buffer.condition:
-                self._buffer.add(transfer)
+                self._buffer.add(transfer.messages)
             self._transfers[transfer.key] = transfer
         self._channel.wake()
         return transfer
@@ -143,24 +148,28 @@ class ChannelBlockSender:
             transfer.fail(TransferFailed("block sender is closed", reason="closed"))
         self._pump()
 
-    def _snapshot(self) -> list[SendingTransfer]:
+    def _snapshot(self) -> list[OutgoingTransfer]:
         with self._lock:
             return list(self._transfers.values())
 
     def _pump(self) -> bool:
-        """Send at most one message of each transfer; returns whether any went."""
+        """Send of each transfer what credit and channel allow, up to the size of a block; returns whether
+        any message was sent."""
         progressed = False
         for transfer in self._snapshot():
-            message = transfer.next_message()
-            if message is not None and self._send(transfer, *message):
-                transfer.sent()
+            sent_bytes = 0
+            while sent_bytes < MAX_PAYLOAD_BYTES and (message := transfer.messages.next()) is not None:
+                if not self._send(transfer, message.encoded, message.payload):
+                    break
+                transfer.messages.sent()
+                sent_bytes += HEADER_BYTES + message.payload.nbytes
                 progressed = True
             if transfer.done:
                 with self._lock:
                     del self._transfers[transfer.key]
         return progressed
 
-    def _send(self, transfer: SendingTransfer, header: bytes, payload: memoryview) -> bool:
+    def _send(self, transfer: OutgoingTransfer, header: bytes, payload: memoryview) -> bool:
         peer = transfer.peer
         try:
             if peer not in self._used_at_s:
@@ -213,7 +222,7 @@ class ChannelBlockSender:
             elif transfer.quiet_s(now_s) > self._keepalive_interval_s:
                 header = encode_header(FrameHeader(type=MessageType.KEEPALIVE, key=transfer.key))
                 if self._send(transfer, header, NO_PAYLOAD):
-                    transfer.kept_alive()
+                    transfer.keepalive_sent()
         for peer, used_at_s in tuple(self._used_at_s.items()):
             if peer not in busy and now_s - used_at_s > IDLE_CONNECTION_S:
                 del self._used_at_s[peer]

@@ -1,12 +1,13 @@
 """The ZeroMQ channels: DEALER sockets that connect, a ROUTER that binds; tcp:// and ipc:// endpoints.
 
-Place in the request's path: between machines (tcp) or processes (ipc), under sender and receiver. Payloads go
-out and come in without a copy in Python. No authentication and no encryption: for private networks.
+Place in the request's path: between machines (tcp) or processes (ipc), under sender and server. Payloads are
+not copied in Python. No authentication and no encryption: for private networks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import socket
 from typing import Any
 
 import zmq
@@ -15,11 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kvferry.shared.errors import ConfigurationError, TransferFailed
 from kvferry.shared.wire.channel import Peer, PeerLost, Received, SendResult
 from kvferry.shared.wire.frames import HEADER_BYTES
-from kvferry.shared.wire.interfaces import BlockSink
 from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES
-from kvferry.shared.wire.receiver import DEFAULT_IDLE_TIMEOUT_S, ChannelBlockServer
-from kvferry.shared.wire.sender import KEEPALIVE_INTERVAL_S, ChannelBlockSender
-from kvferry.shared.wire.wakeup import Wakeup
 
 BLOCKS_HIGH_WATER_MARK = 64
 ANSWERS_HIGH_WATER_MARK = 4096
@@ -34,11 +31,38 @@ _LOST_EVENTS = (
 _WILDCARDS = ("tcp://0.0.0.0:", "tcp://[::]:", "tcp://*:")
 
 
+class Wakeup:
+    """Lets any thread wake the one that polls the sockets: `fileno` is readable from `set` until `clear`. A
+    socket pair, since ZeroMQ sockets may be used by their own thread only."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def set(self) -> None:
+        """Any thread; no effect after `close`."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._writer.send(b"\0")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._reader.recv(4096):
+                pass
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+
+
 class ZmqConnectingChannel:
     """Implements `ConnectingChannel`: one DEALER and its monitor for each endpoint.
 
-    The monitor tells when a connection is lost; the DEALER is then closed with everything queued on it, and
-    the next `connect` makes a fresh one, so nothing of a failed transfer is ever delivered late.
+    The monitor reports a lost connection; the DEALER is then closed with everything queued on it, and the
+    next `connect` makes a new one, so nothing of a failed transfer is ever delivered late.
     """
 
     def __init__(self) -> None:
@@ -134,9 +158,23 @@ class ZmqConnectingChannel:
 class ZmqListeningChannel:
     """Implements `ListeningChannel`: one ROUTER, whose peers are connections."""
 
-    def __init__(self, bind: str) -> None:
+    def __init__(self, bind: str, *, advertise: str = "") -> None:
+        """
+        Args:
+            bind: `tcp://host:port` (port 0 picks a free one) or `ipc://path`.
+            advertise: the address as peers reach it, needed where `bind` means every interface; as bound if
+                empty.
+
+        Raises:
+            ConfigurationError: the address means every interface and none is advertised.
+        """
+        if bind.startswith(_WILDCARDS) and not advertise:
+            raise ConfigurationError(
+                f"block address {bind!r} means every interface; the address that peers reach must be"
+                " advertised (tcp://host:port)"
+            )
         self._bind = bind
-        self._endpoint = ""
+        self._endpoint = advertise
         self._wakeup = Wakeup()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: zmq.Socket[bytes] | None = None
@@ -164,7 +202,7 @@ class ZmqListeningChannel:
         except zmq.ZMQError as error:
             self.close()
             raise ConfigurationError(f"cannot listen for blocks at {self._bind!r}: {error}") from error
-        self._endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._endpoint = self._endpoint or self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
 
@@ -198,73 +236,20 @@ class ZmqListeningChannel:
         self._wakeup.close()
 
 
-class ZmqBlockServer(ChannelBlockServer):
-    """A `BlockServer` at a tcp:// or ipc:// address."""
-
-    def __init__(
-        self,
-        bind: str,
-        sink: BlockSink,
-        *,
-        advertise: str = "",
-        idle_timeout_s: float = DEFAULT_IDLE_TIMEOUT_S,
-        on_late_block: Callable[[], None] | None = None,
-        on_failed: Callable[[str], None] | None = None,
-    ) -> None:
-        """See `ChannelBlockServer`.
-
-        Args:
-            bind: `tcp://host:port` (port 0 picks a free one) or `ipc://path`.
-            advertise: needed where `bind` means every interface.
-        """
-        if bind.startswith(_WILDCARDS) and not advertise:
-            raise ConfigurationError(
-                f"block address {bind!r} means every interface; the address that peers reach must be"
-                " advertised (tcp://host:port)"
-            )
-        super().__init__(
-            ZmqListeningChannel(bind),
-            sink,
-            advertise=advertise,
-            idle_timeout_s=idle_timeout_s,
-            on_late_block=on_late_block,
-            on_failed=on_failed,
-        )
-
-
-class ZmqBlockSender(ChannelBlockSender):
-    """A `BlockSender` to tcp:// and ipc:// endpoints."""
-
-    def __init__(
-        self,
-        *,
-        buffer_bytes: int,
-        timeout_s: float,
-        keepalive_interval_s: float = KEEPALIVE_INTERVAL_S,
-    ) -> None:
-        """See `ChannelBlockSender`."""
-        super().__init__(
-            ZmqConnectingChannel(),
-            buffer_bytes=buffer_bytes,
-            timeout_s=timeout_s,
-            keepalive_interval_s=keepalive_interval_s,
-        )
-
-
 def _set_options(
-    socket: zmq.Socket[Any], *, send_messages: int, receive_messages: int, max_frame_bytes: int
+    zmq_socket: zmq.Socket[Any], *, send_messages: int, receive_messages: int, max_frame_bytes: int
 ) -> None:
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, send_messages)
-    socket.setsockopt(zmq.RCVHWM, receive_messages)
-    socket.setsockopt(zmq.MAXMSGSIZE, max(max_frame_bytes, HEADER_BYTES))
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    zmq_socket.setsockopt(zmq.LINGER, 0)
+    zmq_socket.setsockopt(zmq.SNDHWM, send_messages)
+    zmq_socket.setsockopt(zmq.RCVHWM, receive_messages)
+    zmq_socket.setsockopt(zmq.MAXMSGSIZE, max(max_frame_bytes, HEADER_BYTES))
+    zmq_socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+    zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
 
 
-def _receive(socket: zmq.Socket[Any]) -> list[memoryview] | None:
+def _receive(zmq_socket: zmq.Socket[Any]) -> list[memoryview] | None:
     try:
-        frames = socket.recv_multipart(zmq.DONTWAIT, copy=False)
+        frames = zmq_socket.recv_multipart(zmq.DONTWAIT, copy=False)
     except zmq.Again:
         return None
     return [frame.buffer for frame in frames]

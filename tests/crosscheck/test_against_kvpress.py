@@ -24,22 +24,20 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from kvtest.compression import compress_layer
 from torch import Tensor
 
 from kvferry.kernels.chunk_scores import chunk_scores
 from kvferry.shared.compression import leverage
 from kvferry.shared.compression.allocation import allocate_layers
-from kvferry.shared.compression.compress import compress_layer
+from kvferry.shared.compression.formats.interface import select_rows
 from kvferry.shared.compression.head_budgets import head_budgets
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, Part
 from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.compression.rdkv.weights import channel_weights
-from kvferry.shared.compression.representations.ragged import RaggedPrompt
-from kvferry.shared.compression.representations.think import ThinkPrompt
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.scorers import make_scorer
-from kvferry.shared.compression.select import select_rows
 
 FOLDER = Path(__file__).parent
 FIXTURES = FOLDER / "kvpress.npz"
@@ -233,9 +231,8 @@ def test_the_adakv_method_keeps_the_same_tokens_whole(name: str) -> None:
         plan, num_prompt_tokens=num_tokens, max_new_tokens=1, num_layers=num_layers, head_dim=HEAD_DIM
     )
     for inputs, kept in stored.layers():
-        prompt = compress_layer(resolved, inputs).stored
-        assert isinstance(prompt, RaggedPrompt)
-        heads = [part.tolist() for part in prompt.index.split(list(prompt.counts))]
+        tensors = compress_layer(resolved, inputs)
+        heads = [part.tolist() for part in tensors["index"].split(tensors["head_rows"].tolist())]
         assert heads == [row.nonzero().flatten().tolist() for row in kept]
 
 
@@ -252,9 +249,9 @@ def test_the_think_method_keeps_the_same_key_channels(name: str) -> None:
         plan, num_prompt_tokens=num_tokens, max_new_tokens=1, num_layers=num_layers, head_dim=HEAD_DIM
     )
     for inputs, kept in stored.layers():
-        prompt = compress_layer(resolved, inputs).stored
-        assert isinstance(prompt, ThinkPrompt)
-        assert prompt.channels.tolist() == [row.nonzero().flatten().tolist() for row in kept]
+        assert compress_layer(resolved, inputs)["channels"].tolist() == [
+            row.nonzero().flatten().tolist() for row in kept
+        ]
 
 
 @pytest.mark.parametrize("name", names("think"))

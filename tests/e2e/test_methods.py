@@ -1,6 +1,7 @@
 """Every method over the real stack, all in one concurrent batch, equals its one-process self token for token.
 
-One of the methods comes from a package outside, found by its entry point in every process.
+Two of the methods come from a package outside, found by their entry points in every process: one brings a
+scorer, the other a format.
 """
 
 from __future__ import annotations
@@ -29,24 +30,25 @@ pytestmark = pytest.mark.xdist_group("stack")
 PROMPT_WORDS = (97, 331)
 BUDGET = 48
 MAX_TOKENS = 16
-OUTSIDE_METHOD = "every-other"
+OUTSIDE_METHODS = ("every-other", "halves")
 WIRE = {"pyramidkv": {"wire_bits": 8}, "sparq": {"wire_bits": 4}}
 """Methods whose rows are quantised on their way."""
-SOURCE = """
+SCORER_SOURCE = """
 import torch
 
 from kvferry.shared.compression.interface import Method
 from kvferry.shared.compression.plan import Budget, CompressionPlan, Part
 
 
-def every_other(params, rows):
-    def score(inputs):
+class EveryOther:
+    observed_queries = 0
+    depends_on_rows = False
+
+    def __call__(self, inputs):
         scores = torch.zeros(inputs.keys.shape[:2])
         scores[:, ::2] = 1.0
         scores[:, -1] = torch.inf
         return scores
-
-    return score
 
 
 METHOD = Method(
@@ -56,21 +58,143 @@ METHOD = Method(
         attention=Part(name="exact_topk"),
         budget=Budget(tokens=64),
     ),
-    scorer=every_other,
+    scorer=lambda params, rows: EveryOther(),
 )
+"""
+FORMAT_SOURCE = """
+import copy
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvferry.shared.compression.attention.interface import TensorSpec
+from kvferry.shared.compression.formats.interface import (
+    LayerCache, LayerFormat, NaiveLayer, check_index, gather_rows, on_host, select_rows
+)
+from kvferry.shared.compression.interface import Method
+from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part, check_params
+from kvferry.shared.compression.presets import PRESETS
+
+
+def attend(queries, prompt, keys, values, scaling):
+    keys = torch.cat([prompt["prompt_keys"].to(keys.dtype), keys], 1)
+    values = torch.cat([prompt["prompt_values"].to(values.dtype), values], 1)
+    return torch.softmax(queries @ keys.mT * scaling, -1) @ values
+
+
+class HalvesCache(LayerCache):
+    def append_and_attend(self, queries, key, value, *, num_appended, scaling):
+        keys, values = self.regions["keys"], self.regions["values"]
+        keys[:, num_appended], values[:, num_appended] = key, value
+        length = num_appended + 1
+        return attend(queries, self.regions, keys[:, :length], values[:, :length], scaling)
+
+    def generated_rows(self, num_appended):
+        return tuple(on_host(self.regions[name][:, :num_appended]) for name in ("keys", "values"))
+
+
+class NaiveHalves(NaiveLayer):
+    def __init__(self, tensors):
+        self._prompt = tensors
+        self._keys = self._values = tensors["prompt_keys"][:, :0].float()
+
+    def attend(self, queries, key, value, *, scaling, dense=False):
+        self._keys = torch.cat([self._keys, key[:, None]], 1)
+        self._values = torch.cat([self._values, value[:, None]], 1)
+        return attend(queries, self._prompt, self._keys, self._values, scaling)
+
+    def fork(self):
+        return copy.copy(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halves(LayerFormat):
+    '''Rows in float16, the last first.'''
+
+    name: ClassVar[str] = "halves"
+    kinds: ClassVar[dict] = {"index": "index", "prompt_keys": "rows", "prompt_values": "rows"}
+
+    @classmethod
+    def check(cls, plan):
+        check_params("representation 'halves'", plan.representation.params, {})
+
+    @classmethod
+    def plan_layer(cls, plan, sizing):
+        return LayerPlan(rows=sizing.rows, representation=plan.representation)
+
+    @classmethod
+    def of(cls, plan, layer, shape):
+        return cls(shape=shape, rows=layer.rows)
+
+    def compress(self, inputs, scores):
+        index, keys, values = {}, inputs.keys, inputs.values
+        if scores is not None:
+            kept = select_rows(scores, self.rows)
+            index, keys, values = {"index": kept}, gather_rows(keys, kept), gather_rows(values, kept)
+        return {**index, "prompt_keys": keys.flip(1).half(), "prompt_values": values.flip(1).half()}
+
+    def tensors(self):
+        return {**self.shape.index_spec(self.rows), **self._prompt()}
+
+    def regions(self):
+        rows = self.shape.row_spec(self.shape.num_new_rows)
+        return {**self._prompt(), "keys": rows, "values": rows}
+
+    def _prompt(self):
+        shape = (self.shape.num_kv_heads, self.rows, self.shape.head_dim)
+        rows = TensorSpec(shape=shape, dtype=torch.float16)
+        return {"prompt_keys": rows, "prompt_values": rows}
+
+    def _receive(self, header, regions):
+        return {
+            name: regions[name] if name in regions else torch.empty(its.shape, dtype=its.dtype)
+            for name, its in header.items()
+        }
+
+    def open(self, regions, tensors):
+        if "index" in tensors:
+            check_index(tensors["index"], self.shape.num_prompt_tokens, reason="index")
+        return HalvesCache(self, regions)
+
+    def used_bytes(self, num_appended, prompt_bytes=None):
+        return self.read_bytes() + 2 * self.shape.row_spec(num_appended).size_bytes
+
+    def read_bytes(self, prompt_bytes=None):
+        return sum(its.size_bytes for its in self._prompt().values())
+
+    def naive(self, tensors):
+        return NaiveHalves(tensors)
+
+
+METHOD = Method(
+    plan=CompressionPlan(
+        method="halves",
+        scorer=PRESETS["snapkv"].scorer,
+        budget=Budget(tokens=64),
+        representation=Part(name="halves"),
+    ),
+    format=Halves,
+)
+"""
+ENTRY_POINTS = """
+[kvferry.methods]
+every-other = kvferry_e2e_scorer:METHOD
+halves = kvferry_e2e_format:METHOD
 """
 
 
 @pytest.fixture(scope="module")
 def outside_package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A distribution with a method, on this process's path and on that of processes it starts."""
+    """A distribution with two methods, on this process's path and on that of processes it starts."""
     folder = tmp_path_factory.mktemp("outside")
-    (folder / "kvferry_e2e_outside.py").write_text(SOURCE)
+    (folder / "kvferry_e2e_scorer.py").write_text(SCORER_SOURCE)
+    (folder / "kvferry_e2e_format.py").write_text(FORMAT_SOURCE)
     info = folder / "kvferry_e2e_outside-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvferry-e2e-outside\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[kvferry.methods]\nevery-other = kvferry_e2e_outside:METHOD\n")
-    caches = (installed.installed_methods, installed.installed_scorers)
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    caches = (installed.installed_methods, installed.installed_scorers, installed.installed_formats)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
@@ -121,7 +245,7 @@ def test_all_methods_in_one_batch_equal_their_one_process_selves(
         content = f"{document.text} {document.questions[0][0]}"
         prompts.append(tokenizer.render([{"role": "user", "content": content}]))
     requests = [(method, ids) for method in method_names() for ids in prompts]
-    assert (OUTSIDE_METHOD, prompts[0]) in requests
+    assert all((method, prompts[0]) in requests for method in OUTSIDE_METHODS)
     random.Random(0).shuffle(requests)
 
     url = f"{method_stack.base_url}/v1/completions"

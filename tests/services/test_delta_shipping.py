@@ -40,7 +40,7 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.oracle import OneProcessGenerator, OracleSession
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.wire.in_process import InProcessHub
-from kvferry.shared.wire.messages import MAX_HELD_SELECTIONS
+from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS
 
 WAIT_S = 60.0
 SAMPLING = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -133,7 +133,6 @@ class Pair:
                 request_id=request_id,
                 model_fingerprint=fingerprint,
                 prompt_token_ids=tuple(prompt),
-                plan=plan,
                 sampling=sampling,
                 ticket=forge(issued.ticket),
                 session=session,
@@ -180,11 +179,11 @@ def plan_of(method: str) -> CompressionPlan:
 
 def selected(pair: Pair, turn: Turn) -> Iterator[tuple[int, int, int]]:
     """Layer, head and token of each row that the turn kept, as prefill remembers it."""
-    held = pair.prefill._engine._turns._shipped.held(
+    retained = pair.prefill._engine._turns._shipped.retained(
         SESSION, transfer_id=turn.ticket.transfer_id, num_tokens=1, depth=1
     )
-    assert held is not None
-    for layer, positions in enumerate(held.selections[0].layers):
+    assert retained is not None
+    for layer, positions in enumerate(retained.selections[0].layers):
         assert positions is not None
         for head, kept in enumerate(positions.tolist()):
             yield from ((layer, head, token) for token in kept)
@@ -209,10 +208,10 @@ async def test_turns_equal_the_one_process_conversation_and_ship_only_new_rows(
         saved = pair.prefill_metrics.kv_delta_saved_bytes.labels("demo", method)._value.get()
         if number == 0:
             assert turn.done.delta_bytes is None
-            assert turn.ticket.held_tokens == 0
+            assert turn.ticket.retained_tokens == 0
         else:
             # the last token of a completion has no row
-            assert turn.ticket.held_tokens == turn.reused == len(prompt) - 21
+            assert turn.ticket.retained_tokens == turn.reused == len(prompt) - 21
             assert turn.done.delta_bytes == row_bytes(turn)
             assert saved - saved_before > 0
         if number and method == "full":
@@ -229,25 +228,25 @@ async def test_rows_of_any_earlier_turn_are_not_shipped_again(pair: Pair) -> Non
     plan, generator, oracle = plan_of("snapkv"), OneProcessGenerator(pair.model), OracleSession()
     prompt = some_tokens(pair.model, 301, seed=21)
     spec = pair.model.spec
-    held: list[set[tuple[int, int, int]]] = []
-    for number in range(MAX_HELD_SELECTIONS + 2):
+    retained: list[set[tuple[int, int, int]]] = []
+    for number in range(MAX_RETAINED_SELECTIONS + 2):
         turn = await pair.turn(prompt, plan)
         expected = generator.generate(prompt, plan=plan, sampling=SAMPLING, session=oracle)
         assert turn.tokens == [token.token_id for token in expected]
-        assert turn.ticket.held_depth == min(number, MAX_HELD_SELECTIONS)
+        assert turn.ticket.retained_depth == min(number, MAX_RETAINED_SELECTIONS)
         kept = {(layer, head, token) for layer, head, token in selected(pair, turn)}
         generated = {
             (layer, head, token)
             for layer in range(spec.num_layers)
             for head in range(spec.num_kv_heads)
-            for token in range(len(prompt) - 26, turn.ticket.held_tokens)
+            for token in range(len(prompt) - 26, turn.ticket.retained_tokens)
         }
-        known = set().union(*held[-MAX_HELD_SELECTIONS:], generated if number else set())
+        known = set().union(*retained[-MAX_RETAINED_SELECTIONS:], generated if number else set())
         assert row_bytes(turn) == 2 * spec.row_bytes * len(kept - known)
-        held.append(kept)
+        retained.append(kept)
         prompt = prompt + turn.tokens + some_tokens(pair.model, 20, seed=30 + number)
     # each selection was shipped once, and less than its own last turn's would have been
-    assert len(kept - known) < len(kept - held[-2])
+    assert len(kept - known) < len(kept - retained[-2])
 
 
 async def test_a_full_arena_takes_the_oldest_selections_and_the_rest_still_serve(pair: Pair) -> None:
@@ -260,7 +259,7 @@ async def test_a_full_arena_takes_the_oldest_selections_and_the_rest_still_serve
         expected = generator.generate(prompt, plan=plan, sampling=SAMPLING, session=oracle)
         assert turn.tokens == [token.token_id for token in expected]
         assert (turn.done.delta_bytes is not None) == (number > 0)
-        depths.append(turn.ticket.held_depth)
+        depths.append(turn.ticket.retained_depth)
         pair.decode.arena.check_integrity()
         prompt = prompt + turn.tokens + some_tokens(pair.model, 20, seed=40 + number)
     most = (1 << 20) // turn.ticket.reserved_bytes - 1
@@ -285,12 +284,12 @@ async def test_an_edited_conversation_reuses_only_what_is_before_the_edit(pair: 
     prompt = some_tokens(pair.model, 200, seed=3)
     edited = [*prompt[:120], *some_tokens(pair.model, 90, seed=4)]
     edited[120] = prompt[120] + 1 if prompt[120] + 1 < pair.model.spec.vocab_size else prompt[120] - 1
-    for tokens, num_held in ((prompt, 0), (edited, 120)):
+    for tokens, num_retained in ((prompt, 0), (edited, 120)):
         turn = await pair.turn(tokens, plan)
         expected = generator.generate(tokens, plan=plan, sampling=SAMPLING, session=oracle)
         assert turn.tokens == [token.token_id for token in expected]
-        assert turn.ticket.held_tokens == num_held
-        assert row_bytes(turn) == pair.model.spec.kv_token_bytes * (len(tokens) - num_held)
+        assert turn.ticket.retained_tokens == num_retained
+        assert row_bytes(turn) == pair.model.spec.kv_token_bytes * (len(tokens) - num_retained)
 
 
 async def test_a_selection_is_evicted_for_whoever_needs_the_bytes(pair: Pair) -> None:
@@ -305,7 +304,7 @@ async def test_a_selection_is_evicted_for_whoever_needs_the_bytes(pair: Pair) ->
     last = await pair.turn([*prompt, *turn.tokens, 12], plan, session=SessionKey(owner="o", session_id="s5"))
     assert last.done.delta_bytes is not None
     gone = await pair.turn([*prompt, *turn.tokens, 12], plan, session=SessionKey(owner="o", session_id="s0"))
-    assert gone.ticket.held_transfer_id == 0
+    assert gone.ticket.retained_transfer_id == 0
     assert gone.done.delta_bytes is None
     assert gone.tokens == last.tokens
 
@@ -317,8 +316,8 @@ async def test_a_restarted_prefill_or_a_key_it_does_not_know_ships_all(pair: Pai
     prompt = prompt + first.tokens + [13]
 
     def forge(ticket: Ticket) -> Ticket:
-        assert ticket.held_transfer_id == first.ticket.transfer_id
-        return Ticket(**{**vars(ticket), "held_transfer_id": ticket.held_transfer_id ^ 1})
+        assert ticket.retained_transfer_id == first.ticket.transfer_id
+        return Ticket(**{**vars(ticket), "retained_transfer_id": ticket.retained_transfer_id ^ 1})
 
     forged = await pair.turn(prompt, plan, forge=forge)
     assert forged.reused > 0
@@ -326,7 +325,7 @@ async def test_a_restarted_prefill_or_a_key_it_does_not_know_ships_all(pair: Pai
     prompt = prompt + forged.tokens + [14]
     await pair.start_prefill()
     restarted = await pair.turn(prompt, plan)
-    assert restarted.ticket.held_transfer_id == forged.ticket.transfer_id
+    assert restarted.ticket.retained_transfer_id == forged.ticket.transfer_id
     assert restarted.done.delta_bytes is None
     expected = OneProcessGenerator(pair.model).generate(prompt, plan=plan, sampling=SAMPLING)
     assert restarted.tokens == [token.token_id for token in expected]
@@ -341,7 +340,7 @@ async def test_history_that_is_not_stored_as_computed_takes_no_delta(pair: Pair,
     prompt = some_tokens(pair.model, 100, seed=8)
     first = await pair.turn(prompt, plan_of("full"))
     second = await pair.turn(prompt + first.tokens + [13], plan_of("full"))
-    assert second.ticket.held_transfer_id == first.ticket.transfer_id
+    assert second.ticket.retained_transfer_id == first.ticket.transfer_id
     assert second.done.delta_bytes is None
 
 
@@ -355,8 +354,8 @@ async def test_the_lease_and_a_dropped_session_free_what_is_retained(pair: Pair)
     await pair.turn(some_tokens(pair.model, 80, seed=9), plan_of("full"))
     other = SessionKey(owner="another", session_id=SESSION.session_id)
     assert (await pair.decode.drop_session(other, timeout_s=WAIT_S)).size_bytes == 0
-    held = pair.retained_bytes()
-    assert (await pair.decode.drop_session(SESSION, timeout_s=WAIT_S)).size_bytes == held > 0
+    retained = pair.retained_bytes()
+    assert (await pair.decode.drop_session(SESSION, timeout_s=WAIT_S)).size_bytes == retained > 0
     assert pair.decode.arena.free_bytes == ARENA_BYTES
 
 
@@ -364,7 +363,7 @@ async def test_a_turn_given_up_leaves_the_former_selection_and_none_of_its_own(p
     await pair.start_decode()
     plan, prompt = plan_of("full"), some_tokens(pair.model, 100, seed=12)
     first = await pair.turn(prompt, plan)
-    held = pair.retained_bytes()
+    retained = pair.retained_bytes()
     prompt = prompt + first.tokens + [13]
     stream = pair.decode.generate(
         GenerateRequest(
@@ -380,9 +379,9 @@ async def test_a_turn_given_up_leaves_the_former_selection_and_none_of_its_own(p
     )
     issued = await anext(stream)
     assert isinstance(issued, TicketIssued)
-    assert issued.ticket.held_transfer_id == first.ticket.transfer_id
+    assert issued.ticket.retained_transfer_id == first.ticket.transfer_id
     await stream.aclose()
-    assert pair.retained_bytes() == held == ARENA_BYTES - pair.decode.arena.free_bytes
+    assert pair.retained_bytes() == retained == ARENA_BYTES - pair.decode.arena.free_bytes
     assert (await pair.turn(prompt, plan)).done.delta_bytes is not None
 
 

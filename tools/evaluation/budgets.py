@@ -9,23 +9,21 @@ allocates nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
 
-from kvferry.shared.cache.layout import TORCH_DTYPES, sequence_layout, used_bytes
-from kvferry.shared.compression.attention import make_attention, packed_attention
-from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, ResolvedPlan
-from kvferry.shared.compression.representation import packed_limits
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.interface import LayerFormat
+from kvferry.shared.compression.plan import Budget, CompressionPlan, ResolvedPlan
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.model.spec import DTYPE_BYTES, ModelSpec
+from kvferry.shared.model.spec import ModelSpec
 
 Match = Literal["kept", "read", "given"]
 
-_INDEX_BYTES = 4
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _FORMS = "a share of the full KV (10% or 0.1), tokens (256t) or bytes (65536B, 64KiB, 1MiB)"
 _REFINE = 16
@@ -84,68 +82,25 @@ def full_bytes(spec: ModelSpec, num_tokens: int) -> int:
     return num_tokens * spec.kv_token_bytes
 
 
-def kept_bytes(spec: ModelSpec, resolved: ResolvedPlan, packed_bytes: Sequence[int | None] = ()) -> int:
-    """What is kept of a prompt: rows, what its attention keeps beside them, and the kept rows' positions; of
-    a packed layer, codes, scales and index.
+def kept_bytes(spec: ModelSpec, resolved: ResolvedPlan, prompt_bytes: Sequence[int | None] = ()) -> int:
+    """What is kept of a prompt, kept positions included.
 
-    Args: packed_bytes: what each layer came to that RDKV packed, None for others; empty counts the most that
-        they may come to.
+    Args: prompt_bytes: what each layer came to where that depends on its content, None for others; empty
+        counts the most that they may come to.
     """
-    limits = _packed_limits(spec, resolved)
-    packed = sum(_came_to(limits, packed_bytes))
-    indexed = sum(
-        layer.rows
-        for layer, limit in zip(resolved.layers, limits, strict=True)
-        # what evicts keeps its rows' positions itself, so the layout counts them
-        if layer.rows < resolved.num_prompt_tokens
-        and not limit
-        and not make_attention(layer.attention).evicts
-    )
-    layout = sequence_layout(spec, resolved)
-    return used_bytes(layout, spec, 0, packed_bytes=packed) + _INDEX_BYTES * indexed * spec.num_kv_heads
+    return sum(fmt.kept_bytes(came_to) for fmt, came_to in _layers(spec, resolved, prompt_bytes))
 
 
-def read_bytes(spec: ModelSpec, resolved: ResolvedPlan, packed_bytes: Sequence[int | None] = ()) -> int:
-    """What a decode step reads of a compressed prompt: all rows, or estimates and the rows they choose; of a
-    packed layer likewise, in the bytes that it came to."""
-    limits = _packed_limits(spec, resolved)
-    layers = zip(resolved.layers, limits, _came_to(limits, packed_bytes), strict=True)
-    return sum(_layer_read_bytes(spec, layer, packed if limit else None) for layer, limit, packed in layers)
+def read_bytes(spec: ModelSpec, resolved: ResolvedPlan, prompt_bytes: Sequence[int | None] = ()) -> int:
+    """What a decode step reads of a compressed prompt: all of it, or estimates and the rows they choose."""
+    return sum(fmt.read_bytes(came_to) for fmt, came_to in _layers(spec, resolved, prompt_bytes))
 
 
-def _layer_read_bytes(spec: ModelSpec, layer: LayerPlan, packed_bytes: int | None) -> int:
-    """Args: packed_bytes: of a layer that is not rows; None for rows."""
-    attention, element_bytes = make_attention(layer.attention), DTYPE_BYTES[spec.dtype]
-    if packed_bytes is None:
-        return spec.num_kv_heads * attention.read_bytes(
-            num_rows=layer.rows, head_dim=spec.head_dim, element_bytes=element_bytes
-        )
-    if layer.representation.name != "rdkv":
-        return packed_bytes
-    return packed_attention(attention).read_packed_bytes(
-        num_tokens=layer.rows,
-        num_kv_heads=spec.num_kv_heads,
-        packed_bytes=packed_bytes,
-        head_dim=spec.head_dim,
-        element_bytes=element_bytes,
-    )
-
-
-def _came_to(limits: Sequence[int], packed_bytes: Sequence[int | None]) -> list[int]:
-    """Bytes of each layer that is not rows: those it came to, or its limit, which is exact but for RDKV."""
-    found = packed_bytes or (None,) * len(limits)
-    return [limit if came is None else came for limit, came in zip(limits, found, strict=True)]
-
-
-def _packed_limits(spec: ModelSpec, resolved: ResolvedPlan) -> tuple[int, ...]:
-    """The most bytes of each layer that is packed or stored otherwise; 0 where it is rows."""
-    limits = packed_limits(
-        resolved,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=TORCH_DTYPES[spec.dtype],
-    )
-    return limits or (0,) * len(resolved.layers)
+def _layers(
+    spec: ModelSpec, resolved: ResolvedPlan, prompt_bytes: Sequence[int | None]
+) -> Iterator[tuple[LayerFormat, int | None]]:
+    formats = make_formats(spec, resolved)
+    return zip(formats, prompt_bytes or (None,) * len(formats), strict=True)
 
 
 SIZES: Mapping[Match, Callable[..., int]] = {"kept": kept_bytes, "read": read_bytes}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
@@ -64,10 +65,10 @@ class Compressor:
 
     def sizes(self, continuation: Continuation) -> Sizes:
         """What a compressed prompt holds and reads."""
-        packed, resolved = _packed_bytes(continuation), continuation.resolved
+        resolved, came_to = continuation.resolved, self._prompt_bytes(continuation)
         return Sizes(
-            kept=kept_bytes(self._counted, resolved, packed),
-            read=read_bytes(self._counted, resolved, packed),
+            kept=kept_bytes(self._counted, resolved, came_to),
+            read=read_bytes(self._counted, resolved, came_to),
             full=full_bytes(self._counted, resolved.num_prompt_tokens),
         )
 
@@ -91,7 +92,7 @@ class Compressor:
         tokens = least
         for _ in range(_MAX_TRIES):
             candidate = self._compress(captured, replace(plan, budget=Budget(tokens=tokens)), max_new_tokens)
-            held = SIZES[self._match](self._counted, candidate.resolved, _packed_bytes(candidate))
+            held = SIZES[self._match](self._counted, candidate.resolved, self._prompt_bytes(candidate))
             if held <= target_bytes:
                 best, low, low_bytes = candidate, tokens, held
                 if held >= _CLOSE * target_bytes:
@@ -105,9 +106,8 @@ class Compressor:
             tokens = min(max(guess, low + 1), high - 1)
         return best
 
-
-def _packed_bytes(continuation: Continuation) -> list[int | None]:
-    """What each layer came to that RDKV packed; None for others."""
-    return [
-        layer.packed.buffer.nbytes if layer.packed is not None else None for layer in continuation.compressed
-    ]
+    def _prompt_bytes(self, continuation: Continuation) -> list[int | None]:
+        """What each layer came to where that depends on its content; None for others."""
+        formats = make_formats(self._counted, continuation.resolved)
+        layers = zip(formats, continuation.compressed, strict=True)
+        return [fmt.prompt_bytes(tensors) for fmt, tensors in layers]

@@ -222,7 +222,6 @@ class Attempt:
                 request_id=self.worker_request_id,
                 model_fingerprint=request.model.fingerprint,
                 prompt_token_ids=request.prompt_token_ids,
-                plan=request.plan,
                 sampling=request.sampling,
                 ticket=ticket,
                 session=request.session,

@@ -12,9 +12,15 @@ from collections.abc import Callable, Mapping
 
 from kvferry.shared.compression.allocation.attention_variance import attention_variance
 from kvferry.shared.compression.allocation.pyramid import pyramid
-from kvferry.shared.compression.allocation.uniform import uniform
-from kvferry.shared.compression.plan import ParamValue, Part
+from kvferry.shared.compression.plan import ParamValue, Part, check_params
 from kvferry.shared.errors import InvalidRequest
+
+
+def uniform(params: Mapping[str, ParamValue], rows: int, num_layers: int, num_tokens: int) -> list[int]:
+    """See `LayerAllocation`. Raises InvalidRequest where any parameter is given."""
+    check_params("uniform", params, {})
+    return [rows] * num_layers
+
 
 LayerAllocation = Callable[[Mapping[str, ParamValue], int, int, int], list[int]]
 """(params, mean rows, number of layers, tokens of the prompt) -> rows of each layer, of that mean exactly."""
@@ -24,6 +30,9 @@ ALLOCATIONS: Mapping[str, LayerAllocation] = {
     "pyramid": pyramid,
     "attention_variance": attention_variance,
 }
+
+MEASURED_ALLOCATIONS = ("attention_variance",)
+"""Allocations whose rows follow from every layer's attention (`measured.py`)."""
 
 
 def allocate_layers(part: Part, *, rows: int, num_layers: int, num_tokens: int) -> list[int]:

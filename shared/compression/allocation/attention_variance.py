@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import cast, get_args
 
 from kvferry.shared.compression.d2o.layer_budgets import Normalisation
-from kvferry.shared.compression.parameters import check_params
-from kvferry.shared.compression.plan import ParamValue
+from kvferry.shared.compression.plan import ParamValue, check_params
 from kvferry.shared.errors import InvalidRequest
 
 

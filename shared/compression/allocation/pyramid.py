@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fractions import Fraction
 
-from kvferry.shared.compression.parameters import check_params
-from kvferry.shared.compression.plan import ParamValue
+from kvferry.shared.compression.plan import ParamValue, check_params
 from kvferry.shared.errors import InvalidRequest
 
 

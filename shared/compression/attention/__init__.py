@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 
 from kvferry.shared.compression.attention.dense import Dense
-from kvferry.shared.compression.attention.evicting import Evict, Merge
 from kvferry.shared.compression.attention.exact_topk import ExactTopK
-from kvferry.shared.compression.attention.hsa import Hsa
 from kvferry.shared.compression.attention.interface import AttentionKind, PackedAttention, SizedAttentionKind
-from kvferry.shared.compression.attention.quest import Quest
+from kvferry.shared.compression.attention.paged import Hsa, Quest
 from kvferry.shared.compression.attention.sparq import SparQ
-from kvferry.shared.compression.plan import Part, ResolvedPlan
+from kvferry.shared.compression.plan import Part
 from kvferry.shared.errors import InvalidRequest
 
 ATTENTIONS: Mapping[str, type[SizedAttentionKind]] = {
@@ -25,27 +23,23 @@ ATTENTIONS: Mapping[str, type[SizedAttentionKind]] = {
     "quest": Quest,
     "sparq": SparQ,
     "exact_topk": ExactTopK,
-    "evict": Evict,
-    "merge": Merge,
 }
-
-
-_FLOAT_BYTES = 4
-_SCORERS_OF_EVICTION: Mapping[str, str] = {"evict": "heavy_hitters", "merge": "accumulated_attention"}
-"""A kind that evicts divides the rows at each step as the scorer did that left them."""
+EVICTIONS: Mapping[str, str] = {"evict": "heavy_hitters", "merge": "accumulated_attention"}
+"""Attentions that evict a row at each step (`formats/evicting.py`), and the scorer that each goes with: it
+divides the prompt's rows as eviction goes on to divide them."""
 PACKED_ATTENTIONS = ("dense", "hsa")
 """Those that go with a packed representation."""
 
 
 def packed_attention(kind: AttentionKind) -> PackedAttention:
     """A packed layer's attention as what it is there."""
-    assert isinstance(kind, Dense | Hsa), kind
+    assert isinstance(kind, Dense | Hsa), kind  # PACKED_ATTENTIONS
     return kind
 
 
 def chooses_rows(part: Part) -> bool:
     """Whether a plan's attention reads some of the rows at a step, where others read every one."""
-    return part.name != "dense" and not ATTENTIONS[part.name].evicts
+    return part.name != "dense" and part.name not in EVICTIONS
 
 
 def check_attention(part: Part, *, scorer: Part | None) -> None:
@@ -55,12 +49,13 @@ def check_attention(part: Part, *, scorer: Part | None) -> None:
 
     Raises: InvalidRequest: unknown name or bad parameters.
     """
-    if part.name not in ATTENTIONS:
+    if part.name not in ATTENTIONS and part.name not in EVICTIONS:
         raise InvalidRequest(
-            f"the plan's attention is {part.name!r}; it must be one of {', '.join(ATTENTIONS)}",
+            f"the plan's attention is {part.name!r}; it must be one of "
+            f"{', '.join((*ATTENTIONS, *EVICTIONS))}",
             param="kv_compression",
         )
-    wanted = _SCORERS_OF_EVICTION.get(part.name)
+    wanted = EVICTIONS.get(part.name)
     if wanted is not None and (scorer is None or scorer.name != wanted):
         raise InvalidRequest(
             f"attention {part.name!r} goes with scorer {wanted!r}; the plan's scorer is "
@@ -85,6 +80,8 @@ def size_attention(part: Part, *, layer: int, cap: int, budget: int, head_dim: i
     """
     if part.name == "dense" or layer < int(part.params.get("dense_layers", 0)):
         return Part(name="dense")
+    if part.name in EVICTIONS:
+        return Part(name=part.name)
     kind = ATTENTIONS[part.name].sized(cap=cap, budget=budget, head_dim=head_dim)
     return Part(name=part.name, params=dict(asdict(kind)))
 
@@ -115,13 +112,3 @@ def make_attention(sized: Part) -> AttentionKind:
             param="kv_compression",
         )
     return kind(**sizes)
-
-
-def state_sizes(resolved: ResolvedPlan, *, num_kv_heads: int) -> tuple[int, ...]:
-    """Bytes of what each layer's attention is to be loaded with; nothing at all where none needs any."""
-    sizes = tuple(
-        _FLOAT_BYTES
-        * make_attention(layer.attention).state_size(num_kv_heads=num_kv_heads, num_rows=layer.rows)
-        for layer in resolved.layers
-    )
-    return sizes if any(sizes) else ()

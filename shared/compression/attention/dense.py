@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,13 +12,14 @@ from torch import Tensor
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.packed import PackedLayer
 from kvferry.kernels.trizone import trizone_decode_segments
-from kvferry.shared.compression.attention.interface import TensorSpec
-from kvferry.shared.compression.attention.rows import RowsAlone
+from kvferry.shared.compression.attention.interface import RowsAlone, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(RowsAlone):
     """Implements `AttentionKind` and `PackedAttention`: softmax(q K^T * scaling) V over all tokens."""
+
+    name: ClassVar[str] = "dense"
 
     @classmethod
     def sized(cls, *, cap: int, budget: int, head_dim: int) -> Dense:

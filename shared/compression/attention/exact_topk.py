@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from kvferry.kernels import exact_topk
-from kvferry.shared.compression.attention.rows import RowsAlone
+from kvferry.shared.compression.attention.interface import RowsAlone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,8 @@ class ExactTopK(RowsAlone):
     Attributes:
         num_tokens: t, tokens attended per KV head, the newest one among them.
     """
+
+    name: ClassVar[str] = "exact_topk"
 
     num_tokens: int
 

@@ -58,12 +58,10 @@ class AttentionKind(Protocol):
     hold anything.
 
     Attributes:
-        evicts: whether a step takes a row out for the one that it takes in, so that K and V stay at the
-            prompt's rows and one more, the last, for the token under way. Such a kind carries numbers from
-            prefill that decode could not compute (`keep`, `load`).
+        name: in plans and metrics.
     """
 
-    evicts: ClassVar[bool]
+    name: ClassVar[str]
 
     def auxiliary_specs(
         self, *, num_kv_heads: int, num_rows: int, head_dim: int, dtype: torch.dtype
@@ -87,8 +85,6 @@ class AttentionKind(Protocol):
     ) -> None:
         """Write key and value `[H_kv, D]` as row `position`, the first not in use, and follow in `auxiliary`.
 
-        A kind that evicts takes its last row instead, whatever the position.
-
         Raises: IndexError, ValueError: there is no such row.
         """
         ...
@@ -103,41 +99,7 @@ class AttentionKind(Protocol):
         length: int,
         scaling: float,
     ) -> Tensor:
-        """Attention of one token to the first `length` rows, its own the last: `[H_kv, G, D]` of the same.
-
-        A kind that evicts attends to all its rows, and takes one out: K, V and `auxiliary` change.
-        """
-        ...
-
-    def state_size(self, *, num_kv_heads: int, num_rows: int) -> int:
-        """How many float32 numbers prefill hands over with a layer of `num_rows` rows; 0 where none."""
-        ...
-
-    def keep(
-        self, keys: Tensor, values: Tensor, sums: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a kind that evicts: bring a prompt to its rows.
-
-        Args:
-            keys, values: `[H_kv, T, D]`, keys post-RoPE.
-            sums: float32 `[H_kv, T]`, accumulated attention.
-            positions: int `[H_kv, n]`, the tokens that stay, ascending.
-
-        Returns: K and V `[H_kv, n, D]`, contiguous; float32 `[state_size]` for `load`.
-        """
-        ...
-
-    def load(
-        self, auxiliary: tuple[Tensor, ...], *, positions: Tensor | None, state: Tensor, length: int
-    ) -> None:
-        """Of a kind that evicts: fill the auxiliary tensors for the first `length` rows, instead of `build`.
-
-        Args:
-            positions: int32 `[H_kv, length]`; None where every token is kept.
-            state: float32, as `keep` returns it.
-
-        Raises: ValueError: numbers that no `keep` returns.
-        """
+        """Attention of one token to the first `length` rows, its own the last: `[H_kv, G, D]` of the same."""
         ...
 
     def read_bytes(self, *, num_rows: int, head_dim: int, element_bytes: int) -> int:
@@ -224,3 +186,29 @@ class SizedAttentionKind(AttentionKind, Protocol):
             head_dim: d.
         """
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsAlone:
+    """The part of `AttentionKind` that keeps nothing beside K and V."""
+
+    def auxiliary_specs(
+        self, *, num_kv_heads: int, num_rows: int, head_dim: int, dtype: torch.dtype
+    ) -> tuple[TensorSpec, ...]:
+        return ()
+
+    def build(self, keys: Tensor, values: Tensor, auxiliary: tuple[Tensor, ...], *, length: int) -> None:
+        """Nothing to build."""
+
+    def append(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        auxiliary: tuple[Tensor, ...],
+        key: Tensor,
+        value: Tensor,
+        *,
+        position: int,
+    ) -> None:
+        keys[:, position] = key
+        values[:, position] = value

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels import sparq
-from kvferry.shared.compression.attention.interface import TensorSpec
-from kvferry.shared.compression.attention.rows import GrowingRows
+from kvferry.shared.compression.attention.interface import RowsAlone, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparQ(GrowingRows):
+class SparQ(RowsAlone):
     """Implements `AttentionKind` by `kernels.sparq` (Ribar et al. 2024; RocketKV appendix A.3).
 
     Attributes:
         num_channels: r, channels of K read for the scores.
         num_tokens: k, tokens attended exactly, the newest one among them.
     """
+
+    name: ClassVar[str] = "sparq"
 
     num_channels: int
     num_tokens: int

@@ -17,8 +17,6 @@ from torch import Tensor
 from kvferry.shared.compression.rdkv.epsilon import WIDTHS
 from kvferry.shared.errors import KvferryError
 
-MAX_ITERATIONS = 64
-TOLERANCE = 1e-2
 CORE_UNITS = 32
 """Units nearest to the water level that are settled exactly; with no more units than that, all are."""
 
@@ -43,12 +41,10 @@ def solve_knapsack(
 ) -> KnapsackSolution:
     """Minimise `sum_u w_u epsilon(b_u)` subject to `sum_u b_u <= B`.
 
-    Bisection on lambda as Algorithm 2, then the increments between the last two lambdas in order of gain per
-    bit, then an exact dynamic programme over the units nearest to the water level.
+    The increments along the hull are taken in order of gain per bit, where the bisection of Algorithm 2 on
+    lambda converges to; then a dynamic programme settles the units nearest to the water level exactly.
 
-    Deviation: Algorithm 2 may return an allocation that is up to 1 % over budget. Here every head's last
-    feasible lambda counts, the bisection ends where all heads are feasible and within 1 % of their budgets,
-    and what is left is filled.
+    Deviation: Algorithm 2 may return an allocation that is up to 1 % over budget. Here no head's is.
 
     Args:
         weights: `[H, U]`, finite, at least 0.
@@ -73,8 +69,7 @@ def solve_knapsack(
     budgets = budget_bits.to(costs.device, torch.int64)
     assert bool((budgets >= least).all()), (budgets, least)
     hull = _hull(offered)
-    low, high = _bisect(costs, hull, budgets - least)
-    increments, level = _fill(costs, hull, budgets - least, low, high)
+    increments, level = _fill(costs, hull, budgets - least)
     bits = _settle_core(costs, offered, hull, increments + widths[0], budgets, level)
     table = costs.new_zeros(WIDTHS[-1] + 1)
     table[list(WIDTHS)] = costs.new_tensor(curve)
@@ -122,62 +117,22 @@ def _hull(offered: _Offered) -> _Hull:
         at = best
 
 
-def _bisect(costs: Tensor, hull: _Hull, budgets: Tensor) -> tuple[Tensor, Tensor]:
-    """Algorithm 2 on all heads: float64 `[H]` an infeasible lambda (0 if there is none) and a feasible one.
-
-    At lambda, a unit takes the increments with `w gain > lambda`, that is `w > lambda / gain`; how many units
-    do is looked up in the sorted weights.
-    """
-    num_units = costs.shape[1]
-    ascending = costs.sort(dim=1).values
-    steps = torch.tensor(hull.bits, device=costs.device)
-    gains = costs.new_tensor(hull.gains)
-
-    def total_bits(lam: Tensor) -> Tensor:
-        below = torch.searchsorted(ascending, lam[:, None] / gains, right=True)
-        return ((num_units - below) * steps).sum(dim=1)
-
-    low = costs.new_zeros(costs.shape[0])
-    # No gain per bit exceeds 1/2, so nothing is taken at the greatest weight.
-    high = torch.where(total_bits(low) <= budgets, low, costs.amax(dim=1) if num_units else low)
-    for _ in range(MAX_ITERATIONS):
-        middle = (low + high) / 2
-        total = total_bits(middle)
-        too_many = total > budgets
-        low = torch.where(too_many, middle, low)
-        high = torch.where(too_many, high, middle)
-        if bool((budgets - total_bits(high) <= TOLERANCE * budgets).logical_or(high == 0).all()):
-            break
-    return low, high
-
-
-def _fill(costs: Tensor, hull: _Hull, budgets: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Bits at the feasible lambda, and on top the increments down to the infeasible one, the greatest gain
-    per bit first and the lowest unit first among equals, until one does not fit.
+def _fill(costs: Tensor, hull: _Hull, budgets: Tensor) -> tuple[Tensor, Tensor]:
+    """Increments in order of gain per bit, the lowest unit first among equals, until one does not fit.
 
     Returns: bits int64 `[H, U]`; float64 `[H]` the gain per bit of the increment that does not fit, which is
-        the lambda of the greatest dual value.
+        the lambda of the greatest dual value; 0 where every increment with a gain fits.
     """
-    bits = torch.zeros_like(costs, dtype=torch.int64)
-    between = []
-    for step, gain in zip(hull.bits, hull.gains, strict=True):
-        at_high, at_low = costs > high[:, None] / gain, costs > low[:, None] / gain
-        bits += step * at_high
-        between.append(at_low & ~at_high)
-    remaining = (budgets - bits.sum(dim=1)).tolist()
-    steps = torch.tensor(hull.bits, device=costs.device)
-    gains = costs.new_tensor(hull.gains)
-    level = high.clone()
-    for h, rest in enumerate(remaining):
-        if not between:
-            break
-        increment, unit = torch.stack([b[h] for b in between]).nonzero(as_tuple=True)
-        gained, order = (costs[h, unit] * gains[increment]).sort(descending=True, stable=True)
-        fits = steps[increment[order]].cumsum(0) <= rest
-        level[h] = torch.cat([gained[~fits], high[h : h + 1]])[0]
-        order = order[fits]
-        bits[h].index_add_(0, unit[order], steps[increment[order]])
-    return bits, level
+    num_units = costs.shape[1]
+    steps = torch.tensor(hull.bits, dtype=torch.int64, device=costs.device)
+    gained = (costs[:, None, :] * costs.new_tensor(hull.gains)[None, :, None]).flatten(1)
+    gained, order = gained.sort(dim=1, descending=True, stable=True)
+    taken = steps.repeat_interleave(num_units)[order]
+    fits = (taken.cumsum(dim=1) <= budgets[:, None]) & (gained > 0)
+    units = order % max(num_units, 1)
+    bits = torch.zeros_like(costs, dtype=torch.int64).scatter_add_(1, units, taken * fits)
+    beyond = torch.nn.functional.pad(gained, (0, 1)).gather(1, fits.sum(dim=1, keepdim=True))
+    return bits, beyond[:, 0].clamp(min=0.0)
 
 
 def _settle_core(
@@ -200,13 +155,13 @@ def _settle_core(
     prices = costs.gather(1, core)[:, :, None] * costs.new_tensor(offered.curve)
     best = costs.new_zeros(num_heads, num_states)
     choices = []
+    widths = torch.tensor(offered.widths, device=costs.device)
+    before = torch.arange(num_states, device=costs.device)[:, None] + (WIDTHS[-1] - widths) // 2
     for m in range(size):
         padded = torch.nn.functional.pad(best, (WIDTHS[-1] // 2, 0), value=torch.inf)
-        reached = [padded[:, (WIDTHS[-1] - w) // 2 :][:, :num_states] for w in offered.widths]
-        best, choice = (torch.stack(reached, dim=2) + prices[:, m, None, :]).min(dim=2)
+        best, choice = (padded[:, before] + prices[:, m, None, :]).min(dim=2)
         choices.append(choice)
     state = rooms
-    widths = torch.tensor(offered.widths, device=costs.device)
     chosen = []
     for choice in reversed(choices):
         width = widths[choice.gather(1, state[:, None])[:, 0]]

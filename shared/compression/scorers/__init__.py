@@ -43,4 +43,10 @@ def make_scorer(part: Part, *, rows: int) -> Scorer:
             f"the plan's scorer is {part.name!r}; it must be one of {', '.join(sorted(known))}",
             param="kv_compression",
         )
-    return factory(part.params, rows)
+    scorer = factory(part.params, rows)
+    missing = [name for name in ("observed_queries", "depends_on_rows") if not hasattr(scorer, name)]
+    if missing:
+        raise ConfigurationError(
+            f"scorer {part.name!r} does not say {' and '.join(missing)}; `interface.Scorer` explains them"
+        )
+    return scorer

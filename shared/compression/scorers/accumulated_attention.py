@@ -16,8 +16,7 @@ from torch import Tensor
 
 from kvferry.shared.compression.d2o.eviction import Zones, half_zones, protected, zones
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.parameters import check_params
-from kvferry.shared.compression.plan import ParamValue
+from kvferry.shared.compression.plan import ParamValue, check_params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +42,15 @@ class AccumulatedAttentionScorer:
         parameter."""
         check_params("accumulated_attention", params, {})
         return cls(layer_zones=zones(rows))
+
+    @property
+    def observed_queries(self) -> None:
+        """All of them."""
+        return None
+
+    @property
+    def depends_on_rows(self) -> bool:
+        return True
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
         """Returns float32 `[H_kv, T]`, +inf on sinks and recents."""

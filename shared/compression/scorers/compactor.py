@@ -17,8 +17,7 @@ from torch import Tensor
 from kvferry.kernels.chunk_scores import chunk_scores, shared_chunk_scores
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.leverage import Sketch, Solver, leverage_scores
-from kvferry.shared.compression.parameters import check_params
-from kvferry.shared.compression.plan import ParamValue
+from kvferry.shared.compression.plan import ParamValue, check_params
 from kvferry.shared.errors import InvalidRequest
 
 MAX_SKETCH_COLUMNS = 1024
@@ -106,6 +105,15 @@ class CompactorScorer:
             recents=int(params["recents"]),
             rows=rows,
         )
+
+    @property
+    def observed_queries(self) -> None:
+        """All of them."""
+        return None
+
+    @property
+    def depends_on_rows(self) -> bool:
+        return False
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
         """Returns float32 `[H_kv, T]`, +inf on sinks and recents."""

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.parameters import check_params
-from kvferry.shared.compression.plan import ParamValue
+from kvferry.shared.compression.plan import ParamValue, check_params
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -37,6 +36,14 @@ class RandomScorer:
         """From a plan's `Part.params`. Raises InvalidRequest on missing, unknown or mistyped parameters."""
         check_params("random", params, {"seed": int})
         return cls(seed=int(params["seed"]))
+
+    @property
+    def observed_queries(self) -> int:
+        return 0
+
+    @property
+    def depends_on_rows(self) -> bool:
+        return False
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
         """Returns float32 `[H_kv, T]` in [0, 1)."""

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.parameters import check_params
-from kvferry.shared.compression.plan import ParamValue
+from kvferry.shared.compression.plan import ParamValue, check_params
 from kvferry.shared.errors import InvalidRequest
 
 
@@ -43,6 +42,14 @@ class StreamingScorer:
         """From a plan's `Part.params`. Raises InvalidRequest on missing, unknown or mistyped parameters."""
         check_params("streaming", params, {"sinks": int})
         return cls(sinks=int(params["sinks"]), rows=rows)
+
+    @property
+    def observed_queries(self) -> int:
+        return 0
+
+    @property
+    def depends_on_rows(self) -> bool:
+        return True
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
         """Returns float32 `[H_kv, T]`: recents 1, others 0, sinks +inf."""

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from kvferry.kernels.window_scores import window_scores
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.parameters import check_params
-from kvferry.shared.compression.plan import ParamValue
+from kvferry.shared.compression.plan import ParamValue, check_params
 from kvferry.shared.errors import InvalidRequest
 
 MAX_WINDOW = 4096
@@ -68,6 +67,14 @@ class WindowAttentionScorer:
             kernel_size=int(params["kernel_size"]),
             rows=rows,
         )
+
+    @property
+    def observed_queries(self) -> int:
+        return self.window
+
+    @property
+    def depends_on_rows(self) -> bool:
+        return False
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
         """Returns float32 `[H_kv, T]`, +inf on the window's columns."""

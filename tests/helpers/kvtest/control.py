@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from structlog.contextvars import get_contextvars
 
-from kvferry.shared.compression.plan import CompressionPlan
+from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, ResolvedPlan
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
 from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
 from kvferry.shared.control.messages import (
@@ -38,7 +38,19 @@ from kvferry.shared.sampling.params import SampledToken, SamplingParams
 WAIT_S = 20.0
 PLAN = CompressionPlan(method="full")
 TICKET = Ticket(
-    endpoint="tcp://d:1", transfer_id=2**64 - 1, generation=3, credit_bytes=5, lease_s=1.5, reserved_bytes=9
+    endpoint="tcp://d:1",
+    transfer_id=2**64 - 1,
+    generation=3,
+    credit_bytes=5,
+    lease_s=1.5,
+    reserved_bytes=9,
+    plan=ResolvedPlan(
+        plan=PLAN,
+        method="full",
+        num_prompt_tokens=3,
+        max_new_tokens=3,
+        layers=(LayerPlan(rows=3),) * 2,
+    ),
 )
 TOKEN = SampledToken(token_id=5, index=1, logprob=-0.25, top_logprobs=((5, -0.25),))
 MODEL = ModelSpec(
@@ -83,7 +95,6 @@ PREFILL_REQUEST = PrefillRequest(
     request_id="request-1",
     model_fingerprint="f",
     prompt_token_ids=(1, 2, 3),
-    plan=PLAN,
     sampling=SamplingParams(max_tokens=1),
     ticket=TICKET,
     session=SESSION,

@@ -12,12 +12,12 @@ import torch
 import kvferry.models
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
-from kvferry.shared.compression.attention import state_sizes
 from kvferry.shared.compression.compress import compress_prompt
+from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import Budget, Part
+from kvferry.shared.compression.measured import is_measured
+from kvferry.shared.compression.plan import Budget, Part, plan_digest
 from kvferry.shared.compression.presets import plan_for
-from kvferry.shared.compression.representation import packed_limits
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import GenerateRequest, TicketIssued
 from kvferry.shared.metrics import DecodeMetrics
@@ -26,8 +26,7 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.wire.in_process import InProcessHub
-from kvferry.shared.wire.messages import EndRecord, Manifest, TransferKey
-from kvferry.shared.wire.stored_sections import announced_sections, layer_sections
+from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
 
 torch.set_num_threads(1)
 
@@ -104,7 +103,7 @@ def demo_tokenizer():
 
 
 class PromptCache:
-    """What prefill makes of one request: its first token and each layer's kept rows."""
+    """What prefill makes of one request: its first token, and each layer's format and tensors."""
 
     def __init__(self, model, request):
         self.request = request
@@ -113,7 +112,9 @@ class PromptCache:
         self._inputs = []
         with torch.inference_mode():
             logits = model.prefill(torch.tensor(request.prompt_token_ids), start=0, observer=self)
-            self.settled, self.layers = compress_prompt(self.resolved, self._inputs)
+            self.measured, layers = compress_prompt(model.spec, self.resolved, self._inputs)
+        self.layers = [dict(tensors) for tensors in layers]
+        self.formats = make_formats(model.spec, self.measured)
         sampler = SequenceSampler(request.sampling, request.prompt_token_ids, model.spec.vocab_size)
         self.first_token = sampler.sample(logits)
 
@@ -137,29 +138,30 @@ def resolve(spec, request):
     )
 
 
-def manifest_for(spec, request, ticket, *, settled=None, **changes):
-    """`settled`: the plan with the prompt's own rows, where they are measured."""
+def manifest_for(spec, request, ticket, *, measured=None, **changes):
+    """`measured`: the plan with the prompt's own rows, where they are measured."""
     resolved = resolve(spec, request)
-    settled = settled or resolved
+    rows = (measured or resolved).layers if is_measured(resolved) else ()
     manifest = Manifest(
         purpose="cache",
         key=TransferKey(transfer_id=ticket.transfer_id, generation=ticket.generation),
         request_id=request.request_id,
         model_fingerprint=spec.fingerprint,
         dtype=spec.dtype,
+        num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         start=0,
         num_tokens=len(request.prompt_token_ids),
-        layer_rows=tuple(layer.rows for layer in settled.layers),
-        layer_packed_bytes=packed_limits(
-            resolved, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=torch.float32
-        ),
-        layer_state_bytes=state_sizes(settled, num_kv_heads=spec.num_kv_heads),
-        layer_sections=announced_sections(spec, settled),
-        resolved=resolved,
+        plan_digest=plan_digest(resolved),
+        layer_rows=tuple(layer.rows for layer in rows),
     )
     return dataclasses.replace(manifest, **changes)
+
+
+def named(fmt, tensors):
+    """A layer's tensors as a transfer takes them."""
+    return [NamedTensor(name=name, tensor=its, kind=fmt.kinds[name]) for name, its in tensors.items()]
 
 
 class Shipper:
@@ -174,15 +176,16 @@ class Shipper:
             ticket, manifest_for(self.model.spec, request, ticket, **changes), timeout_s=10
         )
 
-    def send(self, transfer, cache, *, layers=None):
-        for layer, kept in list(enumerate(cache.layers))[:layers]:
-            for section, tensor in layer_sections(kept):
-                transfer.send(layer=layer, section=section, tensor=tensor)
+    def send(self, transfer, cache, *, first=0, last=None):
+        """Send layers from `first` on, up to but not including `last`."""
+        layers = list(zip(cache.formats, cache.layers, strict=True))
+        for layer, (fmt, tensors) in list(enumerate(layers))[first:last]:
+            transfer.send_layer(layer, named(fmt, tensors))
 
     def ship(self, request, ticket, **changes):
         """Blocking; returns the first token."""
         cache = PromptCache(self.model, request)
-        transfer = self.open(request, ticket, settled=cache.settled, **changes)
+        transfer = self.open(request, ticket, measured=cache.measured, **changes)
         self.send(transfer, cache)
         key = TransferKey(transfer_id=ticket.transfer_id, generation=ticket.generation)
         transfer.finish(EndRecord(key=key, num_blocks=0, payload_bytes=0, first_token=cache.first_token))

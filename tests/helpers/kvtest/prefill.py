@@ -17,8 +17,9 @@ from torch import Tensor
 
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.service import PrefillService
-from kvferry.shared.compression.plan import CompressionPlan
+from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import (
     FirstToken,
     PrefillEvent,
@@ -31,13 +32,14 @@ from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel, PrefillObserver
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.model.spec import TORCH_DTYPES
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.wire.in_process import InProcessHub
-from kvferry.shared.wire.interfaces import BlockServer
-from kvferry.shared.wire.messages import BlockHeader, EndRecord, Manifest, Section, TransferKey
+from kvferry.shared.wire.messages import BlockHeader, EndRecord, LayerHeader, Manifest, TransferKey
+from kvferry.shared.wire.receiver import BlockServer
 
 WAIT_S = 60.0
+DTYPES = {**TORCH_DTYPES, "int32": torch.int32, "int16": torch.int16, "uint8": torch.uint8}
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -51,26 +53,34 @@ async def eventually(condition: Callable[[], bool]) -> None:
 class RecordingSink:
     """A decode worker's sink that keeps every byte. `refuse` is raised on open; `gate` holds up commits."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self._spec = spec
+    def __init__(self) -> None:
         self.manifests: list[Manifest] = []
+        self.layers: dict[TransferKey, list[LayerHeader]] = {}
         self.ends: dict[TransferKey, EndRecord] = {}
         self.aborted: list[TransferKey] = []
         self.refuse: Exception | None = None
         self.gate = threading.Event()
         self.gate.set()
-        self._bytes: dict[tuple[TransferKey, int, Section], bytearray] = {}
+        self._bytes: dict[tuple[TransferKey, int, str], bytearray] = {}
 
     def open(self, manifest: Manifest) -> None:
         if self.refuse is not None:
             raise self.refuse
         self.manifests.append(manifest)
+        self.layers[manifest.key] = []
+
+    def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
+        assert header.layer == len(self.layers[key])
+        self.layers[key].append(header)
+        for its in header.tensors:
+            self._bytes[key, header.layer, its.name] = bytearray()
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
-        buffer = self._bytes.setdefault((header.key, header.layer, header.section), bytearray())
+        announced = self.layers[header.key][header.layer].tensors[header.tensor]
+        buffer = self._bytes[header.key, header.layer, announced.name]
         assert len(buffer) == header.offset
         buffer.extend(payload)
-        assert len(buffer) <= header.section_bytes
+        assert len(buffer) <= header.tensor_bytes == announced.size_bytes
 
     def commit(self, end: EndRecord) -> None:
         assert self.gate.wait(WAIT_S)
@@ -79,16 +89,19 @@ class RecordingSink:
     def abort(self, key: TransferKey, reason: str) -> None:
         self.aborted.append(key)
 
-    def rows(self, key: TransferKey, layer: int, section: Section) -> Tensor:
-        """`[H_kv, n, D]`, or `[H_kv, n]` of positions."""
-        buffer = self._bytes[key, layer, section]
-        if section is Section.INDEX:
-            return torch.frombuffer(buffer, dtype=torch.int32).view(self._spec.num_kv_heads, -1)
-        rows = torch.frombuffer(buffer, dtype=torch.float32)
-        return rows.view(self._spec.num_kv_heads, -1, self._spec.head_dim)
+    def tensors(self, key: TransferKey, layer: int) -> dict[str, Tensor]:
+        """A layer's tensors as they were announced."""
+        return {its.name: self.rows(key, layer, its.name) for its in self.layers[key][layer].tensors}
 
-    def has(self, key: TransferKey, layer: int, section: Section) -> bool:
-        return (key, layer, section) in self._bytes
+    def rows(self, key: TransferKey, layer: int, name: str) -> Tensor:
+        """One tensor: `[H_kv, n, D]`, or `[H_kv, n]` of positions."""
+        (header,) = (its for its in self.layers[key][layer].tensors if its.name == name)
+        dtype, buffer = DTYPES[header.dtype], self._bytes[key, layer, name]
+        flat = torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
+        return flat.view(header.shape)
+
+    def has(self, key: TransferKey, layer: int, name: str) -> bool:
+        return (key, layer, name) in self._bytes
 
 
 class ControlledModel:
@@ -154,13 +167,14 @@ class Harness:
         probe: bool = False,
         **changes: object,
     ) -> PrefillRequest:
+        """A request whose ticket has the plan as decode resolves it, unless `changes` make another."""
         number = next(self._ids)
+        sampling = sampling or SamplingParams(max_tokens=8, temperature=0.0)
         fields: dict[str, object] = {
             "request_id": f"r{number}",
             "model_fingerprint": self.model.spec.fingerprint,
             "prompt_token_ids": prompt,
-            "plan": plan or plan_for("full"),
-            "sampling": sampling or SamplingParams(max_tokens=8, temperature=0.0),
+            "sampling": sampling,
             "ticket": Ticket(
                 endpoint=self.decode.endpoint,
                 transfer_id=1000 + number,
@@ -168,11 +182,24 @@ class Harness:
                 credit_bytes=1 << 20,
                 lease_s=60,
                 reserved_bytes=0,
+                plan=self.resolve(plan or plan_for("full"), prompt, sampling),
             ),
             "session": session,
             "probe": probe,
         }
         return PrefillRequest(**(fields | changes))  # type: ignore[arg-type]
+
+    def resolve(
+        self, plan: CompressionPlan, prompt: tuple[int, ...], sampling: SamplingParams
+    ) -> ResolvedPlan:
+        """As decode resolves a plan for this prompt."""
+        return resolve_plan(
+            plan,
+            num_prompt_tokens=len(prompt),
+            max_new_tokens=sampling.max_tokens,
+            num_layers=self.model.spec.num_layers,
+            head_dim=self.model.spec.head_dim,
+        )
 
     async def run(self, request: PrefillRequest) -> tuple[FirstToken, TransferDone]:
         """A whole prefill."""
@@ -194,6 +221,12 @@ class Harness:
         )
 
     eventually = staticmethod(eventually)
+
+
+def plan_of(request: PrefillRequest) -> ResolvedPlan:
+    """The plan in a request's ticket."""
+    assert request.ticket.plan is not None
+    return request.ticket.plan
 
 
 @pytest.fixture(scope="session")
@@ -219,7 +252,7 @@ async def harness(demo_model: LanguageModel, prefill_options: dict[str, object])
     )
     metrics = PrefillMetrics()
     hub = InProcessHub()
-    sink = RecordingSink(model.spec)
+    sink = RecordingSink()
     decode = hub.server(sink)
     service = PrefillService(
         model=model,

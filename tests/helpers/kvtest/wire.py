@@ -1,4 +1,4 @@
-"""The three channels as one fixture, a sink that keeps what it gets, and manifests of random shapes."""
+"""The three channels as one fixture, a sink that records what it gets, and transfers of random tensors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,20 @@ from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.wire.channel import ConnectingChannel, PeerLost, Received, SendResult
 from kvferry.shared.wire.frames import FrameHeader, MessageType, decode_message, encode_header
 from kvferry.shared.wire.in_process import InProcessConnectingChannel, InProcessHub
-from kvferry.shared.wire.interfaces import BlockSink
-from kvferry.shared.wire.messages import BlockHeader, EndRecord, Manifest, Section, TransferKey
-from kvferry.shared.wire.receiver import ChannelBlockServer
-from kvferry.shared.wire.records import decode_nack, encode_end, encode_manifest
-from kvferry.shared.wire.sender import ChannelBlockSender
-from kvferry.shared.wire.transfer import SendingTransfer
-from kvferry.shared.wire.zmq import ZmqBlockSender, ZmqBlockServer, ZmqConnectingChannel
+from kvferry.shared.wire.messages import (
+    BlockHeader,
+    EndRecord,
+    LayerHeader,
+    Manifest,
+    NamedTensor,
+    TensorHeader,
+    TransferKey,
+)
+from kvferry.shared.wire.receiver import BlockServer, BlockSink
+from kvferry.shared.wire.records import decode_nack, encode_end, encode_layer, encode_manifest
+from kvferry.shared.wire.sender import BlockSender
+from kvferry.shared.wire.transfer import OutgoingTransfer
+from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 
 WAIT_S = 20.0
 ids = itertools.count(1)
@@ -41,14 +48,16 @@ def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> bool
 
 
 class RecordingSink:
-    """A sink that keeps every byte, refuses and fails on request, and checks how it is called."""
+    """A sink that records every byte, refuses and fails on request, and checks how it is called."""
 
     def __init__(self) -> None:
         self.manifests: dict[TransferKey, Manifest] = {}
-        self.sections: dict[tuple[TransferKey, int, Section], bytearray] = {}
+        self.layers: dict[TransferKey, list[LayerHeader]] = {}
+        self.tensors: dict[tuple[TransferKey, int, str], bytearray] = {}
         self.committed: dict[TransferKey, EndRecord] = {}
         self.aborted: dict[TransferKey, str] = {}
         self.open_error: Exception | None = None
+        self.layer_error: Exception | None = None
         self.write_error: Exception | None = None
         self.commit_error: Exception | None = None
         self.gate = threading.Event()
@@ -65,16 +74,27 @@ class RecordingSink:
         if self.open_error is not None:
             raise self.open_error
         self.manifests[manifest.key] = manifest
+        self.layers[manifest.key] = []
+
+    def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
+        self._enter()
+        if self.layer_error is not None:
+            raise self.layer_error
+        assert header.layer == len(self.layers[key])
+        self.layers[key].append(header)
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
         self._enter()
         assert self.gate.wait(WAIT_S)
         if self.write_error is not None:
             raise self.write_error
-        name = (header.key, header.layer, header.section)
-        section = self.sections.setdefault(name, bytearray())
-        assert len(section) == header.offset
-        section += payload
+        layers = self.layers[header.key]
+        assert header.layer == len(layers) - 1
+        announced = layers[-1].tensors[header.tensor]
+        tensor = self.tensors.setdefault((header.key, header.layer, announced.name), bytearray())
+        assert len(tensor) == header.offset
+        assert header.offset + payload.nbytes <= header.tensor_bytes == announced.size_bytes
+        tensor += payload
         self.blocks += 1
 
     def commit(self, end: EndRecord) -> None:
@@ -102,8 +122,7 @@ class Wire:
         self.late_blocks = 0
         self.failures: list[str] = []
 
-    def server(self, sink: BlockSink, *, idle_timeout_s: float = WAIT_S) -> ChannelBlockServer:
-        server: ChannelBlockServer
+    def server(self, sink: BlockSink, *, idle_timeout_s: float = WAIT_S) -> BlockServer:
         if self.kind == "inproc":
             server = self._hub.server(
                 sink,
@@ -113,8 +132,8 @@ class Wire:
             )
         else:
             bind = "tcp://127.0.0.1:0" if self.kind == "tcp" else f"ipc://{self._folder}/{next(ids)}"
-            server = ZmqBlockServer(
-                bind,
+            server = BlockServer(
+                ZmqListeningChannel(bind),
                 sink,
                 idle_timeout_s=idle_timeout_s,
                 on_late_block=self._on_late_block,
@@ -125,15 +144,17 @@ class Wire:
 
     def sender(
         self, *, buffer_bytes: int = 64 << 20, timeout_s: float = WAIT_S, keepalive_interval_s: float = 2.0
-    ) -> ChannelBlockSender:
-        sender: ChannelBlockSender
+    ) -> BlockSender:
         if self.kind == "inproc":
             sender = self._hub.sender(
                 buffer_bytes=buffer_bytes, timeout_s=timeout_s, keepalive_interval_s=keepalive_interval_s
             )
         else:
-            sender = ZmqBlockSender(
-                buffer_bytes=buffer_bytes, timeout_s=timeout_s, keepalive_interval_s=keepalive_interval_s
+            sender = BlockSender(
+                ZmqConnectingChannel(),
+                buffer_bytes=buffer_bytes,
+                timeout_s=timeout_s,
+                keepalive_interval_s=keepalive_interval_s,
             )
         self._closers.append(sender.close)
         return sender
@@ -175,6 +196,9 @@ class BarePeer:
 
     def manifest(self, manifest: Manifest) -> None:
         self.say(FrameHeader(type=MessageType.MANIFEST, key=manifest.key), encode_manifest(manifest))
+
+    def layer(self, key: TransferKey, sequence: int, layer: LayerHeader) -> None:
+        self.say(FrameHeader(type=MessageType.LAYER, key=key, sequence=sequence), encode_layer(layer))
 
     def end(self, key: TransferKey, *, num_blocks: int, payload_bytes: int) -> None:
         end = EndRecord(key=key, num_blocks=num_blocks, payload_bytes=payload_bytes)
@@ -221,10 +245,12 @@ def make_manifest(
         request_id="request",
         model_fingerprint="fingerprint",
         dtype=dtype,
+        num_layers=len(rows),
         num_kv_heads=heads,
         head_dim=dim,
         start=0,
         num_tokens=max(rows),
+        plan_digest="0123abcd",
         layer_rows=rows,
     )
 
@@ -240,44 +266,71 @@ def make_ticket(manifest: Manifest, endpoint: str, *, credit_bytes: int = 32 << 
     )
 
 
-def make_sections(manifest: Manifest, *, with_index: bool = True) -> list[tuple[int, Section, Tensor]]:
-    """Random tensors for every section, in order."""
+Layers = list[list[NamedTensor]]
+
+
+def make_layers(manifest: Manifest, *, with_index: bool = True) -> Layers:
+    """Random K and V of each layer's rows, after their index."""
     generator = torch.Generator().manual_seed(manifest.key.transfer_id % 1000)
     dtype = getattr(torch, manifest.dtype)
-    sections: list[tuple[int, Section, Tensor]] = []
-    for layer, rows in enumerate(manifest.layer_rows):
+    layers: Layers = []
+    for rows in manifest.layer_rows:
         shape = (manifest.num_kv_heads, rows, manifest.head_dim)
-        if with_index:
-            index = torch.arange(rows, dtype=torch.int32).repeat(manifest.num_kv_heads, 1)
-            sections.append((layer, Section.INDEX, index))
-        for section in (Section.KEYS, Section.VALUES):
-            sections.append((layer, section, torch.randn(shape, generator=generator).to(dtype)))
-    return sections
+        index = torch.arange(rows, dtype=torch.int32).repeat(manifest.num_kv_heads, 1)
+        layers.append([NamedTensor(name="index", tensor=index, kind="index")] if with_index else [])
+        for name in ("keys", "values"):
+            tensor = torch.randn(shape, generator=generator).to(dtype)
+            layers[-1].append(NamedTensor(name=name, tensor=tensor, kind="rows"))
+    return layers
+
+
+def header_of(layer: int, tensors: list[NamedTensor]) -> LayerHeader:
+    return LayerHeader(
+        layer=layer,
+        tensors=tuple(
+            TensorHeader(
+                name=named.name,
+                dtype=str(named.tensor.dtype).removeprefix("torch."),
+                shape=tuple(named.tensor.shape),
+            )
+            for named in tensors
+        ),
+    )
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    return bytes(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def ship(transfer: SendingTransfer, manifest: Manifest, sections: list[tuple[int, Section, Tensor]]) -> float:
-    for layer, section, tensor in sections:
-        transfer.send(layer=layer, section=section, tensor=tensor)
+def send(transfer: OutgoingTransfer, layers: Layers, *, first: int = 0) -> None:
+    """Send the layers, the first of which has this number."""
+    for layer, tensors in enumerate(layers, first):
+        transfer.send_layer(layer, tensors)
+
+
+def ship(transfer: OutgoingTransfer, layers: Layers, *, first: int = 0) -> float:
+    """Send the layers and the end, and wait."""
+    send(transfer, layers, first=first)
     token = SampledToken(token_id=7, index=0)
-    transfer.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0, first_token=token))
+    transfer.finish(EndRecord(key=transfer.key, num_blocks=0, payload_bytes=0, first_token=token))
     return transfer.wait(WAIT_S)
 
 
-def assert_arrived(
-    sink: RecordingSink, manifest: Manifest, sections: list[tuple[int, Section, Tensor]]
-) -> None:
+def arrived(sink: RecordingSink, key: TransferKey) -> dict[tuple[int, str], bytes]:
+    """What came of a transfer, by layer and name."""
+    return {name[1:]: bytes(data) for name, data in sink.tensors.items() if name[0] == key}
+
+
+def assert_arrived(sink: RecordingSink, manifest: Manifest, layers: Layers) -> None:
     assert sink.manifests[manifest.key] == manifest
+    assert sink.layers[manifest.key] == [header_of(layer, tensors) for layer, tensors in enumerate(layers)]
     expected = {
-        (manifest.key, layer, section): to_bytes(tensor)
-        for layer, section, tensor in sections
-        if tensor.numel()
+        (layer, named.name): to_bytes(named.tensor)
+        for layer, tensors in enumerate(layers)
+        for named in tensors
+        if named.tensor.numel()
     }
-    got = {name: bytes(data) for name, data in sink.sections.items() if name[0] == manifest.key}
-    assert got == expected
+    assert arrived(sink, manifest.key) == expected
     assert sink.committed[manifest.key].payload_bytes == sum(map(len, expected.values()))
 
 

@@ -1,50 +1,46 @@
 """One sequence's failure inside a step stays its own."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from kvtest.compression import Placed, make_resolved, make_spec, one_format, packed_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.dense_decode.reference import dense_decode
-from kvferry.kernels.packed import pack_layer, view_packed_layer
-from kvferry.services.decode.attention import BatchAttention, append_and_attend
-from kvferry.services.decode.members import Members
-from kvferry.shared.cache.layout import sequence_layout, view_layers
-from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, Part, ResolvedPlan
-from kvferry.shared.model.spec import ModelSpec
+from kvferry.kernels.packed import pack_layer
+from kvferry.services.decode.attention import BatchAttention, Members
+from kvferry.shared.cache.layout import sequence_layout
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.plan import LayerPlan, Part
 
-SPEC = ModelSpec(
-    name="m",
-    fingerprint="f",
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=9,
-    max_model_len=99,
-    dtype="float32",
-    eos_token_ids=(1,),
-)
+SPEC = make_spec()
+NOT_WRITTEN = 0xFF
+"""A byte that makes every floating-point number NaN."""
+
+
+def rows_of(fmt, generator):
+    """K and V of a layer's prompt."""
+    shape = (fmt.shape.num_kv_heads, fmt.rows, fmt.shape.head_dim)
+    return {name: torch.randn(*shape, generator=generator) for name in ("keys", "values")}
+
+
+def open_layer(fmt, regions, tensors):
+    """A layer whose tensors have arrived."""
+    for name, tensor in tensors.items():
+        regions[name][:, : fmt.rows] = tensor
+    return fmt.open(regions, tensors)
 
 
 def make_caches(rows, seed):
     """Caches with room for one more row, NaN where nothing has been written."""
-    resolved = ResolvedPlan(
-        plan=CompressionPlan(method="full"),
-        method="full",
-        num_prompt_tokens=rows,
-        max_new_tokens=2,
-        layers=(LayerPlan(rows=rows),) * 2,
-    )
-    layout = sequence_layout(SPEC, resolved)
-    caches = view_layers(layout, torch.full((layout.size_bytes,), 0xFF, dtype=torch.uint8))
+    plan = make_resolved(*(LayerPlan(rows=rows),) * 2, num_prompt_tokens=rows, max_new_tokens=2)
+    layout = sequence_layout(make_formats(SPEC, plan))
+    buffer = torch.full((layout.size_bytes,), NOT_WRITTEN, dtype=torch.uint8)
     generator = torch.Generator().manual_seed(seed)
-    for cache in caches:
-        cache.keys[:, :rows] = torch.randn(2, rows, 8, generator=generator)
-        cache.values[:, :rows] = torch.randn(2, rows, 8, generator=generator)
-    return caches
+    return [
+        open_layer(layer.format, layer.views(buffer), rows_of(layer.format, generator))
+        for layer in layout.layers
+    ]
 
 
 def test_a_full_cache_is_recorded_for_its_sequence_and_the_other_goes_on():
@@ -75,22 +71,15 @@ class OperatorCount(TorchDispatchMode):
 
 def count_operators(attention, *, num_kv_heads, rows):
     """Operators of one token in one layer."""
-    spec = replace(SPEC, num_heads=2 * num_kv_heads, num_kv_heads=num_kv_heads)
-    resolved = ResolvedPlan(
-        plan=CompressionPlan(method="full"),
-        method="full",
-        num_prompt_tokens=rows,
-        max_new_tokens=2,
-        layers=(LayerPlan(rows=rows, attention=attention),),
+    fmt = one_format(
+        attention, rows=rows, num_prompt_tokens=rows, max_new_tokens=2, num_kv_heads=num_kv_heads
     )
-    layout = sequence_layout(spec, resolved)
-    (cache,) = view_layers(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8))
-    layout.layers[0].attention.build(cache.keys, cache.values, cache.auxiliary, length=rows)
+    cache = Placed.of(fmt).open(rows_of(fmt, torch.Generator().manual_seed(0)))
     queries, row = torch.randn(num_kv_heads, 2, 8), torch.randn(num_kv_heads, 8)
     # tables that layers share are made at the first call for a length
-    append_and_attend(cache, queries, row, row, num_appended=0, scaling=0.3)
+    cache.append_and_attend(queries, row, row, num_appended=0, scaling=0.3)
     with OperatorCount() as operators:
-        append_and_attend(cache, queries, row, row, num_appended=0, scaling=0.3)
+        cache.append_and_attend(queries, row, row, num_appended=0, scaling=0.3)
     return operators.count
 
 
@@ -114,6 +103,7 @@ def test_a_step_takes_as_many_operators_however_many_kv_heads_and_tokens_there_a
 HSA = Part(name="hsa", params={"page_size": 3, "num_channels": 5, "num_tokens": 6})
 HSA_FINE = Part(name="hsa", params={"page_size": 1, "num_channels": 8, "num_tokens": 4})
 QUEST = Part(name="quest", params={"page_size": 3, "num_tokens": 6})
+PACKED = Part(name="rdkv", params={"budget_tokens": 40})
 STEPS = 2
 
 
@@ -121,27 +111,32 @@ def fill_arena(plans):
     """Sequences of these (rows, attention of each layer) in one arena; packed where rows are None."""
     sizes = []
     for rows, *kinds in plans:
-        resolved = ResolvedPlan(
-            plan=CompressionPlan(method="full"),
-            method="full",
+        part = Part(name="rows") if rows else PACKED
+        layers = (LayerPlan(rows=rows or 40, attention=kind, representation=part) for kind in kinds)
+        plan = make_resolved(
+            *layers,
             num_prompt_tokens=rows or 40,
             max_new_tokens=STEPS + 1,
-            layers=tuple(LayerPlan(rows=rows or 0, attention=kind) for kind in kinds),
+            method="full" if rows else "rdkv",
         )
-        sizes.append(sequence_layout(SPEC, resolved))
-    arena = torch.full((sum(layout.size_bytes for layout in sizes),), 0xFF, dtype=torch.uint8)
+        sizes.append(sequence_layout(make_formats(SPEC, plan)))
+    arena = torch.full((sum(layout.size_bytes for layout in sizes),), NOT_WRITTEN, dtype=torch.uint8)
     generator = torch.Generator().manual_seed(1)
     sequences, start = [], 0
     for (rows, *_), layout in zip(plans, sizes, strict=True):
-        caches = view_layers(layout, arena[start : start + layout.size_bytes])
+        buffer = arena[start : start + layout.size_bytes]
         start += layout.size_bytes
-        if rows is None:
-            caches = tuple(replace(cache, packed=packed_prompt(generator)) for cache in caches)
-        for cache in caches if rows else ():
-            cache.keys[:, :rows] = torch.randn(2, rows, 8, generator=generator)
-            cache.values[:, :rows] = torch.randn(2, rows, 8, generator=generator)
-            cache.layout.attention.build(cache.keys, cache.values, cache.auxiliary, length=rows)
-        sequences.append(caches)
+        caches = []
+        for layer in layout.layers:
+            fmt, regions = layer.format, layer.views(buffer)
+            if rows:
+                caches.append(open_layer(fmt, regions, rows_of(fmt, generator)))
+                continue
+            tensors = packed_prompt(generator)
+            packed = torch.cat([its for name, its in tensors.items() if name != "layout"])
+            regions["packed"][: len(packed)] = packed
+            caches.append(fmt.open(regions, tensors))
+        sequences.append(tuple(caches))
     return sequences
 
 
@@ -149,11 +144,7 @@ def packed_prompt(generator):
     widths = torch.tensor([2, 4, 8, 16], dtype=torch.uint8)
     keys, values = torch.randn(2, 2, 40, 8, generator=generator)
     bits = [widths[torch.randint(4, (2, n), generator=generator)] for n in (8, 40)]
-    packed = pack_layer(keys, values, *bits)
-    # kernels read whole 16-byte pieces and take what is not a head's for zero
-    padded = torch.zeros(packed.layout.size_bytes + 64, dtype=torch.uint8)
-    padded[: packed.layout.size_bytes] = packed.buffer
-    return view_packed_layer(packed.layout, padded[: packed.layout.size_bytes])
+    return packed_tensors(pack_layer(keys, values, *bits))
 
 
 MIXED = [
@@ -204,7 +195,7 @@ def test_kernels_attend_a_batch_of_every_kind_as_each_sequence_alone(interpreter
     assert not outputs[:, :, len(MIXED) :].any()
     for caches, others in zip(sequences, expected_sequences, strict=True):
         for cache, other in zip(caches, others, strict=True):
-            rows = cache.layout.rows + STEPS
+            rows = cache.format.rows + STEPS
             assert torch.equal(cache.keys[:, :rows], other.keys[:, :rows])
             assert torch.equal(cache.values[:, :rows], other.values[:, :rows])
 
@@ -217,8 +208,8 @@ def test_a_slot_that_is_not_active_writes_nothing_and_its_output_is_zero(interpr
     # what is packed is attended all the same; nobody looks at it
     assert not outputs[1:, :, 3].any()
     for cache in sequences[3]:
-        assert cache.keys[:, : cache.layout.rows + 1].isfinite().all()
-        assert cache.keys[:, cache.layout.rows + 1 :].isnan().all()
+        assert cache.keys[:, : cache.format.rows + 1].isfinite().all()
+        assert cache.keys[:, cache.format.rows + 1 :].isnan().all()
 
 
 def test_a_layer_takes_as_many_launches_however_many_sequences_there_are(interpreter):

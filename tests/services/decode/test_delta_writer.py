@@ -9,13 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest.compression import make_resolved, make_spec
+from kvtest.wire import header_of, to_bytes
 
-from kvferry.services.decode.delta_writer import DeltaLayerWriter
-from kvferry.shared.compression.interface import CompressedLayer
+from kvferry.services.decode.cache_writer import ArenaCopier, CacheWriter
+from kvferry.shared.cache.delta import RetainedChain, RetainedRows, delta_tensors
+from kvferry.shared.cache.layout import sequence_layout
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.plan import LayerPlan
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import KvferryError, TransferFailed
-from kvferry.shared.wire.held_rows import HeldRows, HeldSelections, delta_sections
-from kvferry.shared.wire.messages import BlockHeader, Section, TransferKey
+from kvferry.shared.wire.messages import BlockHeader, NamedTensor, TransferKey
 
 DIM = 3
 KEY = TransferKey(transfer_id=1, generation=1)
@@ -37,14 +41,42 @@ def rows_of(tokens, positions, *, heads):
     return torch.stack([tokens[head][torch.from_numpy(positions[head]).long()] for head in range(heads)])
 
 
-def blocks(section, tensor, size):
-    raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    for offset in range(0, len(raw), size):
-        payload = memoryview(raw[offset : offset + size])
-        header = BlockHeader(
-            key=KEY, sequence=0, layer=0, section=section, section_bytes=len(raw), offset=offset
+class Receiver:
+    """A writer of one layer's delta, over bytes that are NaN in every dtype."""
+
+    def __init__(self, *, heads, num_tokens, rows, retained, retained_rows):
+        plan = make_resolved(LayerPlan(rows=rows), num_prompt_tokens=num_tokens, max_new_tokens=3)
+        (fmt,) = make_formats(make_spec(num_layers=1, num_kv_heads=heads, head_dim=DIM), plan)
+        layout = sequence_layout((fmt,))
+        self.buffer = torch.full((layout.size_bytes,), 0xFF, dtype=torch.uint8)
+        self.writer = CacheWriter(
+            layout,
+            self.buffer,
+            ArenaCopier(1 << 12, self.buffer.device),
+            retained=retained,
+            retained_layers=[[rows] for rows in retained_rows],
         )
-        yield header, payload
+
+    def begin(self, tensors):
+        named = [NamedTensor(name=name, tensor=its, kind="rows") for name, its in tensors.items()]
+        self.writer.begin_layer(header_of(0, named))
+
+    def blocks(self, tensors, size):
+        """Every block of the layer, not written yet."""
+        for index, tensor in enumerate(tensors.values()):
+            data = to_bytes(tensor)
+            for offset in range(0, len(data), size):
+                header = BlockHeader(
+                    key=KEY, sequence=0, layer=0, tensor=index, tensor_bytes=len(data), offset=offset
+                )
+                yield header, memoryview(data[offset : offset + size])
+
+    def receive(self, tensors, size=1 << 12):
+        self.begin(tensors)
+        for header, payload in self.blocks(tensors, size):
+            self.writer.write(header, payload)
+        (cache,) = self.writer.finish()
+        return cache
 
 
 def retained_rows(tokens, positions, *, prompt, generated, heads):
@@ -64,7 +96,7 @@ def retained_rows(tokens, positions, *, prompt, generated, heads):
 
 @settings(deadline=None, max_examples=100)
 @given(st.data())
-def test_held_and_new_rows_together_are_the_whole_layer(data):
+def test_retained_and_new_rows_together_are_the_whole_layer(data):
     heads = data.draw(st.sampled_from([1, 2, 3]))
     # the prompts of earlier turns, the newest first, each a part of the one before it
     prompts = sorted(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4)), reverse=True)
@@ -73,28 +105,27 @@ def test_held_and_new_rows_together_are_the_whole_layer(data):
     tokens = [torch.randn(heads, total, DIM, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
     before = [selection(data, heads=heads, num_tokens=prompt) for prompt in prompts]
     after = selection(data, heads=heads, num_tokens=total)
+    if after is not None and after.shape[1] == total:
+        after = None  # a layer that keeps all has no index
     num_shared = data.draw(st.integers(1, prompts[0] + generated))
     depth = data.draw(st.integers(1, len(prompts)))
-    held = HeldSelections(
+    retained = RetainedChain(
         selections=tuple(
-            HeldRows(transfer_id=7, num_prompt_tokens=prompt, num_tokens=total, layers=(positions,))
+            RetainedRows(transfer_id=7, num_prompt_tokens=prompt, num_tokens=total, layers=(positions,))
             for prompt, positions in zip(prompts, before, strict=True)
         )
     ).first(depth, num_shared)
-    held_rows = [
+    rows_here = [
         # nothing generated after an earlier prompt is counted on
         retained_rows(tokens, positions, prompt=prompt, generated=0 if number else generated, heads=heads)
         for number, (prompt, positions) in enumerate(zip(prompts, before, strict=True))
     ][:depth]
     whole = [rows_of(its, after, heads=heads) for its in tokens]
-    positions = None if after is None else torch.from_numpy(after)
-    kept = CompressedLayer(keys=whole[0], values=whole[1], positions=positions)
-    sections = dict(delta_sections(kept, 0, held))
-    targets = tuple(torch.full((heads, total + 2, DIM), torch.nan) for _ in tokens)
+    index = {} if after is None else {"index": torch.from_numpy(after)}
+    sent = delta_tensors({**index, "keys": whole[0], "values": whole[1]}, 0, retained)
     wanted = after if after is not None else np.tile(np.arange(total, dtype=np.int32), (heads, 1))
-    writer = DeltaLayerWriter(0, wanted, held=held, held_rows=held_rows, rows=targets)
 
-    def is_held(head, token):
+    def is_retained(head, token):
         generated_last = prompts[0] <= token
         kept_once = any(
             token < prompt and (positions is None or token in positions[head])
@@ -102,40 +133,116 @@ def test_held_and_new_rows_together_are_the_whole_layer(data):
         )
         return token < num_shared and (generated_last or kept_once)
 
-    num_new = sum(not is_held(head, token) for head in range(heads) for token in wanted[head])
-    assert sections[Section.KEYS].shape == (num_new, DIM)
-    assert writer.missing_bytes == 2 * num_new * DIM * 4
-    size = data.draw(st.integers(1, 30))
-    for section in (Section.NEW_ROWS, Section.KEYS, Section.VALUES):
-        for header, payload in blocks(section, sections[section], size):
-            writer.write(header, payload)
-    assert writer.missing_bytes == 0
-    for target, expected in zip(targets, whole, strict=True):
+    num_new = [sum(not is_retained(head, token) for token in wanted[head]) for head in range(heads)]
+    assert sent["new_rows"].tolist() == num_new
+    assert sent["keys"].shape == sent["values"].shape == (sum(num_new), DIM)
+    receiver = Receiver(
+        heads=heads, num_tokens=total, rows=wanted.shape[1], retained=retained, retained_rows=rows_here
+    )
+    cache = receiver.receive(sent, size=data.draw(st.integers(1, 30)))
+    for target, expected in zip((cache.keys, cache.values), whole, strict=True):
         assert torch.equal(target[:, : expected.shape[1]], expected)
         assert target[:, expected.shape[1] :].isnan().all()
+    assert (cache.positions is None) == (after is None)
+    assert after is None or np.array_equal(cache.positions, after)
 
 
-def test_another_number_of_rows_than_lacks_is_refused():
-    rows = HeldRows(transfer_id=7, num_prompt_tokens=4, num_tokens=4, layers=(None,))
-    held = HeldSelections(selections=(rows,))
-    rows = tuple(torch.zeros(2, 6, DIM) for _ in range(2))
-    positions = np.tile(np.arange(5, dtype=np.int32), (2, 1))
-    writer = DeltaLayerWriter(0, positions, held=held, held_rows=[rows], rows=rows)
-    *begun, last = blocks(Section.NEW_ROWS, torch.tensor([1, 2], dtype=torch.int32), 3)
+def small_delta():
+    """A receiver that retains 4 of 5 tokens of two heads, and the tensors that it lacks."""
+    retained = RetainedChain(
+        selections=(RetainedRows(transfer_id=7, num_prompt_tokens=4, num_tokens=4, layers=(None,)),)
+    )
+    rows = tuple(torch.randn(2, 6, DIM, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    receiver = Receiver(heads=2, num_tokens=5, rows=5, retained=retained, retained_rows=[rows])
+    return receiver, delta_tensors({"keys": rows[0][:, :5], "values": rows[1][:, :5]}, 0, retained)
+
+
+@pytest.mark.parametrize(
+    "new_rows", [[1, 2], [2, 0], [0, 2], [1, 0], [-1, 3], [2**31 - 1, 1]], ids=lambda rows: str(rows)
+)
+def test_another_number_of_rows_than_lacks_is_refused(new_rows):
+    receiver, sent = small_delta()
+    assert sent["new_rows"].tolist() == [1, 1]
+    sent["new_rows"] = torch.tensor(new_rows, dtype=torch.int32)
+    receiver.begin(sent)
+    *begun, last = receiver.blocks(sent, 5)
     for block in begun:
-        writer.write(*block)
-    with pytest.raises(TransferFailed) as caught:
-        writer.write(*last)
-    assert caught.value.reason == "held_rows"
+        receiver.writer.write(*block)
+    with pytest.raises(TransferFailed, match="this worker lacks") as caught:
+        receiver.writer.write(*last)
+    assert caught.value.reason == "retained_rows"
+    assert (receiver.buffer == 0xFF).all()
+
+
+@pytest.mark.parametrize(("num_rows", "reason"), [(0, "retained_rows"), (3, "retained_rows"), (11, "size")])
+def test_more_or_fewer_rows_than_the_heads_lack_are_refused(num_rows, reason):
+    receiver, sent = small_delta()
+    for name in ("keys", "values"):
+        sent[name] = torch.zeros(num_rows, DIM)
+    with pytest.raises(TransferFailed, match="layer 0: ") as caught:
+        receiver.receive(sent)
+    assert caught.value.reason == reason
+    assert (receiver.buffer == 0xFF).all()
+
+
+def test_rows_that_are_missing_are_found_at_the_end():
+    receiver, sent = small_delta()
+    receiver.begin(sent)
+    *begun, _ = receiver.blocks(sent, 5)
+    for block in begun:
+        receiver.writer.write(*block)
+    with pytest.raises(TransferFailed, match="layer 0 is incomplete") as caught:
+        receiver.writer.finish()
+    assert caught.value.reason == "incomplete"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda sent: {name: its for name, its in sent.items() if name != "new_rows"},
+        lambda sent: {"index": torch.zeros(2, 5, dtype=torch.int32), **sent},
+        lambda sent: {**sent, "keys": torch.zeros(2, 1, DIM)},
+        lambda sent: {**sent, "values": torch.zeros(3, DIM)},
+        lambda sent: {**sent, "new_rows": torch.zeros(2, dtype=torch.int16)},
+        lambda sent: {**sent, "keys": sent["keys"].double().float().to(torch.bfloat16)},
+        lambda sent: dict(reversed(sent.items())),
+        lambda sent: {**sent, "keys": torch.tensor(0.0)},
+        lambda sent: {},
+    ],
+    ids=[
+        "no counts", "an index", "whole rows", "more values", "another dtype", "other rows", "another order",
+        "no shape", "none",
+    ],
+)  # fmt: skip
+def test_other_tensors_than_a_deltas_are_refused_before_their_bytes(change):
+    receiver, sent = small_delta()
+    with pytest.raises(TransferFailed, match="layer 0: its tensors are") as caught:
+        receiver.begin(change(sent))
+    assert caught.value.reason == "layer_header"
+    assert (receiver.buffer == 0xFF).all()
+
+
+def test_an_index_of_a_delta_that_does_not_ascend_is_refused():
+    retained = RetainedChain(
+        selections=(RetainedRows(transfer_id=7, num_prompt_tokens=4, num_tokens=4, layers=(None,)),)
+    )
+    rows = tuple(torch.zeros(2, 6, DIM) for _ in range(2))
+    receiver = Receiver(heads=2, num_tokens=6, rows=3, retained=retained, retained_rows=[rows])
+    index = torch.tensor([[0, 2, 1], [0, 1, 5]], dtype=torch.int32)
+    new = torch.tensor([0, 1], dtype=torch.int32)
+    keys = torch.zeros(1, DIM)
+    with pytest.raises(TransferFailed, match="must ascend within 0 to 5") as caught:
+        receiver.receive({"index": index, "new_rows": new, "keys": keys, "values": keys})
+    assert caught.value.reason == "index"
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"held_tokens": 1}, "manifest_held_tokens"),
-        ({"held_transfer_id": 1}, "manifest_held_transfer_id"),
-        ({"held_depth": 1}, "manifest_held_depth"),
-        ({"held_depth": -1}, "manifest_held_depth"),
+        ({"retained_tokens": 1}, "manifest_retained_tokens"),
+        ({"retained_transfer_id": 1}, "manifest_retained_transfer_id"),
+        ({"retained_depth": 1}, "manifest_retained_depth"),
+        ({"retained_depth": -1}, "manifest_retained_depth"),
     ],
 )
 async def test_a_delta_to_rows_that_were_not_offered_is_refused(
@@ -149,8 +256,8 @@ async def test_a_delta_to_rows_that_were_not_offered_is_refused(
     assert retained > 0
     stream, ticket = await ticket_of(made.service, dataclasses.replace(request, request_id="again"))
     async with contextlib.aclosing(stream):
-        assert ticket.held_tokens == len(request.prompt_token_ids)
-        names = ("held_transfer_id", "held_tokens", "held_depth")
+        assert ticket.retained_tokens == len(request.prompt_token_ids)
+        names = ("retained_transfer_id", "retained_tokens", "retained_depth")
         offered = {name: getattr(ticket, name) for name in names}
         wrong = {name: offered[name] + changes.get(name, 0) for name in offered}
         transfer = made.shipper.open(dataclasses.replace(request, request_id="again"), ticket, **wrong)

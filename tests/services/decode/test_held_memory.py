@@ -4,8 +4,6 @@ import dataclasses
 
 import pytest
 
-from kvferry.shared.compression.representations import stored_bytes
-
 
 @pytest.mark.parametrize("method", ["rdkv", "adakv", "snapkv-think", "snapkv-kivi"])
 async def test_a_packed_sequence_counts_its_packed_bytes_and_its_new_rows(
@@ -15,9 +13,8 @@ async def test_a_packed_sequence_counts_its_packed_bytes_and_its_new_rows(
     request = request_of([i % 50 for i in range(100)], method=method, tokens=30, max_tokens=6)
     _, events = await made.run(request)
     layers = prompt_cache(made.shipper.model, request).layers
-    packed = [
-        layer.packed.layout.size_bytes if layer.packed else stored_bytes(layer.stored) for layer in layers
-    ]
+    # all that travels but the packed layers' layout
+    packed = [its.nbytes for layer in layers for name, its in layer.items() if name != "layout"]
     rows = 2 * 2 * 5 * 2 * 8 * 4  # layers, K and V, rows, heads, head_dim, bytes
     assert events[-1].cache_bytes == sum(packed) + rows
     stream, ticket = await ticket_of(made.service, request)
@@ -36,16 +33,17 @@ async def test_a_cache_that_evicts_stays_at_its_size_over_a_thousand_tokens(
 
     def look(token_ids):
         caches = made.service._engine._running[0].caches
-        held.append([t.shape for c in caches for t in (c.keys, c.values, *c.auxiliary)])
-        assert all(c.keys[:, :-1].isfinite().all() and c.values[:, :-1].isfinite().all() for c in caches)
+        held.append([t.shape for c in caches for t in c.regions.values()])
+        rows = [c.regions[name][:, :-1] for c in caches for name in ("keys", "values")]
+        assert all(its.isfinite().all() for its in rows)
 
     made.model.before_step = look
     _, events = await made.run(request, timeout_s=240)
     assert events[-1].num_tokens == 1001
     assert len(held) == 1000
     assert all(shapes == held[0] for shapes in held)
-    settled = prompt_cache(small_model(spec), request).settled
-    rows = [layer.rows for layer in settled.layers]
+    measured = prompt_cache(small_model(spec), request).measured
+    rows = [layer.rows for layer in measured.layers]
     assert sum(rows) == 2 * 20
     # per head: K, V, scores, positions of S + 1 rows; D2O's threshold
     row_bytes, beside = 2 * 8 * 4 + 4 + 4, (4 if method == "d2o" else 0)

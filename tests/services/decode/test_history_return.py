@@ -12,7 +12,7 @@ from kvferry.shared.control.messages import (
     HistoryReturned,
 )
 from kvferry.shared.oracle import OneProcessGenerator, OracleSession
-from kvferry.shared.wire.messages import Section
+from kvferry.shared.wire.messages import TensorHeader
 
 REBUDGETED = {"method": "rdkv", "tokens": 5, "overrides": {"rebudget_tokens": 32, "window": 5}}
 
@@ -22,7 +22,8 @@ class HistorySink:
 
     def __init__(self):
         self.manifest = None
-        self.sections = {}
+        self.headers = []
+        self.tensors = {}
         self.committed = threading.Event()
         self.aborted = threading.Event()
         self.opened = threading.Event()
@@ -33,9 +34,14 @@ class HistorySink:
         self.manifest = manifest
         self.opened.set()
 
+    def begin_layer(self, key, header):
+        assert header.layer == len(self.headers)
+        self.headers.append(header)
+
     def write(self, header, payload):
         self.proceed.wait(20)
-        self.sections.setdefault((header.layer, header.section), bytearray()).extend(payload)
+        name = self.headers[header.layer].tensors[header.tensor].name
+        self.tensors.setdefault((header.layer, name), bytearray()).extend(payload)
 
     def commit(self, end):
         self.end = end
@@ -133,12 +139,14 @@ async def test_generated_rows_return_to_prefill_as_the_model_made_them(
         assert events[-1].num_tokens == 5
         assert sink.committed.is_set()
     assert (sink.manifest.purpose, sink.manifest.start, sink.manifest.num_tokens) == ("history", 100, 5)
-    assert sink.manifest.layer_rows == (5, 5)
-    assert sink.manifest.resolved is None
+    assert sink.manifest.num_layers == len(sink.headers) == 2
+    assert (sink.manifest.layer_rows, sink.manifest.plan_digest) == ((), "")
+    rows = tuple(TensorHeader(name=its, dtype="float32", shape=(2, 5, 8)) for its in ("keys", "values"))
+    assert all(header.tensors == rows for header in sink.headers)
     assert sink.end.first_token is None
     for layer, (keys, values) in enumerate(session.layers):
-        for section, full in ((Section.KEYS, keys), (Section.VALUES, values)):
-            sent = torch.frombuffer(sink.sections[layer, section], dtype=torch.float32).view(2, 5, 8)
+        for name, full in (("keys", keys), ("values", values)):
+            sent = torch.frombuffer(sink.tensors[layer, name], dtype=torch.float32).view(2, 5, 8)
             assert torch.equal(sent, full[:, 100:])
     assert made.value("history_returned_bytes_total", model="small") == 5 * 256
     assert await made.arena_is_free()
@@ -161,8 +169,8 @@ async def test_rows_of_packed_tokens_return_to_prefill_as_the_model_made_them(
     num_tokens = max_tokens - 1
     assert sink.manifest.num_tokens == num_tokens
     for layer, (keys, values) in enumerate(session.layers):
-        for section, full in ((Section.KEYS, keys), (Section.VALUES, values)):
-            sent = torch.frombuffer(sink.sections[layer, section], dtype=torch.float32).view(2, -1, 8)
+        for name, full in (("keys", keys), ("values", values)):
+            sent = torch.frombuffer(sink.tensors[layer, name], dtype=torch.float32).view(2, -1, 8)
             assert torch.equal(sent, full[:, 150:])
     assert await made.arena_is_free()
 

@@ -14,7 +14,7 @@ from kvferry.shared.control.messages import (
 )
 from kvferry.shared.errors import LeaseExpired
 from kvferry.shared.oracle import OneProcessGenerator
-from kvferry.shared.wire.messages import Section, TransferKey
+from kvferry.shared.wire.messages import TransferKey
 
 
 def key_of(ticket):
@@ -40,7 +40,7 @@ async def test_closing_a_stream_in_transfer_frees_it_and_drops_late_blocks(
     stream, ticket = await ticket_of(made.service, request)
     cache = prompt_cache(made.shipper.model, request)
     transfer = made.shipper.open(request, ticket)
-    made.shipper.send(transfer, cache, layers=1)
+    made.shipper.send(transfer, cache, last=1)
     while not made.service.arena.bytes_by_state()["in_transfer"]:
         await asyncio.sleep(0.01)
     await stream.aclose()
@@ -48,7 +48,7 @@ async def test_closing_a_stream_in_transfer_frees_it_and_drops_late_blocks(
     other, _ = await ticket_of(made.service, request)  # the same bytes have a new owner now
     before = made.service.arena.buffer(made.service._reservations.all()[0].allocation).clone()
     with contextlib.suppress(LeaseExpired):  # at once, where a block of layer 0 came late and was refused
-        transfer.send(layer=1, section=Section.KEYS, tensor=cache.layers[1].keys)
+        made.shipper.send(transfer, cache, first=1)
     with pytest.raises(LeaseExpired):
         await asyncio.to_thread(transfer.wait, 10)
     after = made.service.arena.buffer(made.service._reservations.all()[0].allocation)
@@ -120,7 +120,7 @@ async def test_a_transfer_that_stalls_expires_although_the_event_loop_is_blocked
     stream, ticket = await ticket_of(made.service, request)
     cache = prompt_cache(made.shipper.model, request)
     transfer = made.shipper.open(request, ticket)
-    made.shipper.send(transfer, cache, layers=1)
+    made.shipper.send(transfer, cache, last=1)
     deadline_s = time.monotonic() + 20
     while made.service.arena.free_bytes != made.service.arena.size_bytes:
         assert time.monotonic() < deadline_s
@@ -146,7 +146,7 @@ async def test_closing_a_stream_with_packed_layers_in_transfer_frees_it(
     request = request_of([i % 50 for i in range(100)], method="rdkv", tokens=40)
     stream, ticket = await ticket_of(made.service, request)
     transfer = made.shipper.open(request, ticket)
-    made.shipper.send(transfer, prompt_cache(made.shipper.model, request), layers=layers)
+    made.shipper.send(transfer, prompt_cache(made.shipper.model, request), last=layers)
     while not made.service.arena.bytes_by_state()["in_transfer"]:
         await asyncio.sleep(0.01)
     await stream.aclose()

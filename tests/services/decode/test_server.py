@@ -15,7 +15,8 @@ from kvferry.shared.control.client import GrpcDecodeClient
 from kvferry.shared.control.messages import GenerationFinished, TransferAccepted
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.oracle import OneProcessGenerator
-from kvferry.shared.wire.zmq import ZmqBlockSender
+from kvferry.shared.wire.sender import BlockSender
+from kvferry.shared.wire.zmq import ZmqConnectingChannel
 
 PROGRAM = """
 import asyncio, sys
@@ -55,7 +56,7 @@ async def test_a_worker_process_serves_a_request_and_stops_on_a_signal(worker, r
     process, info = worker
     assert info["service"] == "decode"
     model = load_model("demo", device="cpu")
-    sender = ZmqBlockSender(buffer_bytes=1 << 24, timeout_s=20)
+    sender = BlockSender(ZmqConnectingChannel(), buffer_bytes=1 << 24, timeout_s=20)
     client = GrpcDecodeClient(info["address"])
     try:
         status = await client.status(timeout_s=10)

@@ -11,7 +11,7 @@ import torch
 
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.shared.compression.attention import ATTENTIONS
-from kvferry.shared.compression.attention.rows import RowsAlone
+from kvferry.shared.compression.attention.interface import RowsAlone
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
 from kvferry.shared.oracle import OneProcessGenerator
 
@@ -137,6 +137,7 @@ async def test_a_mixed_batch_gives_each_request_what_it_gets_alone(
 class EveryStride(RowsAlone):
     """A decode attention that the package does not have: every n-th row and the newest."""
 
+    name = "every_stride"
     stride: int
 
     @classmethod

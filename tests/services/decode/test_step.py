@@ -11,15 +11,15 @@ from collections import Counter
 
 import pytest
 import torch
+from kvtest.compression import opened
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from kvferry.kernels import dispatch
 from kvferry.services.decode import engine
-from kvferry.services.decode.members import Members
+from kvferry.services.decode.attention import Members
 from kvferry.services.decode.step import DecodeStep, StepInput, StepShape
 from kvferry.services.decode.step_device import CpuDevice
-from kvferry.shared.cache.layout import sequence_layout, view_layers
-from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.control.messages import TokenGenerated
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.oracle import OneProcessGenerator
@@ -111,20 +111,9 @@ def sequences_of(model, request_of, methods, sampling):
         request = request_of([i % 40 + 4 for i in range(60)], **method)
         captured = oracle.capture(list(request.prompt_token_ids))
         continuation = oracle.compress(captured, plan=request.plan, max_new_tokens=8)
-        resolved = resolve_plan(
-            request.plan,
-            num_prompt_tokens=60,
-            max_new_tokens=8,
-            num_layers=model.spec.num_layers,
-            head_dim=model.spec.head_dim,
-        )
-        layout = sequence_layout(model.spec, resolved)
-        views = view_layers(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8))
-        for cache, kept in zip(views, continuation.compressed, strict=True):
-            rows = cache.layout.rows
-            cache.keys[:, :rows], cache.values[:, :rows] = kept.keys, kept.values
-            cache.layout.attention.build(cache.keys, cache.values, cache.auxiliary, length=rows)
-        caches.append(views)
+        formats = make_formats(model.spec, continuation.resolved)
+        layers = zip(formats, continuation.compressed, strict=True)
+        caches.append([opened(fmt, tensors) for fmt, tensors in layers])
         sampler = SequenceSampler(params, request.prompt_token_ids, model.spec.vocab_size)
         first = sampler.sample(captured.logits)
         given = StepInput(

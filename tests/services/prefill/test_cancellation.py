@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from kvtest.prefill import plan_of
 from torch import Tensor
 
-from kvferry.shared.compression.plan import CompressionPlan
+from kvferry.shared.compression.plan import CompressionPlan, Part, ResolvedPlan
+from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import FirstToken, PrefillRequest, SessionKey
 from kvferry.shared.errors import (
     CapacityExceeded,
@@ -227,14 +231,63 @@ async def test_a_full_queue_refuses_with_a_reason(harness: Harness) -> None:
         ({"sampling": SamplingParams(max_tokens=9000)}, ContextLengthExceeded, "9000"),
         ({"sampling": SamplingParams(max_tokens=0)}, InvalidRequest, "max_tokens is 0"),
         ({"sampling": SamplingParams(max_tokens=1, logit_bias={704: 1.0})}, InvalidRequest, "704"),
-        ({"plan": CompressionPlan(method="nosuch")}, InvalidRequest, "nosuch"),
     ],
 )
 async def test_bad_requests_are_refused_before_they_run(
     harness: Harness, changes: dict[str, object], error: type[KvferryError], named: str
 ) -> None:
+    request = dataclasses.replace(harness.request((5, 6, 7)), **changes)  # type: ignore[arg-type]
+    if request.prompt_token_ids and request.sampling.max_tokens:
+        plan = harness.resolve(plan_for("full"), request.prompt_token_ids, request.sampling)
+        request = dataclasses.replace(request, ticket=dataclasses.replace(request.ticket, plan=plan))
     with pytest.raises(error, match=named):
-        await harness.run(harness.request((5, 6, 7), **changes))
+        await harness.run(request)
     assert harness.metric("prefill_tokens_total") == 0
     assert harness.metric("transfer_failed_total") == 0
     assert not harness.sink.manifests
+
+
+def with_layer(plan: ResolvedPlan, **changes: object) -> ResolvedPlan:
+    """The plan with another first layer."""
+    first, *rest = plan.layers
+    return dataclasses.replace(plan, layers=(dataclasses.replace(first, **changes), *rest))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda plan: None, "the ticket has no plan"),
+        (
+            lambda plan: dataclasses.replace(plan, num_prompt_tokens=4),
+            "the ticket's plan has num_prompt_tokens 4; the request has 3",
+        ),
+        (
+            lambda plan: dataclasses.replace(plan, max_new_tokens=9),
+            "the ticket's plan has max_new_tokens 9; the request has 8",
+        ),
+        (lambda plan: dataclasses.replace(plan, layers=plan.layers[1:]), "number of layers 3"),
+        (lambda plan: with_layer(plan, rows=4), "4 rows in layer 0; 1 to 3 are allowed"),
+        (lambda plan: with_layer(plan, rows=0), "0 rows in layer 0; 1 to 3 are allowed"),
+        (lambda plan: dataclasses.replace(plan, plan=CompressionPlan(method="nosuch")), "nosuch"),
+        (lambda plan: with_layer(plan, representation=Part(name="nosuch")), "nosuch"),
+        (lambda plan: with_layer(plan, attention=Part(name="nosuch")), "nosuch"),
+        (lambda plan: with_layer(plan, attention=Part(name="quest")), "quest"),
+        (lambda plan: with_layer(plan, attention=Part(name="hsa", params={"pages": 3})), "hsa"),
+        (lambda plan: with_layer(plan, representation=Part(name="rdkv")), "rdkv"),
+        (lambda plan: with_layer(plan, representation=Part(name="kivi", params={"bits": 3})), "bits is 3"),
+        (
+            lambda plan: dataclasses.replace(plan, plan=dataclasses.replace(plan.plan, skip_layers=(9,))),
+            "skip_layers",
+        ),
+    ],
+)
+async def test_a_ticket_without_this_requests_plan_is_refused_by_name(
+    harness: Harness, change: Callable[[ResolvedPlan], ResolvedPlan | None], named: str
+) -> None:
+    request = harness.request((5, 6, 7))
+    ticket = dataclasses.replace(request.ticket, plan=change(plan_of(request)))
+    with pytest.raises(InvalidRequest, match=named):
+        await harness.run(dataclasses.replace(request, ticket=ticket))
+    assert harness.metric("prefill_tokens_total") == 0
+    assert not harness.sink.manifests
+    await assert_serves(harness)

@@ -10,7 +10,7 @@ from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey
 from kvferry.shared.oracle import OneProcessGenerator
-from kvferry.shared.wire.messages import Section, TransferKey
+from kvferry.shared.wire.messages import TransferKey
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness
@@ -33,10 +33,10 @@ def assert_rows_are_the_oracles(
     expected = generator.compress(captured, plan=PLAN, max_new_tokens=request.sampling.max_tokens).compressed
     key = TransferKey(transfer_id=request.ticket.transfer_id, generation=1)
     for layer, rows in enumerate(expected):
-        assert rows.positions is not None
-        assert torch.equal(harness.sink.rows(key, layer, Section.INDEX), rows.positions)
-        torch.testing.assert_close(harness.sink.rows(key, layer, Section.KEYS), rows.keys)
-        torch.testing.assert_close(harness.sink.rows(key, layer, Section.VALUES), rows.values)
+        sent = harness.sink.tensors(key, layer)
+        assert torch.equal(sent["index"], rows["index"])
+        torch.testing.assert_close(sent["keys"], rows["keys"])
+        torch.testing.assert_close(sent["values"], rows["values"])
 
 
 async def test_a_prompts_rows_on_the_wire_are_those_of_one_process(harness: Harness) -> None:

@@ -1,4 +1,4 @@
-"""D2O and H2O through the service: sections and rows per layer on the wire are those of one process."""
+"""D2O and H2O through the service: tensors and rows per layer on the wire are those of one process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from kvtest.prefill import plan_of
 from torch import Tensor
 
-from kvferry.shared.compression.plan import Budget
+from kvferry.shared.compression.measured import is_measured
+from kvferry.shared.compression.plan import Budget, plan_digest
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey, TransferDone
 from kvferry.shared.errors import HistoryMiss, ProtocolMismatch
 from kvferry.shared.oracle import OneProcessGenerator
-from kvferry.shared.wire.messages import Section, TransferKey
+from kvferry.shared.wire.messages import TransferKey
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness
@@ -28,42 +30,39 @@ def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(torch.randint(10, 700, (num_tokens,), generator=generator).tolist())
 
 
-def assert_sections_are_the_oracles(
+def assert_tensors_are_the_oracles(
     harness: Harness, request: PrefillRequest, done: TransferDone, earlier: tuple[int, ...] | None = None
 ) -> None:
     generator = OneProcessGenerator(harness.model._model)
     before = None if earlier is None else generator.capture(list(earlier))
     captured = generator.capture(list(request.prompt_token_ids), earlier=before)
-    expected = generator.compress(captured, plan=request.plan, max_new_tokens=request.sampling.max_tokens)
+    plan = plan_of(request).plan
+    expected = generator.compress(captured, plan=plan, max_new_tokens=request.sampling.max_tokens)
     key = TransferKey(transfer_id=request.ticket.transfer_id, generation=1)
-    manifest = harness.sink.manifests[-1]
-    assert manifest.layer_rows == tuple(layer.rows for layer in expected.resolved.layers)
+    manifest, rows = harness.sink.manifests[-1], tuple(layer.rows for layer in expected.resolved.layers)
+    assert manifest.plan_digest == plan_digest(plan_of(request))
+    assert manifest.layer_rows == (rows if is_measured(plan_of(request)) else ())
     state_bytes = 0
     for layer, kept in enumerate(expected.compressed):
-        assert torch.equal(harness.sink.rows(key, layer, Section.KEYS), kept.keys)
-        assert torch.equal(harness.sink.rows(key, layer, Section.VALUES), kept.values)
-        assert harness.sink.has(key, layer, Section.INDEX) == (kept.positions is not None)
-        if kept.positions is not None:
-            assert torch.equal(harness.sink.rows(key, layer, Section.INDEX), kept.positions)
-        assert harness.sink.has(key, layer, Section.STATE) == (kept.state is not None)
-        if kept.state is not None:
-            sent = torch.frombuffer(harness.sink._bytes[key, layer, Section.STATE], dtype=torch.float32)
-            assert torch.equal(sent, kept.state)
-            state_bytes += kept.state.nbytes
+        sent = harness.sink.tensors(key, layer)
+        assert list(sent) == list(kept)
+        assert sent["keys"].shape[1] == rows[layer]
+        assert all(torch.equal(sent[name], its) for name, its in kept.items())
+        state_bytes += kept["state"].nbytes if "state" in kept else 0
     assert done.bytes_by_kind["state"] == state_bytes
-    assert harness.metric("kv_transfer_bytes_total", kind="state", method=request.plan.method) >= state_bytes
+    assert harness.metric("kv_transfer_bytes_total", kind="state", method=plan.method) >= state_bytes
 
 
 @pytest.mark.parametrize("method", ["d2o", "h2o", "rocketkv-d2o", "compactor-hsa"])
 @pytest.mark.parametrize("skip_layers", [(), (0, 2)])
-async def test_a_prompts_sections_are_those_of_one_process(
+async def test_a_prompts_tensors_are_those_of_one_process(
     harness: Harness, method: str, skip_layers: tuple[int, ...]
 ) -> None:
     plan = plan_for(method, budget=Budget(tokens=48), skip_layers=skip_layers)
     request = harness.request(make_prompt(331), plan=plan)
     first, done = await harness.run(request)
     assert first.method == method
-    assert_sections_are_the_oracles(harness, request, done)
+    assert_tensors_are_the_oracles(harness, request, done)
 
 
 async def test_rows_per_layer_are_the_prompts_and_come_to_the_budget(harness: Harness) -> None:
@@ -72,8 +71,7 @@ async def test_rows_per_layer_are_the_prompts_and_come_to_the_budget(harness: Ha
     manifest, num_layers = harness.sink.manifests[-1], harness.model.spec.num_layers
     assert sum(manifest.layer_rows) == 48 * num_layers
     assert len(set(manifest.layer_rows)) > 1
-    assert manifest.resolved is not None
-    assert [layer.rows for layer in manifest.resolved.layers] == [48] * num_layers
+    assert [layer.rows for layer in plan_of(request).layers] == [48] * num_layers
 
 
 @pytest.mark.parametrize("num_new", [7, 50])
@@ -87,7 +85,7 @@ async def test_a_second_turn_selects_from_the_full_history(harness: Harness, num
     second = harness.request(prompt + make_prompt(num_new, seed=1), plan=plan, session=SESSION)
     first, done = await harness.run(second)
     assert first.reused_tokens == len(prompt)
-    assert_sections_are_the_oracles(harness, second, done, earlier=prompt)
+    assert_tensors_are_the_oracles(harness, second, done, earlier=prompt)
 
 
 async def test_only_measured_budgets_hold_the_layers_of_a_prompt(harness: Harness) -> None:
@@ -135,7 +133,7 @@ async def test_a_history_that_turns_out_gone_in_mid_pass_changes_nothing(
     second = harness.request(prompt + make_prompt(20, seed=1), plan=plan, session=SESSION)
     first, done = await harness.run(second)
     assert first.reused_tokens == 0
-    assert_sections_are_the_oracles(harness, second, done)
+    assert_tensors_are_the_oracles(harness, second, done)
 
 
 async def test_a_refusal_after_the_pass_fails_the_request_with_its_reason(harness: Harness) -> None:
@@ -144,7 +142,7 @@ async def test_a_refusal_after_the_pass_fails_the_request_with_its_reason(harnes
     with pytest.raises(ProtocolMismatch, match="not these rows"):
         await harness.run(request)
     harness.sink.refuse = None
-    first, _ = await harness.run(harness.request(make_prompt(211), plan=request.plan))
+    first, _ = await harness.run(harness.request(make_prompt(211), plan=plan_of(request).plan))
     assert first.method == "d2o"
 
 

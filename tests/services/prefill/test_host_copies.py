@@ -14,7 +14,7 @@ from kvferry.services.prefill.host_copies import Arrived, CpuCopies
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey
-from kvferry.shared.wire.messages import Section, TransferKey
+from kvferry.shared.wire.messages import TransferKey
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness
@@ -63,12 +63,12 @@ def make_prompt(num_tokens: int) -> tuple[int, ...]:
     return tuple(torch.randint(10, 700, (num_tokens,), generator=torch.Generator().manual_seed(1)).tolist())
 
 
-def sections(harness: Harness, request: PrefillRequest) -> list[Tensor]:
+def shipped(harness: Harness, request: PrefillRequest) -> list[Tensor]:
     key = TransferKey(transfer_id=request.ticket.transfer_id, generation=request.ticket.generation)
     return [
-        harness.sink.rows(key, layer, section)
+        harness.sink.rows(key, layer, name)
         for layer in range(harness.model.spec.num_layers)
-        for section in (Section.KEYS, Section.VALUES)
+        for name in ("keys", "values")
     ]
 
 
@@ -105,7 +105,7 @@ async def test_a_history_lost_in_mid_prompt_leaves_nothing_behind(log: list[str]
     fresh = harness.request(prompt, plan=plan)
     fresh_token, _ = await harness.run(fresh)
     assert token.token == fresh_token.token
-    for ours, expected in zip(sections(harness, second), sections(harness, fresh), strict=True):
+    for ours, expected in zip(shipped(harness, second), shipped(harness, fresh), strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3)
 
 
@@ -121,5 +121,5 @@ async def test_what_is_staged_late_is_the_next_turns_history(log: list[str], har
     fresh_token, _ = await harness.run(fresh)
     assert (token.reused_tokens, fresh_token.reused_tokens) == (40, 0)
     assert token.token == fresh_token.token
-    for ours, expected in zip(sections(harness, second), sections(harness, fresh), strict=True):
+    for ours, expected in zip(shipped(harness, second), shipped(harness, fresh), strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3)

@@ -49,9 +49,9 @@ async def test_every_family_is_moved(harness: Harness) -> None:
     next_request = harness.request(more, session=A, plan=plan)
     ticket = replace(
         next_request.ticket,
-        held_transfer_id=request.ticket.transfer_id,
-        held_tokens=len(prompt),
-        held_depth=1,
+        retained_transfer_id=request.ticket.transfer_id,
+        retained_tokens=len(prompt),
+        retained_depth=1,
     )
     _, done = await harness.run(replace(next_request, ticket=ticket))
     assert done.delta_bytes == done.bytes_by_kind["rows"]

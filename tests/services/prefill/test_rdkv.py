@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from kvtest.prefill import plan_of
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey, TransferDone
 from kvferry.shared.oracle import OneProcessGenerator
-from kvferry.shared.wire.messages import Section, TransferKey
-from kvferry.shared.wire.packed_sections import KIND_SECTIONS, packed_sections
+from kvferry.shared.wire.messages import TransferKey
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness
@@ -26,32 +26,32 @@ def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(torch.randint(10, 700, (num_tokens,), generator=generator).tolist())
 
 
-def assert_sections_are_the_oracles(
+def assert_tensors_are_the_oracles(
     harness: Harness, request: PrefillRequest, done: TransferDone, earlier: tuple[int, ...] | None = None
 ) -> None:
     generator = OneProcessGenerator(harness.model._model)
     before = None if earlier is None else generator.capture(list(earlier))
     captured = generator.capture(list(request.prompt_token_ids), earlier=before)
     expected = generator.compress(
-        captured, plan=request.plan, max_new_tokens=request.sampling.max_tokens
+        captured, plan=plan_of(request).plan, max_new_tokens=request.sampling.max_tokens
     ).compressed
     key = TransferKey(transfer_id=request.ticket.transfer_id, generation=1)
     sizes = dict.fromkeys(("codes", "scales", "rows", "index"), 0)
     for layer, kept in enumerate(expected):
-        if kept.packed is None:
-            assert torch.equal(harness.sink.rows(key, layer, Section.KEYS), kept.keys)
-            sizes["rows"] += 2 * kept.keys.numel() * kept.keys.element_size()
+        sent = harness.sink.tensors(key, layer)
+        assert list(sent) == list(kept)
+        assert all(torch.equal(sent[name], its) for name, its in kept.items()), layer
+        if "layout" not in kept:
+            sizes["rows"] += kept["keys"].nbytes + kept["values"].nbytes
             continue
-        for section, tensor in packed_sections(kept.packed):
-            got = bytes(harness.sink._bytes.get((key, layer, section), b""))
-            assert got == tensor.numpy().tobytes(), (layer, section)
-        for kind in KIND_SECTIONS.values():
-            sizes[kind] += kept.packed.layout.kinds[kind][1]
+        for kind in sizes:
+            sizes[kind] += kept[kind].nbytes
+        sizes["index"] += kept["layout"].nbytes
     assert {kind: done.bytes_by_kind[kind] for kind in sizes} == sizes
 
 
 @pytest.mark.parametrize("skip_layers", [(), (0, 2)])
-async def test_a_prompts_sections_are_those_of_one_process(
+async def test_a_prompts_tensors_are_those_of_one_process(
     harness: Harness, skip_layers: tuple[int, ...]
 ) -> None:
     plan = plan_for("rdkv", budget=PLAN.budget, skip_layers=skip_layers)
@@ -59,11 +59,11 @@ async def test_a_prompts_sections_are_those_of_one_process(
     first, done = await harness.run(request)
     assert first.method == "rdkv"
     assert sum(done.bytes_by_kind.values()) < first.full_bytes
-    assert_sections_are_the_oracles(harness, request, done)
+    assert_tensors_are_the_oracles(harness, request, done)
 
 
 @pytest.mark.parametrize("num_new", [7, 50])
-async def test_a_second_turns_sections_are_those_of_one_process_with_that_history(
+async def test_a_second_turns_tensors_are_those_of_one_process_with_that_history(
     harness: Harness, num_new: int
 ) -> None:
     prompt = make_prompt(331)
@@ -75,4 +75,4 @@ async def test_a_second_turns_sections_are_those_of_one_process_with_that_histor
     second = harness.request(prompt + make_prompt(num_new, seed=1), plan=PLAN, session=SESSION)
     first, done = await harness.run(second)
     assert first.reused_tokens == len(prompt)
-    assert_sections_are_the_oracles(harness, second, done, earlier=prompt)
+    assert_tensors_are_the_oracles(harness, second, done, earlier=prompt)

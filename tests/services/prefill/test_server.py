@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.client import GrpcPrefillClient
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
@@ -22,8 +23,9 @@ from kvferry.shared.control.messages import (
     TransferDone,
 )
 from kvferry.shared.sampling.params import SamplingParams
-from kvferry.shared.wire.messages import BlockHeader, EndRecord, Manifest, TransferKey
-from kvferry.shared.wire.zmq import ZmqBlockServer
+from kvferry.shared.wire.messages import BlockHeader, EndRecord, LayerHeader, Manifest, TransferKey
+from kvferry.shared.wire.receiver import BlockServer
+from kvferry.shared.wire.zmq import ZmqListeningChannel
 
 _COMMAND = """
 import asyncio, sys
@@ -43,6 +45,9 @@ class CountingSink:
 
     def open(self, manifest: Manifest) -> None:
         self.manifests.append(manifest)
+
+    def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
+        pass
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
         self.payload_bytes += len(payload)
@@ -68,7 +73,7 @@ async def test_a_prompt_goes_through_the_process_and_a_signal_ends_it(tmp_path: 
     ready = tmp_path / "ready.json"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", _COMMAND, str(ready), env=os.environ)
     sink = CountingSink()
-    decode = ZmqBlockServer("tcp://127.0.0.1:0", sink)
+    decode = BlockServer(ZmqListeningChannel("tcp://127.0.0.1:0"), sink)
     try:
         info = await wait_for_file(ready, process)
         assert info["service"] == "prefill"
@@ -81,7 +86,6 @@ async def test_a_prompt_goes_through_the_process_and_a_signal_ends_it(tmp_path: 
             request_id="r1",
             model_fingerprint=status.model.fingerprint,
             prompt_token_ids=prompt,
-            plan=plan_for("full"),
             sampling=SamplingParams(max_tokens=4, temperature=0.0),
             ticket=Ticket(
                 endpoint=decode.endpoint,
@@ -90,6 +94,13 @@ async def test_a_prompt_goes_through_the_process_and_a_signal_ends_it(tmp_path: 
                 credit_bytes=1 << 20,
                 lease_s=30,
                 reserved_bytes=0,
+                plan=resolve_plan(
+                    plan_for("full"),
+                    num_prompt_tokens=len(prompt),
+                    max_new_tokens=4,
+                    num_layers=status.model.num_layers,
+                    head_dim=status.model.head_dim,
+                ),
             ),
             session=session,
         )

@@ -19,57 +19,57 @@ def key(name):
 def test_the_longest_unused_are_forgotten_first():
     shipped = ShippedSelections(max_bytes=64)
     for number, name in enumerate("aba" + "c", start=1):
-        shipped.put(key(name), selection(number), held=None)
-    held = {
-        name: [shipped.held(key(name), transfer_id=i, num_tokens=5, depth=9) for i in range(1, 5)]
+        shipped.put(key(name), selection(number), retained=None)
+    retained = {
+        name: [shipped.retained(key(name), transfer_id=i, num_tokens=5, depth=9) for i in range(1, 5)]
         for name in "abc"
     }
-    assert {name: [rows is not None for rows in its] for name, its in held.items()} == {
+    assert {name: [rows is not None for rows in its] for name, its in retained.items()} == {
         "a": [False, False, True, False],
         "b": [False, False, False, False],
         "c": [False, False, False, True],
     }
     shipped.drop(key("a"))
-    assert shipped.held(key("a"), transfer_id=3, num_tokens=5, depth=9) is None
+    assert shipped.retained(key("a"), transfer_id=3, num_tokens=5, depth=9) is None
     for number, name in enumerate("de", start=5):
-        shipped.put(key(name), selection(number), held=None)
-    assert shipped.held(key("d"), transfer_id=5, num_tokens=5, depth=9) is not None
+        shipped.put(key(name), selection(number), retained=None)
+    assert shipped.retained(key("d"), transfer_id=5, num_tokens=5, depth=9) is not None
 
 
-def test_none_is_held_where_no_token_is_the_same_or_none_may_be_remembered():
+def test_none_is_retained_where_no_token_is_the_same_or_none_may_be_remembered():
     shipped = ShippedSelections(max_bytes=64)
-    shipped.put(key("a"), selection(1), held=None)
-    assert shipped.held(key("a"), transfer_id=1, num_tokens=0, depth=9) is None
+    shipped.put(key("a"), selection(1), retained=None)
+    assert shipped.retained(key("a"), transfer_id=1, num_tokens=0, depth=9) is None
     nothing = ShippedSelections(max_bytes=0)
-    nothing.put(key("a"), selection(1), held=None)
-    assert nothing.held(key("a"), transfer_id=1, num_tokens=5, depth=9) is None
+    nothing.put(key("a"), selection(1), retained=None)
+    assert nothing.retained(key("a"), transfer_id=1, num_tokens=5, depth=9) is None
 
 
-def ids(held):
-    return [rows.transfer_id for rows in held.selections] if held is not None else []
+def ids(retained):
+    return [rows.transfer_id for rows in retained.selections] if retained is not None else []
 
 
 def test_a_prompt_that_extends_what_it_left_rows_out_of_keeps_it_remembered():
     shipped = ShippedSelections(max_bytes=1 << 20)
-    held = None
+    retained = None
     for number in range(1, 12):
-        shipped.put(key("a"), selection(number), held=held)
-        held = shipped.held(key("a"), transfer_id=number, num_tokens=11, depth=99)
-        assert ids(held) == list(range(number, max(0, number - 8), -1))
-        assert [rows.num_tokens for rows in held.selections] == [11] + [9] * (held.depth - 1)
+        shipped.put(key("a"), selection(number), retained=retained)
+        retained = shipped.retained(key("a"), transfer_id=number, num_tokens=11, depth=99)
+        assert ids(retained) == list(range(number, max(0, number - 8), -1))
+        assert [rows.num_tokens for rows in retained.selections] == [11] + [9] * (retained.depth - 1)
     # as far as the worker still has them
-    assert ids(shipped.held(key("a"), transfer_id=11, num_tokens=11, depth=3)) == [11, 10, 9]
+    assert ids(shipped.retained(key("a"), transfer_id=11, num_tokens=11, depth=3)) == [11, 10, 9]
     # the turn of transfer 11 was given up there: its worker has the one before
-    assert ids(shipped.held(key("a"), transfer_id=10, num_tokens=11, depth=2)) == [10, 9]
+    assert ids(shipped.retained(key("a"), transfer_id=10, num_tokens=11, depth=2)) == [10, 9]
     # what the transfer did not count on is not there any more
-    shipped.put(key("a"), selection(12), held=held.first(2, 11))
-    assert ids(shipped.held(key("a"), transfer_id=12, num_tokens=11, depth=9)) == [12, 11, 10]
+    shipped.put(key("a"), selection(12), retained=retained.first(2, 11))
+    assert ids(shipped.retained(key("a"), transfer_id=12, num_tokens=11, depth=9)) == [12, 11, 10]
 
 
 def test_a_prompt_that_branches_off_forgets_what_was_before():
     shipped = ShippedSelections(max_bytes=1 << 20)
-    shipped.put(key("a"), selection(1), held=None)
-    held = shipped.held(key("a"), transfer_id=1, num_tokens=8, depth=1)
-    shipped.put(key("a"), selection(2), held=held)
-    assert ids(shipped.held(key("a"), transfer_id=2, num_tokens=8, depth=9)) == [2]
-    assert ids(shipped.held(key("a"), transfer_id=1, num_tokens=8, depth=9)) == []
+    shipped.put(key("a"), selection(1), retained=None)
+    retained = shipped.retained(key("a"), transfer_id=1, num_tokens=8, depth=1)
+    shipped.put(key("a"), selection(2), retained=retained)
+    assert ids(shipped.retained(key("a"), transfer_id=2, num_tokens=8, depth=9)) == [2]
+    assert ids(shipped.retained(key("a"), transfer_id=1, num_tokens=8, depth=9)) == []

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.nn.functional as F
+from kvtest.prefill import plan_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kvferry.shared.compression.plan import Budget, CompressionPlan
+from kvferry.shared.compression.plan import Budget, CompressionPlan, plan_digest
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.sampling.params import SamplingParams
-from kvferry.shared.wire.messages import Section, TransferKey
+from kvferry.shared.wire.messages import TransferKey
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness
@@ -94,11 +95,11 @@ async def test_rows_on_the_wire_are_the_selection_of_a_plain_run(
     for layer in range(spec.num_layers):
         rows = resolved.layers[layer].rows
         assert rows < num_tokens
-        positions = harness.sink.rows(key, layer, Section.INDEX).long()
+        positions = harness.sink.rows(key, layer, "index").long()
         assert positions.shape == (spec.num_kv_heads, rows)
         index = positions[:, :, None].expand(-1, -1, spec.head_dim)
-        keys = harness.sink.rows(key, layer, Section.KEYS)
-        values = harness.sink.rows(key, layer, Section.VALUES)
+        keys = harness.sink.rows(key, layer, "keys")
+        values = harness.sink.rows(key, layer, "values")
         torch.testing.assert_close(keys, plain.keys[layer].gather(1, index), atol=1e-3, rtol=1e-3)
         torch.testing.assert_close(values, plain.values[layer].gather(1, index), atol=1e-3, rtol=1e-3)
         scores = pooled_scores(plain.attentions[layer], spec.num_kv_heads, pooling, kernel)
@@ -121,9 +122,7 @@ async def test_the_map_of_kept_tokens_is_that_of_the_positions_on_the_wire(harne
     first, _ = await harness.run(request)
     spec = harness.model.spec
     key = TransferKey(transfer_id=request.ticket.transfer_id, generation=1)
-    bins = torch.cat(
-        [harness.sink.rows(key, layer, Section.INDEX).flatten() for layer in range(spec.num_layers)]
-    )
+    bins = torch.cat([harness.sink.rows(key, layer, "index").flatten() for layer in range(spec.num_layers)])
     counts = torch.bincount(bins.long() // 25, minlength=8)
     assert first.kept == pytest.approx((counts / (25 * spec.num_layers * spec.num_kv_heads)).tolist())
     assert sum(first.kept) == pytest.approx(48 / 25)
@@ -137,10 +136,10 @@ async def test_full_ships_every_row_without_an_index(harness: Harness, plain_run
     key = TransferKey(transfer_id=request.ticket.transfer_id, generation=1)
     plain = plain_run(prompt)
     for layer in range(harness.model.spec.num_layers):
-        assert not harness.sink.has(key, layer, Section.INDEX)
-        keys = harness.sink.rows(key, layer, Section.KEYS)
+        assert not harness.sink.has(key, layer, "index")
+        keys = harness.sink.rows(key, layer, "keys")
         torch.testing.assert_close(keys, plain.keys[layer], atol=1e-3, rtol=1e-3)
-        values = harness.sink.rows(key, layer, Section.VALUES)
+        values = harness.sink.rows(key, layer, "values")
         torch.testing.assert_close(values, plain.values[layer], atol=1e-3, rtol=1e-3)
     assert first.method == "full"
     assert first.full_bytes == done.bytes_by_kind["rows"]
@@ -171,11 +170,15 @@ async def test_the_manifest_names_the_prompt_the_plan_and_no_history(harness: Ha
     assert (manifest.start, manifest.num_tokens) == (0, 211)
     assert manifest.model_fingerprint == spec.fingerprint
     assert (manifest.dtype, manifest.num_kv_heads, manifest.head_dim) == ("float32", 2, 64)
-    assert manifest.resolved is not None
-    assert manifest.resolved.plan == plan
-    assert manifest.layer_rows == tuple(layer.rows for layer in manifest.resolved.layers)
-    assert manifest.layer_rows[0] == 211
-    assert manifest.layer_rows[1] < 211
+    assert manifest.num_layers == spec.num_layers
+    resolved = plan_of(request)
+    assert resolved.plan == plan
+    assert manifest.plan_digest == plan_digest(resolved)
+    assert manifest.layer_rows == ()
+    sent = [harness.sink.rows(manifest.key, layer, "keys").shape[1] for layer in range(manifest.num_layers)]
+    assert sent == [layer.rows for layer in resolved.layers]
+    assert sent[0] == 211
+    assert sent[1] < 211
     assert (manifest.history_endpoint, manifest.history_credit_bytes) == ("", 0)
     assert harness.store.size_bytes == 0
 

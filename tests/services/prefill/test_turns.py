@@ -14,7 +14,7 @@ from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import CommitTurnRequest, HistoryInfo, PrefillRequest, SessionKey, Ticket
 from kvferry.shared.errors import HistoryMiss, InvalidRequest, LeaseExpired, ProtocolMismatch, SessionNotFound
 from kvferry.shared.sampling.params import SamplingParams
-from kvferry.shared.wire.messages import EndRecord, Manifest, Section, TransferKey
+from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness
@@ -57,6 +57,7 @@ class Returner:
             "request_id": cache.request_id,
             "model_fingerprint": spec.fingerprint,
             "dtype": spec.dtype,
+            "num_layers": spec.num_layers,
             "num_kv_heads": spec.num_kv_heads,
             "head_dim": spec.head_dim,
             "start": cache.num_tokens,
@@ -64,9 +65,8 @@ class Returner:
 
     async def send(self, rows: list[tuple[Tensor, Tensor]], **changes: object) -> None:
         """Ship `[H_kv, n, D]` rows of every layer; raises what the receiver answers."""
-        num_tokens = rows[0][0].shape[1]
-        shapes: dict[str, object] = {"num_tokens": num_tokens, "layer_rows": (num_tokens,) * len(rows)}
-        manifest = Manifest(**(self.fields | shapes | changes))  # type: ignore[arg-type]
+        fields: dict[str, object] = self.fields | {"num_tokens": rows[0][0].shape[1]} | changes
+        manifest = Manifest(**fields)  # type: ignore[arg-type]
         ticket = Ticket(
             endpoint=self.endpoint,
             transfer_id=manifest.key.transfer_id,
@@ -79,8 +79,10 @@ class Returner:
         try:
             transfer = sender.open(ticket, manifest, timeout_s=10)
             for layer, (keys, values) in enumerate(rows):
-                transfer.send(layer=layer, section=Section.KEYS, tensor=keys)
-                transfer.send(layer=layer, section=Section.VALUES, tensor=values)
+                tensors = (("keys", keys), ("values", values))
+                transfer.send_layer(
+                    layer, [NamedTensor(name=name, tensor=its, kind="rows") for name, its in tensors]
+                )
             transfer.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0))
             await asyncio.to_thread(transfer.wait, 10.0)
         finally:
@@ -141,9 +143,9 @@ async def test_the_next_turn_runs_only_its_new_tokens_and_ships_the_same_rows(ha
     assert fresh_first.token == first.token
     for layer in range(harness.model.spec.num_layers):
         # 41 new tokens leave the window whole, so both turns score with the same 32 queries.
-        for section in (Section.KEYS, Section.VALUES):
-            with_history = harness.sink.rows(key_of(second), layer, section)
-            without = harness.sink.rows(key_of(fresh), layer, section)
+        for name in ("keys", "values"):
+            with_history = harness.sink.rows(key_of(second), layer, name)
+            without = harness.sink.rows(key_of(fresh), layer, name)
             torch.testing.assert_close(with_history, without, atol=1e-3, rtol=1e-3)
 
 
@@ -177,6 +179,9 @@ async def test_a_return_that_does_not_match_its_turn_is_refused(harness: Harness
         {"model_fingerprint": "another"},
         {"start": 29},
         {"purpose": "cache"},
+        {"dtype": "float16"},
+        {"num_kv_heads": 1},
+        {"head_dim": 63},
     ]
     for change in changes:
         with pytest.raises(ProtocolMismatch):
@@ -184,6 +189,11 @@ async def test_a_return_that_does_not_match_its_turn_is_refused(harness: Harness
     too_many = generated_rows(harness, prompt, tuple(range(20, 30)))
     with pytest.raises(ProtocolMismatch, match="0 to 8"):
         await returner.send(too_many)
+    with pytest.raises(ProtocolMismatch, match="num_layers"):
+        await returner.send([*rows, rows[0]], num_layers=len(rows) + 1)
+    other = [(keys, values[:, :1].contiguous()) for keys, values in rows]
+    with pytest.raises(ProtocolMismatch, match="layer 0 of returned history has tensors"):
+        await returner.send(other)
     assert harness.store.size_bytes == staged_bytes
     # None of these spoils the turn: the true return still goes through, once.
     await returner.send(rows)
@@ -262,9 +272,9 @@ async def test_history_lost_in_mid_prompt_is_computed_again(harness: Harness) ->
     fresh_first, _ = await harness.run(fresh)
     assert fresh_first.token == first.token
     for layer in range(harness.model.spec.num_layers):
-        for section in (Section.KEYS, Section.VALUES):
-            ours = harness.sink.rows(key_of(second), layer, section)
-            expected = harness.sink.rows(key_of(fresh), layer, section)
+        for name in ("keys", "values"):
+            ours = harness.sink.rows(key_of(second), layer, name)
+            expected = harness.sink.rows(key_of(fresh), layer, name)
             torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3)
     with pytest.raises(SessionNotFound):
         await commit(harness, second, longer)

@@ -10,16 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest.compression import compress_layer
 from torch import Tensor
 
-from kvferry.shared.compression.compress import compress_layer
+from kvferry.shared.compression.formats.interface import select_rows
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.leverage import gaussian_sketch
 from kvferry.shared.compression.plan import Budget, CompressionPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.scorers.compactor import CompactorScorer
-from kvferry.shared.compression.select import select_rows
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.oracle import CapturedPrompt, OneProcessGenerator
@@ -335,8 +335,7 @@ def test_the_presets_selection_on_a_real_model_is_that_of_the_equations(captured
     num_tokens = len(captured.token_ids)
     resolved = resolve(plan_for("compactor"), num_tokens)
     inputs = captured.layers[1]
-    kept = compress_layer(resolved, inputs).positions
-    assert kept is not None
+    kept = compress_layer(resolved, inputs)["index"]
     scores = preset_scores(inputs)
     for head, positions in enumerate(kept.long()):
         assert positions.shape == (-(-num_tokens // 4),)
@@ -370,8 +369,7 @@ def test_exact_leverage_and_all_solvers_select_nearly_the_same_on_a_real_model(
 ) -> None:
     def kept(**changes: str) -> set[tuple[int, int]]:
         plan = plan_for("compactor", overrides=changes)
-        positions = compress_layer(resolve(plan, len(captured.token_ids)), captured.layers[2]).positions
-        assert positions is not None
+        positions = compress_layer(resolve(plan, len(captured.token_ids)), captured.layers[2])["index"]
         return {(head, t) for head, row in enumerate(positions.tolist()) for t in row}
 
     default = kept()

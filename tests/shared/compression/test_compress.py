@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest.compression import compress_layer
 from torch import Tensor
 
-from kvferry.shared.compression.compress import compress_layer
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, LayerPlan, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
@@ -88,15 +88,16 @@ def test_selection_is_that_of_the_papers_equations(
     inputs = make_inputs(num_tokens, num_tokens, group)
     rows = max(W, num_tokens // 2)
     layer = compress_layer(exact_plan(method, num_tokens, rows), inputs)
-    assert layer.positions is not None
     scores = plain_scores(inputs, W, pooling, kernel)
-    assert_selection_is_best(layer.positions, scores, W, rows)
-    assert torch.equal(layer.keys, torch.stack([inputs.keys[h, layer.positions[h].long()] for h in range(2)]))
+    assert_selection_is_best(layer["index"], scores, W, rows)
     assert torch.equal(
-        layer.values, torch.stack([inputs.values[h, layer.positions[h].long()] for h in range(2)])
+        layer["keys"], torch.stack([inputs.keys[h, layer["index"][h].long()] for h in range(2)])
     )
-    assert layer.keys.is_contiguous()
-    assert layer.values.is_contiguous()
+    assert torch.equal(
+        layer["values"], torch.stack([inputs.values[h, layer["index"][h].long()] for h in range(2)])
+    )
+    assert layer["keys"].is_contiguous()
+    assert layer["values"].is_contiguous()
 
 
 @pytest.mark.parametrize(("method", "pooling", "kernel"), [("snapkv", "avg", 7), ("rocketkv", "max", 63)])
@@ -113,26 +114,23 @@ def test_scores_equal_the_plain_reference(method: str, pooling: str, kernel: int
 def test_snapkv_pools_by_five_where_asked() -> None:
     inputs = make_inputs(97, 97, 2)
     layer = compress_layer(exact_plan("snapkv", 97, 50, kernel_size=5), inputs)
-    assert layer.positions is not None
-    assert_selection_is_best(layer.positions, plain_scores(inputs, W, "avg", 5), W, 50)
+    assert_selection_is_best(layer["index"], plain_scores(inputs, W, "avg", 5), W, 50)
 
 
 @pytest.mark.parametrize("new_tokens", [1, 2, W - 1, W, W + 1])
 def test_the_window_is_no_longer_than_the_new_tokens(new_tokens: int) -> None:
     inputs = make_inputs(101, new_tokens, 4)
     layer = compress_layer(exact_plan("rocketkv", 101, 60), inputs)
-    assert layer.positions is not None
     window = min(W, new_tokens)
-    assert_selection_is_best(layer.positions, plain_scores(inputs, window, "max", 63), window, 60)
+    assert_selection_is_best(layer["index"], plain_scores(inputs, window, "max", 63), window, 60)
 
 
 @pytest.mark.parametrize("rows", [1, 2, W - 1, W, W + 1])
 def test_the_window_is_no_longer_than_the_rows_kept(rows: int) -> None:
     inputs = make_inputs(89, 89, 2)
     layer = compress_layer(exact_plan("snapkv", 89, rows), inputs)
-    assert layer.positions is not None
     window = min(W, rows)
-    assert_selection_is_best(layer.positions, plain_scores(inputs, window, "avg", 7), window, rows)
+    assert_selection_is_best(layer["index"], plain_scores(inputs, window, "avg", 7), window, rows)
 
 
 @pytest.mark.parametrize("method", ["full", "snapkv", "rocketkv"])
@@ -143,9 +141,9 @@ def test_a_prompt_within_the_budget_is_kept_whole_without_positions(method: str,
         plan_for(method), num_prompt_tokens=num_tokens, max_new_tokens=5, num_layers=1, head_dim=D
     )
     layer = compress_layer(resolved, inputs)
-    assert layer.positions is None
-    assert torch.equal(layer.keys, inputs.keys)
-    assert torch.equal(layer.values, inputs.values)
+    assert "index" not in layer
+    assert torch.equal(layer["keys"], inputs.keys)
+    assert torch.equal(layer["values"], inputs.values)
 
 
 def test_a_skipped_layer_is_kept_whole_and_contiguous() -> None:
@@ -157,9 +155,9 @@ def test_a_skipped_layer_is_kept_whole_and_contiguous() -> None:
     plan = plan_for("snapkv", budget=Budget(tokens=40), skip_layers=(0,))
     resolved = resolve_plan(plan, num_prompt_tokens=97, max_new_tokens=5, num_layers=2, head_dim=D)
     layer = compress_layer(resolved, inputs)
-    assert layer.positions is None
-    assert layer.keys.is_contiguous()
-    assert torch.equal(layer.keys, strided)
+    assert "index" not in layer
+    assert layer["keys"].is_contiguous()
+    assert torch.equal(layer["keys"], strided)
 
 
 @given(
@@ -182,12 +180,11 @@ def test_selection_is_on_budget_unique_ascending_and_in_range(
     )
     rows = resolved.layers[0].rows
     layer = compress_layer(resolved, inputs)
-    assert layer.keys.shape == layer.values.shape == (2, rows, D)
+    assert layer["keys"].shape == layer["values"].shape == (2, rows, D)
     if rows == num_tokens:
-        assert layer.positions is None
+        assert "index" not in layer
         return
-    assert layer.positions is not None
-    for kept in layer.positions.tolist():
+    for kept in layer["index"].tolist():
         assert kept == sorted(set(kept))
         assert len(kept) == rows
         assert kept[0] >= 0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import functools
+from collections.abc import Callable
 
 import pytest
 import torch
+from kvtest.compression import compress_layer
 
-from kvferry.shared.compression import installed
-from kvferry.shared.compression.compress import compress_layer
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import method_names, plan_for
@@ -24,6 +23,9 @@ from kvferry.shared.compression.plan import Budget, CompressionPlan, Part
 
 
 class EveryOther:
+    observed_queries = 0
+    depends_on_rows = False
+
     def __init__(self, params, rows):
         self.offset = params["offset"]
 
@@ -45,6 +47,10 @@ ALSO = Method(
     plan=CompressionPlan(method="also", scorer=EVERY_OTHER.plan.scorer),
     scorer=lambda params, rows: None,
 )
+SILENT = Method(
+    plan=CompressionPlan(method="silent", scorer=Part(name="silent")),
+    scorer=lambda params, rows: lambda inputs: torch.zeros(inputs.keys.shape[:2]),
+)
 SHADOW = Method(plan=CompressionPlan(method="shadow", scorer=Part(name="random")), scorer=EveryOther)
 LATE_SNAPKV = Method(plan=CompressionPlan(method="snapkv"))
 NOT_A_METHOD = EVERY_OTHER.plan
@@ -54,26 +60,9 @@ Install = Callable[[str], None]
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """`install(lines)`: a distribution with these lines in its entry-point group, until the test's end."""
-    caches = (installed.installed_methods, installed.installed_scorers)
-
-    def clear() -> None:
-        for cached in caches:
-            cached.cache_clear()
-
-    def write(lines: str) -> None:
-        (tmp_path / "outside_kvferry_methods.py").write_text(SOURCE)
-        info = tmp_path / "outside_kvferry_methods-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-kvferry-methods\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[kvferry.methods]\n{lines}\n")
-        monkeypatch.syspath_prepend(str(tmp_path))
-        clear()
-
-    yield write
-    monkeypatch.undo()
-    clear()
+def install(install: Callable[[str, str], None]) -> Install:
+    """`install(lines)`: a distribution of `SOURCE`."""
+    return functools.partial(install, SOURCE)
 
 
 def test_a_method_of_another_package_resolves_and_selects(install: Install) -> None:
@@ -86,9 +75,8 @@ def test_a_method_of_another_package_resolves_and_selects(install: Install) -> N
     rows = torch.arange(44.0).reshape(1, 11, 4)
     inputs = LayerInputs(layer=0, queries=rows[:, None], keys=rows, values=-rows, scaling=1.0)
     layer = compress_layer(resolved, inputs)
-    assert layer.positions is not None
-    assert layer.positions.tolist() == [[0, 2, 4, 6, 8, 10]]
-    assert torch.equal(layer.keys, rows[:, ::2])
+    assert layer["index"].tolist() == [[0, 2, 4, 6, 8, 10]]
+    assert torch.equal(layer["keys"], rows[:, ::2])
     assert plan_for("every-other", budget=Budget(tokens=3)).budget == Budget(tokens=3)
     with pytest.raises(InvalidRequest, match=r"every-other.*takes offset"):
         plan_for("every-other", overrides={"window": 3})
@@ -119,6 +107,13 @@ def test_two_scorers_of_one_name_are_a_configuration_error(install: Install) -> 
     install("every-other = outside_kvferry_methods:EVERY_OTHER\nalso = outside_kvferry_methods:ALSO")
     plan = plan_for("also", budget=Budget(tokens=3))
     with pytest.raises(ConfigurationError, match="brings a scorer 'every_other'"):
+        resolve_plan(plan, num_prompt_tokens=11, max_new_tokens=3, num_layers=2, head_dim=4)
+
+
+def test_a_scorer_that_does_not_say_what_it_observes_is_a_configuration_error(install: Install) -> None:
+    install("silent = outside_kvferry_methods:SILENT")
+    plan = plan_for("silent", budget=Budget(tokens=3))
+    with pytest.raises(ConfigurationError, match="'silent' does not say observed_queries"):
         resolve_plan(plan, num_prompt_tokens=11, max_new_tokens=3, num_layers=2, head_dim=4)
 
 

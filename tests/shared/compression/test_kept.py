@@ -4,18 +4,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest.compression import one_format, packed_tensors
 
 from kvferry.kernels.packed import pack_layer
-from kvferry.shared.compression.interface import CompressedLayer
 from kvferry.shared.compression.kept import KeptMap
+from kvferry.shared.compression.plan import Part
 
 
-def layer_of(positions):
-    return CompressedLayer(
-        keys=torch.zeros(2, len(positions[0]), 4),
-        values=torch.zeros(2, len(positions[0]), 4),
-        positions=torch.tensor(positions, dtype=torch.int32),
-    )
+def layer_of(positions, num_tokens):
+    """As a format of rows tells the positions of its tensors."""
+    fmt = one_format(rows=len(positions[0]), num_prompt_tokens=num_tokens)
+    return fmt.positions_by_head({"index": torch.tensor(positions, dtype=torch.int32)})
 
 
 def fractions(num_tokens, num_bins, layers):
@@ -37,14 +36,15 @@ def test_it_counts_what_counting_tokens_counts(data, num_tokens, num_bins):
     layers = data.draw(st.lists(st.tuples(head, head), min_size=1, max_size=3))
     made = KeptMap(num_tokens=num_tokens, num_bins=num_bins)
     for heads in layers:
-        made.add(layer_of(heads))
+        made.add(layer_of(heads, num_tokens))
     assert made.fractions() == pytest.approx(fractions(num_tokens, num_bins, layers))
 
 
 def test_a_layer_that_keeps_everything_counts_as_such():
     made = KeptMap(num_tokens=7, num_bins=3)
-    made.add(CompressedLayer(keys=torch.zeros(2, 7, 4), values=torch.zeros(2, 7, 4)))
-    made.add(layer_of([[0], [6]]))
+    rows = torch.zeros(2, 7, 8)
+    made.add(one_format(rows=7, num_prompt_tokens=7).positions_by_head({"keys": rows, "values": rows}))
+    made.add(layer_of([[0], [6]], 7))
     assert made.fractions() == pytest.approx(((3 * 2 + 1) / 12, 4 / 8, (2 * 2 + 1) / 8))
 
 
@@ -53,7 +53,15 @@ def test_a_packed_layer_counts_the_tokens_that_have_bits():
     key_bits = torch.full((1, 4), 8, dtype=torch.uint8)
     packed = pack_layer(torch.randn(1, 6, 4), torch.randn(1, 6, 4), key_bits, value_bits)
     made = KeptMap(num_tokens=6, num_bins=6)
-    made.add(CompressedLayer(keys=torch.zeros(1, 0, 4), values=torch.zeros(1, 0, 4), packed=packed))
+    fmt = one_format(
+        rows=6,
+        num_prompt_tokens=6,
+        num_kv_heads=1,
+        head_dim=4,
+        method="rdkv",
+        representation=Part(name="rdkv", params={"budget_tokens": 6}),
+    )
+    made.add(fmt.positions_by_head(packed_tensors(packed)))
     assert made.fractions() == (0, 1, 1, 0, 1, 0)
 
 
@@ -61,23 +69,20 @@ def test_nothing_counted_gives_no_fractions():
     assert KeptMap(num_tokens=5, num_bins=2).fractions() == ()
 
 
-class Stored:
-    """A layer stored otherwise, as far as the map looks at it."""
-
-    def __init__(self, **tensors):
-        self.tensors = {name: torch.tensor(value) for name, value in tensors.items()}
-
-
 @pytest.mark.parametrize(
-    ("stored", "expected"),
+    ("part", "tensors", "expected"),
     [
-        (Stored(head_rows=[1, 3], index=[0, 0, 1, 2]), (1, 0.5, 0.5, 0)),
-        (Stored(index=[[0, 1], [0, 3]]), (1, 0.5, 0, 0.5)),
-        (Stored(codes=[0]), (1, 1, 1, 1)),
+        (
+            Part(name="ragged", params={"floor": 0.2}),
+            {"head_rows": [1, 3], "index": [0, 0, 1, 2]},
+            (1, 0.5, 0.5, 0),
+        ),
+        (Part(name="kivi", params={"bits": 4}), {"index": [[0, 1], [0, 3]]}, (1, 0.5, 0, 0.5)),
+        (Part(name="kivi", params={"bits": 4}), {"codes": [0]}, (1, 1, 1, 1)),
     ],
 )
-def test_a_layer_stored_otherwise_counts_its_index(stored, expected):
-    none = torch.zeros(2, 0, 4)
+def test_a_layer_stored_otherwise_counts_its_index(part, tensors, expected):
+    fmt = one_format(rows=2, num_prompt_tokens=4, representation=part)
     made = KeptMap(num_tokens=4, num_bins=4)
-    made.add(CompressedLayer(keys=none, values=none, stored=stored))
+    made.add(fmt.positions_by_head({name: torch.tensor(value) for name, value in tensors.items()}))
     assert made.fractions() == expected

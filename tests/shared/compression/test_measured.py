@@ -10,42 +10,31 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest.compression import compress_layer, make_spec
 
 from kvferry.kernels.column_sums.reference import column_sums_reference
-from kvferry.shared.cache.layout import reserved_bytes, sequence_layout
-from kvferry.shared.compression.allocation import ALLOCATIONS
-from kvferry.shared.compression.compress import compress_layer, compress_prompt
+from kvferry.shared.cache.layout import measured_limit_bytes, sequence_layout
+from kvferry.shared.compression.allocation import ALLOCATIONS, MEASURED_ALLOCATIONS
+from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.d2o import reference
 from kvferry.shared.compression.d2o.layer_budgets import layer_budgets
+from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.measured import (
-    MEASURED_ALLOCATIONS,
-    hold_layer,
+    allocate_rows,
     is_measured,
     least_rows,
-    settle,
+    measure_layer,
     with_layer_rows,
 )
 from kvferry.shared.compression.plan import Budget, CompressionPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.errors import InvalidRequest, KvferryError
-from kvferry.shared.model.spec import ModelSpec
 
 W, D, HEADS, LAYERS = 32, 8, 2, 5
 VARIANCE = Part(name="attention_variance", params={"normalisation": "mean"})
-SPEC = ModelSpec(
-    name="m",
-    fingerprint="f",
-    num_layers=LAYERS,
-    num_heads=2 * HEADS,
-    num_kv_heads=HEADS,
-    head_dim=D,
-    vocab_size=9,
-    max_model_len=9999,
-    dtype="float32",
-    eos_token_ids=(1,),
-)
+SPEC = make_spec(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=D)
 
 
 def resolve(plan: CompressionPlan, num_tokens: int, max_new_tokens: int = 5) -> ResolvedPlan:
@@ -91,10 +80,10 @@ def test_d2o_equals_the_paper_layer_by_layer(
         else plan_for("d2o", budget=Budget(tokens=11))
     )
     resolved = resolve(plan, num_tokens)
-    settled, kept = compress_prompt(resolved, layers)
+    measured_plan, kept = compress_prompt(SPEC, resolved, layers)
     if num_tokens <= 11:
-        assert (resolved.method, settled) == ("full", resolved)
-        assert all(layer.state is None and layer.positions is None for layer in kept)
+        assert (resolved.method, measured_plan) == ("full", resolved)
+        assert all(list(layer) == ["keys", "values"] for layer in kept)
         return
     measured = [column_sums_reference(i.queries, i.keys, i.scaling) for i in layers]
     per_head = [v.double() for _, v in measured]
@@ -102,7 +91,7 @@ def test_d2o_equals_the_paper_layer_by_layer(
         per_head = [(v - v.min()) / (v.max() - v.min()) for v in per_head]
     variances = [float(v.mean()) for v in per_head]
     budgets = layer_budgets(variances, num_tokens=num_tokens, rows=11, normalisation=normalisation)
-    rows = [layer.rows for layer in settled.layers]
+    rows = [layer.rows for layer in measured_plan.layers]
     assert sum(rows) == LAYERS * 11
     # float32 sums may move a share across a rounding
     assert all(abs(mine - theirs) <= 1 for mine, theirs in zip(rows, budgets, strict=True))
@@ -111,20 +100,19 @@ def test_d2o_equals_the_paper_layer_by_layer(
     if (normalisation, group) != ("minmax", 1):  # two heads are 0 and 1 in every layer
         assert max(rows) > min(rows)
     for inputs, (sums, _), layer, size in zip(layers, measured, kept, rows, strict=True):
-        assert layer.state is not None
-        assert layer.state.shape == (HEADS * (size + 1),)
+        assert layer["state"].shape == (HEADS * (size + 1),)
         for h in range(HEADS):
             tokens = reference.kept_tokens(sums[h].tolist(), size)
-            if layer.positions is not None:
-                assert layer.positions[h].tolist() == tokens
+            if "index" in layer:
+                assert layer["index"][h].tolist() == tokens
             keys, values, tau = reference.merge_prompt_head(
                 list(inputs.keys[h].double()), list(inputs.values[h].double()), tokens
             )
-            torch.testing.assert_close(layer.keys[h].double(), torch.stack(keys), atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(layer.values[h].double(), torch.stack(values), atol=1e-5, rtol=1e-5)
-            scores = layer.state[h * size : (h + 1) * size]
+            torch.testing.assert_close(layer["keys"][h].double(), torch.stack(keys), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(layer["values"][h].double(), torch.stack(values), atol=1e-5, rtol=1e-5)
+            scores = layer["state"][h * size : (h + 1) * size]
             torch.testing.assert_close(scores, sums[h, tokens], atol=1e-4, rtol=1e-4)
-            assert float(layer.state[HEADS * size + h]) == pytest.approx(tau, abs=1e-5, nan_ok=True)
+            assert float(layer["state"][HEADS * size + h]) == pytest.approx(tau, abs=1e-5, nan_ok=True)
 
 
 @pytest.mark.parametrize("new_tokens", [None, 7])
@@ -136,23 +124,23 @@ def test_layers_that_waited_keep_what_they_keep_alone_with_the_same_rows(
 ) -> None:
     layers = make_layers(151, 2, new_tokens)
     resolved = resolve(shared_by_variance(method, tokens=45), 151)
-    settled, kept = compress_prompt(resolved, layers)
-    assert len({layer.rows for layer in settled.layers}) > 1
+    measured_plan, kept = compress_prompt(SPEC, resolved, layers)
+    assert len({layer.rows for layer in measured_plan.layers}) > 1
     for inputs, layer in zip(layers, kept, strict=True):
-        alone = compress_layer(settled, inputs)
-        for name in ("keys", "values", "positions", "state"):
-            mine, theirs = getattr(layer, name), getattr(alone, name)
-            assert (mine is None) == (theirs is None)
-            assert mine is None or torch.equal(mine, theirs), name
+        alone = compress_layer(measured_plan, inputs)
+        assert list(layer) == list(alone)
+        assert layer.keys() - {"index", "state"} == {"keys", "values"}
+        for name, mine in layer.items():
+            assert torch.equal(mine, alone[name]), name
 
 
-def test_a_held_layer_holds_no_queries() -> None:
+def test_a_waiting_layer_holds_no_queries() -> None:
     inputs = make_layers(61, 4)[0]
     for method in ("d2o", "snapkv"):
-        held = hold_layer(resolve(shared_by_variance(method, tokens=20), 61), inputs)
-        assert held.inputs.queries.untyped_storage().nbytes() == 0
-        assert held.inputs.unrotate is None
-        assert (held.scores is None) == (method == "d2o")
+        waiting = measure_layer(resolve(shared_by_variance(method, tokens=20), 61), inputs)
+        assert waiting.inputs.queries.untyped_storage().nbytes() == 0
+        assert waiting.inputs.unrotate is None
+        assert (waiting.scores is None) == (method == "d2o")
 
 
 @given(
@@ -179,19 +167,21 @@ def test_rows_and_bytes_are_never_over_budget(
     if not is_measured(resolved):
         assert all(layer.rows == num_tokens for layer in resolved.layers)
         return
-    settled = settle(resolved, variances)
+    measured_plan = allocate_rows(resolved, variances)
     low = least_rows(resolved)
-    for layer, (mean, own) in enumerate(zip(resolved.layers, settled.layers, strict=True)):
+    for layer, (mean, own) in enumerate(zip(resolved.layers, measured_plan.layers, strict=True)):
         if layer in skip_layers:
             assert own == mean
         else:
             assert low <= own.rows <= num_tokens
             assert own.attention == mean.attention
-    assert sum(layer.rows for layer in settled.layers) == sum(layer.rows for layer in resolved.layers)
-    assert with_layer_rows(resolved, [layer.rows for layer in settled.layers]) == settled
-    asked = sequence_layout(SPEC, resolved, returns_generated=returns_generated)
-    used = sequence_layout(SPEC, settled, returns_generated=returns_generated)
-    reserved = reserved_bytes(asked, SPEC, resolved)
+    assert sum(layer.rows for layer in measured_plan.layers) == sum(layer.rows for layer in resolved.layers)
+    assert with_layer_rows(resolved, [layer.rows for layer in measured_plan.layers]) == measured_plan
+    asked, used = (
+        sequence_layout(make_formats(SPEC, plan, returns_generated=returns_generated))
+        for plan in (resolved, measured_plan)
+    )
+    reserved = measured_limit_bytes(asked)
     assert used.size_bytes <= reserved
     # nothing is reserved that no distribution needs, but for alignment, a row and 16 bytes a channel a layer
     assert reserved - asked.size_bytes <= LAYERS * (4 * 2 * 64 + 2 * HEADS * D * (4 + 16))
@@ -214,16 +204,16 @@ def test_rows_of_another_total_or_out_of_bounds_are_refused(rows: tuple[int, ...
 
 def test_a_skipped_layers_rows_are_not_shared() -> None:
     resolved = resolve(plan_for("d2o", budget=Budget(tokens=20), skip_layers=(0,)), 61)
-    settled = settle(resolved, [5.0, 1.0, 2.0, 3.0, 4.0])
-    assert settled.layers[0].rows == 61
-    assert sum(layer.rows for layer in settled.layers[1:]) == 4 * 20
+    measured_plan = allocate_rows(resolved, [5.0, 1.0, 2.0, 3.0, 4.0])
+    assert measured_plan.layers[0].rows == 61
+    assert sum(layer.rows for layer in measured_plan.layers[1:]) == 4 * 20
     with pytest.raises(ValueError, match="layer 0 has 60 rows; it must have 61 to 61"):
         with_layer_rows(resolved, (60, 20, 20, 20, 20))
 
 
 def test_attention_that_is_not_finite_is_an_error_by_layer() -> None:
     with pytest.raises(KvferryError, match="layer 1"):
-        settle(resolve(plan_for("d2o", budget=Budget(tokens=20)), 61), [1.0, math.nan, 1.0, 1.0, 1.0])
+        allocate_rows(resolve(plan_for("d2o", budget=Budget(tokens=20)), 61), [1.0, math.nan, 1.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def composed(scorer: str, attention: str, allocation: str) -> CompressionPlan:
 
 
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
-@pytest.mark.parametrize("attention", [name for name, kind in ATTENTIONS.items() if not kind.evicts])
+@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("method", ["snapkv", "streamingllm", "h2o", "random"])
 def test_every_scorer_goes_with_every_attention_and_allocation(
     method: str, attention: str, allocation: str

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.shared.compression.select import select_rows
+from kvferry.shared.compression.formats.interface import select_rows
 
 
 def plain_top_k(scores: list[float], rows: int) -> list[int]:

@@ -15,14 +15,16 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, te
 from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kvtest.control import PREFILL_REQUEST, TICKET
 
 from kvferry.proto import control_pb2 as pb
-from kvferry.shared.compression.plan import Budget, CompressionPlan, Part
+from kvferry.shared.compression.plan import Budget, CompressionPlan, Part, ResolvedPlan, plan_digest
 from kvferry.shared.control import codec, messages
 from kvferry.shared.control.codec import Codec
 from kvferry.shared.control.messages import (
     GenerateRequest,
     GenerationFinished,
+    TicketIssued,
     TransferDone,
 )
 from kvferry.shared.errors import InvalidRequest
@@ -93,20 +95,46 @@ def test_every_message_survives(name: str, data: st.DataObject) -> None:
     assert message.decode(message.encode(value)) == value
 
 
+def same_types(before: Part | None, after: Part | None) -> bool:
+    if before is None or after is None:
+        return before is after
+    return {k: type(v) for k, v in before.params.items()} == {k: type(v) for k, v in after.params.items()}
+
+
 @UNTIMED
 @given(values(CompressionPlan))
 def test_parameters_keep_their_types(plan: CompressionPlan) -> None:
     request = dataclasses.replace(REQUEST, plan=plan)
     back = codec.CODECS["GenerateRequest"].decode(codec.CODECS["GenerateRequest"].encode(request)).plan
-    for before, after in (
-        (plan.scorer, back.scorer),
-        (plan.attention, back.attention),
-        (plan.layer_allocation, back.layer_allocation),
-    ):
-        if before is not None and after is not None:
-            assert {k: type(v) for k, v in before.params.items()} == {
-                k: type(v) for k, v in after.params.items()
-            }
+    assert same_types(plan.scorer, back.scorer)
+    assert same_types(plan.attention, back.attention)
+    assert same_types(plan.layer_allocation, back.layer_allocation)
+    assert same_types(plan.representation, back.representation)
+
+
+@UNTIMED
+@given(values(ResolvedPlan))
+def test_any_plan_survives_inside_a_ticket(plan: ResolvedPlan) -> None:
+    """On its way to the router and from there to prefill: parameters with their types, and its digest."""
+    ticket = dataclasses.replace(TICKET, plan=plan)
+    issued, events = TicketIssued(ticket=ticket), codec.CODECS["GenerateEvent"]
+    request, requests = dataclasses.replace(PREFILL_REQUEST, ticket=ticket), codec.CODECS["PrefillRequest"]
+    assert events.decode(events.encode(issued)) == issued
+    received = requests.decode(requests.encode(request))
+    assert received == request
+    back = received.ticket.plan
+    assert back is not None
+    for before, after in zip(plan.layers, back.layers, strict=True):
+        assert same_types(before.attention, after.attention)
+        assert same_types(before.representation, after.representation)
+    assert plan_digest(back) == plan_digest(plan)
+
+
+def test_a_ticket_without_a_plan_survives_as_such() -> None:
+    """It names where generated rows are returned; prefill refuses to ship a prompt to it."""
+    request = dataclasses.replace(PREFILL_REQUEST, ticket=dataclasses.replace(TICKET, plan=None))
+    requests = codec.CODECS["PrefillRequest"]
+    assert requests.decode(requests.encode(request)) == request
 
 
 REQUEST = GenerateRequest(
@@ -161,7 +189,13 @@ def test_random_bytes_decode_or_are_refused(name: str, data: bytes) -> None:
             pb.GenerateRequest(plan=pb.CompressionPlan(), sampling=pb.SamplingParams()),
             "no attention",
         ),
-        (codec.CODECS["PrefillRequest"], pb.PrefillRequest(), "no plan"),
+        (codec.CODECS["PrefillRequest"], pb.PrefillRequest(), "no sampling"),
+        (codec.CODECS["PrefillRequest"], pb.PrefillRequest(sampling=pb.SamplingParams()), "no ticket"),
+        (
+            codec.CODECS["PrefillRequest"],
+            pb.PrefillRequest(sampling=pb.SamplingParams(), ticket=pb.Ticket(plan=pb.ResolvedPlan())),
+            "no plan",
+        ),
         (codec.CODECS["CommitTurnRequest"], pb.CommitTurnRequest(), "no session"),
         (codec.CODECS["GenerateEvent"], pb.GenerateEvent(), "no event"),
         (codec.CODECS["GenerateEvent"], pb.GenerateEvent(ticket_issued=pb.TicketIssued()), "no ticket"),

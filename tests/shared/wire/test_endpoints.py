@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import kvtest.wire as kit
 import pytest
+from kvtest.wire import RecordingSink, Wire
 
 from kvferry.shared.errors import ConfigurationError, TransferFailed
 from kvferry.shared.wire.in_process import InProcessHub
-from kvferry.shared.wire.messages import Section
-from kvferry.shared.wire.zmq import ZmqBlockSender, ZmqBlockServer
+from kvferry.shared.wire.receiver import BlockServer
+from kvferry.shared.wire.sender import BlockSender
+from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 
 
-def test_the_ticket_must_name_the_manifests_key(wire: Any, sink: Any) -> None:
+def test_the_ticket_must_name_the_manifests_key(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
     server, sender = wire.server(sink), wire.sender()
     ticket = kit.make_ticket(manifest, server.endpoint)
@@ -28,7 +29,7 @@ def test_the_ticket_must_name_the_manifests_key(wire: Any, sink: Any) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["", "http://x", "tcp://", "inproc://nowhere"])
-def test_an_unusable_endpoint_fails_the_transfer(wire: Any, endpoint: str) -> None:
+def test_an_unusable_endpoint_fails_the_transfer(wire: Wire, endpoint: str) -> None:
     manifest = kit.make_manifest()
     transfer = wire.sender().open(kit.make_ticket(manifest, endpoint), manifest, timeout_s=1.0)
     with pytest.raises(TransferFailed) as failed:
@@ -38,11 +39,11 @@ def test_an_unusable_endpoint_fails_the_transfer(wire: Any, endpoint: str) -> No
 
 def test_an_endpoint_where_nobody_listens_is_a_timeout() -> None:
     manifest = kit.make_manifest()
-    sender = ZmqBlockSender(buffer_bytes=1 << 20, timeout_s=0.5)
+    sender = BlockSender(ZmqConnectingChannel(), buffer_bytes=1 << 20, timeout_s=0.5)
     try:
         ticket = kit.make_ticket(manifest, "tcp://127.0.0.1:1")
         transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
-        transfer.send(layer=0, section=Section.KEYS, tensor=kit.make_sections(manifest)[1][2])
+        transfer.send_layer(0, kit.make_layers(manifest)[0])
         with pytest.raises(TransferFailed) as failed:
             transfer.wait(kit.WAIT_S)
         assert failed.value.reason == "timeout"
@@ -56,22 +57,23 @@ def test_an_endpoint_where_nobody_listens_is_a_timeout() -> None:
 )
 def test_an_address_that_cannot_be_bound_is_a_configuration_error(bind: str) -> None:
     with pytest.raises(ConfigurationError, match="block"):
-        ZmqBlockServer(bind, kit.RecordingSink())
+        BlockServer(ZmqListeningChannel(bind), RecordingSink())
 
 
 def test_binding_everywhere_needs_an_advertised_address() -> None:
     with pytest.raises(ConfigurationError, match="advertised"):
-        ZmqBlockServer("tcp://0.0.0.0:0", kit.RecordingSink())
-    server = ZmqBlockServer("tcp://0.0.0.0:0", kit.RecordingSink(), advertise="tcp://decode:5000")
+        ZmqListeningChannel("tcp://0.0.0.0:0")
+    channel = ZmqListeningChannel("tcp://0.0.0.0:0", advertise="tcp://decode:5000")
+    server = BlockServer(channel, RecordingSink())
     assert server.endpoint == "tcp://decode:5000"
     server.close()
 
 
 def test_an_in_process_name_is_given_once() -> None:
     hub = InProcessHub()
-    server = hub.server(kit.RecordingSink(), name="decode")
+    server = hub.server(RecordingSink(), name="decode")
     assert server.endpoint == "inproc://decode"
     with pytest.raises(ConfigurationError, match="already in use"):
-        hub.server(kit.RecordingSink(), name="decode")
+        hub.server(RecordingSink(), name="decode")
     server.close()
-    hub.server(kit.RecordingSink(), name="decode").close()
+    hub.server(RecordingSink(), name="decode").close()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import kvtest.wire as kit
 import pytest
+from kvtest.wire import RecordingSink, Wire
 
 from kvferry.shared.errors import (
     Cancelled,
@@ -30,10 +30,10 @@ from kvferry.shared.wire.messages import EndRecord
         (ZeroDivisionError("bug"), TransferFailed, "internal"),
     ],
 )
-@pytest.mark.parametrize("when", ["open", "write", "commit"])
+@pytest.mark.parametrize("when", ["open", "layer", "write", "commit"])
 def test_a_sinks_error_reaches_the_sender_as_it_is(
-    wire: Any,
-    sink: Any,
+    wire: Wire,
+    sink: RecordingSink,
     error: Exception,
     kind: type[TransferFailed],
     reason: str,
@@ -44,28 +44,28 @@ def test_a_sinks_error_reaches_the_sender_as_it_is(
     server, sender = wire.server(sink), wire.sender()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
     with pytest.raises(kind) as failed:
-        kit.ship(transfer, manifest, kit.make_sections(manifest))
+        kit.ship(transfer, kit.make_layers(manifest))
     assert type(failed.value) is kind
     assert failed.value.reason == reason
     assert sender.buffered_bytes == 0
     assert sink.aborted == ({} if when == "open" else {manifest.key: reason})
     assert wire.failures == [reason]
-    sink.open_error = sink.write_error = sink.commit_error = None
+    sink.open_error = sink.layer_error = sink.write_error = sink.commit_error = None
     again = kit.make_manifest()
     transfer = sender.open(kit.make_ticket(again, server.endpoint), again, timeout_s=kit.WAIT_S)
-    kit.ship(transfer, again, kit.make_sections(again))
+    kit.ship(transfer, kit.make_layers(again))
 
 
 # ---- giving up -------------------------------------------------------------------------------------------
 
 
-def test_abort_frees_both_ends_and_raises_in_waiting_calls(wire: Any, sink: Any) -> None:
+def test_abort_frees_both_ends_and_raises_in_waiting_calls(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
-    sections = kit.make_sections(manifest)
+    layers = kit.make_layers(manifest)
     server, sender = wire.server(sink), wire.sender()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
-    transfer.send(layer=0, section=sections[0][1], tensor=sections[0][2])
-    assert kit.eventually(lambda: sink.blocks == 1)
+    transfer.send_layer(0, layers[0])
+    assert kit.eventually(lambda: sink.blocks == 3)
     raised: list[BaseException] = []
 
     def wait() -> None:
@@ -83,7 +83,7 @@ def test_abort_frees_both_ends_and_raises_in_waiting_calls(wire: Any, sink: Any)
     assert sender.buffered_bytes == 0
     assert kit.eventually(lambda: sink.aborted == {manifest.key: "aborted"})
     for call in (
-        lambda: transfer.send(layer=0, section=sections[1][1], tensor=sections[1][2]),
+        lambda: transfer.send_layer(1, layers[1]),
         lambda: transfer.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0)),
         lambda: transfer.wait(1.0),
     ):
@@ -91,7 +91,7 @@ def test_abort_frees_both_ends_and_raises_in_waiting_calls(wire: Any, sink: Any)
             call()
 
 
-def test_abort_wakes_a_send_that_waits_for_room(wire: Any, sink: Any) -> None:
+def test_abort_wakes_a_send_that_waits_for_room(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest(rows=(100,))
     server, sender = wire.server(sink), wire.sender(buffer_bytes=1000)
     sink.gate.clear()
@@ -99,28 +99,28 @@ def test_abort_wakes_a_send_that_waits_for_room(wire: Any, sink: Any) -> None:
     timer = threading.Timer(0.2, transfer.abort, ["client_left"])
     timer.start()
     with pytest.raises(Cancelled):
-        kit.ship(transfer, manifest, kit.make_sections(manifest))
+        kit.ship(transfer, kit.make_layers(manifest))
     timer.join()
     assert sender.buffered_bytes == 0
 
 
-def test_abort_after_the_acknowledgement_has_no_effect(wire: Any, sink: Any) -> None:
+def test_abort_after_the_acknowledgement_has_no_effect(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
     server, sender = wire.server(sink), wire.sender()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
-    took_s = kit.ship(transfer, manifest, kit.make_sections(manifest))
+    took_s = kit.ship(transfer, kit.make_layers(manifest))
     transfer.abort("late")
     assert transfer.wait(0.0) == took_s
     assert sink.aborted == {}
 
 
-def test_closing_the_receiver_fails_its_senders(wire: Any, sink: Any) -> None:
+def test_closing_the_receiver_fails_its_senders(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
-    sections = kit.make_sections(manifest)
+    layers = kit.make_layers(manifest)
     server, sender = wire.server(sink), wire.sender()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
-    transfer.send(layer=0, section=sections[0][1], tensor=sections[0][2])
-    assert kit.eventually(lambda: sink.blocks == 1)
+    transfer.send_layer(0, layers[0])
+    assert kit.eventually(lambda: sink.blocks == 3)
     server.close()
     server.close()
     assert sink.aborted == {manifest.key: "closed"}
@@ -130,13 +130,15 @@ def test_closing_the_receiver_fails_its_senders(wire: Any, sink: Any) -> None:
     assert sender.buffered_bytes == 0
 
 
-def test_closing_the_sender_fails_its_transfers_and_frees_the_receiver(wire: Any, sink: Any) -> None:
+def test_closing_the_sender_fails_its_transfers_and_frees_the_receiver(
+    wire: Wire, sink: RecordingSink
+) -> None:
     manifest = kit.make_manifest()
-    sections = kit.make_sections(manifest)
+    layers = kit.make_layers(manifest)
     server, sender = wire.server(sink), wire.sender()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
-    transfer.send(layer=0, section=sections[0][1], tensor=sections[0][2])
-    assert kit.eventually(lambda: sink.blocks == 1)
+    transfer.send_layer(0, layers[0])
+    assert kit.eventually(lambda: sink.blocks == 3)
     sender.close()
     sender.close()
     with pytest.raises(TransferFailed) as failed:
@@ -148,18 +150,18 @@ def test_closing_the_sender_fails_its_transfers_and_frees_the_receiver(wire: Any
         sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
 
 
-def test_a_receiver_that_stops_answering_is_a_timeout(wire: Any, sink: Any) -> None:
+def test_a_receiver_that_stops_answering_is_a_timeout(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
     server, sender = wire.server(sink), wire.sender(timeout_s=0.5)
     sink.gate.clear()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
     with pytest.raises(TransferFailed, match=r"silent for more than 0\.5 s") as failed:
-        kit.ship(transfer, manifest, kit.make_sections(manifest))
+        kit.ship(transfer, kit.make_layers(manifest))
     assert failed.value.reason == "timeout"
     assert sender.buffered_bytes == 0
 
 
-def test_waiting_in_vain_fails_the_transfer(wire: Any, sink: Any) -> None:
+def test_waiting_in_vain_fails_the_transfer(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
     server, sender = wire.server(sink), wire.sender()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
@@ -169,11 +171,11 @@ def test_waiting_in_vain_fails_the_transfer(wire: Any, sink: Any) -> None:
     assert kit.eventually(lambda: sink.aborted == {manifest.key: "aborted"})
 
 
-def test_a_failed_transfer_leaves_others_alone(wire: Any, sink: Any) -> None:
+def test_a_failed_transfer_leaves_others_alone(wire: Wire, sink: RecordingSink) -> None:
     server, sender = wire.server(sink), wire.sender()
     doomed, fine = kit.make_manifest(), kit.make_manifest()
     first = sender.open(kit.make_ticket(doomed, server.endpoint), doomed, timeout_s=kit.WAIT_S)
     second = sender.open(kit.make_ticket(fine, server.endpoint), fine, timeout_s=kit.WAIT_S)
     first.abort("test")
-    kit.ship(second, fine, kit.make_sections(fine))
-    kit.assert_arrived(sink, fine, kit.make_sections(fine))
+    kit.ship(second, kit.make_layers(fine))
+    kit.assert_arrived(sink, fine, kit.make_layers(fine))

@@ -20,7 +20,7 @@ from kvferry.shared.wire.frames import (
     encode_header,
     peek_key,
 )
-from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES, Section, TransferKey
+from kvferry.shared.wire.messages import MAX_LAYER_TENSORS, MAX_PAYLOAD_BYTES, TransferKey
 
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
@@ -35,15 +35,17 @@ def messages(draw: st.DrawFn) -> tuple[FrameHeader, bytes]:
     payload = draw(st.binary(min_size=int(message_type is MessageType.BLOCK), max_size=limit))
     if message_type is not MessageType.BLOCK:
         written = draw(st.integers(0, 2**64 - 1)) if message_type is MessageType.CREDIT else 0
-        return FrameHeader(type=message_type, key=draw(keys), section_bytes=written), payload
+        sequence = draw(st.integers(0, 2**32 - 1)) if message_type is MessageType.LAYER else 0
+        header = FrameHeader(type=message_type, key=draw(keys), sequence=sequence, tensor_bytes=written)
+        return header, payload
     offset = draw(st.integers(0, 2**40))
     header = FrameHeader(
         type=message_type,
         key=draw(keys),
         sequence=draw(st.integers(0, 2**32 - 1)),
         layer=draw(st.integers(0, 2**16 - 1)),
-        section=draw(st.sampled_from(Section)),
-        section_bytes=offset + len(payload) + draw(st.integers(0, 2**40)),
+        tensor=draw(st.integers(0, MAX_LAYER_TENSORS - 1)),
+        tensor_bytes=offset + len(payload) + draw(st.integers(0, 2**40)),
         offset=offset,
     )
     return header, payload
@@ -52,8 +54,8 @@ def messages(draw: st.DrawFn) -> tuple[FrameHeader, bytes]:
 def repack(**changes: int | bytes) -> bytes:
     """A valid BLOCK header of payload b"abcd" with fields changed and the checksum made right again."""
     names = (
-        "magic", "version", "type", "section", "transfer_id", "generation", "sequence", "layer", "reserved",
-        "payload_bytes", "section_bytes", "offset", "checksum",
+        "magic", "version", "type", "tensor", "transfer_id", "generation", "sequence", "layer", "reserved",
+        "payload_bytes", "tensor_bytes", "offset", "checksum",
     )  # fmt: skip
     values = dict(zip(names, HEADER.unpack(encode_header(block_header(), b"abcd")), strict=True)) | changes
     checked = HEADER.pack(*values.values())[:-8]
@@ -61,7 +63,7 @@ def repack(**changes: int | bytes) -> bytes:
 
 
 def block_header() -> FrameHeader:
-    return FrameHeader(type=MessageType.BLOCK, key=KEY, section=Section.KEYS, section_bytes=8, offset=4)
+    return FrameHeader(type=MessageType.BLOCK, key=KEY, tensor=1, tensor_bytes=8, offset=4)
 
 
 @UNTIMED
@@ -75,7 +77,7 @@ def test_header_bytes_stay_as_documented() -> None:
     encoded = encode_header(block_header(), b"abcd")
     assert HEADER_BYTES == 56
     assert encoded[:48].hex() == (
-        "4b564642" "0100" "02" "01" "ffffffffffffffff" "07000000" "00000000" "0000" "0000" "04000000"
+        "4b564642" "0200" "03" "01" "ffffffffffffffff" "07000000" "00000000" "0000" "0000" "04000000"
         "0800000000000000" "0400000000000000"
     )  # fmt: skip
     assert encoded[48:] == struct.pack("<Q", xxhash.xxh3_64_intdigest(encoded[:48] + b"abcd"))
@@ -83,7 +85,7 @@ def test_header_bytes_stay_as_documented() -> None:
 
 def test_payload_is_a_view_of_the_frame() -> None:
     frame = bytearray(b"abcd")
-    _, payload = decode_message([encode_header(block_header(), frame), frame])
+    _, payload = decode_message([encode_header(block_header(), memoryview(frame)), memoryview(frame)])
     frame[0] = ord("z")
     assert bytes(payload) == b"zbcd"
 
@@ -122,7 +124,7 @@ def test_random_frames_raise_nothing_but_refusals(frames: list[bytes]) -> None:
 @UNTIMED
 @given(st.binary(min_size=HEADER_BYTES - 14, max_size=HEADER_BYTES - 14))
 def test_random_fields_with_a_right_checksum_decode_or_are_refused(fields: bytes) -> None:
-    checked = (b"KVFB\x01\x00" + fields)[: HEADER_BYTES - 8]
+    checked = (b"KVFB\x02\x00" + fields)[: HEADER_BYTES - 8]
     encoded = checked + struct.pack("<Q", xxhash.xxh3_64_intdigest(checked))
     try:
         header, _ = decode_message([encoded, b""])
@@ -136,16 +138,20 @@ def test_random_fields_with_a_right_checksum_decode_or_are_refused(fields: bytes
     [
         {"magic": b"HTTP"},
         {"type": 0},
-        {"type": 9},
-        {"section": 0},
-        {"section": max(Section) + 1},
+        {"type": 10},
+        {"tensor": MAX_LAYER_TENSORS},
         {"reserved": 1},
         {"payload_bytes": 2**32 - 1},
         {"payload_bytes": 3},
-        {"section_bytes": 7},
+        {"tensor_bytes": 7},
         {"offset": 2**64 - 1},
         {"type": MessageType.ACK},
-        {"type": MessageType.END, "section": 0},
+        {"type": MessageType.END, "tensor": 0},
+        {"type": MessageType.LAYER, "tensor": 0, "tensor_bytes": 0},
+        {"type": MessageType.LAYER, "tensor_bytes": 0, "offset": 0},
+        {"type": MessageType.LAYER, "tensor": 0, "offset": 0},
+        {"type": MessageType.LAYER, "tensor": 0, "tensor_bytes": 0, "offset": 0, "layer": 1},
+        {"type": MessageType.END, "tensor": 0, "tensor_bytes": 0, "offset": 0, "sequence": 1},
     ],
 )
 def test_fields_out_of_range_are_malformed(changes: dict[str, int | bytes]) -> None:
@@ -155,8 +161,8 @@ def test_fields_out_of_range_are_malformed(changes: dict[str, int | bytes]) -> N
 
 
 def test_another_version_is_named_and_its_key_can_be_read() -> None:
-    encoded = repack(version=2)
-    with pytest.raises(ProtocolMismatch, match="version 2; this side speaks 1") as refused:
+    encoded = repack(version=1)
+    with pytest.raises(ProtocolMismatch, match="version 1; this side speaks 2") as refused:
         decode_message([encoded, b"abcd"])
     assert refused.value.reason == "protocol_version"
     assert peek_key([encoded]) == KEY
@@ -164,11 +170,11 @@ def test_another_version_is_named_and_its_key_can_be_read() -> None:
 
 def test_oversized_payload_is_refused_at_both_ends() -> None:
     payload = bytes(MAX_PAYLOAD_BYTES + 1)
-    header = FrameHeader(type=MessageType.BLOCK, key=KEY, section=Section.KEYS, section_bytes=len(payload))
+    header = FrameHeader(type=MessageType.BLOCK, key=KEY, tensor_bytes=len(payload))
     with pytest.raises(TransferFailed, match="at most"):
         encode_header(header, payload)
     with pytest.raises(TransferFailed):
-        decode_message([repack(payload_bytes=len(payload), section_bytes=len(payload), offset=0), payload])
+        decode_message([repack(payload_bytes=len(payload), tensor_bytes=len(payload), offset=0), payload])
 
 
 def test_fields_too_wide_for_the_header_are_refused() -> None:

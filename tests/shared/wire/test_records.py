@@ -1,7 +1,8 @@
-"""Manifest, end, nack and abort payloads: strict, bounded, and never another exception."""
+"""Manifest, layer, end, nack and abort payloads: strict, bounded, and never another exception."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.errors import (
     CapacityExceeded,
     KvferryError,
@@ -20,14 +20,25 @@ from kvferry.shared.errors import (
     TransferFailed,
 )
 from kvferry.shared.sampling.params import SampledToken
-from kvferry.shared.wire.messages import MAX_MANIFEST_BYTES, EndRecord, Manifest, TransferKey
+from kvferry.shared.wire.messages import (
+    MAX_LAYER_TENSORS,
+    MAX_MANIFEST_BYTES,
+    TENSOR_DTYPE_BYTES,
+    EndRecord,
+    LayerHeader,
+    Manifest,
+    TensorHeader,
+    TransferKey,
+)
 from kvferry.shared.wire.records import (
     decode_abort,
     decode_end,
+    decode_layer,
     decode_manifest,
     decode_nack,
     encode_abort,
     encode_end,
+    encode_layer,
     encode_manifest,
     encode_nack,
 )
@@ -35,39 +46,34 @@ from kvferry.shared.wire.records import (
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
 KEY = TransferKey(transfer_id=2**64 - 1, generation=2**32 - 1)
-PLAN = CompressionPlan(
-    method="rocketkv",
-    scorer=Part(name="snapkv", params={"window": 32, "share": 0.5, "pool": True, "kernel": "max"}),
-    attention=Part(name="hsa", params={}),
-    budget=Budget(tokens=512),
-    skip_layers=(0,),
-)
 MANIFEST = Manifest(
     purpose="cache",
     key=KEY,
     request_id="r-1",
     model_fingerprint="f" * 64,
     dtype="bfloat16",
+    num_layers=2,
     num_kv_heads=8,
     head_dim=128,
     start=0,
     num_tokens=70_000,
+    plan_digest="0123456789abcdef" * 4,
     layer_rows=(1024, 0),
-    resolved=ResolvedPlan(
-        plan=PLAN,
-        method="rocketkv",
-        num_prompt_tokens=70_000,
-        max_new_tokens=64,
-        layers=(
-            LayerPlan(
-                rows=1024,
-                attention=Part(name="hsa", params={"page_size": 4, "num_channels": 32, "num_tokens": 256}),
-            ),
-            LayerPlan(rows=0),
-        ),
-    ),
     history_endpoint="tcp://prefill:5000",
     history_credit_bytes=1 << 20,
+    traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+    retained_transfer_id=2**64 - 1,
+    retained_tokens=512,
+    retained_depth=8,
+)
+LAYER = LayerHeader(
+    layer=1023,
+    tensors=(
+        TensorHeader(name="index", dtype="int32", shape=(8, 1024)),
+        TensorHeader(name="keys", dtype="bfloat16", shape=(8, 1024, 128)),
+        TensorHeader(name="values", dtype="bfloat16", shape=(8, 1024, 128)),
+        TensorHeader(name="state", dtype="float32", shape=(0,)),
+    ),
 )
 END = EndRecord(
     key=KEY,
@@ -75,12 +81,23 @@ END = EndRecord(
     payload_bytes=2**40,
     first_token=SampledToken(token_id=3, index=0, logprob=-0.5, top_logprobs=((3, -0.5), (9, -math.inf))),
 )
-params = st.dictionaries(
-    st.text(max_size=8),
-    st.one_of(
-        st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.booleans(), st.text(max_size=8)
+names = st.from_regex(r"[a-z][a-z0-9_]{0,31}", fullmatch=True)
+layers = st.builds(
+    lambda layer, tensors: LayerHeader(
+        layer=layer,
+        tensors=tuple(
+            TensorHeader(name=name, dtype=dtype, shape=shape) for name, (dtype, shape) in tensors.items()
+        ),
     ),
-    max_size=4,
+    st.integers(0, 1023),
+    st.dictionaries(
+        names,
+        st.tuples(
+            st.sampled_from(list(TENSOR_DTYPE_BYTES)),
+            st.lists(st.integers(0, 2**11), max_size=4).map(tuple),
+        ),
+        max_size=MAX_LAYER_TENSORS,
+    ),
 )
 
 
@@ -88,34 +105,32 @@ def as_dict(payload: bytes) -> Any:
     return msgspec.msgpack.decode(payload)
 
 
-@pytest.mark.parametrize("layer_packed_bytes", [(), (0, 0), (4096, 0), (1, 2**40)])
-def test_manifest_survives_the_wire(layer_packed_bytes: tuple[int, ...]) -> None:
-    manifest = replace(MANIFEST, layer_packed_bytes=layer_packed_bytes)
+@pytest.mark.parametrize("layer_rows", [(), (0, 0), (4096, 0), (1, 2**31 - 1)])
+@pytest.mark.parametrize("plan_digest", ["", "0af9" * 32])
+def test_manifest_survives_the_wire(layer_rows: tuple[int, ...], plan_digest: str) -> None:
+    manifest = replace(MANIFEST, layer_rows=layer_rows, plan_digest=plan_digest)
     assert decode_manifest(memoryview(encode_manifest(manifest))) == manifest
 
 
+@pytest.mark.parametrize(("transfer_id", "is_delta"), [(0, False), (1, True)])
+def test_a_delta_names_the_transfer_whose_rows_it_leaves_out(transfer_id: int, is_delta: bool) -> None:
+    assert replace(MANIFEST, retained_transfer_id=transfer_id).is_delta is is_delta
+
+
 @UNTIMED
-@given(params, st.integers(0, 2**64 - 1), st.lists(st.integers(0, 1 << 20), min_size=1, max_size=80))
-def test_any_plan_parameters_survive_the_wire(
-    values: dict[str, Any], transfer_id: int, rows: list[int]
-) -> None:
-    plan = CompressionPlan(method="m", scorer=Part(name="s", params=values), budget=Budget(retention=1))
-    resolved = ResolvedPlan(
-        plan=plan,
-        method="m",
-        num_prompt_tokens=1,
-        max_new_tokens=1,
-        layers=tuple(LayerPlan(rows=count) for count in rows),
+@given(layers)
+def test_any_layer_header_survives_the_wire(layer: LayerHeader) -> None:
+    assert decode_layer(memoryview(encode_layer(layer))) == layer
+
+
+def test_the_longest_layer_header_fits() -> None:
+    tensors = tuple(
+        TensorHeader(name=f"{number:a>32}", dtype="bfloat16", shape=(2**31 - 1, 2**16, 1, 0))
+        for number in "abcdefghijklmnop"
     )
-    key = TransferKey(transfer_id=transfer_id, generation=0)
-    manifest = replace(MANIFEST, key=key, layer_rows=tuple(rows), resolved=resolved)
-    back = decode_manifest(encode_manifest(manifest))
-    assert back == manifest
-    assert back.resolved is not None
-    assert back.resolved.plan.scorer is not None
-    assert [type(value) for value in back.resolved.plan.scorer.params.values()] == [
-        type(value) for value in values.values()
-    ]
+    layer = LayerHeader(layer=1023, tensors=tensors)
+    assert len(tensors) == MAX_LAYER_TENSORS
+    assert decode_layer(encode_layer(layer)) == layer
 
 
 @pytest.mark.parametrize("token", [None, SampledToken(token_id=0, index=0, logprob=0), END.first_token])
@@ -136,16 +151,24 @@ def test_end_record_survives_the_wire(token: SampledToken | None) -> None:
         ("head_dim", -1),
         ("start", -1),
         ("num_tokens", 2**31),
-        ("layer_rows", []),
+        ("num_layers", 0),
+        ("num_layers", 1),
+        ("num_layers", 1025),
+        ("num_layers", True),
+        ("layer_rows", [1]),
         ("layer_rows", [1, -1]),
+        ("layer_rows", [1, 2**31]),
         ("layer_rows", [1] * 1025),
-        ("layer_rows", [2**31 - 1] * 1024),
         ("layer_rows", "11"),
-        ("layer_packed_bytes", [1]),
-        ("layer_packed_bytes", [1, -1]),
-        ("layer_packed_bytes", [1, 2**48]),
-        ("layer_packed_bytes", "11"),
-        ("resolved", {"plan": None}),
+        ("plan_digest", "xyz"),
+        ("plan_digest", "ABCDEF"),
+        ("plan_digest", "0" * 129),
+        ("plan_digest", None),
+        ("retained_transfer_id", -1),
+        ("retained_tokens", -1),
+        ("retained_depth", 9),
+        ("retained_depth", -1),
+        ("traceparent", "0" * 1025),
         ("key", {"transfer_id": 2**64 - 1, "generation": 2**32}),
         ("key", {"transfer_id": -1, "generation": 0}),
         ("request_id", "r" * 1025),
@@ -156,7 +179,7 @@ def test_end_record_survives_the_wire(token: SampledToken | None) -> None:
     ],
 )
 def test_a_wrong_manifest_field_is_refused(field: str, value: Any) -> None:
-    body = as_dict(encode_manifest(replace(MANIFEST, resolved=None))) | {field: value}
+    body = as_dict(encode_manifest(MANIFEST)) | {field: value}
     with pytest.raises(ProtocolMismatch) as refused:
         decode_manifest(msgspec.msgpack.encode(body))
     assert refused.value.reason == "malformed"
@@ -172,16 +195,85 @@ def test_a_missing_manifest_field_is_refused(field: str) -> None:
 
 def test_unknown_fields_are_refused_at_every_depth() -> None:
     body = as_dict(encode_manifest(MANIFEST))
-    body["resolved"]["plan"]["scorer"]["weights"] = b"x"
+    body["key"]["weights"] = b"x"
     with pytest.raises(ProtocolMismatch, match="does not know"):
         decode_manifest(msgspec.msgpack.encode(body))
+    body = as_dict(encode_layer(LAYER))
+    body["tensors"][1]["kind"] = "rows"
+    with pytest.raises(ProtocolMismatch, match="does not know"):
+        decode_layer(msgspec.msgpack.encode(body))
 
 
-def test_a_plan_that_validates_itself_is_refused_as_a_mismatch() -> None:
-    body = as_dict(encode_manifest(MANIFEST))
-    body["resolved"]["plan"]["budget"] = {"tokens": 0, "retention": None}
-    with pytest.raises(ProtocolMismatch, match="token_budget is 0"):
-        decode_manifest(msgspec.msgpack.encode(body))
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", ""),
+        ("name", "Keys"),
+        ("name", "1st"),
+        ("name", "a\n"),
+        ("name", "a" * 33),
+        ("name", "index"),
+        ("name", None),
+        ("dtype", "float64"),
+        ("dtype", "torch.int32"),
+        ("dtype", 4),
+        ("shape", [8, -1]),
+        ("shape", [2**31]),
+        ("shape", [1, 1, 1, 1, 1]),
+        ("shape", [2**31 - 1, 2**31 - 1]),
+        ("shape", [2.0]),
+        ("shape", [True]),
+        ("shape", "8"),
+        ("unknown", 1),
+    ],
+)
+def test_a_wrong_tensor_header_is_refused(field: str, value: Any) -> None:
+    body = as_dict(encode_layer(LAYER))
+    body["tensors"][1][field] = value
+    with pytest.raises(ProtocolMismatch) as refused:
+        decode_layer(msgspec.msgpack.encode(body))
+    assert refused.value.reason == "malformed"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("layer", -1), ("layer", 1024), ("layer", None), ("tensors", None), ("tensors", [[]]), ("rows", 3)],
+)
+def test_a_wrong_layer_header_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(ProtocolMismatch) as refused:
+        decode_layer(msgspec.msgpack.encode(as_dict(encode_layer(LAYER)) | {field: value}))
+    assert refused.value.reason == "malformed"
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        replace(LAYER, layer=1024),
+        replace(LAYER, tensors=LAYER.tensors[:1] * 2),
+        replace(
+            LAYER,
+            tensors=tuple(
+                TensorHeader(name=f"t{n}", dtype="uint8", shape=(1,)) for n in range(MAX_LAYER_TENSORS + 1)
+            ),
+        ),
+        replace(LAYER, tensors=(replace(LAYER.tensors[0], shape=(2**24, 2**24, 2)),)),
+        replace(LAYER, tensors=(replace(LAYER.tensors[0], name="no name"),)),
+    ],
+)
+def test_a_layer_header_out_of_range_is_refused_at_both_ends(layer: LayerHeader) -> None:
+    with pytest.raises(ProtocolMismatch) as refused:
+        encode_layer(layer)
+    assert refused.value.reason == "malformed"
+    with pytest.raises(ProtocolMismatch):
+        decode_layer(msgspec.msgpack.encode(layer))
+
+
+@pytest.mark.parametrize("field", ["layer", "tensors"])
+def test_a_missing_layer_field_is_refused(field: str) -> None:
+    body = as_dict(encode_layer(LAYER))
+    del body[field]
+    with pytest.raises(ProtocolMismatch):
+        decode_layer(msgspec.msgpack.encode(body))
 
 
 @pytest.mark.parametrize(
@@ -202,10 +294,12 @@ def test_a_wrong_first_token_is_refused(token: dict[str, Any]) -> None:
 def test_records_too_large_are_refused() -> None:
     with pytest.raises(ProtocolMismatch, match="at most"):
         decode_manifest(bytes(MAX_MANIFEST_BYTES + 1))
-    huge = replace(PLAN, method="m" * MAX_MANIFEST_BYTES)
-    assert MANIFEST.resolved is not None
     with pytest.raises(ProtocolMismatch, match="at most"):
-        encode_manifest(replace(MANIFEST, resolved=replace(MANIFEST.resolved, plan=huge)))
+        decode_layer(bytes(4097))
+    assert END.first_token is not None
+    huge = replace(END.first_token, top_logprobs=((2**20, -0.5),) * (MAX_MANIFEST_BYTES // 8))
+    with pytest.raises(ProtocolMismatch, match="at most"):
+        encode_end(replace(END, first_token=huge))
 
 
 @UNTIMED
@@ -217,22 +311,26 @@ def test_records_too_large_are_refused() -> None:
 @example(b"\x81\xa1\xff\xc0")
 @example(b"\x81\x91\x01\xc0")
 def test_random_bytes_raise_nothing_but_mismatches(payload: bytes) -> None:
-    for decode in (decode_manifest, decode_end, decode_nack, decode_abort):
+    for decode in (decode_manifest, decode_layer, decode_end, decode_nack, decode_abort):
         with pytest.raises(ProtocolMismatch):
             decode(payload)
 
 
 @UNTIMED
 @given(st.data())
-def test_damaged_manifests_decode_or_are_refused(data: st.DataObject) -> None:
-    raw = bytearray(encode_manifest(MANIFEST))
-    for _ in range(data.draw(st.integers(1, 4))):
-        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        manifest = decode_manifest(bytes(raw))
-    except ProtocolMismatch:
-        return
-    assert decode_manifest(encode_manifest(manifest)) == manifest
+def test_damaged_records_decode_or_are_refused(data: st.DataObject) -> None:
+    def damaged(payload: bytes) -> bytes:
+        raw = bytearray(payload)
+        for _ in range(data.draw(st.integers(1, 4))):
+            raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+        return bytes(raw)
+
+    with contextlib.suppress(ProtocolMismatch):
+        manifest = decode_manifest(damaged(encode_manifest(MANIFEST)))
+        assert decode_manifest(encode_manifest(manifest)) == manifest
+    with contextlib.suppress(ProtocolMismatch):
+        layer = decode_layer(damaged(encode_layer(LAYER)))
+        assert decode_layer(encode_layer(layer)) == layer
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,15 @@ from typing import Any
 import kvtest.wire as kit
 import pytest
 import torch
+from kvtest.compression import packed_tensors
+from kvtest.wire import RecordingSink, Wire
 
+from kvferry.kernels.packed import PackedLayer, pack_layer
+from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.errors import TransferFailed
 from kvferry.shared.wire.frames import HEADER_BYTES
-from kvferry.shared.wire.messages import EndRecord, Section
-from kvferry.shared.wire.records import encode_end, encode_manifest
+from kvferry.shared.wire.messages import EndRecord, NamedTensor
+from kvferry.shared.wire.records import encode_end, encode_layer, encode_manifest
 
 
 @pytest.mark.parametrize(
@@ -28,22 +32,22 @@ from kvferry.shared.wire.records import encode_end, encode_manifest
     ],
 )
 @pytest.mark.parametrize("with_index", [True, False])
-def test_every_byte_arrives(wire: Any, sink: Any, shape: dict[str, Any], with_index: bool) -> None:
+def test_every_byte_arrives(wire: Wire, sink: RecordingSink, shape: dict[str, Any], with_index: bool) -> None:
     manifest = kit.make_manifest(**shape)
-    sections = kit.make_sections(manifest, with_index=with_index)
+    layers = kit.make_layers(manifest, with_index=with_index)
     server, sender = wire.server(sink), wire.sender()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
-    assert kit.ship(transfer, manifest, sections) >= 0.0
-    kit.assert_arrived(sink, manifest, sections)
+    assert kit.ship(transfer, layers) >= 0.0
+    kit.assert_arrived(sink, manifest, layers)
     assert sender.buffered_bytes == 0
     assert sink.aborted == {}
 
 
-def test_bytes_are_counted_by_kind(wire: Any, sink: Any) -> None:
+def test_bytes_are_counted_by_kind(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest(rows=(3, 4), heads=2, dim=8)
     server, sender = wire.server(sink), wire.sender()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
-    kit.ship(transfer, manifest, kit.make_sections(manifest))
+    kit.ship(transfer, kit.make_layers(manifest))
     end = sink.committed[manifest.key]
     assert end.num_blocks == 6
     assert transfer.bytes_by_kind == {
@@ -52,22 +56,106 @@ def test_bytes_are_counted_by_kind(wire: Any, sink: Any) -> None:
         "codes": 0,
         "scales": 0,
         "state": 0,
-        "manifest": len(encode_manifest(manifest)) + len(encode_end(end)) + (6 + 2) * HEADER_BYTES,
+        "manifest": len(encode_manifest(manifest))
+        + sum(len(encode_layer(layer)) for layer in sink.layers[manifest.key])
+        + len(encode_end(end))
+        + (1 + 2 + 6 + 1) * HEADER_BYTES,
     }
 
 
-def test_a_strided_tensor_arrives_in_logical_order(wire: Any, sink: Any) -> None:
+def test_each_tensor_counts_under_the_kind_that_its_sender_gives(wire: Wire, sink: RecordingSink) -> None:
+    manifest = kit.make_manifest(rows=(1,))
+    kinds = ("codes", "scales", "rows", "index", "state", "index")
+    tensors = [
+        NamedTensor(name=f"t{n}", tensor=torch.zeros(10**n, dtype=torch.uint8), kind=kind)
+        for n, kind in enumerate(kinds)
+    ]
+    server, sender = wire.server(sink), wire.sender()
+    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+    kit.ship(transfer, [tensors])
+    kit.assert_arrived(sink, manifest, [tensors])
+    counted = transfer.bytes_by_kind
+    assert counted.pop("manifest") > 0
+    assert counted == {"codes": 1, "scales": 10, "rows": 100, "index": 101_000, "state": 10_000}
+
+
+def packed_layer(seed: int, *, widths: tuple[int, ...]) -> PackedLayer:
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.tensor(widths, dtype=torch.uint8)
+    keys, values = torch.randn(2, 2, 23, 6, generator=generator)
+    draw = [bits[torch.randint(0, len(widths), (2, size), generator=generator)] for size in (6, 23)]
+    return pack_layer(keys, values, *draw)
+
+
+@pytest.mark.parametrize("credit_bytes", [37, 1 << 20])
+def test_packed_layers_arrive_whole_and_are_counted_by_kind(
+    wire: Wire, sink: RecordingSink, credit_bytes: int
+) -> None:
+    """Between them a layer of rows, and one in which a packed tensor has no bytes."""
+    packed = [packed_layer(1, widths=(0, 2, 4, 8, 16)), packed_layer(2, widths=(4,))]
+    manifest = kit.make_manifest(rows=(3, 3, 3), heads=2, dim=6)
+    layers = kit.make_layers(manifest, with_index=False)
+    for number, layer in zip((0, 2), packed, strict=True):
+        named = packed_tensors(layer).items()
+        layers[number] = [NamedTensor(name=name, tensor=its, kind=Rdkv.kinds[name]) for name, its in named]
+    server, sender = wire.server(sink), wire.sender()
+    ticket = kit.make_ticket(manifest, server.endpoint, credit_bytes=credit_bytes)
+    transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
+    kit.ship(transfer, layers)
+    kit.assert_arrived(sink, manifest, layers)
+    sent = transfer.bytes_by_kind
+    sizes = {kind: sum(layer.layout.kinds[kind][1] for layer in packed) for kind in packed[0].layout.kinds}
+    assert packed[1].layout.kinds["rows"][1] == 0
+    assert (sent["codes"], sent["scales"]) == (sizes["codes"], sizes["scales"])
+    assert sent["rows"] == sizes["rows"] + 2 * 2 * 3 * 6 * 4
+    assert sent["index"] == sizes["index"] + 2 * (1 + 8 * 2) * 4
+    payload_bytes = sum(its.tensor.nbytes for layer in layers for its in layer)
+    assert sum(sent.values()) - sent["manifest"] == payload_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "int16", "uint8"])
+def test_tensors_of_any_dtype_and_shape_arrive_under_their_names(
+    wire: Wire, sink: RecordingSink, dtype: str
+) -> None:
+    manifest = kit.make_manifest(rows=(0, 0, 0))
+    shapes: list[list[tuple[int, ...]]] = [
+        [],
+        [(), (0,), (3, 0, 2)],
+        [(2, 0), (5,), (2, 1, 3, 2), (0,), (7, 1)],
+    ]
+    layers = [
+        [
+            NamedTensor(
+                name=f"tensor_{n}", tensor=torch.full(shape, 1 + n).to(getattr(torch, dtype)), kind="rows"
+            )
+            for n, shape in enumerate(its)
+        ]
+        for its in shapes
+    ]
+    server, sender = wire.server(sink), wire.sender()
+    ticket = kit.make_ticket(manifest, server.endpoint, credit_bytes=7)
+    transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
+    kit.ship(transfer, layers)
+    kit.assert_arrived(sink, manifest, layers)
+
+
+def test_a_strided_tensor_arrives_in_logical_order(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest(rows=(6,), heads=2, dim=4)
     keys = torch.randn(6, 2, 4).transpose(0, 1)
     server, sender = wire.server(sink), wire.sender()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
-    sections = [(0, Section.KEYS, keys), (0, Section.VALUES, torch.randn(2, 6, 4))]
-    kit.ship(transfer, manifest, sections)
-    got = torch.frombuffer(sink.sections[manifest.key, 0, Section.KEYS], dtype=torch.float32)
+    layers = [
+        [
+            NamedTensor(name="keys", tensor=keys, kind="rows"),
+            NamedTensor(name="values", tensor=torch.randn(2, 6, 4), kind="rows"),
+        ]
+    ]
+    kit.ship(transfer, layers)
+    got = torch.frombuffer(sink.tensors[manifest.key, 0, "keys"], dtype=torch.float32)
     assert torch.equal(got.view(2, 6, 4), keys)
 
 
-def test_concurrent_transfers_do_not_mix(wire: Any, sink: Any) -> None:
+def test_concurrent_transfers_do_not_mix(wire: Wire, sink: RecordingSink) -> None:
     server, senders = wire.server(sink), [wire.sender(), wire.sender()]
     manifests = [kit.make_manifest(rows=(11 * n + 1, 5), heads=2, dim=16) for n in range(12)]
 
@@ -75,25 +163,24 @@ def test_concurrent_transfers_do_not_mix(wire: Any, sink: Any) -> None:
         manifest = manifests[number]
         ticket = kit.make_ticket(manifest, server.endpoint, credit_bytes=700)
         transfer = senders[number % 2].open(ticket, manifest, timeout_s=kit.WAIT_S)
-        kit.ship(transfer, manifest, kit.make_sections(manifest))
+        kit.ship(transfer, kit.make_layers(manifest))
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(one, range(len(manifests))))
     for manifest in manifests:
-        kit.assert_arrived(sink, manifest, kit.make_sections(manifest))
+        kit.assert_arrived(sink, manifest, kit.make_layers(manifest))
     assert [sender.buffered_bytes for sender in senders] == [0, 0]
 
 
 @pytest.mark.parametrize("credit_bytes", [1, 999, 1000])
-def test_no_more_than_the_credit_is_in_flight(wire: Any, sink: Any, credit_bytes: int) -> None:
+def test_no_more_than_the_credit_is_in_flight(wire: Wire, sink: RecordingSink, credit_bytes: int) -> None:
     manifest = kit.make_manifest(rows=(8,), heads=1, dim=32)
-    sections = kit.make_sections(manifest)
+    layers = kit.make_layers(manifest)
     server, sender = wire.server(sink), wire.sender()
     sink.gate.clear()
     ticket = kit.make_ticket(manifest, server.endpoint, credit_bytes=credit_bytes)
     transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
-    for layer, section, tensor in sections:
-        transfer.send(layer=layer, section=section, tensor=tensor)
+    kit.send(transfer, layers)
     assert kit.eventually(lambda: sum(transfer.bytes_by_kind[kind] for kind in ("rows", "index")) > 0)
     threading.Event().wait(0.1)
     sent = sum(transfer.bytes_by_kind[kind] for kind in ("rows", "index"))
@@ -101,15 +188,13 @@ def test_no_more_than_the_credit_is_in_flight(wire: Any, sink: Any, credit_bytes
     sink.gate.set()
     transfer.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0))
     transfer.wait(kit.WAIT_S)
-    assert {k: bytes(v) for k, v in sink.sections.items()} == {
-        (manifest.key, layer, section): kit.to_bytes(tensor) for layer, section, tensor in sections
-    }
+    kit.assert_arrived(sink, manifest, layers)
 
 
-def test_the_buffer_bound_holds_and_larger_transfers_pass(wire: Any, sink: Any) -> None:
+def test_the_buffer_bound_holds_and_larger_transfers_pass(wire: Wire, sink: RecordingSink) -> None:
     limit = 3000
     manifest = kit.make_manifest(rows=(40, 40), heads=2, dim=16)
-    sections = kit.make_sections(manifest)
+    layers = kit.make_layers(manifest)
     server, sender = wire.server(sink), wire.sender(buffer_bytes=limit)
     ticket = kit.make_ticket(manifest, server.endpoint, credit_bytes=1000)
     transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
@@ -123,24 +208,23 @@ def test_the_buffer_bound_holds_and_larger_transfers_pass(wire: Any, sink: Any) 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        kit.ship(transfer, manifest, sections)
+        kit.ship(transfer, layers)
     finally:
         done.set()
         watcher.join()
-    kit.assert_arrived(sink, manifest, sections)
-    assert sum(tensor.numel() * tensor.element_size() for _, _, tensor in sections) > 3 * limit
+    kit.assert_arrived(sink, manifest, layers)
+    assert sink.committed[manifest.key].payload_bytes > 3 * limit
     assert 0 < max(seen) <= limit
     assert sender.buffered_bytes == 0
 
 
-def test_blocks_are_kept_until_the_acknowledgement(wire: Any, sink: Any) -> None:
+def test_blocks_are_kept_until_the_acknowledgement(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest(rows=(10,))
     server, sender = wire.server(sink), wire.sender()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
-    total = 0
-    for layer, section, tensor in kit.make_sections(manifest):
-        transfer.send(layer=layer, section=section, tensor=tensor)
-        total += tensor.numel() * tensor.element_size()
+    layers = kit.make_layers(manifest)
+    kit.send(transfer, layers)
+    total = sum(named.tensor.nbytes for named in layers[0])
     assert kit.eventually(lambda: sink.blocks == 3)
     assert sender.buffered_bytes == total
     transfer.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0))
@@ -148,67 +232,79 @@ def test_blocks_are_kept_until_the_acknowledgement(wire: Any, sink: Any) -> None
     assert sender.buffered_bytes == 0
 
 
-def test_send_waits_for_room_and_gives_up_in_time(wire: Any, sink: Any) -> None:
+def test_send_waits_for_room_and_gives_up_in_time(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest(rows=(40,), heads=2, dim=16)
     server, sender = wire.server(sink), wire.sender(buffer_bytes=1000)
     sink.gate.clear()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=0.2)
     with pytest.raises(TransferFailed, match="send buffer holds 320 of at most 1000") as failed:
-        kit.ship(transfer, manifest, kit.make_sections(manifest))
+        kit.ship(transfer, kit.make_layers(manifest))
     assert failed.value.reason == "buffer_full"
     assert sender.buffered_bytes == 0
     sink.gate.set()
     assert kit.eventually(lambda: sink.aborted == {manifest.key: "aborted"})
 
 
-def test_slow_computation_between_sections_is_not_idleness(wire: Any, sink: Any) -> None:
+def test_slow_computation_between_layers_is_not_idleness(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest(rows=(3,))
-    sections = kit.make_sections(manifest)
+    layers = kit.make_layers(manifest)
     server = wire.server(sink, idle_timeout_s=1.0)
     sender = wire.sender(keepalive_interval_s=0.2, timeout_s=1.0)
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
-    transfer.send(layer=0, section=sections[0][1], tensor=sections[0][2])
+    transfer.send_layer(0, layers[0])
     threading.Event().wait(2.5)
-    kit.ship(transfer, manifest, sections[1:])
-    kit.assert_arrived(sink, manifest, sections)
+    kit.ship(transfer, layers[1:], first=1)
+    kit.assert_arrived(sink, manifest, layers)
 
 
 @pytest.mark.parametrize(
-    ("layer", "section", "tensor", "reason"),
+    ("layer", "name", "kind", "dtype", "reason"),
     [
-        (0, Section.VALUES, torch.zeros(2, 3, 8), "order"),
-        (1, Section.KEYS, torch.zeros(2, 5, 8), "order"),
-        (2, Section.KEYS, torch.zeros(2, 5, 8), "order"),
-        (0, Section.KEYS, torch.zeros(2, 4, 8), "size"),
-        (0, Section.KEYS, torch.zeros(2, 3, 8, dtype=torch.float64), "dtype"),
-        (0, Section.INDEX, torch.zeros(2, 3, dtype=torch.int64), "dtype"),
+        (1, "keys", "rows", torch.float32, "order"),
+        (2, "keys", "rows", torch.float32, "order"),
+        (-1, "keys", "rows", torch.float32, "order"),
+        (0, "keys", "rows", torch.float64, "dtype"),
+        (0, "index", "index", torch.int64, "dtype"),
+        (0, "keys", "manifest", torch.float32, "kind"),
+        (0, "Keys", "rows", torch.float32, "malformed"),
     ],
 )
 def test_misuse_fails_the_transfer_at_the_sender(
-    wire: Any, sink: Any, layer: int, section: Section, tensor: torch.Tensor, reason: str
+    wire: Wire, sink: RecordingSink, layer: int, name: str, kind: str, dtype: torch.dtype, reason: str
 ) -> None:
     manifest = kit.make_manifest()
     server, sender = wire.server(sink), wire.sender()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
     with pytest.raises(TransferFailed) as failed:
-        transfer.send(layer=layer, section=section, tensor=tensor)
+        transfer.send_layer(layer, [NamedTensor(name=name, tensor=torch.zeros(2, 3, dtype=dtype), kind=kind)])
     assert failed.value.reason == reason
     with pytest.raises(TransferFailed):
         transfer.wait(kit.WAIT_S)
 
 
-def test_finishing_early_is_refused(wire: Any, sink: Any) -> None:
+def test_a_layer_is_sent_once(wire: Wire, sink: RecordingSink) -> None:
+    manifest = kit.make_manifest()
+    layers = kit.make_layers(manifest)
+    server, sender = wire.server(sink), wire.sender()
+    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+    transfer.send_layer(0, layers[0])
+    with pytest.raises(TransferFailed, match="the header of layer 1") as failed:
+        transfer.send_layer(0, layers[0])
+    assert failed.value.reason == "order"
+
+
+def test_finishing_early_is_refused(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
     server, sender = wire.server(sink), wire.sender()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
-    with pytest.raises(TransferFailed, match="layer 0 INDEX offset 0 is expected"):
+    with pytest.raises(TransferFailed, match="the header of layer 0 is expected"):
         transfer.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0))
 
 
-def test_one_connection_serves_many_transfers_in_turn(wire: Any, sink: Any) -> None:
+def test_one_connection_serves_many_transfers_in_turn(wire: Wire, sink: RecordingSink) -> None:
     server, sender = wire.server(sink), wire.sender()
     for generation in range(5):
         manifest = kit.make_manifest(rows=(2,), generation=generation)
         transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
-        kit.ship(transfer, manifest, kit.make_sections(manifest))
+        kit.ship(transfer, kit.make_layers(manifest))
     assert len(sink.committed) == 5

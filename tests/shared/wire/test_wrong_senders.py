@@ -1,83 +1,118 @@
-"""What a wrong, silent or vanished sender does is refused by its reason, and nothing is kept of it."""
+"""What a wrong, silent or vanished sender does is refused by its reason, and nothing of it remains."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import kvtest.wire as kit
 import pytest
+from kvtest.wire import RecordingSink, Wire
 
 from kvferry.shared.errors import LeaseExpired, ProtocolMismatch, TransferFailed
 from kvferry.shared.wire.frames import HEADER_BYTES, FrameHeader, MessageType, encode_header
+from kvferry.shared.wire.messages import LayerHeader, Manifest, TensorHeader
+from kvferry.shared.wire.records import decode_layer, encode_layer
+
+Message = tuple[FrameHeader, bytes]
+Frames = list[tuple[bytes, bytes]]
 
 
-def blocks_of(manifest: Any) -> list[tuple[FrameHeader, bytes]]:
-    """Every section as one block."""
-    blocks = []
-    for sequence, (layer, section, tensor) in enumerate(kit.make_sections(manifest)):
-        payload = kit.to_bytes(tensor)
-        header = FrameHeader(
-            type=MessageType.BLOCK,
-            key=manifest.key,
-            sequence=sequence,
-            layer=layer,
-            section=section,
-            section_bytes=len(payload),
-        )
-        blocks.append((header, payload))
-    return blocks
+def messages_of(manifest: Manifest) -> list[Message]:
+    """The layers' headers, and every tensor as one block: numbers 0 and 4 are headers where there are two
+    layers of index, keys and values."""
+    messages: list[Message] = []
+    for layer, tensors in enumerate(kit.make_layers(manifest)):
+        header = FrameHeader(type=MessageType.LAYER, key=manifest.key, sequence=len(messages))
+        messages.append((header, encode_layer(kit.header_of(layer, tensors))))
+        for number, named in enumerate(tensors):
+            payload = kit.to_bytes(named.tensor)
+            header = FrameHeader(
+                type=MessageType.BLOCK,
+                key=manifest.key,
+                sequence=len(messages),
+                layer=layer,
+                tensor=number,
+                tensor_bytes=len(payload),
+            )
+            messages.append((header, payload))
+    return messages
 
 
-def test_a_bare_transfer_is_acknowledged(wire: Any, sink: Any) -> None:
+def blocks_in(messages: list[Message]) -> list[Message]:
+    return [message for message in messages if message[0].type is MessageType.BLOCK]
+
+
+def frames_of(messages: list[Message]) -> Frames:
+    return [(encode_header(header, payload), payload) for header, payload in messages]
+
+
+def numbered(messages: list[Message]) -> list[Message]:
+    return [(replace(header, sequence=n), payload) for n, (header, payload) in enumerate(messages)]
+
+
+def test_a_bare_transfer_is_acknowledged(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
     peer = wire.bare(wire.server(sink).endpoint)
     peer.manifest(manifest)
-    blocks = blocks_of(manifest)
-    for header, payload in blocks:
+    messages = messages_of(manifest)
+    for header, payload in messages:
         peer.say(header, payload)
+    blocks = blocks_in(messages)
     total = sum(len(payload) for _, payload in blocks)
     peer.end(manifest.key, num_blocks=len(blocks), payload_bytes=total)
     assert peer.next(MessageType.ACK, MessageType.NACK)[0].type is MessageType.ACK
-    kit.assert_arrived(sink, manifest, kit.make_sections(manifest))
+    kit.assert_arrived(sink, manifest, kit.make_layers(manifest))
 
 
-def corrupt(blocks: list[tuple[FrameHeader, bytes]]) -> list[tuple[bytes, bytes]]:
-    frames = [(encode_header(*block), block[1]) for block in blocks]
+def corrupt(messages: list[Message]) -> Frames:
+    frames = frames_of(messages)
     header, payload = frames[2]
     frames[2] = (header, bytes([payload[0] ^ 1]) + payload[1:])
     return frames
 
 
-def drop(blocks: list[tuple[FrameHeader, bytes]]) -> list[tuple[bytes, bytes]]:
-    return [(encode_header(*block), block[1]) for block in blocks[:2] + blocks[3:]]
+def drop(messages: list[Message]) -> Frames:
+    return frames_of(messages[:2] + messages[3:])
 
 
-def repeat(blocks: list[tuple[FrameHeader, bytes]]) -> list[tuple[bytes, bytes]]:
-    return [(encode_header(*block), block[1]) for block in blocks[:2] + blocks[1:]]
+def repeat(messages: list[Message]) -> Frames:
+    return frames_of(messages[:2] + messages[1:])
 
 
-def swap(blocks: list[tuple[FrameHeader, bytes]]) -> list[tuple[bytes, bytes]]:
-    order = [blocks[0], blocks[2], blocks[1], *blocks[3:]]
-    return [(encode_header(*block), block[1]) for block in order]
+def swap(messages: list[Message]) -> Frames:
+    return frames_of([messages[0], messages[2], messages[1], *messages[3:]])
 
 
-def swap_sections(blocks: list[tuple[FrameHeader, bytes]]) -> list[tuple[bytes, bytes]]:
-    order = [blocks[0], blocks[2], blocks[1], *blocks[3:]]
-    numbered = [(replace(header, sequence=n), payload) for n, (header, payload) in enumerate(order)]
-    return [(encode_header(*block), block[1]) for block in numbered]
+def swap_tensors(messages: list[Message]) -> Frames:
+    return frames_of(numbered([messages[0], messages[2], messages[1], *messages[3:]]))
 
 
-def lie_about_size(blocks: list[tuple[FrameHeader, bytes]]) -> list[tuple[bytes, bytes]]:
-    header, payload = blocks[2]
-    blocks[2] = (replace(header, section_bytes=header.section_bytes + 1), payload)
-    return [(encode_header(*block), block[1]) for block in blocks]
+def lie_about_size(messages: list[Message]) -> Frames:
+    header, payload = messages[2]
+    messages[2] = (replace(header, tensor_bytes=header.tensor_bytes + 1), payload)
+    return frames_of(messages)
 
 
-def speak_another_version(blocks: list[tuple[FrameHeader, bytes]]) -> list[tuple[bytes, bytes]]:
-    frames = [(encode_header(*block), block[1]) for block in blocks]
+def name_a_tensor_too_many(messages: list[Message]) -> Frames:
+    header, payload = messages[3]
+    messages[3] = (replace(header, tensor=3), payload)
+    return frames_of(messages)
+
+
+def go_beyond_the_layer(messages: list[Message]) -> Frames:
+    header, payload = messages[3]
+    return frames_of(numbered([*messages[:4], (replace(header, tensor=3), payload), *messages[4:]]))
+
+
+def leave_out_the_header(messages: list[Message]) -> Frames:
+    return frames_of(numbered(messages[:4] + messages[5:]))
+
+
+def speak_another_version(messages: list[Message]) -> Frames:
+    frames = frames_of(messages)
     header, payload = frames[2]
-    frames[2] = (header[:4] + b"\x02\x00" + header[6:], payload)
+    frames[2] = (header[:4] + b"\x01\x00" + header[6:], payload)
     return frames
 
 
@@ -88,18 +123,25 @@ def speak_another_version(blocks: list[tuple[FrameHeader, bytes]]) -> list[tuple
         (drop, TransferFailed, "order"),
         (repeat, TransferFailed, "order"),
         (swap, TransferFailed, "order"),
-        (swap_sections, TransferFailed, "order"),
+        (swap_tensors, TransferFailed, "order"),
         (lie_about_size, TransferFailed, "size"),
+        (name_a_tensor_too_many, TransferFailed, "order"),
+        (go_beyond_the_layer, TransferFailed, "order"),
+        (leave_out_the_header, TransferFailed, "order"),
         (speak_another_version, ProtocolMismatch, "protocol_version"),
     ],
 )
 def test_a_damaged_stream_of_blocks_is_refused_and_the_rest_is_late(
-    wire: Any, sink: Any, damage: Any, kind: type[TransferFailed], reason: str
+    wire: Wire,
+    sink: RecordingSink,
+    damage: Callable[[list[Message]], Frames],
+    kind: type[TransferFailed],
+    reason: str,
 ) -> None:
     manifest = kit.make_manifest()
     peer = wire.bare(wire.server(sink).endpoint)
     peer.manifest(manifest)
-    frames = damage(blocks_of(manifest))
+    frames = damage(messages_of(manifest))
     for header, payload in frames:
         peer.say_frames(header, payload)
     refusal = peer.refusal()
@@ -107,22 +149,99 @@ def test_a_damaged_stream_of_blocks_is_refused_and_the_rest_is_late(
     assert refusal.reason == reason
     assert sink.aborted == {manifest.key: reason}
     assert wire.failures == [reason]
-    late = len(frames) - sink.blocks - 1
+    late = sum(header[6] == MessageType.BLOCK for header, _ in frames) - sink.blocks - 1
     assert late >= 2
     assert kit.eventually(lambda: wire.late_blocks == late)
 
 
+def repeat_the_header(messages: list[Message]) -> Frames:
+    return frames_of(numbered([messages[0], *messages]))
+
+
+def begin_before_the_last_one_ends(messages: list[Message]) -> Frames:
+    return frames_of(numbered(messages[:3] + messages[4:]))
+
+
+def skip_a_layer(messages: list[Message]) -> Frames:
+    return frames_of(numbered(messages[4:]))
+
+
+def skip_a_number(messages: list[Message]) -> Frames:
+    header, payload = messages[4]
+    messages[4] = (replace(header, sequence=5), payload)
+    return frames_of(messages)
+
+
+def name_a_tensor_twice(messages: list[Message]) -> Frames:
+    header, payload = messages[4]
+    layer = decode_layer(payload)
+    names = payload.replace(b"keys", b"same").replace(b"\xa6values", b"\xa4same")
+    assert names.count(b"same") == len(layer.tensors) - 1
+    messages[4] = (header, names)
+    return frames_of(messages)
+
+
+def announce_one_layer_more(messages: list[Message]) -> Frames:
+    extra = LayerHeader(layer=2, tensors=(TensorHeader(name="keys", dtype="uint8", shape=(1,)),))
+    header = FrameHeader(type=MessageType.LAYER, key=messages[0][0].key, sequence=len(messages))
+    return frames_of([*messages, (header, encode_layer(extra))])
+
+
+def corrupt_the_header(messages: list[Message]) -> Frames:
+    frames = frames_of(messages)
+    header, payload = frames[4]
+    frames[4] = (header, payload[:-1] + bytes([payload[-1] ^ 1]))
+    return frames
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "reason"),
+    [
+        (repeat_the_header, TransferFailed, "order"),
+        (begin_before_the_last_one_ends, TransferFailed, "order"),
+        (skip_a_layer, TransferFailed, "order"),
+        (skip_a_number, TransferFailed, "order"),
+        (announce_one_layer_more, TransferFailed, "order"),
+        (name_a_tensor_twice, ProtocolMismatch, "malformed"),
+        (corrupt_the_header, TransferFailed, "checksum"),
+    ],
+)
+def test_a_wrong_layer_header_is_refused_before_the_sink_sees_it(
+    wire: Wire,
+    sink: RecordingSink,
+    damage: Callable[[list[Message]], Frames],
+    kind: type[TransferFailed],
+    reason: str,
+) -> None:
+    manifest = kit.make_manifest()
+    peer = wire.bare(wire.server(sink).endpoint)
+    peer.manifest(manifest)
+    frames = damage(messages_of(manifest))
+    for header, payload in frames:
+        peer.say_frames(header, payload)
+    refusal = peer.refusal()
+    assert type(refusal) is kind
+    assert refusal.reason == reason
+    assert sink.aborted == {manifest.key: reason}
+    expected = [kit.header_of(layer, tensors) for layer, tensors in enumerate(kit.make_layers(manifest))]
+    assert sink.layers[manifest.key] == expected[: len(sink.layers[manifest.key])]
+    late = sum(header[6] == MessageType.BLOCK for header, _ in frames) - sink.blocks
+    assert kit.eventually(lambda: wire.late_blocks == late)
+
+
 @pytest.mark.parametrize(("blocks", "size"), [(1, 0), (0, 1), (2**32 - 1, 2**48)])
-def test_wrong_totals_at_the_end_are_refused(wire: Any, sink: Any, blocks: int, size: int) -> None:
+def test_wrong_totals_at_the_end_are_refused(wire: Wire, sink: RecordingSink, blocks: int, size: int) -> None:
     manifest = kit.make_manifest(rows=(0,))
     peer = wire.bare(wire.server(sink).endpoint)
     peer.manifest(manifest)
+    for header, payload in messages_of(manifest)[:1]:
+        peer.say(header, payload)
     peer.end(manifest.key, num_blocks=blocks, payload_bytes=size)
     assert peer.refusal().reason == "totals"
     assert sink.aborted == {manifest.key: "totals"}
 
 
-def test_an_early_end_is_refused(wire: Any, sink: Any) -> None:
+def test_an_early_end_is_refused(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
     peer = wire.bare(wire.server(sink).endpoint)
     peer.manifest(manifest)
@@ -131,27 +250,29 @@ def test_an_early_end_is_refused(wire: Any, sink: Any) -> None:
     assert sink.committed == {}
 
 
-def test_blocks_of_an_outdated_generation_are_dropped_and_counted(wire: Any, sink: Any) -> None:
+def test_blocks_of_an_outdated_generation_are_dropped_and_counted(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest(generation=5)
     peer = wire.bare(wire.server(sink).endpoint)
     peer.manifest(manifest)
-    header, payload = blocks_of(manifest)[0]
+    layer, (header, payload) = messages_of(manifest)[:2]
     for generation in (4, 6):
         peer.say(replace(header, key=replace(manifest.key, generation=generation)), payload)
         assert isinstance(peer.refusal(), LeaseExpired)
     assert wire.late_blocks == 2
+    peer.say(*layer)
     peer.say(header, payload)
-    assert peer.next(MessageType.CREDIT)[0].section_bytes == len(payload)
+    assert kit.eventually(lambda: peer.next(MessageType.CREDIT)[0].tensor_bytes == len(payload))
     assert sink.blocks == 1
     assert sink.aborted == {}
 
 
-def test_another_peer_cannot_touch_a_transfer(wire: Any, sink: Any) -> None:
+def test_another_peer_cannot_touch_a_transfer(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
     server = wire.server(sink)
     peer, stranger = wire.bare(server.endpoint), wire.bare(server.endpoint)
     peer.manifest(manifest)
-    header, payload = blocks_of(manifest)[0]
+    layer, (header, payload) = messages_of(manifest)[:2]
+    peer.say(*layer)
     peer.say(header, payload)
     peer.next(MessageType.CREDIT)
     stranger.manifest(manifest)
@@ -163,21 +284,22 @@ def test_another_peer_cannot_touch_a_transfer(wire: Any, sink: Any) -> None:
     assert sink.blocks == 1
 
 
-def test_garbage_hurts_no_open_transfer(wire: Any, sink: Any) -> None:
+def test_garbage_hurts_no_open_transfer(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
     peer = wire.bare(wire.server(sink).endpoint)
     peer.manifest(manifest)
-    for header in (b"", b"\xff" * 3, b"\xff" * HEADER_BYTES, b"GET / HTTP/1.1\r\n" * 9):
-        peer.say_frames(header, b"\xff" * 100)
-    blocks = blocks_of(manifest)
-    for header, payload in blocks:
+    for garbage in (b"", b"\xff" * 3, b"\xff" * HEADER_BYTES, b"GET / HTTP/1.1\r\n" * 9):
+        peer.say_frames(garbage, b"\xff" * 100)
+    messages = messages_of(manifest)
+    for header, payload in messages:
         peer.say(header, payload)
+    blocks = blocks_in(messages)
     peer.end(manifest.key, num_blocks=len(blocks), payload_bytes=sum(len(p) for _, p in blocks))
     peer.next(MessageType.ACK)
     assert sink.aborted == {}
 
 
-def test_a_silent_sender_is_given_up_on_the_receivers_own_clock(wire: Any, sink: Any) -> None:
+def test_a_silent_sender_is_given_up_on_the_receivers_own_clock(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
     peer = wire.bare(wire.server(sink, idle_timeout_s=0.3).endpoint)
     peer.manifest(manifest)
@@ -185,7 +307,7 @@ def test_a_silent_sender_is_given_up_on_the_receivers_own_clock(wire: Any, sink:
     assert sink.aborted == {manifest.key: "idle"}
 
 
-def test_a_vanished_sender_is_noticed_before_it_is_idle(wire: Any, sink: Any) -> None:
+def test_a_vanished_sender_is_noticed_before_it_is_idle(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
     peer = wire.bare(wire.server(sink, idle_timeout_s=600.0).endpoint)
     peer.manifest(manifest)

@@ -10,11 +10,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvferry.shared.compression.attention import make_attention, packed_attention
-from kvferry.shared.compression.attention.hsa import Hsa
+from kvferry.shared.compression.attention import EVICTIONS, make_attention, packed_attention
+from kvferry.shared.compression.attention.paged import Hsa
 from kvferry.shared.compression.plan import Budget, CompressionPlan, ResolvedPlan
 from kvferry.shared.compression.presets import PRESETS, plan_for
-from kvferry.shared.compression.representations import stored_bytes
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel
@@ -122,34 +121,23 @@ def test_kept_bytes_are_those_of_the_tensors_held(model: TransformersModel, meth
     if plan.takes_budget:
         plan = replace(plan, budget=Budget(tokens=60))
     continuation = generator.compress(captured, plan=plan, max_new_tokens=16)
-    held = 0
-    for layer, compressed in zip(continuation.resolved.layers, continuation.compressed, strict=True):
-        held += compressed.keys.nbytes + compressed.values.nbytes
-        if compressed.stored is not None:
-            held += stored_bytes(compressed.stored)
+    held, spec = 0, model.spec
+    for layer, tensors in zip(continuation.resolved.layers, continuation.compressed, strict=True):
+        # a packed layer's counts are not stored; what evicts keeps its scores as they travel
+        held += sum(its.nbytes for name, its in tensors.items() if name != "layout")
+        if "index" in tensors:
+            assert tensors["index"].dtype is (torch.uint8 if "layout" in tensors else torch.int32)
+        if layer.attention.name in EVICTIONS:
+            if "index" not in tensors:
+                held += spec.num_kv_heads * layer.rows * 4  # positions, which eviction needs in any case
             continue
-        if compressed.packed is not None:
-            held += compressed.packed.buffer.nbytes
-            held += sum(
-                tensor.size_bytes
-                for tensor in packed_attention(make_attention(layer.attention)).packed_specs(
-                    num_kv_heads=model.spec.num_kv_heads,
-                    num_tokens=layer.rows,
-                    head_dim=model.spec.head_dim,
-                    dtype=torch.float32,
-                )
-            )
-            continue
-        if compressed.positions is not None and not make_attention(layer.attention).evicts:
-            assert compressed.positions.dtype is torch.int32
-            held += compressed.positions.nbytes
-        num_kv_heads, num_rows, head_dim = compressed.keys.shape
-        held += sum(
-            tensor.size_bytes
-            for tensor in make_attention(layer.attention).auxiliary_specs(
-                num_kv_heads=num_kv_heads, num_rows=num_rows, head_dim=head_dim, dtype=torch.float32
-            )
-        )
+        sizes = {"num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim, "dtype": torch.float32}
+        kind = make_attention(layer.attention)
+        if layer.representation.name == "rdkv":
+            specs = packed_attention(kind).packed_specs(num_tokens=layer.rows, **sizes)
+        else:
+            specs = kind.auxiliary_specs(num_rows=layer.rows, **sizes)
+        held += sum(its.size_bytes for its in specs)
     kept = kept_bytes(model.spec, continuation.resolved)
     if plan.representation.name == "rows":
         assert kept == held

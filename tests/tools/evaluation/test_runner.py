@@ -106,9 +106,9 @@ def masked_logits(
     generator = OneProcessGenerator(model)
     document = generator.capture(token_ids[:num_document_tokens])
     kept = [
-        layer.positions
+        layer["index"]
         for layer in generator.compress(document, plan=plan, max_new_tokens=N).compressed
-        if layer.positions is not None
+        if "index" in layer
     ]
     with torch.inference_mode():
         output = model._model(

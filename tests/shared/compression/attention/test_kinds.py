@@ -10,18 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels import hsa, quest
-from kvferry.shared.compression.attention import ATTENTIONS, check_attention, make_attention, size_attention
+from kvferry.shared.compression.attention import (
+    ATTENTIONS,
+    EVICTIONS,
+    check_attention,
+    make_attention,
+    size_attention,
+)
 from kvferry.shared.compression.attention.exact_topk import ExactTopK
-from kvferry.shared.compression.attention.hsa import Hsa
-from kvferry.shared.compression.attention.quest import Quest
+from kvferry.shared.compression.attention.paged import Hsa, Quest
 from kvferry.shared.compression.attention.sparq import SparQ
 from kvferry.shared.compression.plan import Part
 from kvferry.shared.errors import InvalidRequest
 
 HEADS, D = 2, 12
-SPARSE = [name for name in ATTENTIONS if name != "dense"]
+NOT_DENSE = [name for name in (*ATTENTIONS, *EVICTIONS) if name != "dense"]
 SCORERS_OF = {"evict": Part(name="heavy_hitters"), "merge": Part(name="accumulated_attention")}
-GROWING = [name for name, kind in ATTENTIONS.items() if not kind.evicts]
 
 
 def test_sizes_of_a_64_times_budget() -> None:
@@ -51,14 +55,14 @@ def test_a_step_reads_no_more_than_the_budget_where_sizes_are_not_at_their_least
         assert floored or read <= budget * token_bytes + slack
 
 
-@pytest.mark.parametrize("name", GROWING)
+@pytest.mark.parametrize("name", ATTENTIONS)
 def test_up_to_the_tokens_attended_every_row_is_read_and_no_estimate(name: str) -> None:
     kind = ATTENTIONS[name].sized(cap=100, budget=20, head_dim=D)
     assert kind.read_bytes(num_rows=10, head_dim=D, element_bytes=4) == 2 * 10 * D * 4
 
 
 @pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("name", GROWING)
+@pytest.mark.parametrize("name", ATTENTIONS)
 def test_appending_row_by_row_attends_as_building_at_once_does(name: str, group: int) -> None:
     kind = make_attention(size_attention(Part(name=name), layer=0, cap=40, budget=12, head_dim=D))
     generator = torch.Generator().manual_seed(5)
@@ -106,7 +110,7 @@ def test_pages_of_one_token_are_the_keys_themselves_and_take_no_memory(kind: Hsa
     assert torch.equal(output, expected)
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("name", NOT_DENSE)
 def test_the_first_layers_may_attend_densely(name: str) -> None:
     part = Part(name=name, params={"dense_layers": 2})
     check_attention(part, scorer=SCORERS_OF.get(name))

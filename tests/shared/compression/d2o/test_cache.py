@@ -15,7 +15,7 @@ from kvferry.shared.compression.d2o.cache import EvictingCache
 from kvferry.shared.compression.d2o.eviction import Zones, half_zones, protected, zones
 from kvferry.shared.compression.d2o.merging import merge_prompt
 from kvferry.shared.compression.d2o.reference import ReferenceCache, ReferenceRow
-from kvferry.shared.compression.select import select_rows
+from kvferry.shared.compression.formats.interface import select_rows
 
 HEADS, HEAD_DIM = 2, 8
 SCALING = HEAD_DIM**-0.5

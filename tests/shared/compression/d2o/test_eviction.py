@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.shared.compression.d2o import reference
 from kvferry.shared.compression.d2o.eviction import half_zones, protected, zones
-from kvferry.shared.compression.select import select_rows
+from kvferry.shared.compression.formats.interface import select_rows
 
 
 @given(st.integers(1, 5000), st.integers(0, 8))

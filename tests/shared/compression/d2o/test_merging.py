@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest.compression import compress_layer, make_inputs, make_resolved
 from torch import Tensor
 
 from kvferry.kernels.column_sums import column_sums
-from kvferry.shared.compression.attention.evicting import Merge
 from kvferry.shared.compression.d2o import reference
 from kvferry.shared.compression.d2o.eviction import protected, zones
 from kvferry.shared.compression.d2o.merging import (
@@ -21,7 +21,8 @@ from kvferry.shared.compression.d2o.merging import (
     merge_weight,
     next_threshold,
 )
-from kvferry.shared.compression.select import select_rows
+from kvferry.shared.compression.formats.interface import select_rows
+from kvferry.shared.compression.plan import LayerPlan, Part
 
 
 def make(num_tokens: int, rows: int, *, heads: int = 2, head_dim: int = 8) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,15 +172,16 @@ def test_a_row_is_merged_exactly_where_it_is_as_similar_as_the_threshold_was(u: 
 
 @pytest.mark.parametrize("group", [1, 4])
 def test_a_layer_is_brought_to_its_budget_from_its_column_sums(group: int) -> None:
-    generator = torch.Generator().manual_seed(group)
-    keys, values = torch.randn(2, 2, 61, 8, generator=generator)
-    queries = torch.randn(2, group, 61, 8, generator=generator)
-    sums = column_sums(queries, keys, scaling=8**-0.5).sums
+    inputs = make_inputs(61, group_size=group, seed=group)
+    sums = column_sums(inputs.queries, inputs.keys, scaling=inputs.scaling).sums
     positions = select_rows(protected(sums, zones(17)), 17)
-    kept_keys, kept_values, state = Merge().keep(keys, values, sums, positions)
-    assert state.shape == (Merge().state_size(num_kv_heads=2, num_rows=17),)
+    layer = LayerPlan(rows=17, attention=Part(name="merge"))
+    kept = compress_layer(make_resolved(layer, num_prompt_tokens=61, method="d2o"), inputs)
+    state = kept["state"]
+    assert state.shape == (2 * 17 + 2,)
+    assert torch.equal(kept["index"], positions)
     for h in range(2):
         assert positions[h].tolist() == reference.kept_tokens(sums[h].tolist(), 17)
         assert torch.equal(state[h * 17 : (h + 1) * 17], sums[h, positions[h].long()])
-    left = MergedRows(keys=kept_keys, values=kept_values, thresholds=state[2 * 17 :])
-    assert_equals_reference(keys, values, positions, left)
+    left = MergedRows(keys=kept["keys"], values=kept["values"], thresholds=state[2 * 17 :])
+    assert_equals_reference(inputs.keys, inputs.values, positions, left)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest.compression import compress_layer
 
-from kvferry.shared.compression.compress import compress_layer
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, Part
 from kvferry.shared.compression.presets import plan_for
@@ -44,13 +44,13 @@ def keep(method: str, inputs: LayerInputs, budget: int) -> list[list[int]]:
         head_dim=D,
     )
     layer = compress_layer(resolved, inputs)
-    if layer.positions is None:
+    if "index" not in layer:
         assert resolved.layers[inputs.layer].rows == num_tokens
         return [list(range(num_tokens))] * 2
-    kept = layer.positions.tolist()
+    kept = layer["index"].tolist()
     for head, positions in enumerate(kept):
-        assert torch.equal(layer.keys[head], inputs.keys[head, positions])
-        assert torch.equal(layer.values[head], inputs.values[head, positions])
+        assert torch.equal(layer["keys"][head], inputs.keys[head, positions])
+        assert torch.equal(layer["values"][head], inputs.values[head, positions])
     return kept
 
 

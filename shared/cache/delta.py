@@ -1,0 +1,210 @@
+"""Delta shipping: which rows decode retains of a session's last turns, and which are left to send.
+
+Prefill leaves retained rows out of a layer's tensors; decode finds them in the arena. Both derive them from
+the layer's positions alone, so nothing on the wire names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvferry.shared.compression.attention.interface import TensorSpec
+from kvferry.shared.compression.formats.interface import (
+    InvalidTensors,
+    LayerCache,
+    LayerFormat,
+    Specs,
+    Tensors,
+    check_index,
+)
+
+Positions = npt.NDArray[np.int32]
+RowNumbers = npt.NDArray[np.int64]
+NEW_ROWS = "new_rows"
+"""Tensor of a delta: int32 `[H_kv]`, how many rows of each head are sent."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RetainedRows:
+    """Rows left of one transfer: of each layer the prompt's, then those of the tokens generated after it.
+
+    Attributes:
+        transfer_id: of the transfer that brought them.
+        num_prompt_tokens: T of that transfer's prompt.
+        num_tokens: tokens from the start whose rows are the same in the new prompt.
+        layers: kept positions, int32 `[H_kv, n]`, ascending, below T; None where all T tokens were kept.
+    """
+
+    transfer_id: int
+    num_prompt_tokens: int
+    num_tokens: int
+    layers: Sequence[Positions | None]
+
+    def is_extended_by(self, num_tokens: int) -> bool:
+        """Whether a prompt that shares so many tokens begins with all of this one's prompt: rows of both are
+        then retained side by side."""
+        return num_tokens >= self.num_prompt_tokens
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RetainedChain:
+    """A session's retained rows: those of its last transfers, each of whose prompts extends the one before.
+
+        the newest      prompt ████████████████████ generated ███    selections[0]
+        the one before  prompt █████████████                         selections[1]: its generated tokens are
+        ...                                                          in the newer one's prompt
+
+    Attributes:
+        selections: the newest first, at least one, at most `wire.messages.MAX_RETAINED_SELECTIONS`.
+    """
+
+    selections: tuple[RetainedRows, ...]
+
+    @property
+    def transfer_id(self) -> int:
+        """Of the newest."""
+        return self.selections[0].transfer_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens from the start whose rows are the same in the new prompt."""
+        return self.selections[0].num_tokens
+
+    @property
+    def depth(self) -> int:
+        return len(self.selections)
+
+    def first(self, depth: int, num_tokens: int) -> RetainedChain:
+        """The newest `depth` of them, for a prompt that shares `num_tokens` tokens at most."""
+        newest, *older = self.selections[:depth]
+        limited = (
+            replace(newest, num_tokens=min(num_tokens, newest.num_tokens)),
+            *(replace(its, num_tokens=min(num_tokens, its.num_prompt_tokens)) for its in older),
+        )
+        return RetainedChain(selections=limited)
+
+    def find(self, layer: int, positions: Positions) -> tuple[RowNumbers, RowNumbers]:
+        """Where the rows of these tokens lie: in which selection, -1 for none, and which of its layer's rows.
+
+        Args: positions: int32 `[H_kv, m]`.
+        Returns: two int64 `[H_kv, m]`.
+        """
+        num_heads, width = len(positions), max(its.num_tokens for its in self.selections)
+        which = np.full((num_heads, width + 1), -1, np.int64)  # the last column: tokens beyond all
+        rows = np.zeros((num_heads, width + 1), np.int64)
+        for number in reversed(range(self.depth)):  # the newest one last: it overwrites
+            retained = self.selections[number]
+            kept, prompt = retained.layers[layer], retained.num_prompt_tokens
+            num_kept = prompt if kept is None else kept.shape[1]
+            if kept is None:
+                which[:, : min(prompt, retained.num_tokens)] = number
+                rows[:, : min(prompt, retained.num_tokens)] = np.arange(min(prompt, retained.num_tokens))
+            else:
+                heads, numbers = np.nonzero(kept < retained.num_tokens)
+                which[heads, kept[heads, numbers]] = number
+                rows[heads, kept[heads, numbers]] = numbers
+            which[:, prompt : retained.num_tokens] = number
+            rows[:, prompt : retained.num_tokens] = num_kept + np.arange(max(0, retained.num_tokens - prompt))
+        tokens = np.minimum(positions, width).astype(np.int64)
+        return np.take_along_axis(which, tokens, 1), np.take_along_axis(rows, tokens, 1)
+
+
+def all_positions(num_kv_heads: int, num_tokens: int) -> Positions:
+    """The positions of a layer that keeps every token, int32 `[H_kv, T]`."""
+    return np.broadcast_to(np.arange(num_tokens, dtype=np.int32), (num_kv_heads, num_tokens))
+
+
+def layer_positions(tensors: Tensors) -> Positions | None:
+    """Kept positions on the host, int32 `[H_kv, n]`; None where every token is kept."""
+    index = tensors.get("index")
+    return None if index is None else index.cpu().numpy().astype(np.int32)
+
+
+def delta_tensors(tensors: Tensors, layer: int, retained: RetainedChain) -> dict[str, Tensor]:
+    """A layer of plain rows as it travels to a worker that retains some of them."""
+    num_kv_heads, num_rows, _ = tensors["keys"].shape
+    positions = layer_positions(tensors)
+    if positions is None:
+        positions = all_positions(num_kv_heads, num_rows)
+    is_new = torch.from_numpy(retained.find(layer, positions)[0] < 0)
+    index = {"index": tensors["index"]} if "index" in tensors else {}
+    new_rows, on_device = is_new.sum(1, dtype=torch.int32), is_new.to(tensors["keys"].device)
+    return {
+        **index,
+        NEW_ROWS: new_rows,
+        "keys": tensors["keys"][on_device],
+        "values": tensors["values"][on_device],
+    }
+
+
+class DeltaLayer:
+    """One layer of plain rows at decode, of which some are retained: `receive` and `open` as a `LayerFormat`.
+
+    Args:
+        fmt: the layer's, with `is_plain`.
+        retained_rows: K and V `[H_kv, cap, D]` in which each retained selection's rows lie.
+    """
+
+    def __init__(
+        self,
+        fmt: LayerFormat,
+        layer: int,
+        retained: RetainedChain,
+        retained_rows: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        self._format = fmt
+        self._layer = layer
+        self._retained = retained
+        self._retained_rows = retained_rows
+
+    def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
+        """Memory beside the arena: few rows are sent."""
+        shape, index = self._format.shape, self._format.tensors().get("index")
+        expected = {} if index is None else {"index": index}
+        expected[NEW_ROWS] = TensorSpec(shape=(shape.num_kv_heads,), dtype=torch.int32)
+        sent = header["keys"].shape[0] if "keys" in header and header["keys"].shape else -1
+        rows = TensorSpec(shape=(sent, shape.head_dim), dtype=shape.dtype)
+        expected |= {"keys": rows, "values": rows}
+        self._format.check_header(header, expected)
+        if not 0 <= sent <= self._format.rows * shape.num_kv_heads:
+            raise InvalidTensors(
+                f"{sent} rows are announced; the layer has {self._format.rows * shape.num_kv_heads}",
+                reason="size",
+            )
+        return {name: torch.empty(its.shape, dtype=its.dtype) for name, its in header.items()}
+
+    def open(self, regions: Tensors, tensors: Tensors) -> LayerCache:
+        """Copy the retained rows within the arena and put the new ones beside them.
+
+        Raises: InvalidTensors: the sender counts on other rows being here ("retained_rows").
+        """
+        shape, rows = self._format.shape, self._format.rows
+        index = tensors.get("index")
+        if index is not None:
+            check_index(index, shape.num_prompt_tokens, reason="index")
+        positions = index.numpy() if index is not None else all_positions(shape.num_kv_heads, rows)
+        which, numbers = self._retained.find(self._layer, positions)
+        counts = (which < 0).sum(1, dtype=np.int32)
+        if not np.array_equal(tensors[NEW_ROWS].numpy(), counts) or len(tensors["keys"]) != counts.sum():
+            raise InvalidTensors(
+                f"{tensors[NEW_ROWS].tolist()} rows of the heads are sent, {len(tensors['keys'])} in all; "
+                f"this worker lacks {counts.tolist()}",
+                reason="retained_rows",
+            )
+        targets = (regions["keys"], regions["values"])
+        for selection, sources in enumerate(self._retained_rows):
+            heads, slots = np.nonzero(which == selection)
+            copied = torch.from_numpy(numbers[heads, slots])
+            of_head, to_row = torch.from_numpy(heads), torch.from_numpy(slots)
+            for source, target in zip(sources, targets, strict=True):
+                target[of_head, to_row] = source[of_head, copied]
+        of_head, to_row = (torch.from_numpy(its) for its in np.nonzero(which < 0))
+        for name, target in zip(("keys", "values"), targets, strict=True):
+            target[of_head, to_row] = tensors[name].to(target.device)
+        return self._format.open(regions, {} if index is None else {"index": index})

@@ -1,0 +1,239 @@
+"""Rows at a fixed size: for every new token a row leaves. H2O drops it, D2O merges it into its nearest row.
+
+Decode attends to all rows, and the probabilities then decide which row leaves. The state behind that (scores,
+thresholds) begins in prefill and travels with the rows. Where the new tokens' own K and V are wanted at the
+end, they are stored beside the rows, for eviction leaves none of them intact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvferry.shared.compression.attention.interface import TensorSpec
+from kvferry.shared.compression.d2o.cache import EvictingCache
+from kvferry.shared.compression.d2o.eviction import half_zones, zones
+from kvferry.shared.compression.d2o.merging import merge_prompt
+from kvferry.shared.compression.formats.interface import (
+    InvalidTensors,
+    LayerCache,
+    LayerFormat,
+    LayerShape,
+    NaiveLayer,
+    Sizing,
+    Specs,
+    Tensors,
+    check_index,
+    gather_rows,
+    on_host,
+    select_rows,
+)
+from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.plan import CompressionPlan, LayerPlan
+from kvferry.shared.errors import InvalidRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evicting(LayerFormat):
+    """K and V `[H_kv, n + 1, D]` (the last row is the new token's), and for each row its score and position.
+
+    state: scores float32 `[H_kv, n]`, then where rows are merged thresholds `[H_kv]`, flattened.
+
+    Attributes:
+        attention: "evict" (H2O, Zhang et al. 2023: the row of least accumulated attention that is not among
+            the latest half leaves) or "merge" (D2O section 4.2: it is merged into its nearest row where they
+            are similar enough).
+    """
+
+    name: ClassVar[str] = "evicting"
+    kinds: ClassVar[Mapping[str, str]] = {
+        "index": "index",
+        "keys": "rows",
+        "values": "rows",
+        "state": "state",
+    }
+    attention: str
+
+    @classmethod
+    def check(cls, plan: CompressionPlan) -> None:
+        raise AssertionError("plans name this format by their attention; the format of rows checks them")
+
+    @classmethod
+    def plan_layer(cls, plan: CompressionPlan, sizing: Sizing) -> LayerPlan:
+        raise AssertionError("the format of rows plans layers that evict")
+
+    @classmethod
+    def of(cls, plan: CompressionPlan, layer: LayerPlan, shape: LayerShape) -> Evicting:
+        if layer.attention.params:
+            raise InvalidRequest(
+                f"a layer's attention is {layer.attention.name!r} with {layer.attention.params}; it has no "
+                "sizes",
+                param="kv_compression",
+            )
+        return cls(shape=shape, rows=layer.rows, attention=layer.attention.name)
+
+    @property
+    def merges(self) -> bool:
+        return self.attention == "merge"
+
+    @property
+    def observed_queries(self) -> None:
+        """All: eviction starts from the attention of every query."""
+        return None
+
+    def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
+        """D2O section 4.2, prompt encoding, where rows are merged."""
+        inputs = inputs.with_sums()
+        assert inputs.sums is not None
+        kept = torch.arange(inputs.keys.shape[1], device=inputs.keys.device).expand(inputs.keys.shape[0], -1)
+        index = {}
+        if scores is not None:
+            kept = select_rows(scores, self.rows)
+            index = {"index": kept}
+        state = inputs.sums.sums.gather(1, kept.long()).flatten()
+        if self.merges:
+            merged = merge_prompt(inputs.keys, inputs.values, kept)
+            keys, values, state = merged.keys, merged.values, torch.cat([state, merged.thresholds])
+        else:
+            keys, values = gather_rows(inputs.keys, kept), gather_rows(inputs.values, kept)
+        return {**index, "keys": keys, "values": values, "state": state}
+
+    def tensors(self) -> Specs:
+        rows = self.shape.row_spec(self.rows)
+        num_numbers = self.shape.num_kv_heads * (self.rows + self.merges)
+        state = TensorSpec(shape=(num_numbers,), dtype=torch.float32)
+        return {**self.shape.index_spec(self.rows), "keys": rows, "values": rows, "state": state}
+
+    def regions(self) -> Specs:
+        specs = self._working(self.rows + min(self.shape.num_new_rows, 1))
+        if not self.shape.returns_generated:
+            return specs
+        own = self.shape.row_spec(self.shape.num_new_rows)
+        return {**specs, "generated_keys": own, "generated_values": own}
+
+    def _working(self, num_rows: int) -> dict[str, TensorSpec]:
+        """What attention and eviction use, of so many rows; a score and position of the last one are
+        unused."""
+        rows, per_row = self.shape.row_spec(num_rows), (self.shape.num_kv_heads, num_rows)
+        specs = {
+            "keys": rows,
+            "values": rows,
+            "scores": TensorSpec(shape=per_row, dtype=torch.float32),
+            "positions": TensorSpec(shape=per_row, dtype=torch.int32),
+        }
+        if self.merges:
+            specs["thresholds"] = TensorSpec(shape=(self.shape.num_kv_heads,), dtype=torch.float32)
+        return specs
+
+    def _receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
+        places = {name: regions[name][:, : self.rows] for name in ("keys", "values")}
+        return {
+            name: places[name] if name in places else torch.empty(its.shape, dtype=its.dtype)
+            for name, its in header.items()
+        }
+
+    def open(self, regions: Tensors, tensors: Tensors) -> EvictingLayer:
+        index, state = tensors.get("index"), tensors["state"]
+        if index is not None:
+            check_index(index, self.shape.num_prompt_tokens, reason="index")
+        num_scores = self.shape.num_kv_heads * self.rows
+        if not (state[:num_scores] >= 0).all() or not state[:num_scores].isfinite().all():
+            raise InvalidTensors("accumulated attention must be finite and at least 0", reason="state")
+        if state[num_scores:].isinf().any():
+            raise InvalidTensors("merging thresholds must not be infinite", reason="state")
+        self._load(regions, index, state)
+        return EvictingLayer(self, regions)
+
+    def _load(self, regions: Tensors, index: Tensor | None, state: Tensor) -> None:
+        """Fill scores, positions and thresholds from what prefill computed."""
+        scores, positions = regions["scores"][:, : self.rows], regions["positions"][:, : self.rows]
+        scores.copy_(state[: scores.numel()].view_as(scores))
+        positions.copy_(index if index is not None else torch.arange(self.rows).expand_as(positions))
+        if self.merges:
+            regions["thresholds"].copy_(state[scores.numel() :])
+
+    def step(
+        self, regions: Tensors, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float
+    ) -> Tensor:
+        """Take in a token, attend to every row, let one row go. Shapes as `LayerCache.append_and_attend`."""
+        rows = regions["keys"].shape[1] - 1
+        cache = EvictingCache(
+            keys=regions["keys"],
+            values=regions["values"],
+            scores=regions["scores"][:, :rows],
+            positions=regions["positions"][:, :rows],
+            layer_zones=zones(rows) if self.merges else half_zones(rows),
+            thresholds=regions["thresholds"] if self.merges else None,
+        )
+        cache.append(key, value)
+        output, attention_row = cache.attend(queries, scaling=scaling)
+        cache.evict(attention_row)
+        return output
+
+    def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
+        working = sum(its.size_bytes for its in self._working(self.rows + min(num_appended, 1)).values())
+        own = 2 * self.shape.row_spec(num_appended).size_bytes if self.shape.returns_generated else 0
+        return working + own
+
+    def kept_bytes(self, prompt_bytes: int | None = None) -> int:
+        return self.used_bytes(0)
+
+    def read_bytes(self, prompt_bytes: int | None = None) -> int:
+        """K, V, scores and positions; K once more to find the row to merge into."""
+        row_bytes = self.shape.head_dim * self.shape.dtype.itemsize
+        state_bytes = torch.float32.itemsize + torch.int32.itemsize
+        return self.shape.num_kv_heads * self.rows * ((3 if self.merges else 2) * row_bytes + state_bytes)
+
+    def naive(self, tensors: Tensors) -> NaiveEvicting:
+        device = tensors["keys"].device
+        regions = {
+            name: torch.empty(its.shape, dtype=its.dtype, device=device)
+            for name, its in self._working(self.rows + 1).items()
+        }
+        for name in ("keys", "values"):
+            regions[name] = F.pad(tensors[name], (0, 0, 0, 1))
+        self._load(regions, tensors.get("index"), tensors["state"])
+        return NaiveEvicting(self, regions)
+
+
+class EvictingLayer(LayerCache):
+    """A layer that evicts, in the arena."""
+
+    format: Evicting
+
+    @property
+    def name(self) -> str:
+        return self.format.attention
+
+    def append_and_attend(
+        self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: float
+    ) -> Tensor:
+        if self.format.shape.returns_generated:
+            self.regions["generated_keys"][:, num_appended] = key
+            self.regions["generated_values"][:, num_appended] = value
+        return self.format.step(self.regions, queries, key, value, scaling=scaling)
+
+    def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
+        keys, values = self.regions["generated_keys"], self.regions["generated_values"]
+        return on_host(keys[:, :num_appended]), on_host(values[:, :num_appended])
+
+
+class NaiveEvicting(NaiveLayer):
+    """Tensors of its own, of exactly the rows that stay and one more."""
+
+    def __init__(self, fmt: Evicting, regions: dict[str, Tensor]) -> None:
+        self._format = fmt
+        self._regions = regions
+
+    def attend(
+        self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float, dense: bool = False
+    ) -> Tensor:
+        return self._format.step(self._regions, queries, key, value, scaling=scaling)
+
+    def fork(self) -> NaiveEvicting:
+        return NaiveEvicting(self._format, {name: its.clone() for name, its in self._regions.items()})

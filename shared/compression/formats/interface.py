@@ -1,0 +1,333 @@
+"""What a layer's KV cache is stored as: one object for each format, from compression to the last decode step.
+
+    prefill   compress ──► named tensors ──► wire
+    decode    regions of the arena; receive: where bytes go; open ──► LayerCache: append_and_attend
+    oracle    naive ──► NaiveLayer, which recomputes what it can at every step
+
+A format is made from a resolved layer plan (`formats/__init__.py`). Adding one is one file and one entry of
+the registry, or an entry point of another package. Formats know neither the wire nor the arena's owner.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvferry.kernels.decode_batch import CachedRows
+from kvferry.shared.compression.attention.interface import TensorSpec
+from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.plan import CompressionPlan, LayerPlan
+
+Tensors = Mapping[str, Tensor]
+"""A compressed layer's prompt: contiguous tensors by name, in the order in which they travel."""
+Specs = Mapping[str, TensorSpec]
+
+
+class InvalidTensors(ValueError):
+    """Tensors that `compress` never makes. `reason` labels the failed transfer."""
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """What a layer's sizes follow from beside its plan.
+
+    Attributes:
+        num_prompt_tokens: T, history included.
+        max_new_tokens: N; the last of them never gets a KV row.
+        group_size: G, query heads per KV head.
+        dtype: of K and V.
+        returns_generated: whether K and V of new tokens are wanted at the end, unmerged and in order.
+    """
+
+    num_prompt_tokens: int
+    max_new_tokens: int
+    num_kv_heads: int
+    group_size: int
+    head_dim: int
+    dtype: torch.dtype
+    returns_generated: bool = False
+
+    @property
+    def num_new_rows(self) -> int:
+        return max(self.max_new_tokens - 1, 0)
+
+    def row_spec(self, num_rows: int) -> TensorSpec:
+        """K or V of so many rows per KV head."""
+        return TensorSpec(shape=(self.num_kv_heads, num_rows, self.head_dim), dtype=self.dtype)
+
+    def index_spec(self, num_rows: int) -> Specs:
+        """The kept positions, int32 `[H_kv, n]`; nothing where every token is kept."""
+        if num_rows == self.num_prompt_tokens:
+            return {}
+        return {"index": TensorSpec(shape=(self.num_kv_heads, num_rows), dtype=torch.int32)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizing:
+    """What a plan's budget comes to for one layer, before its format says what that buys.
+
+    Attributes:
+        layer: its index in the model.
+        rows: prompt rows per KV head that the layer may take the bytes of.
+        cap: rows that decode attention may come to choose from.
+        budget: t, the budget in tokens.
+        packed_budget: B_tok of a format that spreads its bits over more tokens than `rows`.
+    """
+
+    layer: int
+    rows: int
+    cap: int
+    budget: int
+    packed_budget: int
+    num_prompt_tokens: int
+    max_new_tokens: int
+    head_dim: int
+
+
+class LayerCache(ABC):
+    """One layer of one sequence in the arena: views of its regions, and what decode does with them.
+
+    Attributes:
+        regions: by the names of `LayerFormat.regions`.
+    """
+
+    def __init__(self, fmt: LayerFormat, regions: Tensors) -> None:
+        self.format = fmt
+        self.regions = regions
+
+    @property
+    def name(self) -> str:
+        """What a step that attends this layer by itself is named after."""
+        return self.format.name
+
+    @abstractmethod
+    def append_and_attend(
+        self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: float
+    ) -> Tensor:
+        """Append one token's row and attend to all that the layer keeps.
+
+        Args:
+            queries: `[H_kv, G, D]`.
+            key, value: `[H_kv, D]`.
+            num_appended: tokens appended before.
+
+        Returns: `[H_kv, G, D]`.
+        Raises: IndexError, ValueError: there is no room for the row.
+        """
+
+    def batched(self, num_appended: int) -> CachedRows | None:
+        """The layer as a batched kernel of `kernels/*/batch.py` takes it; None where none does."""
+        return None
+
+    @abstractmethod
+    def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
+        """Host copies of K and V `[H_kv, num_appended, D]` of the tokens appended so far."""
+
+    def used_bytes(self, num_appended: int) -> int:
+        """Bytes in use once so many rows have joined the prompt's."""
+        return self.format.used_bytes(num_appended)
+
+
+class NaiveLayer(ABC):
+    """The oracle's side of a format: rows appended by concatenation, the rest recomputed at every step."""
+
+    @abstractmethod
+    def attend(
+        self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float, dense: bool = False
+    ) -> Tensor:
+        """Append a row and attend, shapes as `LayerCache.append_and_attend`.
+
+        Args: dense: attend to every row that is kept, whatever the plan's attention selects.
+        """
+
+    @abstractmethod
+    def fork(self) -> NaiveLayer:
+        """A copy that grows by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFormat(ABC):
+    """How one layer of one prompt is compressed, shipped, stored, attended and counted.
+
+    Attributes:
+        rows: prompt rows kept per KV head; on average where heads differ, at most where bits are allocated.
+        kinds: the label in `kv_transfer_bytes_total` of each tensor that `compress` may return.
+    """
+
+    name: ClassVar[str]
+    kinds: ClassVar[Mapping[str, str]]
+    shape: LayerShape
+    rows: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the arena keeps the rows that prefill computed: what delta shipping needs."""
+        return False
+
+    # ---- planning ----------------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def check(cls, plan: CompressionPlan) -> None:
+        """Refuse a plan whose parts do not go together. Raises: InvalidRequest."""
+
+    @classmethod
+    @abstractmethod
+    def plan_layer(cls, plan: CompressionPlan, sizing: Sizing) -> LayerPlan:
+        """A layer's exact sizes under a budget. Raises: InvalidRequest."""
+
+    @classmethod
+    def plan_whole(cls, plan: CompressionPlan, num_prompt_tokens: int) -> LayerPlan:
+        """A layer that no budget cuts short."""
+        return LayerPlan(rows=num_prompt_tokens)
+
+    @classmethod
+    @abstractmethod
+    def of(cls, plan: CompressionPlan, layer: LayerPlan, shape: LayerShape) -> LayerFormat:
+        """The format of a resolved layer."""
+
+    # ---- prefill -----------------------------------------------------------------------------------------
+
+    @property
+    def observed_queries(self) -> int | None:
+        """How many of the prompt's last queries the format itself reads; None: all of them."""
+        return 0
+
+    @abstractmethod
+    def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
+        """Compress one layer.
+
+        Args: scores: float32 `[H_kv, T]`, higher is kept; None where every token is kept or nothing scores.
+        Raises: ValueError: K or V cannot be represented.
+        """
+
+    def positions_by_head(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
+        """The kept tokens of each KV head, integers `[n_h]` in no particular order; None where all are."""
+        index = tensors.get("index")
+        return (None,) * self.shape.num_kv_heads if index is None else tuple(index)
+
+    # ---- decode ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def tensors(self) -> Specs:
+        """The tensors that `compress` returns; at their largest where sizes follow from the content."""
+
+    @abstractmethod
+    def regions(self) -> Specs:
+        """What the layer takes in the arena, the answer's growth included."""
+
+    def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
+        """Where the bytes of each tensor go: views of regions, or memory beside the arena.
+
+        Args: header: the tensors that the sender announces, in order.
+        Returns: tensors of the shapes and dtypes of `header`.
+        Raises: InvalidTensors: the sender announces other tensors than this layer has.
+        """
+        self.check_header(header, self.tensors())
+        return self._receive(header, regions)
+
+    @abstractmethod
+    def _receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
+        """As `receive`, of a header that was checked."""
+
+    @abstractmethod
+    def open(self, regions: Tensors, tensors: Tensors) -> LayerCache:
+        """The layer once every byte has arrived. Raises: InvalidTensors: content that `compress` never
+        makes."""
+
+    @abstractmethod
+    def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
+        """Bytes in use once so many rows have joined the prompt's.
+
+        Args: prompt_bytes: what the prompt came to, where that depends on its content; None: the most.
+        """
+
+    # ---- accounting --------------------------------------------------------------------------------------
+
+    def prompt_bytes(self, tensors: Tensors) -> int | None:
+        """Bytes that the prompt came to where they depend on its content; else None."""
+        return None
+
+    def kept_bytes(self, prompt_bytes: int | None = None) -> int:
+        """Bytes kept of the prompt before any token is generated, kept positions included."""
+        index = self.tensors().get("index")
+        return self.used_bytes(0, prompt_bytes) + (index.size_bytes if index is not None else 0)
+
+    @abstractmethod
+    def read_bytes(self, prompt_bytes: int | None = None) -> int:
+        """Bytes of the prompt that a decode step reads, estimates included."""
+
+    # ---- oracle ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def naive(self, tensors: Tensors) -> NaiveLayer:
+        """The compressed prompt as the one-process oracle attends to it."""
+
+    def check_header(self, header: Specs, expected: Specs) -> None:
+        """Raises: InvalidTensors: the sender announces other tensors than are expected."""
+
+        def text(specs: Specs) -> str:
+            return ", ".join(f"{name} {list(its.shape)} {its.dtype}" for name, its in specs.items())
+
+        sent = [(name, its.shape, its.dtype) for name, its in header.items()]
+        if sent != [(name, its.shape, its.dtype) for name, its in expected.items()]:
+            raise InvalidTensors(
+                f"its tensors are {text(header) or 'none'}; {text(expected)} are expected",
+                reason="layer_header",
+            )
+
+
+def check_index(index: Tensor, num_tokens: int, *, reason: str) -> None:
+    """Args: index int32 `[H_kv, n]`. Raises: InvalidTensors: positions that no selection makes."""
+    ascending = bool((index[:, 1:] > index[:, :-1]).all())
+    if not ascending or bool(((index < 0) | (index >= num_tokens)).any()):
+        low, high = (int(index.min()), int(index.max())) if index.numel() else (0, 0)
+        raise InvalidTensors(
+            f"kept positions must ascend within 0 to {num_tokens - 1} for each KV head; they lie in {low} to "
+            f"{high}, ascending: {ascending}",
+            reason=reason,
+        )
+
+
+def gather_rows(rows: Tensor, positions: Tensor) -> Tensor:
+    """`[H_kv, T, D]` at `[H_kv, n]` -> `[H_kv, n, D]`, contiguous."""
+    return rows.gather(1, positions.to(torch.int64)[:, :, None].expand(-1, -1, rows.shape[2]))
+
+
+def on_host(rows: Tensor) -> Tensor:
+    """A contiguous copy in host memory."""
+    return rows.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def select_rows(scores: Tensor, rows: int) -> Tensor:
+    """Positions of the `rows` highest scores of each head; of equal scores the lowest position wins.
+
+    Args: scores float32 `[H_kv, T]`; rows: 1 to T.
+    Returns: int32 `[H_kv, rows]`, ascending and unique per head.
+    """
+    assert 1 <= rows <= scores.shape[1], f"rows is {rows}; it must be 1 to {scores.shape[1]}"
+    # torch.topk leaves the order of ties open; a stable sort does not.
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    return order[:, :rows].sort(dim=1).values.to(torch.int32)
+
+
+def select_ragged_rows(scores: Tensor, head_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """As `select_rows`, with a number of rows of its own for each head.
+
+    Args: scores float32 `[H_kv, T]`; head_rows: integers `[H_kv]`, each 0 to T.
+    Returns: int64 `[n]` twice: heads in order, and positions, ascending and unique per head.
+    """
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    ranks = torch.arange(scores.shape[1], device=scores.device)
+    kept = torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, ranks < head_rows[:, None])
+    heads, positions = kept.nonzero(as_tuple=True)
+    return heads, positions

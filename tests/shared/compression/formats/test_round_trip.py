@@ -1,0 +1,213 @@
+"""Every method's layers through a format's whole life: compressed, received into the arena, opened, attended
+step by step as the naive code attends; and what a sender may announce."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kvtest.compression import NOT_WRITTEN, Placed, compress_layer, formats_for, header_of, make_inputs
+from torch import Tensor
+
+from kvferry.shared.compression.formats import FORMATS
+from kvferry.shared.compression.formats.evicting import Evicting
+from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
+from kvferry.shared.compression.formats.rdkv import Rdkv
+from kvferry.shared.compression.formats.rows import Rows
+from kvferry.shared.compression.formats.stored import StoredCache
+from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.plan import Budget
+from kvferry.shared.compression.presets import PRESETS, plan_for
+from kvferry.shared.compression.resolve import resolve_plan
+
+BUDGET, NEW_TOKENS = 41, 45
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in PRESETS},
+    "rdkv, segments": ("rdkv", {"rebudget_tokens": 20, "window": 7}),
+    "kivi, 2 bits": ("kivi", {"bits": 2}),
+    "snapkv, wire": ("snapkv", {"wire_bits": 4}),
+    "full, wire": ("full", {"wire_bits": 8}),
+}
+STORED = (
+    "adakv", "think", "snapkv-think", "kivi", "kivi, 2 bits", "snapkv-kivi", "snapkv, wire", "full, wire"
+)  # fmt: skip
+
+
+def compressed(
+    case: str,
+    num_tokens: int,
+    *,
+    group_size: int = 2,
+    head_dim: int = 31,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[LayerFormat, dict[str, Tensor], LayerInputs]:
+    """A layer of its method, in a prompt of an odd size."""
+    method, overrides = CASES[case]
+    budget = Budget(tokens=BUDGET) if PRESETS[method].takes_budget else None
+    resolved = resolve_plan(
+        plan_for(method, budget=budget, overrides=overrides),
+        num_prompt_tokens=num_tokens,
+        max_new_tokens=NEW_TOKENS,
+        num_layers=1,
+        head_dim=head_dim,
+    )
+    inputs = make_inputs(
+        num_tokens, group_size=group_size, head_dim=head_dim, dtype=dtype, seed=num_tokens + group_size
+    )
+    (fmt,) = formats_for(resolved, inputs, returns_generated=True)
+    return fmt, dict(compress_layer(resolved, inputs)), inputs
+
+
+def assert_attends_as_naive(fmt: LayerFormat, tensors: dict[str, Tensor], *, steps: int) -> None:
+    """Every step of the layer in the arena equals the naive one, and what was generated comes back whole."""
+    shape, placed = fmt.shape, Placed.of(fmt)
+    cache, naive = placed.open(tensors), fmt.naive(tensors)
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(2, shape.num_kv_heads, steps, shape.head_dim, generator=generator).to(shape.dtype)
+    tolerance = 1e-5 if shape.dtype is torch.float32 else 2e-2
+    for step in range(steps):
+        queries = torch.randn(shape.num_kv_heads, shape.group_size, shape.head_dim, generator=generator)
+        queries = queries.to(shape.dtype)
+        key, value = rows[:, :, step]
+        assert cache.used_bytes(step) <= placed.layout_bytes
+        output = cache.append_and_attend(queries, key, value, num_appended=step, scaling=0.2)
+        expected = naive.attend(queries, key, value, scaling=0.2)
+        assert output.shape == (shape.num_kv_heads, shape.group_size, shape.head_dim)
+        torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
+    assert cache.used_bytes(steps) <= placed.layout_bytes
+    for generated, expected in zip(cache.generated_rows(steps), rows, strict=True):
+        assert torch.equal(generated, expected)
+    assert (placed.buffer[placed.layout_bytes :] == NOT_WRITTEN).all()
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("num_tokens", [97, 203])
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_in_the_arena_attends_as_the_naive_one(case: str, num_tokens: int, group_size: int) -> None:
+    fmt, tensors, _ = compressed(case, num_tokens, group_size=group_size)
+    if case == "rdkv, segments":
+        assert isinstance(fmt, Rdkv)
+        assert fmt.rebudgeting is not None
+        assert fmt.rebudgeting.max_segments == 2
+    assert_attends_as_naive(fmt, tensors, steps=NEW_TOKENS - 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["full", "rdkv", "kivi", "think", "adakv", "snapkv, wire"])
+def test_half_precision_attends_as_the_naive_one(case: str, dtype: torch.dtype) -> None:
+    fmt, tensors, _ = compressed(case, 97, head_dim=32, dtype=dtype)
+    assert_attends_as_naive(fmt, tensors, steps=5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 40])
+@pytest.mark.parametrize("case", CASES)
+def test_a_prompt_within_the_budget_attends_as_the_naive_one(case: str, num_tokens: int) -> None:
+    fmt, tensors, _ = compressed(case, num_tokens)
+    assert_attends_as_naive(fmt, tensors, steps=3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fork_attends_as_what_it_was_forked_from_and_grows_by_itself(case: str) -> None:
+    fmt, tensors, _ = compressed(case, 97)
+    first = fmt.naive(tensors)
+    queries, key, value = torch.randn(2, 2, 31), torch.randn(2, 31), torch.randn(2, 31)
+    first.attend(queries, key, value, scaling=0.2)
+    second, third = first.fork(), first.fork()
+    second.attend(queries, -key, 3 * value, scaling=0.2)
+    expected = third.attend(queries, value, key, scaling=0.2)
+    assert torch.equal(first.attend(queries, value, key, scaling=0.2), expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_token_without_room_is_refused(case: str) -> None:
+    fmt, tensors, _ = compressed(case, 97)
+    if isinstance(fmt, Rdkv) and fmt.rebudgeting is not None:
+        fmt = replace(fmt, rebudgeting=None)
+    cache = Placed.of(fmt).open(tensors)
+    with pytest.raises((IndexError, ValueError)):
+        cache.append_and_attend(
+            torch.randn(2, 2, 31),
+            torch.randn(2, 31),
+            torch.randn(2, 31),
+            num_appended=NEW_TOKENS - 1,
+            scaling=0.2,
+        )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tensors_are_those_that_the_format_names_in_their_order(case: str) -> None:
+    fmt, tensors, _ = compressed(case, 97)
+    assert set(tensors) <= set(fmt.kinds)
+    assert all(its.is_contiguous() for its in tensors.values())
+    header = header_of(tensors)
+    if isinstance(fmt, Rdkv):  # the packed parts follow from the prompt
+        header = {"layout": header["layout"]}
+    assert list(fmt.tensors().items()) == list(header.items())
+    places = fmt.receive(header_of(tensors), Placed.of(fmt).regions)
+    assert list(header_of(places).items()) == list(header_of(tensors).items())
+
+
+@pytest.mark.parametrize("case", STORED)
+def test_a_stored_layer_lies_in_the_arena_bit_for_bit(case: str) -> None:
+    fmt, tensors, _ = compressed(case, 97)
+    placed = Placed.of(fmt)
+    cache = placed.open(tensors)
+    new_rows = [placed.regions[name][:, placed.num_prompt_rows :] for name in ("keys", "values")]
+    assert all(rows.shape[1] == NEW_TOKENS - 1 for rows in new_rows)
+    assert all(rows.isnan().all() for rows in new_rows)
+    if isinstance(cache, StoredCache):
+        received = cache.prompt.tensors
+        assert list(received) == list(tensors)
+        assert all(torch.equal(received[name], its) for name, its in tensors.items())
+        assert all(placed.holds(its) for its in received.values())
+
+
+@pytest.mark.parametrize("case", STORED)
+@pytest.mark.parametrize("name", ["head_rows", "index", "channels", "scales"])
+def test_what_prefill_never_makes_is_refused(case: str, name: str) -> None:
+    """Counts, positions, channels and scales of all ones: negative or NaN."""
+    fmt, tensors, _ = compressed(case, 97)
+    if name not in tensors:
+        assert name not in fmt.tensors()
+        return
+    tensors[name] = torch.full_like(tensors[name].view(torch.uint8), 0xFF).view(tensors[name].dtype)
+    with pytest.raises(InvalidTensors) as caught:
+        Placed.of(fmt).open(tensors)
+    assert caught.value.reason == "packed"
+
+
+def wrong_headers(header: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Headers that no such layer has."""
+    name = next(iter(header))
+    spec = header[name]
+    return {
+        "missing": {n: s for n, s in header.items() if n != name},
+        "one more": {**header, "more": spec},
+        "another name": {("other" if n == name else n): s for n, s in header.items()},
+        "another order": dict(reversed(header.items())),
+        "larger": {**header, name: replace(spec, shape=(*spec.shape[:-1], spec.shape[-1] + 1))},
+        "another rank": {**header, name: replace(spec, shape=(*spec.shape, 1))},
+        "no shape": {**header, name: replace(spec, shape=())},
+        "another dtype": {**header, name: replace(spec, dtype=torch.float64)},
+        "none": {},
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_other_tensors_than_the_layers_are_refused_before_their_bytes(case: str) -> None:
+    fmt, tensors, _ = compressed(case, 97)
+    placed = Placed.of(fmt)
+    for what, header in wrong_headers(header_of(tensors)).items():
+        with pytest.raises(InvalidTensors, match="expected") as caught:
+            fmt.receive(header, placed.regions)
+        assert caught.value.reason == "layer_header", what
+    assert (placed.buffer == NOT_WRITTEN).all()
+
+
+def test_every_format_and_every_eviction_is_among_the_cases() -> None:
+    made = [compressed(case, 97)[0] for case in CASES]
+    assert {type(fmt) for fmt in made} == {*FORMATS.values(), Evicting}
+    assert {fmt.attention for fmt in made if isinstance(fmt, Evicting)} == {"evict", "merge"}
+    assert [fmt.is_plain for fmt in made] == [isinstance(fmt, Rows) and fmt.wire_bits == 16 for fmt in made]

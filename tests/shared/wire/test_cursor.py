@@ -1,0 +1,189 @@
+"""The transfer cursor accepts exactly one order of bytes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvferry.shared.errors import TransferFailed
+from kvferry.shared.wire.cursor import TransferCursor
+from kvferry.shared.wire.frames import FrameHeader, MessageType
+from kvferry.shared.wire.messages import TENSOR_DTYPE_BYTES, LayerHeader, TensorHeader, TransferKey
+
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
+KEY = TransferKey(transfer_id=1, generation=1)
+
+tensors = st.builds(
+    lambda dtype, shape: (dtype, tuple(shape)),
+    st.sampled_from(list(TENSOR_DTYPE_BYTES)),
+    st.lists(st.integers(0, 4), max_size=4),
+)
+
+
+def layer_of(layer: int, *shapes: tuple[str, tuple[int, ...]]) -> LayerHeader:
+    """Tensors t0, t1, ... of these dtypes and shapes."""
+    headers = (
+        TensorHeader(name=f"t{n}", dtype=dtype, shape=shape) for n, (dtype, shape) in enumerate(shapes)
+    )
+    return LayerHeader(layer=layer, tensors=tuple(headers))
+
+
+def begin(cursor: TransferCursor, layer: LayerHeader) -> None:
+    cursor.pass_layer(cursor.sequence, layer)
+
+
+def walk(cursor: TransferCursor, layer: int, tensor: int, total: int, offset: int, size: int) -> None:
+    header = FrameHeader(
+        type=MessageType.BLOCK,
+        key=KEY,
+        sequence=cursor.sequence,
+        layer=layer,
+        tensor=tensor,
+        tensor_bytes=total,
+        offset=offset,
+    )
+    cursor.pass_block(header, size)
+
+
+def is_complete(cursor: TransferCursor) -> bool:
+    try:
+        cursor.check_complete()
+    except TransferFailed as incomplete:
+        return incomplete.reason != "incomplete"
+    return True
+
+
+@UNTIMED
+@given(st.lists(st.lists(tensors, max_size=5), min_size=1, max_size=5), st.data())
+def test_every_tensor_in_order_in_any_pieces_completes(
+    shapes: list[list[tuple[str, tuple[int, ...]]]], data: st.DataObject
+) -> None:
+    cursor = TransferCursor(len(shapes))
+    num_blocks = total_bytes = 0
+    for layer, its in enumerate(shapes):
+        assert not is_complete(cursor)
+        header = layer_of(layer, *its)
+        begin(cursor, header)
+        for number, tensor in enumerate(header.tensors):
+            total, offset = tensor.size_bytes, 0
+            while offset < total:
+                assert not is_complete(cursor)
+                size = data.draw(st.integers(1, total - offset))
+                walk(cursor, layer, number, total, offset, size)
+                offset += size
+                num_blocks += 1
+            total_bytes += total
+    assert is_complete(cursor)
+    assert cursor.sequence == len(shapes) + num_blocks
+    assert (cursor.num_blocks, cursor.payload_bytes) == (num_blocks, total_bytes)
+
+
+@given(tensors)
+def test_a_tensors_size_follows_its_shape_and_dtype(tensor: tuple[str, tuple[int, ...]]) -> None:
+    dtype, shape = tensor
+    width = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int16": 2, "uint8": 1}[dtype]
+    assert TensorHeader(name="t", dtype=dtype, shape=shape).size_bytes == math.prod(shape) * width
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        ((1, 0, 24, 0, 24), "order"),
+        ((0, 1, 24, 0, 24), "order"),
+        ((0, 2, 24, 0, 24), "order"),
+        ((0, 0, 24, 1, 23), "order"),
+        ((0, 0, 25, 0, 24), "size"),
+        ((0, 0, 24, 0, 25), "size"),
+        ((0, 0, 24, 0, 0), "size"),
+        ((0, 0, 12, 0, 12), "size"),
+    ],
+)
+def test_a_wrong_first_block_is_refused(step: tuple[int, int, int, int, int], reason: str) -> None:
+    cursor = TransferCursor(2)
+    begin(cursor, layer_of(0, ("float16", (3, 1, 4)), ("float16", (3, 1, 4))))
+    with pytest.raises(TransferFailed) as refused:
+        walk(cursor, *step)
+    assert refused.value.reason == reason
+
+
+def test_the_last_tensor_is_as_large_as_its_header_says() -> None:
+    cursor = TransferCursor(1)
+    begin(cursor, layer_of(0, ("float16", (24,)), ("float32", (3, 5))))
+    walk(cursor, 0, 0, 48, 0, 48)
+    assert not is_complete(cursor)
+    for wrong in (56, 64):
+        with pytest.raises(TransferFailed, match="implies 60"):
+            walk(cursor, 0, 1, wrong, 0, wrong)
+    walk(cursor, 0, 1, 60, 0, 60)
+    assert is_complete(cursor)
+
+
+def test_an_earlier_tensor_and_anything_after_the_end_are_refused() -> None:
+    cursor = TransferCursor(1)
+    begin(cursor, layer_of(0, ("int32", (3,)), ("float16", (12,))))
+    walk(cursor, 0, 0, 12, 0, 12)
+    walk(cursor, 0, 1, 24, 0, 23)
+    with pytest.raises(TransferFailed, match="layer 0 t1 offset 23 is expected"):
+        walk(cursor, 0, 0, 12, 0, 12)
+    walk(cursor, 0, 1, 24, 23, 1)
+    for after in (1, 2):
+        with pytest.raises(TransferFailed, match="nothing more is expected"):
+            walk(cursor, 0, after, 24, 0, 24)
+    with pytest.raises(TransferFailed, match="nothing more"):
+        begin(cursor, layer_of(1))
+
+
+def test_a_tensor_cannot_cut_the_one_before_it_short() -> None:
+    cursor = TransferCursor(1)
+    begin(cursor, layer_of(0, ("int32", (6,)), ("float16", (24,))))
+    walk(cursor, 0, 0, 24, 0, 12)
+    with pytest.raises(TransferFailed, match="t0 offset 12 is expected"):
+        walk(cursor, 0, 1, 48, 0, 48)
+
+
+def test_tensors_without_bytes_are_passed_over_and_a_layer_may_have_nothing_else() -> None:
+    cursor = TransferCursor(3)
+    begin(cursor, layer_of(0, ("int32", (0,)), ("uint8", (4,)), ("float16", (3, 0))))
+    with pytest.raises(TransferFailed) as refused:
+        walk(cursor, 0, 0, 0, 0, 0)
+    assert refused.value.reason == "order"
+    walk(cursor, 0, 1, 4, 0, 4)
+    begin(cursor, layer_of(1, ("int32", (0,)), ("float16", (3, 0))))
+    begin(cursor, layer_of(2))
+    assert is_complete(cursor)
+
+
+def test_headers_come_layer_by_layer_and_only_once_the_last_layer_is_whole() -> None:
+    cursor = TransferCursor(2)
+    first, second = layer_of(0, ("uint8", (4,))), layer_of(1, ("uint8", (4,)))
+    with pytest.raises(TransferFailed, match="the header of layer 0"):
+        begin(cursor, second)
+    with pytest.raises(TransferFailed, match="the header of layer 0 is expected"):
+        walk(cursor, 0, 0, 4, 0, 4)
+    begin(cursor, first)
+    walk(cursor, 0, 0, 4, 0, 3)
+    for early in (first, second):
+        with pytest.raises(TransferFailed, match="layer 0 t0 offset 3"):
+            begin(cursor, early)
+    walk(cursor, 0, 0, 4, 3, 1)
+    with pytest.raises(TransferFailed) as refused:
+        begin(cursor, first)
+    assert refused.value.reason == "order"
+    begin(cursor, second)
+
+
+@pytest.mark.parametrize("sequence", [0, 2])
+def test_headers_and_blocks_share_one_count(sequence: int) -> None:
+    cursor = TransferCursor(2)
+    begin(cursor, layer_of(0, ("uint8", (4,))))
+    block = FrameHeader(type=MessageType.BLOCK, key=KEY, sequence=sequence, tensor_bytes=4)
+    with pytest.raises(TransferFailed, match=f"block {sequence} came; number 1") as refused:
+        cursor.pass_block(block, 4)
+    assert refused.value.reason == "order"
+    walk(cursor, 0, 0, 4, 0, 4)
+    with pytest.raises(TransferFailed) as refused:
+        cursor.pass_layer(sequence + 1, layer_of(1))
+    assert refused.value.reason == "order"
