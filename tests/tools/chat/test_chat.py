@@ -14,6 +14,7 @@ import termios
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -171,8 +172,9 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(url: str) -> Iterator[Terminal]:
-    opened = Terminal("--url", url, "--session", "typed", "--max-tokens", "16")
+def terminal(url: str, tmp_path: Path) -> Iterator[Terminal]:
+    history = ("--input-history", str(tmp_path / "typed"))
+    opened = Terminal("--url", url, "--session", "typed", "--max-tokens", "16", *history)
     try:
         opened.read_until("/help for commands")
         opened.read_until(">")
@@ -181,7 +183,9 @@ def terminal(url: str) -> Iterator[Terminal]:
         opened.close()
 
 
-def test_on_a_terminal_lines_history_and_completion_work(terminal: Terminal, url: str) -> None:
+def test_on_a_terminal_lines_history_and_completion_work(
+    terminal: Terminal, url: str, tmp_path: Path
+) -> None:
     terminal.type("/bud\t")
     terminal.read_until("get")
     terminal.type(" 64\r")
@@ -205,6 +209,8 @@ def test_on_a_terminal_lines_history_and_completion_work(terminal: Terminal, url
     assert terminal.process.wait(timeout=60) == 0
     session = httpx.get(f"{url}/v1/sessions/typed", timeout=30, trust_env=False).json()
     assert session["turns"] == 1
+    stored = (tmp_path / "typed").read_text(encoding="utf-8").splitlines()
+    assert {"+/budget 64", "+what is the pin of the red castle ?"} <= set(stored)
 
 
 def test_an_interrupt_stops_the_answer_and_keeps_the_session(terminal: Terminal, url: str) -> None:
