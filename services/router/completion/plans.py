@@ -55,7 +55,7 @@ class PlanChooser:
         return self._default_plan
 
     def all(self) -> tuple[CompressionPlan, ...]:
-        """What each allowed method comes to without a budget in the request."""
+        """The plan of each allowed method where a request gives no budget."""
         return tuple(self.plan(KvCompression(method=method)) for method in self.allowed)
 
     async def choose(

@@ -50,13 +50,13 @@ _ACQUIRE = (
     _NOW
     + """
 -- KEYS session; ARGV token, lease_ms. Returns {1, committed, record} or {0}.
-local held = redis.call('HMGET', KEYS[1], 'holder', 'until', 'committed', 'record')
-local same_router = held[1] and router_of(held[1]) == router_of(ARGV[1])
-if held[1] and not same_router and tonumber(held[2]) > now_ms then return {0} end
+local fields = redis.call('HMGET', KEYS[1], 'holder', 'until', 'committed', 'record')
+local same_router = fields[1] and router_of(fields[1]) == router_of(ARGV[1])
+if fields[1] and not same_router and tonumber(fields[2]) > now_ms then return {0} end
 redis.call('HINCRBY', KEYS[1], 'generation', 1)
 redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'until', now_ms + ARGV[2])
 extend(KEYS[1], ARGV[2] * 4)
-return {1, held[3] or '', held[4] or ''}
+return {1, fields[3] or '', fields[4] or ''}
 """
 )
 
@@ -115,11 +115,11 @@ _WRITE_BACK = (
 -- KEYS session, index, tokens; ARGV the commit that the record builds on ('' for none), the router, then as
 -- `put`. Returns 1, 0 where the session has a newer commit, 2 while another router has it. The router that
 -- writes back has no turn of the session: a lease of its own is left over from a call that arrived late.
-local held = redis.call('HMGET', KEYS[1], 'holder', 'until', 'committed')
-if held[3] == ARGV[5] then return 1 end
-local ours = held[1] and router_of(held[1]) == ARGV[2]
-if held[1] and not ours and tonumber(held[2]) > now_ms then return 2 end
-if held[3] and held[3] ~= ARGV[1] then return 0 end
+local fields = redis.call('HMGET', KEYS[1], 'holder', 'until', 'committed')
+if fields[3] == ARGV[5] then return 1 end
+local ours = fields[1] and router_of(fields[1]) == ARGV[2]
+if fields[1] and not ours and tonumber(fields[2]) > now_ms then return 2 end
+if fields[3] and fields[3] ~= ARGV[1] then return 0 end
 if ours then redis.call('HDEL', KEYS[1], 'holder', 'until') end
 return put(3)
 """
@@ -127,13 +127,13 @@ return put(3)
 
 _DELETE = """
 -- KEYS session, index, tokens; ARGV marker, ttl_ms, session_id. Returns whether there was anything.
-local held = redis.call('HMGET', KEYS[1], 'holder', 'record', 'committed', 'generation')
-if held[3] == ARGV[1] then return 1 end
+local fields = redis.call('HMGET', KEYS[1], 'holder', 'record', 'committed', 'generation')
+if fields[3] == ARGV[1] then return 1 end
 redis.call('ZREM', KEYS[2], ARGV[3])
 redis.call('HDEL', KEYS[3], ARGV[3])
-if not held[1] and not held[2] then return 0 end
+if not fields[1] and not fields[2] then return 0 end
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'generation', held[4] + 1, 'committed', ARGV[1])
+redis.call('HSET', KEYS[1], 'generation', fields[4] + 1, 'committed', ARGV[1])
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return 1
 """

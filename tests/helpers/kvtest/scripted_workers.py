@@ -43,7 +43,7 @@ TIMEOUT_S = 10.0
 
 @dataclass
 class Transfer:
-    """One reservation: where the scripted prefill tells the scripted decode that it is done."""
+    """One reservation: the scripted prefill puts the first token here for the scripted decode."""
 
     first_token: asyncio.Future[SampledToken] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -192,7 +192,7 @@ class ScriptedDecode(_Worker):
 
 
 class ScriptedPrefill(_Worker):
-    """Answers with the script's first token, and keeps token ids where a real worker keeps KV."""
+    """Answers with the script's first token, and stores token ids where a real worker stores KV."""
 
     def __init__(self, script: Script, wire: Wire) -> None:
         super().__init__("prefill", script)
@@ -234,9 +234,9 @@ class ScriptedPrefill(_Worker):
     def _reused(self, request: PrefillRequest) -> int:
         if request.session is None:
             return 0
-        held = self.history.get(request.session) or self.history.get(request.document) or ()
+        stored = self.history.get(request.session) or self.history.get(request.document) or ()
         same = itertools.takewhile(
-            lambda pair: pair[0] == pair[1], zip(held, request.prompt_token_ids, strict=False)
+            lambda pair: pair[0] == pair[1], zip(stored, request.prompt_token_ids, strict=False)
         )
         return min(sum(1 for _ in same), len(request.prompt_token_ids) - 1)
 
@@ -261,6 +261,6 @@ class ScriptedPrefill(_Worker):
         return info
 
     def _info(self, session: SessionKey) -> HistoryInfo:
-        held = self.history.get(session, ())
-        size_bytes = len(held) * self.script.spec.kv_token_bytes
-        return HistoryInfo(num_tokens=len(held), size_bytes=size_bytes, tier="memory" if held else "none")
+        stored = self.history.get(session, ())
+        size_bytes = len(stored) * self.script.spec.kv_token_bytes
+        return HistoryInfo(num_tokens=len(stored), size_bytes=size_bytes, tier="memory" if stored else "none")

@@ -136,7 +136,7 @@ async def test_workers_come_and_go_with_their_name() -> None:
         with it.pool.worker("a").busy():
             it.names = ("b",)
             await asyncio.sleep(0.1)
-            assert it.pool.worker("a") is not None  # a turn is under way there
+            assert it.pool.worker("a") is not None  # a turn is in flight there
         await eventually(lambda: it.pool.worker("a") is None)
         assert it.closed == ["a"]
         it.names = ()  # the name does not resolve for a moment

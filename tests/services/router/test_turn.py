@@ -1,0 +1,137 @@
+"""A turn read directly: an async generator over scripted workers, without HTTP, text or sessions' records."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from kvtest.router import SPEC, eventually, scripted_token
+from kvtest.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, Wire
+
+from kvferry.services.router.turn.attempt import Admitted, Finished, TurnRequest
+from kvferry.services.router.turn.turn import BackgroundTasks, Turn, TurnRunner
+from kvferry.services.router.turn.worker_pool import WorkerPool
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.errors import DeadlineExceeded, WorkerUnavailable
+from kvferry.shared.metrics import RouterMetrics
+from kvferry.shared.sampling.params import SampledToken, SamplingParams
+
+PROMPT = (100, 101, 102)
+NUM_TOKENS = 6
+
+
+class Assembler:
+    """No stop strings: no token ends the text."""
+
+    stopped = False
+
+    def push(self, token_id: int) -> Assembler:
+        return self
+
+
+class Workers:
+    """One worker of each role, and a runner over them."""
+
+    def __init__(self) -> None:
+        wire = Wire()
+        self.script = Script(spec=SPEC, token=scripted_token, new_assembler=lambda stop: Assembler())  # type: ignore[arg-type,return-value]
+        self.prefill, self.decode = ScriptedPrefill(self.script, wire), ScriptedDecode(self.script, wire)
+        self.tasks = BackgroundTasks()
+        self.runner = TurnRunner(
+            prefill=WorkerPool.of_clients("prefill", {"p": self.prefill}, status_interval_s=0.02),
+            decode=WorkerPool.of_clients("decode", {"d": self.decode}, status_interval_s=0.02),
+            tasks=self.tasks,
+            metrics=RouterMetrics(),
+            max_recoveries=3,
+            backoff_s=0.01,
+            recovery_wait_s=5.0,
+        )
+
+    def request(self, **fields: Any) -> TurnRequest:
+        return TurnRequest(
+            request_id="r",
+            model=SPEC,
+            prompt_token_ids=PROMPT,
+            plan=plan_for("full"),
+            sampling=SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
+            deadline_s=asyncio.get_running_loop().time() + fields.pop("time_s", 30.0),
+            session=SessionKey(owner="o", session_id="s"),
+            **fields,
+        )
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[Workers]:
+    made = Workers()
+    await asyncio.gather(made.runner.prefill.start(), made.runner.decode.start())
+    yield made
+    await made.tasks.close(1.0)
+    await asyncio.gather(made.runner.prefill.close(), made.runner.decode.close())
+
+
+def expected(workers: Workers) -> list[int]:
+    sampling = workers.request().sampling
+    return [scripted_token(PROMPT, index, sampling) for index in range(NUM_TOKENS)]
+
+
+async def test_a_turn_yields_admission_each_token_once_and_the_end(workers: Workers) -> None:
+    turn = Turn(workers.runner, workers.request())
+    events = [event async for event in turn.events()]
+    assert isinstance(events[0], Admitted)
+    assert [event.token_id for event in events if isinstance(event, SampledToken)] == expected(workers)
+    assert events[-1] == Finished(reason="length")
+    assert len(events) == NUM_TOKENS + 2
+    assert turn.stats.first is not None
+    assert workers.prefill.active == workers.decode.active == set()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_lost_workers_repeat_neither_admission_nor_tokens(workers: Workers, count: int) -> None:
+    def lose(num_tokens: int) -> None:
+        if num_tokens == count:
+            raise WorkerUnavailable("gone")
+
+    workers.decode.faults = [lose, lose]
+    turn = Turn(workers.runner, workers.request())
+    events = [event async for event in turn.events()]
+    assert sum(isinstance(event, Admitted) for event in events) == 1
+    assert [event.token_id for event in events if isinstance(event, SampledToken)] == expected(workers)
+    assert turn.stats.replays == 2
+    assert turn.stats.token_ids == expected(workers)
+
+
+async def test_closing_the_generator_frees_both_workers_and_what_prefill_staged(workers: Workers) -> None:
+    workers.script.token_delay_s = 0.01
+    async with aclosing(Turn(workers.runner, workers.request()).events()) as events:
+        async for event in events:
+            if isinstance(event, SampledToken):
+                break
+    assert workers.prefill.active == workers.decode.active == set()
+    await eventually(lambda: workers.prefill.staged == {})
+    assert len(workers.prefill.aborted) == 1
+
+
+async def test_a_cut_turn_yields_no_more_tokens_and_ends(workers: Workers) -> None:
+    workers.script.token_delay_s = 0.02
+    turn = Turn(workers.runner, workers.request(keeps_cut_off=True))
+    assert not turn.cut()  # nothing was delivered yet
+    tokens, last = 0, None
+    async for last in turn.events():
+        if isinstance(last, SampledToken):
+            tokens += 1
+            assert tokens < 2 or turn.cut()
+    assert tokens == 2
+    assert isinstance(last, Finished)
+    assert turn.stats.token_ids == expected(workers)[:2]
+
+
+async def test_a_turn_run_for_its_effects_ends_at_its_deadline(workers: Workers) -> None:
+    assert (await workers.runner.run(workers.request())).token_ids == expected(workers)
+    workers.script.prefill_delay_s = 5.0
+    with pytest.raises(DeadlineExceeded):
+        await workers.runner.run(workers.request(time_s=0.1))
+    assert workers.prefill.active == workers.decode.active == set()
