@@ -96,6 +96,7 @@ class Completion:
         """The client left. A completion that has ended goes on to its commit, and so does what a session's
         stream has delivered."""
         if not self._closed and not self._cut_off(None) and self._task is not None:
+            self._close(None)
             self._task.cancel()
 
     async def run(self) -> None:
@@ -109,10 +110,10 @@ class Completion:
                 await self._answer(lease)
         except KvferryError as error:
             if self._closed:
-                self._log.warning("turn was not added to its session", error=error.message)
+                self._log.warning("completion failed after its answer had ended", error=error.message)
             self._close(error)
         except asyncio.CancelledError:
-            # The client left, and nobody reads this; or the router is stopping, and the client is told.
+            # The router is stopping, or the client has left and `cancel` has closed the answer.
             self._close(Overloaded("The server is shutting down"))
             raise
         except Exception:
