@@ -13,6 +13,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
+from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
     FirstToken,
@@ -56,7 +57,8 @@ class Wire:
     def __init__(self) -> None:
         self.transfers: dict[int, Transfer] = {}
 
-    def open(self) -> Ticket:
+    def open(self, request: GenerateRequest, spec: ModelSpec) -> Ticket:
+        """A ticket for a request, with its plan resolved, as a decode worker gives it."""
         transfer_id = secrets.randbits(63)
         self.transfers[transfer_id] = Transfer()
         return Ticket(
@@ -66,6 +68,13 @@ class Wire:
             credit_bytes=1 << 20,
             lease_s=30.0,
             reserved_bytes=4096,
+            plan=resolve_plan(
+                request.plan,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                max_new_tokens=request.sampling.max_tokens,
+                num_layers=spec.num_layers,
+                head_dim=spec.head_dim,
+            ),
         )
 
 
@@ -162,7 +171,7 @@ class ScriptedDecode(_Worker):
         fault = self._next_fault(request.probe)
         with self._turn(request):
             fault(-1)
-            ticket = self._wire.open()
+            ticket = self._wire.open(request, self.script.spec)
             yield TicketIssued(ticket=ticket)
             first = await asyncio.wait_for(self._wire.transfers[ticket.transfer_id].first_token, TIMEOUT_S)
             yield TransferAccepted(transfer_s=0.001)
@@ -214,9 +223,10 @@ class ScriptedPrefill(_Worker):
             fault(0)
             sampling = request.sampling
             token = self.script.sample(request.prompt_token_ids, sampling, sampling.first_index)
+            assert request.ticket.plan is not None
             yield FirstToken(
                 token=token,
-                method="full" if request.plan.method == "full" else request.plan.method,
+                method=request.ticket.plan.plan.method,
                 reused_tokens=self._reused(request),
                 full_bytes=len(request.prompt_token_ids) * self.script.spec.kv_token_bytes,
                 prefill_s=0.002,

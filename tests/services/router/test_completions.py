@@ -262,7 +262,7 @@ async def test_compression_override_reaches_the_workers(
     stack: Any, wanted: dict[str, Any], method: str, tokens: int | None, retention: float | None
 ) -> None:
     answer = await chat(stack, max_tokens=1, extra_body={"kv_compression": wanted})
-    plan = stack.prefill[0].requests[-1].plan
+    plan = stack.prefill[0].requests[-1].ticket.plan.plan  # as the ticket carries it
     assert plan == stack.decode[0].requests[-1].plan
     assert (plan.method, plan.budget.tokens, plan.budget.retention) == (method, tokens, retention)
     assert answer.kv["method"] == method
@@ -277,7 +277,7 @@ async def test_an_answer_says_why_nothing_was_compressed(stack: Any) -> None:
 async def test_parameters_of_a_request_reach_the_workers(stack: Any) -> None:
     wanted = {"method": "rdkv", "retention": 0.5, "parameters": {"epsilon_table": "Qwen3-4B", "window": 8}}
     await chat(stack, max_tokens=1, extra_body={"kv_compression": wanted})
-    plan = stack.prefill[0].requests[-1].plan
+    plan = stack.prefill[0].requests[-1].ticket.plan.plan  # as the ticket carries it
     assert plan == stack.decode[0].requests[-1].plan
     assert plan == plan_for(
         "rdkv", budget=Budget(retention=0.5), overrides={"epsilon_table": "Qwen3-4B", "window": 8}

@@ -45,7 +45,7 @@ async def test_quality_picks_the_prompts_retention_for_both_workers_and_reports_
         assert reply.status_code == 200, reply.text
         kv = reply.json()["kv"]
         assert kv["quality"] == 0.9
-        asked = [worker.requests[-1].plan for worker in (stack.prefill[0], stack.decode[0])]
+        asked = [stack.prefill[0].requests[-1].ticket.plan.plan, stack.decode[0].requests[-1].plan]
         assert [plan.budget.retention for plan in asked] == [kv["retention"]] * 2
         assert asked[0].method == "snapkv"
         seen.append(kv["retention"])
