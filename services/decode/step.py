@@ -19,8 +19,7 @@ from kvferry.kernels.decode_batch import in_buckets
 from kvferry.services.decode.attention import BatchAttention, Members
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.sampling.batch import BatchSampler
-from kvferry.shared.sampling.draw import Flavour
-from kvferry.shared.sampling.sampler import SequenceSampler
+from kvferry.shared.sampling.sampler import Flavour, SequenceSampler
 
 _NO_TOKEN = -1
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvferry.shared.sampling.draw import GREEDY, Flavour, Penalties, draw, numbers_of
-from kvferry.shared.sampling.sampler import SequenceSampler
+from kvferry.shared.sampling.sampler import GREEDY, Flavour, Penalties, SequenceSampler, draw, numbers_of
 
 AHEAD_TOKENS = 64
 """The number of tokens whose uniform numbers are on the device at a time."""

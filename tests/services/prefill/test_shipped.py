@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvferry.services.prefill.shipped import ShippedSelection, ShippedSelections
+from kvferry.services.prefill.session_turns import ShippedSelection, ShippedSelections
 from kvferry.shared.control.messages import SessionKey
 
 

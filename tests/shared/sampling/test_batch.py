@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from kvferry.shared.sampling.batch import AHEAD_TOKENS, BatchSampler
-from kvferry.shared.sampling.draw import Flavour
 from kvferry.shared.sampling.params import SamplingParams
-from kvferry.shared.sampling.sampler import SequenceSampler
+from kvferry.shared.sampling.sampler import Flavour, SequenceSampler
 
 VOCAB = 37
 CPU = torch.device("cpu")
