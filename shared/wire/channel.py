@@ -30,7 +30,7 @@ class Received:
     """One message's frames, as views of the transport's own memory."""
 
     peer: Peer
-    frames: Sequence[memoryview]
+    frames: Sequence[memoryview | bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class Channel(Protocol):
         """
         ...
 
-    def send(self, peer: Peer, header: bytes, payload: memoryview) -> SendResult:
-        """Never waits. The payload is not copied and must stay as it is until the transfer is over."""
+    def send(self, peer: Peer, frames: Sequence[memoryview | bytes]) -> SendResult:
+        """Never waits. Large frames are not copied and must stay as they are until the transfer is over."""
         ...
 
     def poll(self, timeout_s: float) -> list[Received | PeerLost]:

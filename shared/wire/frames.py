@@ -1,59 +1,54 @@
-"""The block wire's messages as two frames each: a fixed 56-byte header and a payload.
+"""The block wire's messages as bytes: a fixed 56-byte header frame, then frames of payload.
 
 Place in the request's path: under the sender and receiver state machines, above the channels. Packs and
-checks headers and checksums; `records.py` has the structured payloads, `proto/BLOCKS.md` documents the
-format. Order, credits and the sizes of tensors are checked elsewhere.
+checks headers and checksums, and the records (manifest, layer, end, nack, abort), which travel as msgpack: a
+record is refused unless it has every field, no other, of the right type and within the bounds of
+`messages.py`. `proto/BLOCKS.md` documents the format. Order and credits are checked elsewhere; the sink
+compares manifest and layers with its model and reservation.
 """
 
 from __future__ import annotations
 
-import enum
+import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
+import msgspec
 import xxhash
 
-from kvferry.shared.errors import ProtocolMismatch, TransferFailed
+from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, TransferFailed
 from kvferry.shared.wire.messages import (
     MAX_LAYER_TENSORS,
     MAX_MANIFEST_BYTES,
     MAX_PAYLOAD_BYTES,
+    MAX_TOKENS,
+    MAX_TOTAL_BYTES,
     PROTOCOL_VERSION,
-    BlockHeader,
+    EndRecord,
+    FrameHeader,
+    LayerHeader,
+    Manifest,
+    MessageType,
     TransferKey,
 )
 
 MAGIC = b"KVFB"
 HEADER = struct.Struct("<4sHBBQIIHHIQQQ")
-"""magic, version, type, tensor, transfer_id, generation, sequence, layer, reserved, payload_bytes,
-tensor_bytes, offset, checksum."""
+"""magic, version, type, reserved, transfer_id, generation, sequence, layer, reserved, payload_bytes,
+total_bytes, offset, checksum."""
 HEADER_BYTES = HEADER.size
 _CHECKSUM = struct.Struct("<Q")
 _CHECKED_BYTES = HEADER_BYTES - _CHECKSUM.size
 _KEY = struct.Struct("<QI")
 _KEY_OFFSET = 8
 
-NO_PAYLOAD = memoryview(b"")
-
-
-class MessageType(enum.IntEnum):
-    """What a message is. The first six come from the sender, the last three from the receiver."""
-
-    MANIFEST = 1
-    LAYER = 2
-    BLOCK = 3
-    END = 4
-    ABORT = 5
-    KEEPALIVE = 6
-    CREDIT = 7
-    ACK = 8
-    NACK = 9
-
-
+NO_PAYLOAD = (memoryview(b""),)
+MAX_LAYER_RECORD_BYTES = 4096
 MAX_PAYLOAD_BYTES_BY_TYPE: dict[MessageType, int] = {
     MessageType.MANIFEST: MAX_MANIFEST_BYTES,
-    MessageType.LAYER: 4096,
+    MessageType.LAYER: MAX_LAYER_RECORD_BYTES + MAX_PAYLOAD_BYTES,
     MessageType.BLOCK: MAX_PAYLOAD_BYTES,
     MessageType.END: MAX_MANIFEST_BYTES,
     MessageType.ABORT: 4096,
@@ -62,48 +57,21 @@ MAX_PAYLOAD_BYTES_BY_TYPE: dict[MessageType, int] = {
     MessageType.ACK: 0,
     MessageType.NACK: 8192,
 }
+_MAX_FRAMES = {MessageType.LAYER: 2 + MAX_LAYER_TENSORS, MessageType.BLOCK: 1 + MAX_LAYER_TENSORS}
+"""Of a message, its header included; 2 of the other types."""
+_MAX_MESSAGE_CHARS = 1024
+_REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class FrameHeader:
-    """The header's fields, checksum and payload size aside. Fields that a type does not use are zero.
-
-    Attributes:
-        sequence: LAYER, BLOCK: the message's number among them in the transfer.
-        layer: BLOCK.
-        tensor: BLOCK: index into the layer's header.
-        tensor_bytes: BLOCK: size of the whole tensor; CREDIT: payload bytes written so far in total.
-        offset: BLOCK: where the payload starts in its tensor, in bytes.
-    """
-
-    type: MessageType
-    key: TransferKey
-    sequence: int = 0
-    layer: int = 0
-    tensor: int = 0
-    tensor_bytes: int = 0
-    offset: int = 0
-
-    def block(self) -> BlockHeader:
-        """The header of a BLOCK as a sink sees it."""
-        assert self.type is MessageType.BLOCK
-        return BlockHeader(
-            key=self.key,
-            sequence=self.sequence,
-            layer=self.layer,
-            tensor=self.tensor,
-            tensor_bytes=self.tensor_bytes,
-            offset=self.offset,
-        )
-
-
-def encode_header(header: FrameHeader, payload: memoryview | bytes = NO_PAYLOAD) -> bytes:
-    """Pack a header with the checksum over itself and its payload, which is not copied.
+def encode_header(header: FrameHeader, payload: Sequence[memoryview | bytes] = NO_PAYLOAD) -> bytes:
+    """Pack a header with the checksum over itself and its payload's frames, which are not copied.
 
     Raises:
-        TransferFailed: a field does not fit its width.
+        TransferFailed: the payload is too large, or a field does not fit its width.
     """
-    payload_bytes = memoryview(payload).nbytes
+    payload_bytes = 0
+    for frame in payload:
+        payload_bytes += memoryview(frame).nbytes
     if payload_bytes > MAX_PAYLOAD_BYTES_BY_TYPE[header.type]:
         raise TransferFailed(
             f"{header.type.name} payload is {payload_bytes} bytes; at most"
@@ -115,14 +83,14 @@ def encode_header(header: FrameHeader, payload: memoryview | bytes = NO_PAYLOAD)
             MAGIC,
             PROTOCOL_VERSION,
             header.type,
-            header.tensor,
+            0,
             header.key.transfer_id,
             header.key.generation,
             header.sequence,
             header.layer,
             0,
             payload_bytes,
-            header.tensor_bytes,
+            header.total_bytes,
             header.offset,
             0,
         )
@@ -132,25 +100,28 @@ def encode_header(header: FrameHeader, payload: memoryview | bytes = NO_PAYLOAD)
     return checked + _CHECKSUM.pack(_checksum(checked, payload))
 
 
-def decode_message(frames: Sequence[memoryview | bytes]) -> tuple[FrameHeader, memoryview]:
+def decode_message(frames: Sequence[memoryview | bytes]) -> tuple[FrameHeader, list[memoryview]]:
     """Check and unpack one message.
 
     Args:
-        frames: header frame and payload frame.
+        frames: header frame and payload frames.
 
     Returns:
-        The header, and the payload as a view of the frame given.
+        The header, and the payload as views of the frames given.
 
     Raises:
         ProtocolMismatch: not this protocol or version, or fields that no peer of it would send.
         TransferFailed: the checksum is wrong.
     """
-    if len(frames) != 2:
-        raise _malformed(f"message has {len(frames)} frames; 2 are allowed")
-    raw, payload = memoryview(frames[0]), memoryview(frames[1])
+    if len(frames) < 2:
+        raise _malformed(f"message has {len(frames)} frames; at least 2 are allowed")
+    raw, *payload = [memoryview(frame) for frame in frames]
     if raw.nbytes != HEADER_BYTES:
         raise _malformed(f"header frame is {raw.nbytes} bytes; it must be {HEADER_BYTES}")
-    magic, version, *fields, checksum = HEADER.unpack_from(raw)
+    (
+        magic, version, type_code, reserved, transfer_id, generation, sequence, layer, reserved_too,
+        payload_bytes, total_bytes, offset, checksum,
+    ) = HEADER.unpack_from(raw)  # fmt: skip
     if magic != MAGIC:
         raise _malformed(f"header starts with {magic!r}; it must be {MAGIC!r}")
     if version != PROTOCOL_VERSION:
@@ -160,7 +131,43 @@ def decode_message(frames: Sequence[memoryview | bytes]) -> tuple[FrameHeader, m
         )
     if _checksum(raw[:_CHECKED_BYTES], payload) != checksum:
         raise TransferFailed("checksum of a message does not match its bytes", reason="checksum")
-    return _checked_header(fields, payload.nbytes), payload
+    try:
+        message_type = MessageType(type_code)
+    except ValueError:
+        raise _malformed(f"message type is {type_code}; 1 to {max(MessageType)} are allowed") from None
+    if len(frames) > _MAX_FRAMES.get(message_type, 2):
+        raise _malformed(f"{message_type.name} has {len(frames)} frames; too many")
+    if reserved or reserved_too:
+        raise _malformed(f"reserved fields are {reserved} and {reserved_too}; they must be 0")
+    frame_bytes = 0
+    for frame in payload:
+        frame_bytes += frame.nbytes
+    if payload_bytes != frame_bytes:
+        raise _malformed(f"header declares {payload_bytes} payload bytes; the frames have {frame_bytes}")
+    if payload_bytes > MAX_PAYLOAD_BYTES_BY_TYPE[message_type]:
+        raise _malformed(
+            f"{message_type.name} payload is {payload_bytes} bytes; at most"
+            f" {MAX_PAYLOAD_BYTES_BY_TYPE[message_type]} are allowed"
+        )
+    if message_type is MessageType.BLOCK:
+        if payload_bytes == 0:
+            raise _malformed("block is empty; it must carry at least 1 byte")
+        if offset + payload_bytes > total_bytes:
+            raise _malformed(
+                f"block covers bytes {offset} to {offset + payload_bytes} of a layer of {total_bytes}"
+            )
+    elif (
+        layer
+        or offset
+        or (sequence and message_type is not MessageType.LAYER)
+        or (total_bytes and message_type is not MessageType.CREDIT)
+    ):
+        raise _malformed(f"{message_type.name} sets fields that only other types have")
+    key = TransferKey(transfer_id=transfer_id, generation=generation)
+    header = FrameHeader(
+        type=message_type, key=key, sequence=sequence, layer=layer, total_bytes=total_bytes, offset=offset
+    )
+    return header, payload
 
 
 def peek_key(frames: Sequence[memoryview | bytes]) -> TransferKey | None:
@@ -172,57 +179,168 @@ def peek_key(frames: Sequence[memoryview | bytes]) -> TransferKey | None:
     return TransferKey(transfer_id=transfer_id, generation=generation)
 
 
-def _checked_header(fields: list[int], frame_bytes: int) -> FrameHeader:
-    (
-        type_code, tensor, transfer_id, generation, sequence, layer, reserved, payload_bytes, tensor_bytes,
-        offset,
-    ) = fields  # fmt: skip
-    try:
-        message_type = MessageType(type_code)
-    except ValueError:
-        raise _malformed(f"message type is {type_code}; 1 to {max(MessageType)} are allowed") from None
-    if reserved != 0:
-        raise _malformed(f"reserved field is {reserved}; it must be 0")
-    if payload_bytes != frame_bytes:
-        raise _malformed(f"header declares {payload_bytes} payload bytes; the frame has {frame_bytes}")
-    if payload_bytes > MAX_PAYLOAD_BYTES_BY_TYPE[message_type]:
-        raise _malformed(
-            f"{message_type.name} payload is {payload_bytes} bytes; at most"
-            f" {MAX_PAYLOAD_BYTES_BY_TYPE[message_type]} are allowed"
-        )
-    if message_type is MessageType.BLOCK:
-        if tensor >= MAX_LAYER_TENSORS:
-            raise _malformed(f"block tensor is {tensor}; 0 to {MAX_LAYER_TENSORS - 1} are allowed")
-        if payload_bytes == 0:
-            raise _malformed("block is empty; it must carry at least 1 byte")
-        if offset + payload_bytes > tensor_bytes:
-            raise _malformed(
-                f"block covers bytes {offset} to {offset + payload_bytes} of a tensor of {tensor_bytes}"
-            )
-    elif (
-        tensor
-        or layer
-        or offset
-        or (sequence and message_type is not MessageType.LAYER)
-        or (tensor_bytes and message_type is not MessageType.CREDIT)
-    ):
-        raise _malformed(f"{message_type.name} sets fields that only other types have")
-    return FrameHeader(
-        type=message_type,
-        key=TransferKey(transfer_id=transfer_id, generation=generation),
-        sequence=sequence,
-        layer=layer,
-        tensor=tensor,
-        tensor_bytes=tensor_bytes,
-        offset=offset,
-    )
-
-
-def _checksum(checked_header: memoryview | bytes, payload: memoryview | bytes) -> int:
+def _checksum(checked_header: memoryview | bytes, payload: Sequence[memoryview | bytes]) -> int:
     digest = xxhash.xxh3_64(checked_header)
-    digest.update(payload)
+    for frame in payload:
+        digest.update(frame)
     return digest.intdigest()
 
 
+# ---- records -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class NackRecord:
+    """Why a receiver refuses: the error's class, reason and message."""
+
+    kind: str
+    reason: Annotated[str, msgspec.Meta(pattern=rf"^{_REASON.pattern}\Z")]
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbortRecord:
+    """Why a sender gave up."""
+
+    reason: Annotated[str, msgspec.Meta(pattern=rf"^{_REASON.pattern}\Z")]
+
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Record = TypeVar("_Record", bound="DataclassInstance")
+_MANIFEST = msgspec.msgpack.Decoder(Manifest)
+_LAYER = msgspec.msgpack.Decoder(LayerHeader)
+_END = msgspec.msgpack.Decoder(EndRecord)
+_NACK = msgspec.msgpack.Decoder(NackRecord)
+_ABORT = msgspec.msgpack.Decoder(AbortRecord)
+_KINDS: dict[str, type[TransferFailed]] = {
+    kind.__name__: kind for kind in (TransferFailed, ProtocolMismatch, LeaseExpired)
+}
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Raises ProtocolMismatch where a field is out of range or the whole too large."""
+    payload = _encode(manifest, MAX_MANIFEST_BYTES)
+    decode_manifest(payload)
+    return payload
+
+
+def decode_manifest(payload: memoryview | bytes) -> Manifest:
+    """Raises ProtocolMismatch on anything that `encode_manifest` does not write."""
+    manifest = _decode(_MANIFEST, payload, MAX_MANIFEST_BYTES)
+    if manifest.layer_rows and len(manifest.layer_rows) != manifest.num_layers:
+        raise _malformed(
+            f"layer_rows has {len(manifest.layer_rows)} entries; none or {manifest.num_layers} are allowed"
+        )
+    return manifest
+
+
+def encode_layer(layer: LayerHeader) -> bytes:
+    """Raises ProtocolMismatch where a field is out of range."""
+    payload = _encode(layer, MAX_LAYER_RECORD_BYTES)
+    decode_layer(payload)
+    return payload
+
+
+def decode_layer(payload: memoryview | bytes) -> LayerHeader:
+    """Raises ProtocolMismatch on anything that `encode_layer` does not write."""
+    layer = _decode(_LAYER, payload, MAX_LAYER_RECORD_BYTES)
+    names = set()
+    for tensor in layer.tensors:
+        names.add(tensor.name)
+        if tensor.size_bytes > MAX_TOTAL_BYTES:
+            raise _malformed(
+                f"layer {layer.layer} has a tensor {tensor.name!r} of {tensor.dtype} and shape"
+                f" {tensor.shape}; at most {MAX_TOTAL_BYTES} bytes are allowed"
+            )
+    if len(names) < len(layer.tensors):
+        raise _malformed(
+            f"layer {layer.layer} has tensors {[tensor.name for tensor in layer.tensors]}; different names"
+            " are allowed"
+        )
+    return layer
+
+
+def encode_end(end: EndRecord) -> bytes:
+    """Raises ProtocolMismatch where a field is out of range."""
+    payload = _encode(end, MAX_MANIFEST_BYTES)
+    decode_end(payload)
+    return payload
+
+
+def decode_end(payload: memoryview | bytes) -> EndRecord:
+    """Raises ProtocolMismatch on anything that `encode_end` does not write."""
+    end = _decode(_END, payload, MAX_MANIFEST_BYTES)
+    if (token := end.first_token) is not None:
+        numbers = [token.token_id, token.index, *(token_id for token_id, _ in token.top_logprobs)]
+        if not 0 <= min(numbers) <= max(numbers) <= MAX_TOKENS:
+            raise _malformed(f"first_token has numbers {numbers[:8]}; 0 to {MAX_TOKENS} are allowed")
+    return end
+
+
+def encode_nack(error: KvferryError) -> bytes:
+    """An error as its sender will raise it; its class survives if it is TransferFailed or below."""
+    kind = type(error).__name__ if type(error).__name__ in _KINDS else TransferFailed.__name__
+    message = error.message[:_MAX_MESSAGE_CHARS]
+    record = NackRecord(kind=kind, reason=clean_reason(error.reason), message=message)
+    return _encode(record, MAX_PAYLOAD_BYTES_BY_TYPE[MessageType.NACK])
+
+
+def decode_nack(payload: memoryview | bytes) -> TransferFailed:
+    """The error to raise, not raised. Raises ProtocolMismatch on what `encode_nack` does not write."""
+    record = _decode(_NACK, payload, MAX_PAYLOAD_BYTES_BY_TYPE[MessageType.NACK])
+    if record.kind not in _KINDS:
+        raise _malformed(f"kind is {record.kind!r}; {', '.join(_KINDS)} are allowed")
+    return _KINDS[record.kind](record.message, reason=record.reason)
+
+
+def encode_abort(reason: str) -> bytes:
+    """A reason that is no label travels as "other"."""
+    return _encode(AbortRecord(reason=clean_reason(reason)), MAX_PAYLOAD_BYTES_BY_TYPE[MessageType.ABORT])
+
+
+def decode_abort(payload: memoryview | bytes) -> str:
+    """The sender's reason. Raises ProtocolMismatch on what `encode_abort` does not write."""
+    return _decode(_ABORT, payload, MAX_PAYLOAD_BYTES_BY_TYPE[MessageType.ABORT]).reason
+
+
+def clean_reason(reason: str) -> str:
+    """A reason fit to travel and to label a counter: `[a-z][a-z0-9_]*`, at most 64 characters."""
+    return reason if _REASON.fullmatch(reason) else "other"
+
+
+def _encode(record: object, limit_bytes: int) -> bytes:
+    name = type(record).__name__
+    try:
+        payload = msgspec.msgpack.encode(record)
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
+        raise ProtocolMismatch(f"{name} cannot be encoded: {error}", reason="malformed") from error
+    if len(payload) > limit_bytes:
+        raise ProtocolMismatch(
+            f"{name} is {len(payload)} bytes; at most {limit_bytes} are allowed", reason="size"
+        )
+    return payload
+
+
+def _decode(
+    decoder: msgspec.msgpack.Decoder[_Record], payload: memoryview | bytes, limit_bytes: int
+) -> _Record:
+    """What was read is compared with what was understood, so that unknown keys, missing ones and values such
+    as NaN are found."""
+    size_bytes = memoryview(payload).nbytes
+    if size_bytes > limit_bytes:
+        raise _malformed(f"record is {size_bytes} bytes; at most {limit_bytes} are allowed")
+    try:
+        record = decoder.decode(payload)
+        understood: object = msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(record)))
+        same = understood == msgspec.msgpack.decode(payload)
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise _malformed(str(error)) from error
+    if not same:
+        raise _malformed("it has fields, or lacks fields, that this version does not know")
+    return record
+
+
 def _malformed(message: str) -> ProtocolMismatch:
-    return ProtocolMismatch(message, reason="malformed")
+    return ProtocolMismatch(f"malformed block wire message: {message}", reason="malformed")

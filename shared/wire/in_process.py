@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvferry.shared.errors import ConfigurationError, TransferFailed
 from kvferry.shared.wire.channel import Peer, PeerLost, Received, SendResult
@@ -82,9 +82,12 @@ class InProcessHub:
         on_failed: Callable[[str], None] | None = None,
     ) -> BlockServer:
         """A server at `inproc://name` (a number if empty). See `BlockServer`."""
-        channel = InProcessListeningChannel(self, name or str(next(self._numbers)))
         return BlockServer(
-            channel, sink, idle_timeout_s=idle_timeout_s, on_late_block=on_late_block, on_failed=on_failed
+            InProcessListeningChannel(self, name),
+            sink,
+            idle_timeout_s=idle_timeout_s,
+            on_late_block=on_late_block,
+            on_failed=on_failed,
         )
 
     def sender(
@@ -110,10 +113,9 @@ class InProcessHub:
             mailbox = self._mailboxes[name] = Mailbox()
             return mailbox
 
-    def register_client(self) -> tuple[Peer, Mailbox]:
-        """A new mailbox with a name that no other has."""
-        name = f"client/{next(self._numbers)}".encode()
-        return name, self.register(name)
+    def new_name(self, prefix: str) -> Peer:
+        """A name that no other mailbox has."""
+        return f"{prefix}{next(self._numbers)}".encode()
 
     def unregister(self, name: Peer) -> None:
         """Close a mailbox, and tell all others that it is gone."""
@@ -125,36 +127,29 @@ class InProcessHub:
             for mailbox in others:
                 mailbox.put(PeerLost(name))
 
-    def send(self, sender: Peer, receiver: Peer, header: bytes, payload: memoryview) -> SendResult:
-        """Put a message into a mailbox; LOST where there is none of that name."""
+    def find(self, name: Peer) -> Mailbox | None:
         with self._lock:
-            mailbox = self._mailboxes.get(receiver)
-        if mailbox is None:
-            return SendResult.LOST
-        limit = MAX_QUEUED_MESSAGES if receiver.startswith(SCHEME.encode()) else None
-        return mailbox.put(Received(sender, (memoryview(header), payload)), limit=limit)
+            return self._mailboxes.get(name)
 
 
-class InProcessConnectingChannel:
-    """Implements `ConnectingChannel` over a hub."""
+class _InProcessChannel:
+    """A mailbox of a hub, and where it sends. At most MAX_QUEUED_MESSAGES wait at a server."""
 
-    def __init__(self, hub: InProcessHub) -> None:
+    def __init__(self, hub: InProcessHub, name: Peer) -> None:
         self._hub = hub
-        self._name, self._mailbox = hub.register_client()
+        self._name = name
+        self._mailbox = hub.register(name)
         self._blocked = False
 
     def open(self) -> None:
         pass
 
-    def connect(self, peer: Peer) -> None:
-        if not peer.startswith(SCHEME.encode()):
-            raise TransferFailed(f"endpoint is {peer.decode()!r}; {SCHEME} is allowed", reason="endpoint")
-
-    def disconnect(self, peer: Peer) -> None:
-        pass
-
-    def send(self, peer: Peer, header: bytes, payload: memoryview) -> SendResult:
-        result = self._hub.send(self._name, peer, header, payload)
+    def send(self, peer: Peer, frames: Sequence[memoryview | bytes]) -> SendResult:
+        mailbox = self._hub.find(peer)
+        if mailbox is None:
+            return SendResult.LOST
+        limit = MAX_QUEUED_MESSAGES if peer.startswith(SCHEME.encode()) else None
+        result = mailbox.put(Received(self._name, frames), limit=limit)
         self._blocked = self._blocked or result is SendResult.BLOCKED
         return result
 
@@ -170,29 +165,24 @@ class InProcessConnectingChannel:
         self._hub.unregister(self._name)
 
 
-class InProcessListeningChannel:
+class InProcessConnectingChannel(_InProcessChannel):
+    """Implements `ConnectingChannel` over a hub."""
+
+    def __init__(self, hub: InProcessHub) -> None:
+        super().__init__(hub, hub.new_name("client/"))
+
+    def connect(self, peer: Peer) -> None:
+        if not peer.startswith(SCHEME.encode()):
+            raise TransferFailed(f"endpoint is {peer.decode()!r}; {SCHEME} is allowed", reason="endpoint")
+
+    def disconnect(self, peer: Peer) -> None:
+        pass
+
+
+class InProcessListeningChannel(_InProcessChannel):
     """Implements `ListeningChannel` over a hub."""
 
     def __init__(self, hub: InProcessHub, name: str) -> None:
-        self._hub = hub
-        self._endpoint = SCHEME + name
-        self._mailbox = hub.register(self._endpoint.encode())
-
-    @property
-    def endpoint(self) -> str:
-        return self._endpoint
-
-    def open(self) -> None:
-        pass
-
-    def send(self, peer: Peer, header: bytes, payload: memoryview) -> SendResult:
-        return self._hub.send(self._endpoint.encode(), peer, header, payload)
-
-    def poll(self, timeout_s: float) -> list[Received | PeerLost]:
-        return self._mailbox.take(timeout_s, limit=BATCH_MESSAGES)
-
-    def wake(self) -> None:
-        self._mailbox.wake()
-
-    def close(self) -> None:
-        self._hub.unregister(self._endpoint.encode())
+        """Args: name: a number if empty."""
+        super().__init__(hub, f"{SCHEME}{name}".encode() if name else hub.new_name(SCHEME))
+        self.endpoint = self._name.decode()

@@ -1,24 +1,34 @@
-"""What crosses the block wire, as typed values: manifest, layer headers, block headers and end record.
+"""What crosses the block wire, as typed values, and the one order in which it may come.
 
-`proto/BLOCKS.md` documents the bytes; `frames.py` and `records.py` encode and decode them. The same messages
-carry the compressed prompt from prefill to decode and the generated tokens' KV back (`Manifest.purpose`).
+`proto/BLOCKS.md` documents the bytes; `frames.py` encodes and decodes them, and checks the annotations'
+bounds at both ends. The same messages carry the compressed prompt from prefill to decode and the generated
+tokens' KV back (`Manifest.purpose`).
 """
 
 from __future__ import annotations
 
+import enum
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from msgspec import Meta
 from torch import Tensor
 
+from kvferry.shared.errors import TransferFailed
 from kvferry.shared.model.spec import DTYPE_BYTES
 from kvferry.shared.sampling.params import SampledToken
 
 PROTOCOL_VERSION = 2
 MAX_PAYLOAD_BYTES = 4 << 20
+"""Of one message's tensors' bytes."""
 MAX_MANIFEST_BYTES = 1 << 20
+MAX_LAYERS = 1024
 MAX_LAYER_TENSORS = 16
+MAX_TOKENS = 2**31 - 1
+MAX_TOTAL_BYTES = 2**48
 MAX_RETAINED_SELECTIONS = 8
 """How many transfers of one session a delta may refer to. Eight find most rows of a conversation about one
 text; each one occupies the bytes of its selection at decode."""
@@ -29,13 +39,18 @@ TENSOR_DTYPE_BYTES: dict[str, int] = {**DTYPE_BYTES, "int32": 4, "int16": 2, "ui
 TENSOR_KINDS = ("rows", "index", "codes", "scales", "state")
 """The values of `NamedTensor.kind`."""
 
+_NumTokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+_NumBytes = Annotated[int, Meta(ge=0, le=MAX_TOTAL_BYTES)]
+_Size = Annotated[int, Meta(ge=1, le=4096)]
+_Text = Annotated[str, Meta(max_length=1024)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TransferKey:
     """Names one attempt at one transfer: a random u64 and a u32 generation."""
 
-    transfer_id: int
-    generation: int
+    transfer_id: Annotated[int, Meta(ge=0)]
+    generation: Annotated[int, Meta(ge=0, le=2**32 - 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,22 +75,22 @@ class Manifest:
 
     purpose: Literal["cache", "history"]
     key: TransferKey
-    request_id: str
-    model_fingerprint: str
-    dtype: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    start: int
-    num_tokens: int
-    plan_digest: str = ""
-    layer_rows: tuple[int, ...] = ()
-    history_endpoint: str = ""
-    history_credit_bytes: int = 0
-    traceparent: str = ""
-    retained_transfer_id: int = 0
-    retained_tokens: int = 0
-    retained_depth: int = 0
+    request_id: _Text
+    model_fingerprint: _Text
+    dtype: Annotated[str, Meta(pattern=rf"^({'|'.join(DTYPE_BYTES)})\Z")]
+    num_layers: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+    num_kv_heads: _Size
+    head_dim: _Size
+    start: _NumTokens
+    num_tokens: _NumTokens
+    plan_digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{0,128}\Z")] = ""
+    layer_rows: tuple[_NumTokens, ...] = ()
+    history_endpoint: _Text = ""
+    history_credit_bytes: _NumBytes = 0
+    traceparent: _Text = ""
+    retained_transfer_id: Annotated[int, Meta(ge=0)] = 0
+    retained_tokens: _NumTokens = 0
+    retained_depth: Annotated[int, Meta(ge=0, le=MAX_RETAINED_SELECTIONS)] = 0
 
     @property
     def is_delta(self) -> bool:
@@ -87,9 +102,9 @@ class Manifest:
 class TensorHeader:
     """Name, dtype and shape of one tensor of a layer."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    name: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,31}\Z")]
+    dtype: Annotated[str, Meta(pattern=rf"^({'|'.join(TENSOR_DTYPE_BYTES)})\Z")]
+    shape: Annotated[tuple[_NumTokens, ...], Meta(max_length=4)]
 
     @property
     def size_bytes(self) -> int:
@@ -98,10 +113,10 @@ class TensorHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerHeader:
-    """First message of a layer: its tensors in the order in which their blocks follow."""
+    """First message of a layer: its tensors in the order in which their bytes follow."""
 
-    layer: int
-    tensors: tuple[TensorHeader, ...]
+    layer: Annotated[int, Meta(ge=0, le=MAX_LAYERS - 1)]
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=MAX_LAYER_TENSORS)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,10 +135,10 @@ class NamedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockHeader:
-    """Header of one block: up to MAX_PAYLOAD_BYTES of one tensor.
+    """What a sink is told of the bytes that it writes: up to MAX_PAYLOAD_BYTES of one tensor.
 
     Attributes:
-        sequence: number among the transfer's layer headers and blocks, from 0.
+        sequence: of the message that carried them; see `FrameHeader`.
         tensor: index into the layer header's tensors.
         tensor_bytes: size of the whole tensor.
         offset: where this payload starts in it, in bytes.
@@ -139,9 +154,170 @@ class BlockHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class EndRecord:
-    """Last message of a transfer: totals to verify, and the token that prefill sampled ("history": None)."""
+    """Last message of a transfer: totals to verify, and the token that prefill sampled ("history": None).
+
+    Attributes:
+        num_blocks: BLOCK messages.
+        payload_bytes: bytes of all tensors.
+    """
 
     key: TransferKey
-    num_blocks: int
-    payload_bytes: int
+    num_blocks: Annotated[int, Meta(ge=0, le=2**32 - 1)]
+    payload_bytes: _NumBytes
     first_token: SampledToken | None = None
+
+
+class MessageType(enum.IntEnum):
+    """What a message is. The first six come from the sender, the last three from the receiver."""
+
+    MANIFEST = 1
+    LAYER = 2
+    BLOCK = 3
+    END = 4
+    ABORT = 5
+    KEEPALIVE = 6
+    CREDIT = 7
+    ACK = 8
+    NACK = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameHeader:
+    """A message's header, checksum and payload size aside. Fields that a type does not use are zero.
+
+    Attributes:
+        sequence: LAYER, BLOCK: the message's number among them in the transfer.
+        layer: BLOCK.
+        total_bytes: BLOCK: size of the layer's tensors together; CREDIT: tensor bytes written so far.
+        offset: BLOCK: where the payload starts in the bytes of the layer's tensors, one after another.
+    """
+
+    type: MessageType
+    key: TransferKey
+    sequence: int = 0
+    layer: int = 0
+    total_bytes: int = 0
+    offset: int = 0
+
+
+class TransferCursor:
+    """The one next message that a transfer allows. Both ends advance it alike. Not thread-safe.
+
+        LAYER 0 bytes  BLOCK bytes  BLOCK bytes ..  LAYER 1 bytes ..      complete
+                              ▲ layer, offset
+
+    Layers come from 0 on. The bytes of a layer's tensors come one tensor after another and without gaps: as
+    many as its LAYER message carries, the rest in BLOCKs.
+
+    Attributes:
+        sequence: number of the next layer header or block.
+        num_blocks, payload_bytes: blocks that have passed, and the bytes of tensors.
+        layer_bytes, offset: size of the current layer's tensors, and how much of it has passed.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.sequence = 0
+        self.num_blocks = 0
+        self.payload_bytes = 0
+        self.layer_bytes = 0
+        self.offset = 0
+        self._num_layers = num_layers
+        self._layer = -1
+        self._tensors: tuple[TensorHeader, ...] = ()
+        self._starts = [0]  # of each tensor in the layer's bytes, and the end of the last one
+
+    def check_complete(self) -> None:
+        """Raises TransferFailed ("incomplete") unless every tensor of every layer has passed."""
+        if self._layer + 1 < self._num_layers or self.offset < self.layer_bytes:
+            raise TransferFailed(f"transfer ends where {self._expected()} is expected", reason="incomplete")
+
+    def pass_layer(self, sequence: int, layer: LayerHeader, num_bytes: int = 0) -> None:
+        """Begin a layer, whose message carries `num_bytes` of its tensors.
+
+        Raises:
+            TransferFailed: it is not the next one ("order"), or has fewer bytes ("size").
+        """
+        is_next = layer.layer == self._layer + 1 < self._num_layers and self.offset == self.layer_bytes
+        if sequence != self.sequence or not is_next:
+            raise TransferFailed(
+                f"header {sequence}, of layer {layer.layer}, came; {self._expected()}, number"
+                f" {self.sequence}, is expected",
+                reason="order",
+            )
+        starts = [0]
+        for tensor in layer.tensors:
+            starts.append(starts[-1] + tensor.size_bytes)
+        if num_bytes > starts[-1]:
+            raise TransferFailed(
+                f"header of layer {layer.layer} came with {num_bytes} bytes; it implies {starts[-1]}",
+                reason="size",
+            )
+        self._tensors, self._starts, self.layer_bytes = layer.tensors, starts, starts[-1]
+        self._layer += 1
+        self.sequence += 1
+        self.payload_bytes += num_bytes
+        self.offset = num_bytes
+
+    def pass_block(self, header: FrameHeader, num_bytes: int) -> None:
+        """Pass one block of `num_bytes` payload bytes.
+
+        Raises:
+            TransferFailed: it is not the next one ("order"), or the layer is not as large as its header says,
+                or the block reaches beyond it or is empty ("size").
+        """
+        if header.sequence != self.sequence:
+            raise TransferFailed(
+                f"block {header.sequence} came; number {self.sequence}, {self._expected()}, is expected",
+                reason="order",
+            )
+        left_bytes = self.layer_bytes - self.offset
+        if not left_bytes or (header.layer, header.offset) != (self._layer, self.offset):
+            raise TransferFailed(
+                f"layer {header.layer} offset {header.offset} came; {self._expected()} is expected",
+                reason="order",
+            )
+        if header.total_bytes != self.layer_bytes or not 1 <= num_bytes <= left_bytes:
+            raise TransferFailed(
+                f"layer {header.layer} is {header.total_bytes} bytes (block: {num_bytes} at {header.offset});"
+                f" the layer's header implies {self.layer_bytes}",
+                reason="size",
+            )
+        self.sequence += 1
+        self.num_blocks += 1
+        self.payload_bytes += num_bytes
+        self.offset += num_bytes
+
+    def split(
+        self, header: FrameHeader, frames: Sequence[memoryview]
+    ) -> list[tuple[BlockHeader, memoryview]]:
+        """The bytes of the LAYER or BLOCK message that has just passed, by tensor."""
+        start, parts = header.offset, []
+        for frame in frames:
+            while frame.nbytes:
+                tensor = bisect_right(self._starts, start) - 1
+                begin, end = self._starts[tensor : tensor + 2]
+                part = frame[: end - start]
+                block = BlockHeader(
+                    key=header.key,
+                    sequence=header.sequence,
+                    layer=self._layer,
+                    tensor=tensor,
+                    tensor_bytes=end - begin,
+                    offset=start - begin,
+                )
+                parts.append((block, part))
+                start += part.nbytes
+                frame = frame[part.nbytes :]
+        return parts
+
+    def _expected(self) -> str:
+        """What is expected next, for messages."""
+        if self.offset < self.layer_bytes:
+            tensor = bisect_right(self._starts, self.offset) - 1
+            offset = self.offset - self._starts[tensor]
+            return (
+                f"offset {self.offset} of layer {self._layer} ({self._tensors[tensor].name} offset {offset})"
+            )
+        if self._layer + 1 < self._num_layers:
+            return f"the header of layer {self._layer + 1}"
+        return "nothing more"

@@ -24,24 +24,27 @@ from kvferry.shared.errors import (
     TransferFailed,
 )
 from kvferry.shared.wire.channel import ListeningChannel, Peer, PeerLost, Received, SendResult
-from kvferry.shared.wire.cursor import TransferCursor
 from kvferry.shared.wire.frames import (
-    NO_PAYLOAD,
-    FrameHeader,
-    MessageType,
+    decode_abort,
+    decode_end,
+    decode_layer,
+    decode_manifest,
     decode_message,
     encode_header,
+    encode_nack,
     peek_key,
 )
 from kvferry.shared.wire.messages import (
     MAX_PAYLOAD_BYTES,
     BlockHeader,
     EndRecord,
+    FrameHeader,
     LayerHeader,
     Manifest,
+    MessageType,
+    TransferCursor,
     TransferKey,
 )
-from kvferry.shared.wire.records import decode_abort, decode_end, decode_layer, decode_manifest, encode_nack
 
 BEAT_INTERVAL_S = 1.0
 DEFAULT_IDLE_TIMEOUT_S = 30.0
@@ -66,7 +69,7 @@ class BlockSink(Protocol):
         ...
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
-        """The next block of the layer came; checksum, order and bounds are verified. The payload is a view of
+        """The next bytes of a tensor came; checksum, order and bounds are verified. The payload is a view of
         the transport's memory, valid during the call only."""
         ...
 
@@ -190,36 +193,49 @@ class BlockServer:
                 next_sweep_s = time.monotonic() + tick_s
 
     def _on_received(self, event: Received) -> None:
+        """What is wrong with a message fails its transfer, if that came over the same connection."""
+        key, peer = peek_key(event.frames), event.peer
+        incoming = self._transfers.get(key) if key is not None else None
+        if incoming is not None and incoming.peer != peer:
+            incoming = None
+        error: KvferryError
         try:
             header, payload = decode_message(event.frames)
-        except TransferFailed as error:
-            self._on_broken(event.peer, event.frames, error)
+            self._dispatch(peer, incoming, header, payload)
             return
-        incoming = self._of(header.key, event.peer)
-        try:
-            self._dispatch(event.peer, incoming, header, payload)
-        except KvferryError as error:
-            self._refuse(event.peer, header.key, error)
+        except KvferryError as refused:
+            error = refused
         except Exception:
-            _log.exception("block sink failed", transfer_id=header.key.transfer_id)
-            self._refuse(
-                event.peer, header.key, TransferFailed("the receiver failed internally", reason="internal")
-            )
+            _log.exception("block sink failed", key=key)
+            error = TransferFailed("the receiver failed internally", reason="internal")
+        if key is None:
+            _log.warning("dropped a message without a key", error=error.message)
+            self._on_failed(error.reason)
+        elif incoming is not None:
+            self._fail(incoming, error)
+        else:
+            if error.reason != "unknown_transfer":
+                self._on_failed(error.reason)
+            self._send(peer, FrameHeader(type=MessageType.NACK, key=key), encode_nack(error))
 
     def _dispatch(
-        self, peer: Peer, incoming: _IncomingTransfer | None, header: FrameHeader, payload: memoryview
+        self,
+        peer: Peer,
+        incoming: _IncomingTransfer | None,
+        header: FrameHeader,
+        payload: Sequence[memoryview],
     ) -> None:
         if header.type is MessageType.MANIFEST:
-            self._on_manifest(peer, header, payload)
+            self._on_manifest(peer, header, payload[0])
             return
-        if header.type is MessageType.BLOCK and incoming is None:
-            self._on_late_block()
         if header.type is MessageType.ABORT:
-            decode_abort(payload)
+            decode_abort(payload[0])
             if incoming is not None:
                 self._drop(incoming, "aborted")
             return
         if incoming is None:
+            if header.type is MessageType.BLOCK or (header.type is MessageType.LAYER and len(payload) > 1):
+                self._on_late_block()
             raise LeaseExpired(
                 f"no transfer {header.key.transfer_id:#x}, generation {header.key.generation} is open here",
                 reason="unknown_transfer",
@@ -227,23 +243,28 @@ class BlockServer:
         incoming.heard_at_s = time.monotonic()
         cursor = incoming.cursor
         match header.type:
-            case MessageType.BLOCK:
-                cursor.pass_block(header, payload.nbytes)
-                self._sink.write(header.block(), payload)
-                if cursor.payload_bytes - incoming.granted_bytes >= MAX_PAYLOAD_BYTES:
-                    self._grant(incoming)
             case MessageType.LAYER:
-                layer = decode_layer(payload)
-                cursor.pass_layer(header.sequence, layer)
+                layer, payload = decode_layer(payload[0]), payload[1:]
+                cursor.pass_layer(header.sequence, layer, sum(map(len, payload)))
                 self._sink.begin_layer(header.key, layer)
+                self._write(incoming, header, payload)
+            case MessageType.BLOCK:
+                cursor.pass_block(header, sum(map(len, payload)))
+                self._write(incoming, header, payload)
             case MessageType.END:
-                self._sink.commit(_checked_end(incoming, payload))
+                self._sink.commit(_checked_end(incoming, payload[0]))
                 del self._transfers[header.key]
                 self._send(peer, FrameHeader(type=MessageType.ACK, key=header.key))
             case MessageType.KEEPALIVE:
                 pass
             case _:
                 raise ProtocolMismatch(f"sender sent {header.type.name}", reason="malformed")
+
+    def _write(self, incoming: _IncomingTransfer, header: FrameHeader, payload: Sequence[memoryview]) -> None:
+        for block, part in incoming.cursor.split(header, payload):
+            self._sink.write(block, part)
+        if incoming.cursor.payload_bytes - incoming.granted_bytes >= MAX_PAYLOAD_BYTES:
+            self._grant(incoming)
 
     def _on_manifest(self, peer: Peer, header: FrameHeader, payload: memoryview) -> None:
         if header.key in self._transfers:
@@ -261,37 +282,15 @@ class BlockServer:
             told_at_s=now_s,
         )
 
-    def _on_broken(self, peer: Peer, frames: Sequence[memoryview], error: TransferFailed) -> None:
-        """Fail the transfer that a broken message seems to belong to, or refuse the message."""
-        key = peek_key(frames)
-        if key is None:
-            _log.warning("dropped a message without a key", error=error.message)
-            self._on_failed(error.reason)
-        else:
-            self._refuse(peer, key, error)
-
     def _on_peer_lost(self, event: PeerLost) -> None:
         for incoming in tuple(self._transfers.values()):
             if incoming.peer == event.peer:
                 self._drop(incoming, "peer_lost")
 
-    def _of(self, key: TransferKey, peer: Peer) -> _IncomingTransfer | None:
-        incoming = self._transfers.get(key)
-        return incoming if incoming is not None and incoming.peer == peer else None
-
-    def _refuse(self, peer: Peer, key: TransferKey, error: KvferryError) -> None:
-        incoming = self._of(key, peer)
-        if incoming is not None:
-            self._fail(incoming, error)
-            return
-        if error.reason != "unknown_transfer":
-            self._on_failed(error.reason)
-        self._send(peer, FrameHeader(type=MessageType.NACK, key=key), memoryview(encode_nack(error)))
-
     def _fail(self, incoming: _IncomingTransfer, error: KvferryError) -> None:
         self._drop(incoming, error.reason)
         header = FrameHeader(type=MessageType.NACK, key=incoming.key)
-        self._send(incoming.peer, header, memoryview(encode_nack(error)))
+        self._send(incoming.peer, header, encode_nack(error))
 
     def _drop(self, incoming: _IncomingTransfer, reason: str) -> None:
         del self._transfers[incoming.key]
@@ -303,7 +302,7 @@ class BlockServer:
 
     def _grant(self, incoming: _IncomingTransfer) -> None:
         written_bytes = incoming.cursor.payload_bytes
-        header = FrameHeader(type=MessageType.CREDIT, key=incoming.key, tensor_bytes=written_bytes)
+        header = FrameHeader(type=MessageType.CREDIT, key=incoming.key, total_bytes=written_bytes)
         if self._send(incoming.peer, header) is SendResult.SENT:
             incoming.granted_bytes = written_bytes
             incoming.told_at_s = time.monotonic()
@@ -320,8 +319,8 @@ class BlockServer:
             elif now_s - incoming.told_at_s > BEAT_INTERVAL_S:
                 self._grant(incoming)
 
-    def _send(self, peer: Peer, header: FrameHeader, payload: memoryview = NO_PAYLOAD) -> SendResult:
-        return self._channel.send(peer, encode_header(header, payload), payload)
+    def _send(self, peer: Peer, header: FrameHeader, payload: bytes = b"") -> SendResult:
+        return self._channel.send(peer, (encode_header(header, (payload,)), payload))
 
 
 def _checked_end(incoming: _IncomingTransfer, payload: memoryview) -> EndRecord:

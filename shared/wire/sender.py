@@ -10,24 +10,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Sequence
 
 import structlog
 
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import ConfigurationError, TransferFailed
 from kvferry.shared.wire.channel import ConnectingChannel, Peer, PeerLost, Received, SendResult
-from kvferry.shared.wire.frames import (
-    HEADER_BYTES,
-    NO_PAYLOAD,
-    FrameHeader,
-    MessageType,
-    decode_message,
-    encode_header,
-    peek_key,
-)
-from kvferry.shared.wire.in_flight import SendBuffer
-from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES, Manifest, TransferKey
-from kvferry.shared.wire.transfer import OutgoingTransfer
+from kvferry.shared.wire.frames import NO_PAYLOAD, decode_message, encode_header, peek_key
+from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES, FrameHeader, Manifest, MessageType, TransferKey
+from kvferry.shared.wire.transfer import OutgoingTransfer, SendBuffer
 
 KEEPALIVE_INTERVAL_S = 2.0
 IDLE_CONNECTION_S = 30.0
@@ -107,7 +99,7 @@ class BlockSender:
             if transfer.key in self._transfers:
                 raise TransferFailed(f"a transfer of {transfer.key} is already open", reason="key")
             with self._buffer.condition:
-                self._buffer.add(transfer.messages)
+                self._buffer.users.add(transfer)
             self._transfers[transfer.key] = transfer
         self._channel.wake()
         return transfer
@@ -154,36 +146,40 @@ class BlockSender:
 
     def _pump(self) -> bool:
         """Send of each transfer what credit and channel allow, up to the size of a block; returns whether
-        any message was sent."""
-        progressed = False
+        that bound left something unsent."""
+        more = False
         for transfer in self._snapshot():
-            sent_bytes = 0
-            while sent_bytes < MAX_PAYLOAD_BYTES and (message := transfer.messages.next()) is not None:
-                if not self._send(transfer, message.encoded, message.payload):
+            is_over = transfer.is_over
+            sent_bytes = count = 0
+            messages = transfer.take(MAX_PAYLOAD_BYTES)
+            for message in messages:
+                if not message.frames:
+                    payload = [frame for _, frame in message.payload]
+                    message.frames = (encode_header(message.header, payload), *payload)
+                if not self._send(transfer, message.frames):
                     break
-                transfer.messages.sent()
-                sent_bytes += HEADER_BYTES + message.payload.nbytes
-                progressed = True
-            if transfer.done:
+                sent_bytes += message.tensor_bytes
+                count += 1
+            if messages:
+                transfer.sent(count)
+            more = more or sent_bytes >= MAX_PAYLOAD_BYTES
+            if is_over:  # if the receiver was not told now, it finds out by itself
                 with self._lock:
                     del self._transfers[transfer.key]
-        return progressed
+        return more
 
-    def _send(self, transfer: OutgoingTransfer, header: bytes, payload: memoryview) -> bool:
+    def _send(self, transfer: OutgoingTransfer, frames: Sequence[memoryview | bytes]) -> bool:
         peer = transfer.peer
         try:
             if peer not in self._used_at_s:
                 self._channel.connect(peer)
             self._used_at_s[peer] = time.monotonic()
-            result = self._channel.send(peer, header, payload)
+            result = self._channel.send(peer, frames)
         except TransferFailed as error:
             transfer.lost(error)
-            transfer.give_up_telling()
             return False
         if result is SendResult.LOST:
             self._on_peer_lost(peer)
-        elif result is SendResult.BLOCKED:
-            transfer.give_up_telling()
         return result is SendResult.SENT
 
     def _on_received(self, event: Received) -> None:
@@ -198,17 +194,15 @@ class BlockSender:
         with self._lock:
             addressed = self._transfers.get(header.key)
         if addressed is not None and addressed.peer == event.peer:
-            addressed.on_message(header, payload)
+            addressed.on_message(header, payload[0])
 
     def _on_peer_lost(self, peer: Peer) -> None:
         if self._used_at_s.pop(peer, None) is not None:
             self._channel.disconnect(peer)
         for transfer in self._snapshot():
             if transfer.peer == peer:
-                transfer.lost(
-                    TransferFailed(f"connection to {peer.decode()} was lost", reason="peer_lost"),
-                )
-                transfer.give_up_telling()
+                message = f"connection to {peer.decode()} was lost"
+                transfer.lost(TransferFailed(message, reason="peer_lost"))
 
     def _tick(self) -> None:
         """Fail transfers whose receiver is silent, keep quiet ones alive, drop idle connections."""
@@ -221,7 +215,7 @@ class BlockSender:
                 transfer.fail(TransferFailed(message, reason="timeout"))
             elif transfer.quiet_s(now_s) > self._keepalive_interval_s:
                 header = encode_header(FrameHeader(type=MessageType.KEEPALIVE, key=transfer.key))
-                if self._send(transfer, header, NO_PAYLOAD):
+                if self._send(transfer, (header, *NO_PAYLOAD)):
                     transfer.keepalive_sent()
         for peer, used_at_s in tuple(self._used_at_s.items()):
             if peer not in busy and now_s - used_at_s > IDLE_CONNECTION_S:

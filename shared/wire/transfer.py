@@ -1,4 +1,4 @@
-"""One transfer being sent: what its caller queues, and how it ends.
+"""One transfer being sent: what its caller queues, what has been sent of it, and how it ends.
 
 Place in the request's path: prefill shipping a prompt, or decode returning history, calls `send_layer`,
 `finish` and `wait`; the thread of `sender.py` takes its messages and calls `on_message`, `fail` and `lost`.
@@ -9,31 +9,103 @@ from __future__ import annotations
 
 import enum
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
+from threading import Condition
 
 import torch
 from torch import Tensor
 
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import Cancelled, KvferryError, ProtocolMismatch, TransferFailed
-from kvferry.shared.wire.cursor import TransferCursor
-from kvferry.shared.wire.frames import FrameHeader, MessageType
-from kvferry.shared.wire.in_flight import InFlight, Queued, SendBuffer
+from kvferry.shared.wire.frames import (
+    HEADER_BYTES,
+    decode_nack,
+    encode_abort,
+    encode_end,
+    encode_layer,
+    encode_manifest,
+)
 from kvferry.shared.wire.messages import (
     MAX_PAYLOAD_BYTES,
     TENSOR_DTYPE_BYTES,
     TENSOR_KINDS,
     EndRecord,
+    FrameHeader,
     LayerHeader,
     Manifest,
+    MessageType,
     NamedTensor,
     TensorHeader,
+    TransferCursor,
     TransferKey,
 )
-from kvferry.shared.wire.records import decode_nack, encode_abort, encode_end, encode_layer, encode_manifest
 
 _DTYPE_NAMES = {getattr(torch, name): name for name in TENSOR_DTYPE_BYTES}
+
+
+class SendBuffer:
+    """A bound on the host memory of the unacknowledged tensor bytes over all transfers of a sender.
+
+    A message's bytes are reserved before it is queued. They stay until their transfer is acknowledged while
+    there is room; when there is none, those that receivers have reported as written are released, so that a
+    transfer larger than the bound, or several that fill it together, still make progress.
+
+    Attributes:
+        condition: guards the buffer and every transfer that uses it.
+        users: the transfers that are not over.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.condition = Condition()
+        self.users: set[OutgoingTransfer] = set()
+
+    def wait_for_room(self, num_bytes: int, *, timeout_s: float, check: Callable[[], None]) -> None:
+        """Condition held; it is released while waiting.
+
+        Args:
+            num_bytes: at most `limit_bytes`.
+            check: raises if there is no reason to wait any longer.
+
+        Raises:
+            TransferFailed: no room was free in time ("buffer_full").
+        """
+        assert num_bytes <= self.limit_bytes, (num_bytes, self.limit_bytes)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            check()
+            for user in self.users:
+                user.release_written()
+            if self.used_bytes + num_bytes <= self.limit_bytes:
+                return
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise TransferFailed(
+                    f"no room for a block of {num_bytes} bytes within {timeout_s} s; send buffer holds"
+                    f" {self.used_bytes} of at most {self.limit_bytes}",
+                    reason="buffer_full",
+                )
+            self.condition.wait(remaining_s)
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """A message to send.
+
+    Attributes:
+        payload: its frames, each with the kind under which it is counted.
+        tensor_bytes: how much of the payload credit and buffer count.
+        frames: what is sent; made by the sender's thread, which alone uses it.
+    """
+
+    header: FrameHeader
+    payload: list[tuple[str, memoryview]]
+    tensor_bytes: int = 0
+    frames: tuple[memoryview | bytes, ...] = ()
 
 
 class _State(enum.Enum):
@@ -56,12 +128,12 @@ class OutgoingTransfer:
           └── NACK, silence, connection lost, sender closed, misuse ──► FAILED
                                               (the receiver is told unless it said so)
 
-    A block's memory is the caller's tensor (CPU, contiguous), else a host copy of the block. It is used until
-    the transfer is over, or until the receiver has written the block and the buffer needs room. The caller
-    must not change a tensor that it has passed to `send_layer` until then.
+        queued ──take, sent──► unacknowledged ──► released: the receiver has written it and the buffer needs
+                                                  room, or the transfer is over
 
-    Attributes:
-        messages: what the sender's thread takes and sends.
+    The memory of what is sent is the caller's tensor (CPU, contiguous), else a host copy of its part. The
+    caller must not change a tensor that it has passed to `send_layer` until it is released. In flight are the
+    tensor bytes sent less those that the receiver reported as written; never above the credit.
     """
 
     def __init__(
@@ -81,7 +153,8 @@ class OutgoingTransfer:
             raise TransferFailed(
                 f"credit is {ticket.credit_bytes} bytes; at least 1 is needed", reason="credit"
             )
-        self._block_bytes = min(MAX_PAYLOAD_BYTES, ticket.credit_bytes, buffer.limit_bytes)
+        self._credit_bytes = ticket.credit_bytes
+        self._message_bytes = min(MAX_PAYLOAD_BYTES, ticket.credit_bytes, buffer.limit_bytes)
         self._buffer = buffer
         self._condition = buffer.condition
         self._timeout_s = timeout_s
@@ -89,40 +162,63 @@ class OutgoingTransfer:
         self._state = _State.OPEN
         self._error: KvferryError | None = None
         self._cursor = TransferCursor(manifest.num_layers)
+        manifest_header = FrameHeader(type=MessageType.MANIFEST, key=self.key)
+        payload = [("manifest", memoryview(encode_manifest(manifest)))]
+        self._queue = deque([Message(manifest_header, payload)])
+        self._sending: list[Message] = []  # the first ones of the queue, taken by the sender's thread
+        self._unacknowledged: deque[Message] = deque()
+        self._reserved_bytes = self._sent_bytes = self._written_bytes = self._released_bytes = 0
+        self._bytes_by_kind = dict.fromkeys((*TENSOR_KINDS, "manifest"), 0)
+        self._first_sent_s: float | None = None  # of tensor bytes, or of the end where there are none
         self._acknowledged_s = 0.0
-        self._waiting_since_s = time.monotonic()
-        self.messages = InFlight(buffer, credit_bytes=ticket.credit_bytes)
-        payload = memoryview(encode_manifest(manifest))
-        self.messages.push(Queued(FrameHeader(type=MessageType.MANIFEST, key=self.key), payload))
+        self._last_sent_s = self._waiting_since_s = time.monotonic()
 
     # ---- the caller's side -------------------------------------------------------------------------------
 
     def send_layer(self, layer: int, tensors: Sequence[NamedTensor]) -> None:
-        """Queue a layer: its header, then each tensor in blocks. Waits while the receiver's credit is used up
-        and the buffer is full. A misuse (order, dtype, name) fails the transfer.
+        """Queue a layer: its header with as many bytes of its tensors as one message carries, the rest in
+        blocks. Waits while the receiver's credit is used up and the buffer is full. A misuse (order, dtype,
+        name) fails the transfer.
 
         Args:
             layer: 0, 1, 2, ... in turn.
-            tensors: contiguous, on any device; blocks of other devices are copied to the host.
+            tensors: contiguous, on any device; what is on other devices is copied to the host part by part.
 
         Raises:
             TransferFailed: the peer refused, vanished or was silent past the timeout; the buffer had no room
                 in time; or a misuse.
             Cancelled: `abort` was called.
         """
+        cursor = self._cursor
         try:
-            header = LayerHeader(layer=layer, tensors=tuple(map(_tensor_header, tensors)))
-            with self._condition:
-                self._check_open()
-                sequence = self._cursor.sequence
-                self._cursor.pass_layer(sequence, header)
-                payload = memoryview(encode_layer(header))
-                frame = FrameHeader(type=MessageType.LAYER, key=self.key, sequence=sequence)
-                self._push(Queued(frame, payload))
-            for index, named in enumerate(tensors):
-                flat = named.tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-                for offset in range(0, flat.numel(), self._block_bytes):
-                    self._send_block(layer, index, named.kind, flat, offset)
+            record = LayerHeader(layer=layer, tensors=tuple(map(_tensor_header, tensors)))
+            for number, parts in enumerate(_cut(tensors, self._message_bytes)):
+                num_bytes = sum([part.numel() for _, part in parts])
+                with self._condition:
+                    self._check_open()
+                    sequence, offset = cursor.sequence, cursor.offset
+                    payload = []
+                    if number == 0:
+                        header = FrameHeader(type=MessageType.LAYER, key=self.key, sequence=sequence)
+                        cursor.pass_layer(sequence, record, num_bytes)
+                        payload = [("manifest", memoryview(encode_layer(record)))]
+                    else:
+                        header = FrameHeader(
+                            type=MessageType.BLOCK,
+                            key=self.key,
+                            sequence=sequence,
+                            layer=layer,
+                            total_bytes=cursor.layer_bytes,
+                            offset=offset,
+                        )
+                        cursor.pass_block(header, num_bytes)
+                    buffer = self._buffer
+                    if buffer.used_bytes + num_bytes > buffer.limit_bytes:
+                        buffer.wait_for_room(num_bytes, timeout_s=self._timeout_s, check=self._check_open)
+                    buffer.used_bytes += num_bytes
+                    self._reserved_bytes += num_bytes
+                payload += [(kind, part.cpu().numpy().data) for kind, part in parts]
+                self._push(Message(header, payload, num_bytes))
         except TransferFailed as error:
             self.fail(error)
             raise
@@ -137,16 +233,16 @@ class OutgoingTransfer:
                 self._cursor.check_complete()
                 num_blocks, payload_bytes = self._cursor.num_blocks, self._cursor.payload_bytes
                 end = replace(end, key=self.key, num_blocks=num_blocks, payload_bytes=payload_bytes)
-                payload = memoryview(encode_end(end))
+                payload = [("manifest", memoryview(encode_end(end)))]
             except TransferFailed as error:
                 self.fail(error)
                 raise
-            self._push(Queued(FrameHeader(type=MessageType.END, key=self.key), payload))
+            self._push(Message(FrameHeader(type=MessageType.END, key=self.key), payload))
             self._state = _State.FINISHING
 
     def wait(self, timeout_s: float) -> float:
-        """Wait for the acknowledgement; returns the seconds from sending the first block to it. If none comes
-        in time the transfer fails. Raises as `send_layer`."""
+        """Wait for the acknowledgement; returns the seconds to it from the first tensor bytes. If none
+        comes in time the transfer fails. Raises as `send_layer`."""
         deadline = time.monotonic() + timeout_s
         with self._condition:
             while self._state is not _State.ACKNOWLEDGED:
@@ -159,8 +255,7 @@ class OutgoingTransfer:
                     self.fail(error)
                     raise error
                 self._condition.wait(remaining_s)
-            first_s = self.messages.first_sent_s
-            return 0.0 if first_s is None else self._acknowledged_s - first_s
+            return 0.0 if self._first_sent_s is None else self._acknowledged_s - self._first_sent_s
 
     def abort(self, reason: str) -> None:
         """Give up: the receiver is told, the buffer freed. Idempotent; no effect once acknowledged."""
@@ -168,39 +263,20 @@ class OutgoingTransfer:
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes sent so far. The payloads of blocks count under their tensor's kind; all the rest is
-        "manifest": the payloads of manifest, layer headers and end record, and the header frames of these
-        and of blocks."""
+        """Bytes sent so far. A tensor's bytes count under its kind; all the rest is "manifest": the manifest,
+        layer headers and end record, and the header frames of these and of blocks."""
         with self._condition:
-            return dict(self.messages.bytes_by_kind)
+            return dict(self._bytes_by_kind)
 
-    def _send_block(self, layer: int, tensor: int, kind: str, flat: Tensor, offset: int) -> None:
-        num_bytes = min(self._block_bytes, flat.numel() - offset)
+    def _push(self, message: Message) -> None:
+        """Queue a message. The thread is woken unless it is about to look at the queue anyway."""
         with self._condition:
             self._check_open()
-            header = FrameHeader(
-                type=MessageType.BLOCK,
-                key=self.key,
-                sequence=self._cursor.sequence,
-                layer=layer,
-                tensor=tensor,
-                tensor_bytes=flat.numel(),
-                offset=offset,
-            )
-            self._cursor.pass_block(header, num_bytes)
-            self.messages.reserve(num_bytes, timeout_s=self._timeout_s, check=self._check_open)
-        payload = flat[offset : offset + num_bytes].cpu().numpy().data
-        with self._condition:
-            self._check_open()
-            self._push(Queued(header, payload, kind))
-
-    def _push(self, queued: Queued) -> None:
-        """Condition held. The thread is woken unless it already has something to send."""
-        if self.messages.is_empty:
-            if self._owed_nothing():
+            if not self._queue and self._sent_bytes == self._written_bytes:
                 self._waiting_since_s = time.monotonic()
-            self._wake()
-        self.messages.push(queued)
+            if not self._queue or self._sending:
+                self._wake()
+            self._queue.append(message)
 
     def _check_open(self) -> None:
         if self._error is not None:
@@ -211,10 +287,45 @@ class OutgoingTransfer:
     # ---- the sender thread's side ------------------------------------------------------------------------
 
     @property
-    def done(self) -> bool:
-        """Over, with nothing left to tell the receiver."""
+    def is_over(self) -> bool:
+        """Whether nothing is sent any more but the message that tells the receiver."""
+        return self._state in _OVER
+
+    def take(self, limit_bytes: int) -> list[Message]:
+        """The messages to send next: as many as the credit allows, until they exceed the limit. They stay in
+        the queue until `sent`."""
         with self._condition:
-            return self._state in _OVER and self.messages.is_empty
+            self._sending, batch_bytes = [], 0
+            in_flight_bytes = self._sent_bytes - self._written_bytes
+            for message in self._queue:
+                in_flight_bytes += message.tensor_bytes
+                if batch_bytes >= limit_bytes or (
+                    message.tensor_bytes and in_flight_bytes > self._credit_bytes
+                ):
+                    break
+                self._sending.append(message)
+                batch_bytes += HEADER_BYTES + message.tensor_bytes
+            return self._sending
+
+    def sent(self, count: int) -> None:
+        """The first ones that `take` returned were sent; the others were not."""
+        with self._condition:
+            messages, self._sending = self._sending, []
+            for message in islice(messages, count):
+                self._queue.popleft()
+                self._last_sent_s = time.monotonic()
+                if message.header.type is MessageType.ABORT:
+                    return
+                self._bytes_by_kind["manifest"] += HEADER_BYTES
+                for kind, frame in message.payload:
+                    self._bytes_by_kind[kind] += frame.nbytes
+                if message.tensor_bytes:
+                    self._sent_bytes += message.tensor_bytes
+                    self._unacknowledged.append(message)
+                if self._first_sent_s is None and (
+                    message.tensor_bytes or message.header.type is MessageType.END
+                ):
+                    self._first_sent_s = self._last_sent_s
 
     def on_message(self, header: FrameHeader, payload: memoryview) -> None:
         """A message of the receiver about this transfer."""
@@ -223,12 +334,22 @@ class OutgoingTransfer:
                 return
             self._waiting_since_s = time.monotonic()
             if header.type is MessageType.CREDIT:
-                if problem := self.messages.wrote(header.tensor_bytes):
-                    self.fail(ProtocolMismatch(problem, reason="malformed"))
-                else:
+                written_bytes = header.total_bytes
+                if self._written_bytes <= written_bytes <= self._sent_bytes:
+                    self._written_bytes = written_bytes
                     self._condition.notify_all()
+                else:
+                    message = (
+                        f"receiver reports {written_bytes} bytes written; {self._written_bytes} to"
+                        f" {self._sent_bytes} is possible"
+                    )
+                    self.fail(ProtocolMismatch(message, reason="malformed"))
             elif header.type is MessageType.ACK:
-                self._on_ack()
+                if self._state is _State.FINISHING and not self._queue:
+                    self._acknowledged_s = self._waiting_since_s
+                    self._end(_State.ACKNOWLEDGED, None, tell=None)
+                else:
+                    self.fail(ProtocolMismatch("receiver acknowledged before the end", reason="malformed"))
             elif header.type is MessageType.NACK:
                 try:
                     error = decode_nack(payload)
@@ -243,42 +364,41 @@ class OutgoingTransfer:
         self._end(_State.FAILED, error, tell=error.reason)
 
     def lost(self, error: TransferFailed) -> None:
-        """End it; the receiver cannot be told, or need not be. No effect once it is over."""
-        self._end(_State.FAILED, error, tell=None)
-
-    def give_up_telling(self) -> None:
-        """The receiver cannot be reached: where the transfer is over, drop the message that says so."""
+        """End it; the receiver cannot be told, or need not be. Where it is over already, the message that
+        says so is dropped."""
         with self._condition:
-            if self._state in _OVER:
-                self.messages.drop_queued()
+            self._end(_State.FAILED, error, tell=None)
+            self._queue.clear()
+            self._sending = []
 
     def silent_s(self, now_s: float) -> float:
         """Seconds since the receiver's last message, while it owes an answer; else 0."""
         with self._condition:
-            if self._state in _OVER or self._owed_nothing():
+            owed_nothing = not self._queue and self._sent_bytes == self._written_bytes
+            if self._state in _OVER or (owed_nothing and self._state is not _State.FINISHING):
                 return 0.0
             return now_s - self._waiting_since_s
 
     def quiet_s(self, now_s: float) -> float:
         """Seconds since something was last sent, while the transfer is open and its manifest was sent."""
         with self._condition:
-            is_open = self.messages.manifest_sent and self._state not in _OVER
-            return now_s - self.messages.last_sent_s if is_open else 0.0
+            is_open = self._bytes_by_kind["manifest"] > 0 and self._state not in _OVER
+            return now_s - self._last_sent_s if is_open else 0.0
 
     def keepalive_sent(self) -> None:
         """A keepalive was sent."""
         with self._condition:
-            self.messages.last_sent_s = time.monotonic()
+            self._last_sent_s = time.monotonic()
 
-    def _owed_nothing(self) -> bool:
-        return self.messages.all_written and self._state is not _State.FINISHING
-
-    def _on_ack(self) -> None:
-        if self._state is not _State.FINISHING or not self.messages.is_empty:
-            self.fail(ProtocolMismatch("receiver acknowledged before the end", reason="malformed"))
-            return
-        self._acknowledged_s = time.monotonic()
-        self._end(_State.ACKNOWLEDGED, None, tell=None)
+    def release_written(self) -> None:
+        """Release what the receiver has written. Condition held."""
+        messages = self._unacknowledged
+        while messages and self._released_bytes + messages[0].tensor_bytes <= self._written_bytes:
+            num_bytes = messages.popleft().tensor_bytes
+            self._released_bytes += num_bytes
+            self._reserved_bytes -= num_bytes
+            self._buffer.used_bytes -= num_bytes
+            self._condition.notify_all()
 
     def _end(self, state: _State, error: KvferryError | None, *, tell: str | None) -> None:
         with self._condition:
@@ -286,12 +406,16 @@ class OutgoingTransfer:
                 return
             self._state = state
             self._error = error
-            receiver_may_know = self.messages.has_begun
-            self.messages.drop_all()
-            self._buffer.remove(self.messages)
+            receiver_may_know = self._bytes_by_kind["manifest"] > 0 or self._sending
+            self._queue.clear()
+            self._sending = []
+            self._unacknowledged.clear()
+            self._buffer.used_bytes -= self._reserved_bytes
+            self._reserved_bytes = 0
+            self._buffer.users.discard(self)
             if tell is not None and receiver_may_know:
-                payload = memoryview(encode_abort(tell))
-                self.messages.push(Queued(FrameHeader(type=MessageType.ABORT, key=self.key), payload))
+                payload = [("manifest", memoryview(encode_abort(tell)))]
+                self._queue.append(Message(FrameHeader(type=MessageType.ABORT, key=self.key), payload))
             self._condition.notify_all()
         self._wake()
 
@@ -308,3 +432,19 @@ def _tensor_header(named: NamedTensor) -> TensorHeader:
             f"{named.name} is counted as {named.kind!r}; {', '.join(TENSOR_KINDS)} are allowed", reason="kind"
         )
     return TensorHeader(name=named.name, dtype=dtype, shape=tuple(named.tensor.shape))
+
+
+def _cut(tensors: Sequence[NamedTensor], limit_bytes: int) -> list[list[tuple[str, Tensor]]]:
+    """What each message carries of the tensors: parts of up to `limit_bytes` together, with their kinds. The
+    first message may carry nothing."""
+    messages: list[list[tuple[str, Tensor]]] = [[]]
+    room = limit_bytes
+    for named in tensors:
+        flat = named.tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        while flat.numel():
+            if room == 0:
+                messages.append([])
+                room = limit_bytes
+            messages[-1].append((named.kind, flat[:room]))
+            flat, room = flat[room:], max(0, room - flat.numel())
+    return messages

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -117,12 +118,12 @@ class ZmqConnectingChannel:
         monitor.close(linger=0)
         dealer.close(linger=0)
 
-    def send(self, peer: Peer, header: bytes, payload: memoryview) -> SendResult:
+    def send(self, peer: Peer, frames: Sequence[memoryview | bytes]) -> SendResult:
         dealer = self._dealers.get(peer)
         if dealer is None:
             return SendResult.LOST
         try:
-            dealer.send_multipart((header, payload), flags=zmq.DONTWAIT, copy=False)
+            dealer.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
         except zmq.Again:
             self._blocked.add(peer)
             self._poller.register(dealer, zmq.POLLIN | zmq.POLLOUT)
@@ -206,10 +207,10 @@ class ZmqListeningChannel:
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
 
-    def send(self, peer: Peer, header: bytes, payload: memoryview) -> SendResult:
+    def send(self, peer: Peer, frames: Sequence[memoryview | bytes]) -> SendResult:
         assert self._router is not None
         try:
-            self._router.send_multipart((peer, header, payload), flags=zmq.DONTWAIT)
+            self._router.send_multipart((peer, *frames), flags=zmq.DONTWAIT)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return SendResult.LOST

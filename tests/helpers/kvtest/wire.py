@@ -16,19 +16,27 @@ from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.wire.channel import ConnectingChannel, PeerLost, Received, SendResult
-from kvferry.shared.wire.frames import FrameHeader, MessageType, decode_message, encode_header
+from kvferry.shared.wire.frames import (
+    decode_message,
+    decode_nack,
+    encode_end,
+    encode_header,
+    encode_layer,
+    encode_manifest,
+)
 from kvferry.shared.wire.in_process import InProcessConnectingChannel, InProcessHub
 from kvferry.shared.wire.messages import (
     BlockHeader,
     EndRecord,
+    FrameHeader,
     LayerHeader,
     Manifest,
+    MessageType,
     NamedTensor,
     TensorHeader,
     TransferKey,
 )
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
-from kvferry.shared.wire.records import decode_nack, encode_end, encode_layer, encode_manifest
 from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.transfer import OutgoingTransfer
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
@@ -185,12 +193,13 @@ class BarePeer:
         channel.open()
         channel.connect(self._endpoint)
 
-    def say(self, header: FrameHeader, payload: bytes = b"") -> None:
-        self.say_frames(encode_header(header, payload), payload)
+    def say(self, header: FrameHeader, *payload: bytes) -> None:
+        payload = payload or (b"",)
+        self.say_frames(encode_header(header, payload), *payload)
 
-    def say_frames(self, header: bytes, payload: bytes) -> None:
+    def say_frames(self, *frames: bytes) -> None:
         deadline = time.monotonic() + WAIT_S
-        while self._channel.send(self._endpoint, header, memoryview(payload)) is not SendResult.SENT:
+        while self._channel.send(self._endpoint, frames) is not SendResult.SENT:
             assert time.monotonic() < deadline
             self._poll()
 
@@ -228,7 +237,7 @@ class BarePeer:
             assert not isinstance(event, PeerLost)
             assert isinstance(event, Received)
             header, payload = decode_message(event.frames)
-            self._received.append((header, bytes(payload)))
+            self._received.append((header, b"".join(payload)))
 
 
 def make_manifest(

@@ -27,9 +27,16 @@ from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.errors import ProtocolMismatch, TransferFailed
-from kvferry.shared.wire.cursor import TransferCursor
-from kvferry.shared.wire.frames import FrameHeader, MessageType
-from kvferry.shared.wire.messages import BlockHeader, LayerHeader, NamedTensor, TensorHeader, TransferKey
+from kvferry.shared.wire.messages import (
+    BlockHeader,
+    FrameHeader,
+    LayerHeader,
+    MessageType,
+    NamedTensor,
+    TensorHeader,
+    TransferCursor,
+    TransferKey,
+)
 
 DIM, PROMPT, NEW_ROWS = 6, 81, 3
 SPEC = make_spec(num_layers=2, head_dim=DIM)
@@ -103,16 +110,16 @@ class Transfer:
         self.writer.begin_layer(header)
 
     def block(self, layer, tensor, data, start, end, *, tensor_bytes=None):
-        position = {
-            "key": KEY,
-            "sequence": self.cursor.sequence,
-            "layer": layer,
-            "tensor": tensor,
-            "tensor_bytes": len(data) if tensor_bytes is None else tensor_bytes,
-            "offset": start,
+        sizes = [its.nbytes for its in self.layers[layer].values()]
+        tensor_bytes = len(data) if tensor_bytes is None else tensor_bytes
+        position = {"key": KEY, "sequence": self.cursor.sequence, "layer": layer}
+        in_layer = {
+            "total_bytes": sum(sizes) - len(data) + tensor_bytes,
+            "offset": sum(sizes[:tensor]) + start,
         }
-        self.cursor.pass_block(FrameHeader(type=MessageType.BLOCK, **position), end - start)
-        self.writer.write(BlockHeader(**position), memoryview(data)[start:end])
+        self.cursor.pass_block(FrameHeader(type=MessageType.BLOCK, **position, **in_layer), end - start)
+        block = BlockHeader(**position, tensor=tensor, tensor_bytes=tensor_bytes, offset=start)
+        self.writer.write(block, memoryview(data)[start:end])
 
     def messages(self, cuts=()):
         """All that is sent, in order: callables, each of them one message."""

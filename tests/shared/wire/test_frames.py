@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 import pytest
@@ -14,13 +15,17 @@ from kvferry.shared.wire.frames import (
     HEADER,
     HEADER_BYTES,
     MAX_PAYLOAD_BYTES_BY_TYPE,
-    FrameHeader,
-    MessageType,
     decode_message,
     encode_header,
     peek_key,
 )
-from kvferry.shared.wire.messages import MAX_LAYER_TENSORS, MAX_PAYLOAD_BYTES, TransferKey
+from kvferry.shared.wire.messages import (
+    MAX_LAYER_TENSORS,
+    MAX_PAYLOAD_BYTES,
+    FrameHeader,
+    MessageType,
+    TransferKey,
+)
 
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
@@ -36,7 +41,7 @@ def messages(draw: st.DrawFn) -> tuple[FrameHeader, bytes]:
     if message_type is not MessageType.BLOCK:
         written = draw(st.integers(0, 2**64 - 1)) if message_type is MessageType.CREDIT else 0
         sequence = draw(st.integers(0, 2**32 - 1)) if message_type is MessageType.LAYER else 0
-        header = FrameHeader(type=message_type, key=draw(keys), sequence=sequence, tensor_bytes=written)
+        header = FrameHeader(type=message_type, key=draw(keys), sequence=sequence, total_bytes=written)
         return header, payload
     offset = draw(st.integers(0, 2**40))
     header = FrameHeader(
@@ -44,8 +49,7 @@ def messages(draw: st.DrawFn) -> tuple[FrameHeader, bytes]:
         key=draw(keys),
         sequence=draw(st.integers(0, 2**32 - 1)),
         layer=draw(st.integers(0, 2**16 - 1)),
-        tensor=draw(st.integers(0, MAX_LAYER_TENSORS - 1)),
-        tensor_bytes=offset + len(payload) + draw(st.integers(0, 2**40)),
+        total_bytes=offset + len(payload) + draw(st.integers(0, 2**40)),
         offset=offset,
     )
     return header, payload
@@ -54,30 +58,42 @@ def messages(draw: st.DrawFn) -> tuple[FrameHeader, bytes]:
 def repack(**changes: int | bytes) -> bytes:
     """A valid BLOCK header of payload b"abcd" with fields changed and the checksum made right again."""
     names = (
-        "magic", "version", "type", "tensor", "transfer_id", "generation", "sequence", "layer", "reserved",
-        "payload_bytes", "tensor_bytes", "offset", "checksum",
+        "magic", "version", "type", "reserved_byte", "transfer_id", "generation", "sequence", "layer",
+        "reserved", "payload_bytes", "total_bytes", "offset", "checksum",
     )  # fmt: skip
-    values = dict(zip(names, HEADER.unpack(encode_header(block_header(), b"abcd")), strict=True)) | changes
+    values = dict(zip(names, HEADER.unpack(encode_header(block_header(), [b"abcd"])), strict=True)) | changes
     checked = HEADER.pack(*values.values())[:-8]
     return checked + struct.pack("<Q", xxhash.xxh3_64_intdigest(checked + b"abcd"))
 
 
 def block_header() -> FrameHeader:
-    return FrameHeader(type=MessageType.BLOCK, key=KEY, tensor=1, tensor_bytes=8, offset=4)
+    return FrameHeader(type=MessageType.BLOCK, key=KEY, layer=1, total_bytes=8, offset=4)
+
+
+@st.composite
+def frames_of(draw: st.DrawFn, header: FrameHeader, payload: bytes) -> list[bytes]:
+    """The payload as frames: of BLOCK and LAYER cut anywhere, of others in one piece."""
+    if header.type not in (MessageType.BLOCK, MessageType.LAYER):
+        return [payload]
+    cuts = draw(st.lists(st.integers(0, len(payload)), max_size=MAX_LAYER_TENSORS - 1).map(sorted))
+    return [payload[a:b] for a, b in itertools.pairwise([0, *cuts, len(payload)])]
 
 
 @UNTIMED
-@given(messages())
-def test_decoding_returns_what_was_encoded(message: tuple[FrameHeader, bytes]) -> None:
+@given(messages(), st.data())
+def test_decoding_returns_what_was_encoded(message: tuple[FrameHeader, bytes], data: st.DataObject) -> None:
     header, payload = message
-    assert decode_message([encode_header(header, payload), payload]) == (header, memoryview(payload))
+    frames = data.draw(frames_of(header, payload))
+    encoded = encode_header(header, frames)
+    assert decode_message([encoded, *frames]) == (header, [memoryview(frame) for frame in frames])
+    assert encode_header(header, [payload]) == encoded
 
 
 def test_header_bytes_stay_as_documented() -> None:
-    encoded = encode_header(block_header(), b"abcd")
+    encoded = encode_header(block_header(), [b"ab", b"cd"])
     assert HEADER_BYTES == 56
     assert encoded[:48].hex() == (
-        "4b564642" "0200" "03" "01" "ffffffffffffffff" "07000000" "00000000" "0000" "0000" "04000000"
+        "4b564642" "0200" "03" "00" "ffffffffffffffff" "07000000" "00000000" "0100" "0000" "04000000"
         "0800000000000000" "0400000000000000"
     )  # fmt: skip
     assert encoded[48:] == struct.pack("<Q", xxhash.xxh3_64_intdigest(encoded[:48] + b"abcd"))
@@ -85,16 +101,16 @@ def test_header_bytes_stay_as_documented() -> None:
 
 def test_payload_is_a_view_of_the_frame() -> None:
     frame = bytearray(b"abcd")
-    _, payload = decode_message([encode_header(block_header(), memoryview(frame)), memoryview(frame)])
+    _, payload = decode_message([encode_header(block_header(), [memoryview(frame)]), memoryview(frame)])
     frame[0] = ord("z")
-    assert bytes(payload) == b"zbcd"
+    assert bytes(payload[0]) == b"zbcd"
 
 
 @UNTIMED
 @given(messages(), st.data())
 def test_a_flipped_bit_anywhere_is_refused(message: tuple[FrameHeader, bytes], data: st.DataObject) -> None:
     header, payload = message
-    raw = bytearray(encode_header(header, payload) + payload)
+    raw = bytearray(encode_header(header, [payload]) + payload)
     bit = data.draw(st.integers(0, len(raw) * 8 - 1))
     raw[bit // 8] ^= 1 << bit % 8
     with pytest.raises(TransferFailed):
@@ -105,7 +121,7 @@ def test_a_flipped_bit_anywhere_is_refused(message: tuple[FrameHeader, bytes], d
 @given(messages(), st.data())
 def test_truncated_frames_are_refused(message: tuple[FrameHeader, bytes], data: st.DataObject) -> None:
     header, payload = message
-    encoded = encode_header(header, payload)
+    encoded = encode_header(header, [payload])
     with pytest.raises(ProtocolMismatch):
         decode_message([encoded[: data.draw(st.integers(0, HEADER_BYTES - 1))], payload])
     if payload:
@@ -139,19 +155,18 @@ def test_random_fields_with_a_right_checksum_decode_or_are_refused(fields: bytes
         {"magic": b"HTTP"},
         {"type": 0},
         {"type": 10},
-        {"tensor": MAX_LAYER_TENSORS},
+        {"reserved_byte": 1},
         {"reserved": 1},
         {"payload_bytes": 2**32 - 1},
         {"payload_bytes": 3},
-        {"tensor_bytes": 7},
+        {"total_bytes": 7},
         {"offset": 2**64 - 1},
         {"type": MessageType.ACK},
-        {"type": MessageType.END, "tensor": 0},
-        {"type": MessageType.LAYER, "tensor": 0, "tensor_bytes": 0},
-        {"type": MessageType.LAYER, "tensor_bytes": 0, "offset": 0},
-        {"type": MessageType.LAYER, "tensor": 0, "offset": 0},
-        {"type": MessageType.LAYER, "tensor": 0, "tensor_bytes": 0, "offset": 0, "layer": 1},
-        {"type": MessageType.END, "tensor": 0, "tensor_bytes": 0, "offset": 0, "sequence": 1},
+        {"type": MessageType.END, "layer": 0},
+        {"type": MessageType.LAYER, "layer": 0, "total_bytes": 0},
+        {"type": MessageType.LAYER, "layer": 0, "offset": 0},
+        {"type": MessageType.LAYER, "total_bytes": 0, "offset": 0},
+        {"type": MessageType.END, "layer": 0, "total_bytes": 0, "offset": 0, "sequence": 1},
     ],
 )
 def test_fields_out_of_range_are_malformed(changes: dict[str, int | bytes]) -> None:
@@ -170,11 +185,31 @@ def test_another_version_is_named_and_its_key_can_be_read() -> None:
 
 def test_oversized_payload_is_refused_at_both_ends() -> None:
     payload = bytes(MAX_PAYLOAD_BYTES + 1)
-    header = FrameHeader(type=MessageType.BLOCK, key=KEY, tensor_bytes=len(payload))
-    with pytest.raises(TransferFailed, match="at most"):
-        encode_header(header, payload)
-    with pytest.raises(TransferFailed):
-        decode_message([repack(payload_bytes=len(payload), tensor_bytes=len(payload), offset=0), payload])
+    header = FrameHeader(type=MessageType.BLOCK, key=KEY, total_bytes=len(payload))
+    for frames in ([payload], [payload[:9], payload[9:]]):
+        with pytest.raises(TransferFailed, match="at most"):
+            encode_header(header, frames)
+        with pytest.raises(TransferFailed):
+            decode_message([repack(payload_bytes=len(payload), total_bytes=len(payload), offset=0), *frames])
+
+
+@pytest.mark.parametrize(
+    ("message_type", "most"),
+    [
+        *((other, 1) for other in MessageType if other not in (MessageType.LAYER, MessageType.BLOCK)),
+        (MessageType.LAYER, 1 + MAX_LAYER_TENSORS),
+        (MessageType.BLOCK, MAX_LAYER_TENSORS),
+    ],
+)
+def test_more_frames_than_a_message_can_need_are_refused(message_type: MessageType, most: int) -> None:
+    total = 1 if message_type is MessageType.BLOCK else 0
+    header = FrameHeader(type=message_type, key=KEY, total_bytes=total)
+    frames = [b"x" * total] + [b""] * (most - 1)
+    encoded = encode_header(header, frames)
+    assert decode_message([encoded, *frames])[0] == header
+    with pytest.raises(ProtocolMismatch, match=f"has {most + 2} frames") as refused:
+        decode_message([encoded, *frames, b""])
+    assert refused.value.reason == "malformed"
 
 
 def test_fields_too_wide_for_the_header_are_refused() -> None:

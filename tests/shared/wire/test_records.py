@@ -20,17 +20,7 @@ from kvferry.shared.errors import (
     TransferFailed,
 )
 from kvferry.shared.sampling.params import SampledToken
-from kvferry.shared.wire.messages import (
-    MAX_LAYER_TENSORS,
-    MAX_MANIFEST_BYTES,
-    TENSOR_DTYPE_BYTES,
-    EndRecord,
-    LayerHeader,
-    Manifest,
-    TensorHeader,
-    TransferKey,
-)
-from kvferry.shared.wire.records import (
+from kvferry.shared.wire.frames import (
     decode_abort,
     decode_end,
     decode_layer,
@@ -41,6 +31,16 @@ from kvferry.shared.wire.records import (
     encode_layer,
     encode_manifest,
     encode_nack,
+)
+from kvferry.shared.wire.messages import (
+    MAX_LAYER_TENSORS,
+    MAX_MANIFEST_BYTES,
+    TENSOR_DTYPE_BYTES,
+    EndRecord,
+    LayerHeader,
+    Manifest,
+    TensorHeader,
+    TransferKey,
 )
 
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy

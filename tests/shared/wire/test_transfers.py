@@ -15,9 +15,8 @@ from kvtest.wire import RecordingSink, Wire
 from kvferry.kernels.packed import PackedLayer, pack_layer
 from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.errors import TransferFailed
-from kvferry.shared.wire.frames import HEADER_BYTES
+from kvferry.shared.wire.frames import HEADER_BYTES, encode_end, encode_layer, encode_manifest
 from kvferry.shared.wire.messages import EndRecord, NamedTensor
-from kvferry.shared.wire.records import encode_end, encode_layer, encode_manifest
 
 
 @pytest.mark.parametrize(
@@ -43,13 +42,19 @@ def test_every_byte_arrives(wire: Wire, sink: RecordingSink, shape: dict[str, An
     assert sink.aborted == {}
 
 
-def test_bytes_are_counted_by_kind(wire: Wire, sink: RecordingSink) -> None:
+@pytest.mark.parametrize(("credit_bytes", "num_blocks"), [(1 << 20, 0), (320, 2), (100, 9)])
+def test_bytes_are_counted_by_kind(
+    wire: Wire, sink: RecordingSink, credit_bytes: int, num_blocks: int
+) -> None:
+    """Layers of 408 and 544 bytes, in messages as large as the credit."""
     manifest = kit.make_manifest(rows=(3, 4), heads=2, dim=8)
     server, sender = wire.server(sink), wire.sender()
-    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+    ticket = kit.make_ticket(manifest, server.endpoint, credit_bytes=credit_bytes)
+    transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
     kit.ship(transfer, kit.make_layers(manifest))
+    kit.assert_arrived(sink, manifest, kit.make_layers(manifest))
     end = sink.committed[manifest.key]
-    assert end.num_blocks == 6
+    assert end.num_blocks == num_blocks
     assert transfer.bytes_by_kind == {
         "rows": 7 * 2 * 8 * 4 * 2,
         "index": 7 * 2 * 4,
@@ -59,7 +64,7 @@ def test_bytes_are_counted_by_kind(wire: Wire, sink: RecordingSink) -> None:
         "manifest": len(encode_manifest(manifest))
         + sum(len(encode_layer(layer)) for layer in sink.layers[manifest.key])
         + len(encode_end(end))
-        + (1 + 2 + 6 + 1) * HEADER_BYTES,
+        + (1 + 2 + num_blocks + 1) * HEADER_BYTES,
     }
 
 
@@ -237,7 +242,7 @@ def test_send_waits_for_room_and_gives_up_in_time(wire: Wire, sink: RecordingSin
     server, sender = wire.server(sink), wire.sender(buffer_bytes=1000)
     sink.gate.clear()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=0.2)
-    with pytest.raises(TransferFailed, match="send buffer holds 320 of at most 1000") as failed:
+    with pytest.raises(TransferFailed, match="send buffer holds 1000 of at most 1000") as failed:
         kit.ship(transfer, kit.make_layers(manifest))
     assert failed.value.reason == "buffer_full"
     assert sender.buffered_bytes == 0

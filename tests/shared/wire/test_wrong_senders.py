@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,9 +11,8 @@ import pytest
 from kvtest.wire import RecordingSink, Wire
 
 from kvferry.shared.errors import LeaseExpired, ProtocolMismatch, TransferFailed
-from kvferry.shared.wire.frames import HEADER_BYTES, FrameHeader, MessageType, encode_header
-from kvferry.shared.wire.messages import LayerHeader, Manifest, TensorHeader
-from kvferry.shared.wire.records import decode_layer, encode_layer
+from kvferry.shared.wire.frames import HEADER_BYTES, decode_layer, encode_header, encode_layer
+from kvferry.shared.wire.messages import FrameHeader, LayerHeader, Manifest, MessageType, TensorHeader
 
 Message = tuple[FrameHeader, bytes]
 Frames = list[tuple[bytes, bytes]]
@@ -25,17 +25,20 @@ def messages_of(manifest: Manifest) -> list[Message]:
     for layer, tensors in enumerate(kit.make_layers(manifest)):
         header = FrameHeader(type=MessageType.LAYER, key=manifest.key, sequence=len(messages))
         messages.append((header, encode_layer(kit.header_of(layer, tensors))))
-        for number, named in enumerate(tensors):
+        total = sum(named.tensor.nbytes for named in tensors)
+        offset = 0
+        for named in tensors:
             payload = kit.to_bytes(named.tensor)
             header = FrameHeader(
                 type=MessageType.BLOCK,
                 key=manifest.key,
                 sequence=len(messages),
                 layer=layer,
-                tensor=number,
-                tensor_bytes=len(payload),
+                total_bytes=total,
+                offset=offset,
             )
             messages.append((header, payload))
+            offset += len(payload)
     return messages
 
 
@@ -44,11 +47,66 @@ def blocks_in(messages: list[Message]) -> list[Message]:
 
 
 def frames_of(messages: list[Message]) -> Frames:
-    return [(encode_header(header, payload), payload) for header, payload in messages]
+    return [(encode_header(header, [payload]), payload) for header, payload in messages]
 
 
 def numbered(messages: list[Message]) -> list[Message]:
     return [(replace(header, sequence=n), payload) for n, (header, payload) in enumerate(messages)]
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 5])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_a_layers_message_may_carry_any_share_of_its_bytes_in_any_frames(
+    wire: Wire, sink: RecordingSink, share: float, num_frames: int
+) -> None:
+    manifest = kit.make_manifest()
+    peer = wire.bare(wire.server(sink).endpoint)
+    peer.manifest(manifest)
+    messages, total = [], 0
+    for layer, tensors in enumerate(kit.make_layers(manifest)):
+        record = encode_layer(kit.header_of(layer, tensors))
+        data = b"".join(kit.to_bytes(named.tensor) for named in tensors)
+        first = int(share * len(data))
+        header = FrameHeader(type=MessageType.LAYER, key=manifest.key, sequence=len(messages))
+        messages.append((header, [record, *cut(data[:first], num_frames)]))
+        if first < len(data):
+            position = {"layer": layer, "offset": first, "total_bytes": len(data)}
+            header = replace(header, type=MessageType.BLOCK, sequence=len(messages), **position)
+            messages.append((header, cut(data[first:], num_frames)))
+        total += len(data)
+    for header, frames in messages:
+        peer.say(header, *frames)
+    peer.end(manifest.key, num_blocks=len(messages) - 2, payload_bytes=total)
+    assert peer.next(MessageType.ACK, MessageType.NACK)[0].type is MessageType.ACK
+    kit.assert_arrived(sink, manifest, kit.make_layers(manifest))
+
+
+def cut(data: bytes, num_frames: int) -> list[bytes]:
+    edges = [len(data) * n // num_frames for n in range(num_frames + 1)]
+    return [data[a:b] for a, b in itertools.pairwise(edges)]
+
+
+@pytest.mark.parametrize(("extra", "reason"), [(b"x", "size"), (b"", "checksum")])
+def test_a_layer_with_too_many_or_damaged_bytes_is_refused_before_the_sink_sees_it(
+    wire: Wire, sink: RecordingSink, extra: bytes, reason: str
+) -> None:
+    manifest = kit.make_manifest()
+    peer = wire.bare(wire.server(sink).endpoint)
+    peer.manifest(manifest)
+    tensors = kit.make_layers(manifest)[0]
+    data = b"".join(kit.to_bytes(named.tensor) for named in tensors) + extra
+    header = FrameHeader(type=MessageType.LAYER, key=manifest.key)
+    payload = [encode_layer(kit.header_of(0, tensors)), data]
+    encoded = encode_header(header, payload)
+    if not extra:
+        payload[1] = data[:-1] + bytes([data[-1] ^ 1])
+    peer.say_frames(encoded, *payload)
+    assert peer.refusal().reason == reason
+    assert sink.layers[manifest.key] == []
+    assert sink.aborted == {manifest.key: reason}
+    peer.say(header, *payload)
+    assert peer.refusal().reason == "unknown_transfer"
+    assert wire.late_blocks == 1
 
 
 def test_a_bare_transfer_is_acknowledged(wire: Wire, sink: RecordingSink) -> None:
@@ -90,19 +148,21 @@ def swap_tensors(messages: list[Message]) -> Frames:
 
 def lie_about_size(messages: list[Message]) -> Frames:
     header, payload = messages[2]
-    messages[2] = (replace(header, tensor_bytes=header.tensor_bytes + 1), payload)
+    messages[2] = (replace(header, total_bytes=header.total_bytes + 1), payload)
     return frames_of(messages)
 
 
 def name_a_tensor_too_many(messages: list[Message]) -> Frames:
     header, payload = messages[3]
-    messages[3] = (replace(header, tensor=3), payload)
+    beyond = {"offset": header.total_bytes, "total_bytes": header.total_bytes + len(payload)}
+    messages[3] = (replace(header, **beyond), payload)
     return frames_of(messages)
 
 
 def go_beyond_the_layer(messages: list[Message]) -> Frames:
     header, payload = messages[3]
-    return frames_of(numbered([*messages[:4], (replace(header, tensor=3), payload), *messages[4:]]))
+    beyond = {"offset": header.total_bytes, "total_bytes": header.total_bytes + len(payload)}
+    return frames_of(numbered([*messages[:4], (replace(header, **beyond), payload), *messages[4:]]))
 
 
 def leave_out_the_header(messages: list[Message]) -> Frames:
@@ -261,7 +321,7 @@ def test_blocks_of_an_outdated_generation_are_dropped_and_counted(wire: Wire, si
     assert wire.late_blocks == 2
     peer.say(*layer)
     peer.say(header, payload)
-    assert kit.eventually(lambda: peer.next(MessageType.CREDIT)[0].tensor_bytes == len(payload))
+    assert kit.eventually(lambda: peer.next(MessageType.CREDIT)[0].total_bytes == len(payload))
     assert sink.blocks == 1
     assert sink.aborted == {}
 
