@@ -69,9 +69,7 @@ def encode_header(header: FrameHeader, payload: Sequence[memoryview | bytes] = N
     Raises:
         TransferFailed: the payload is too large, or a field does not fit its width.
     """
-    payload_bytes = 0
-    for frame in payload:
-        payload_bytes += memoryview(frame).nbytes
+    payload_bytes = sum(map(len, payload))
     if payload_bytes > MAX_PAYLOAD_BYTES_BY_TYPE[header.type]:
         raise TransferFailed(
             f"{header.type.name} payload is {payload_bytes} bytes; at most"
@@ -97,17 +95,20 @@ def encode_header(header: FrameHeader, payload: Sequence[memoryview | bytes] = N
     except struct.error as error:
         raise TransferFailed(f"{header} does not fit the block header: {error}", reason="size") from error
     checked = packed[:_CHECKED_BYTES]
-    return checked + _CHECKSUM.pack(_checksum(checked, payload))
+    digest = xxhash.xxh3_64(checked)
+    for frame in payload:
+        digest.update(frame)
+    return checked + _CHECKSUM.pack(digest.intdigest())
 
 
-def decode_message(frames: Sequence[memoryview | bytes]) -> tuple[FrameHeader, list[memoryview]]:
+def decode_message(frames: Sequence[memoryview | bytes]) -> tuple[FrameHeader, Sequence[memoryview | bytes]]:
     """Check and unpack one message.
 
     Args:
-        frames: header frame and payload frames.
+        frames: header frame and payload frames, bytes or views of bytes.
 
     Returns:
-        The header, and the payload as views of the frames given.
+        The header, and the payload's frames.
 
     Raises:
         ProtocolMismatch: not this protocol or version, or fields that no peer of it would send.
@@ -115,9 +116,9 @@ def decode_message(frames: Sequence[memoryview | bytes]) -> tuple[FrameHeader, l
     """
     if len(frames) < 2:
         raise _malformed(f"message has {len(frames)} frames; at least 2 are allowed")
-    raw, *payload = [memoryview(frame) for frame in frames]
-    if raw.nbytes != HEADER_BYTES:
-        raise _malformed(f"header frame is {raw.nbytes} bytes; it must be {HEADER_BYTES}")
+    raw, payload = frames[0], frames[1:]
+    if len(raw) != HEADER_BYTES:
+        raise _malformed(f"header frame is {len(raw)} bytes; it must be {HEADER_BYTES}")
     (
         magic, version, type_code, reserved, transfer_id, generation, sequence, layer, reserved_too,
         payload_bytes, total_bytes, offset, checksum,
@@ -129,7 +130,10 @@ def decode_message(frames: Sequence[memoryview | bytes]) -> tuple[FrameHeader, l
             f"peer speaks block protocol version {version}; this side speaks {PROTOCOL_VERSION}",
             reason="protocol_version",
         )
-    if _checksum(raw[:_CHECKED_BYTES], payload) != checksum:
+    digest = xxhash.xxh3_64(raw[:_CHECKED_BYTES])
+    for frame in payload:
+        digest.update(frame)
+    if digest.intdigest() != checksum:
         raise TransferFailed("checksum of a message does not match its bytes", reason="checksum")
     try:
         message_type = MessageType(type_code)
@@ -139,9 +143,7 @@ def decode_message(frames: Sequence[memoryview | bytes]) -> tuple[FrameHeader, l
         raise _malformed(f"{message_type.name} has {len(frames)} frames; too many")
     if reserved or reserved_too:
         raise _malformed(f"reserved fields are {reserved} and {reserved_too}; they must be 0")
-    frame_bytes = 0
-    for frame in payload:
-        frame_bytes += frame.nbytes
+    frame_bytes = sum(map(len, payload))
     if payload_bytes != frame_bytes:
         raise _malformed(f"header declares {payload_bytes} payload bytes; the frames have {frame_bytes}")
     if payload_bytes > MAX_PAYLOAD_BYTES_BY_TYPE[message_type]:
@@ -177,13 +179,6 @@ def peek_key(frames: Sequence[memoryview | bytes]) -> TransferKey | None:
         return None
     transfer_id, generation = _KEY.unpack_from(frames[0], _KEY_OFFSET)
     return TransferKey(transfer_id=transfer_id, generation=generation)
-
-
-def _checksum(checked_header: memoryview | bytes, payload: Sequence[memoryview | bytes]) -> int:
-    digest = xxhash.xxh3_64(checked_header)
-    for frame in payload:
-        digest.update(frame)
-    return digest.intdigest()
 
 
 # ---- records -----------------------------------------------------------------------------------------------
@@ -249,15 +244,10 @@ def decode_layer(payload: memoryview | bytes) -> LayerHeader:
     names = set()
     for tensor in layer.tensors:
         names.add(tensor.name)
-        if tensor.size_bytes > MAX_TOTAL_BYTES:
-            raise _malformed(
-                f"layer {layer.layer} has a tensor {tensor.name!r} of {tensor.dtype} and shape"
-                f" {tensor.shape}; at most {MAX_TOTAL_BYTES} bytes are allowed"
-            )
-    if len(names) < len(layer.tensors):
+    if len(names) < len(layer.tensors) or layer.starts[-1] > MAX_TOTAL_BYTES:
         raise _malformed(
-            f"layer {layer.layer} has tensors {[tensor.name for tensor in layer.tensors]}; different names"
-            " are allowed"
+            f"layer {layer.layer} has tensors {layer.tensors}; different names and at most"
+            f" {MAX_TOTAL_BYTES} bytes are allowed"
         )
     return layer
 

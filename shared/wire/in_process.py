@@ -69,7 +69,7 @@ class InProcessHub:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._mailboxes: dict[Peer, Mailbox] = {}
+        self.mailboxes: dict[Peer, Mailbox] = {}
         self._numbers = itertools.count(1)
 
     def server(
@@ -108,9 +108,9 @@ class InProcessHub:
     def register(self, name: Peer) -> Mailbox:
         """A new mailbox. Raises ConfigurationError if the name is taken."""
         with self._lock:
-            if name in self._mailboxes:
+            if name in self.mailboxes:
                 raise ConfigurationError(f"in-process endpoint {name.decode()!r} is already in use")
-            mailbox = self._mailboxes[name] = Mailbox()
+            mailbox = self.mailboxes[name] = Mailbox()
             return mailbox
 
     def new_name(self, prefix: str) -> Peer:
@@ -120,16 +120,12 @@ class InProcessHub:
     def unregister(self, name: Peer) -> None:
         """Close a mailbox, and tell all others that it is gone."""
         with self._lock:
-            gone = self._mailboxes.pop(name, None)
-            others = tuple(self._mailboxes.values())
+            gone = self.mailboxes.pop(name, None)
+            others = tuple(self.mailboxes.values())
         if gone is not None:
             gone.close()
             for mailbox in others:
                 mailbox.put(PeerLost(name))
-
-    def find(self, name: Peer) -> Mailbox | None:
-        with self._lock:
-            return self._mailboxes.get(name)
 
 
 class _InProcessChannel:
@@ -139,13 +135,14 @@ class _InProcessChannel:
         self._hub = hub
         self._name = name
         self._mailbox = hub.register(name)
+        self.wake = self._mailbox.wake
         self._blocked = False
 
     def open(self) -> None:
         pass
 
     def send(self, peer: Peer, frames: Sequence[memoryview | bytes]) -> SendResult:
-        mailbox = self._hub.find(peer)
+        mailbox = self._hub.mailboxes.get(peer)
         if mailbox is None:
             return SendResult.LOST
         limit = MAX_QUEUED_MESSAGES if peer.startswith(SCHEME.encode()) else None
@@ -157,9 +154,6 @@ class _InProcessChannel:
         wait_s = min(timeout_s, _RETRY_S) if self._blocked else timeout_s
         self._blocked = False
         return self._mailbox.take(wait_s, limit=BATCH_MESSAGES)
-
-    def wake(self) -> None:
-        self._mailbox.wake()
 
     def close(self) -> None:
         self._hub.unregister(self._name)

@@ -12,6 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -106,10 +107,6 @@ class TensorHeader:
     dtype: Annotated[str, Meta(pattern=rf"^({'|'.join(TENSOR_DTYPE_BYTES)})\Z")]
     shape: Annotated[tuple[_NumTokens, ...], Meta(max_length=4)]
 
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * TENSOR_DTYPE_BYTES[self.dtype]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerHeader:
@@ -117,6 +114,14 @@ class LayerHeader:
 
     layer: Annotated[int, Meta(ge=0, le=MAX_LAYERS - 1)]
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=MAX_LAYER_TENSORS)]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each tensor starts in the layer's bytes, and where the last one ends."""
+        starts = [0]
+        for tensor in self.tensors:
+            starts.append(starts[-1] + math.prod(tensor.shape) * TENSOR_DTYPE_BYTES[tensor.dtype])
+        return starts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -224,7 +229,7 @@ class TransferCursor:
         self._num_layers = num_layers
         self._layer = -1
         self._tensors: tuple[TensorHeader, ...] = ()
-        self._starts = [0]  # of each tensor in the layer's bytes, and the end of the last one
+        self._starts = [0]
 
     def check_complete(self) -> None:
         """Raises TransferFailed ("incomplete") unless every tensor of every layer has passed."""
@@ -244,15 +249,13 @@ class TransferCursor:
                 f" {self.sequence}, is expected",
                 reason="order",
             )
-        starts = [0]
-        for tensor in layer.tensors:
-            starts.append(starts[-1] + tensor.size_bytes)
-        if num_bytes > starts[-1]:
+        layer_bytes = layer.starts[-1]
+        if num_bytes > layer_bytes:
             raise TransferFailed(
-                f"header of layer {layer.layer} came with {num_bytes} bytes; it implies {starts[-1]}",
+                f"header of layer {layer.layer} came with {num_bytes} bytes; it implies {layer_bytes}",
                 reason="size",
             )
-        self._tensors, self._starts, self.layer_bytes = layer.tensors, starts, starts[-1]
+        self._tensors, self._starts, self.layer_bytes = layer.tensors, layer.starts, layer_bytes
         self._layer += 1
         self.sequence += 1
         self.payload_bytes += num_bytes
@@ -288,11 +291,12 @@ class TransferCursor:
         self.offset += num_bytes
 
     def split(
-        self, header: FrameHeader, frames: Sequence[memoryview]
+        self, header: FrameHeader, frames: Sequence[memoryview | bytes]
     ) -> list[tuple[BlockHeader, memoryview]]:
         """The bytes of the LAYER or BLOCK message that has just passed, by tensor."""
         start, parts = header.offset, []
-        for frame in frames:
+        for raw in frames:
+            frame = memoryview(raw)
             while frame.nbytes:
                 tensor = bisect_right(self._starts, start) - 1
                 begin, end = self._starts[tensor : tensor + 2]

@@ -223,7 +223,7 @@ class BlockServer:
         peer: Peer,
         incoming: _IncomingTransfer | None,
         header: FrameHeader,
-        payload: Sequence[memoryview],
+        payload: Sequence[memoryview | bytes],
     ) -> None:
         if header.type is MessageType.MANIFEST:
             self._on_manifest(peer, header, payload[0])
@@ -260,13 +260,15 @@ class BlockServer:
             case _:
                 raise ProtocolMismatch(f"sender sent {header.type.name}", reason="malformed")
 
-    def _write(self, incoming: _IncomingTransfer, header: FrameHeader, payload: Sequence[memoryview]) -> None:
+    def _write(
+        self, incoming: _IncomingTransfer, header: FrameHeader, payload: Sequence[memoryview | bytes]
+    ) -> None:
         for block, part in incoming.cursor.split(header, payload):
             self._sink.write(block, part)
         if incoming.cursor.payload_bytes - incoming.granted_bytes >= MAX_PAYLOAD_BYTES:
             self._grant(incoming)
 
-    def _on_manifest(self, peer: Peer, header: FrameHeader, payload: memoryview) -> None:
+    def _on_manifest(self, peer: Peer, header: FrameHeader, payload: memoryview | bytes) -> None:
         if header.key in self._transfers:
             raise ProtocolMismatch(f"a second manifest came for {header.key}", reason="order")
         manifest = decode_manifest(payload)
@@ -323,7 +325,7 @@ class BlockServer:
         return self._channel.send(peer, (encode_header(header, (payload,)), payload))
 
 
-def _checked_end(incoming: _IncomingTransfer, payload: memoryview) -> EndRecord:
+def _checked_end(incoming: _IncomingTransfer, payload: memoryview | bytes) -> EndRecord:
     """Raises TransferFailed ("incomplete", "totals") if something is missing, or other totals were sent."""
     end = decode_end(payload)
     incoming.cursor.check_complete()

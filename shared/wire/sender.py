@@ -148,7 +148,9 @@ class BlockSender:
         """Send of each transfer what credit and channel allow, up to the size of a block; returns whether
         that bound left something unsent."""
         more = False
-        for transfer in self._snapshot():
+        with self._lock:
+            transfers = tuple(self._transfers.values())
+        for transfer in transfers:
             is_over = transfer.is_over
             sent_bytes = count = 0
             messages = transfer.take(MAX_PAYLOAD_BYTES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from threading import Condition
@@ -116,9 +116,6 @@ class _State(enum.Enum):
     FAILED = "failed"
 
 
-_OVER = (_State.ACKNOWLEDGED, _State.ABORTED, _State.FAILED)
-
-
 class OutgoingTransfer:
     """A transfer being sent. Its methods may be called from any thread.
 
@@ -134,6 +131,9 @@ class OutgoingTransfer:
     The memory of what is sent is the caller's tensor (CPU, contiguous), else a host copy of its part. The
     caller must not change a tensor that it has passed to `send_layer` until it is released. In flight are the
     tensor bytes sent less those that the receiver reported as written; never above the credit.
+
+    Attributes:
+        is_over: whether nothing is sent any more but the message that tells the receiver.
     """
 
     def __init__(
@@ -160,6 +160,7 @@ class OutgoingTransfer:
         self._timeout_s = timeout_s
         self._wake = wake
         self._state = _State.OPEN
+        self.is_over = False
         self._error: KvferryError | None = None
         self._cursor = TransferCursor(manifest.num_layers)
         manifest_header = FrameHeader(type=MessageType.MANIFEST, key=self.key)
@@ -192,8 +193,7 @@ class OutgoingTransfer:
         cursor = self._cursor
         try:
             record = LayerHeader(layer=layer, tensors=tuple(map(_tensor_header, tensors)))
-            for number, parts in enumerate(_cut(tensors, self._message_bytes)):
-                num_bytes = sum([part.numel() for _, part in parts])
+            for number, (num_bytes, parts) in enumerate(_cut(tensors, self._message_bytes)):
                 with self._condition:
                     self._check_open()
                     sequence, offset = cursor.sequence, cursor.offset
@@ -217,7 +217,8 @@ class OutgoingTransfer:
                         buffer.wait_for_room(num_bytes, timeout_s=self._timeout_s, check=self._check_open)
                     buffer.used_bytes += num_bytes
                     self._reserved_bytes += num_bytes
-                payload += [(kind, part.cpu().numpy().data) for kind, part in parts]
+                for kind, part in parts:
+                    payload.append((kind, part.cpu().numpy().data))
                 self._push(Message(header, payload, num_bytes))
         except TransferFailed as error:
             self.fail(error)
@@ -286,11 +287,6 @@ class OutgoingTransfer:
 
     # ---- the sender thread's side ------------------------------------------------------------------------
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is sent any more but the message that tells the receiver."""
-        return self._state in _OVER
-
     def take(self, limit_bytes: int) -> list[Message]:
         """The messages to send next: as many as the credit allows, until they exceed the limit. They stay in
         the queue until `sent`."""
@@ -327,10 +323,10 @@ class OutgoingTransfer:
                 ):
                     self._first_sent_s = self._last_sent_s
 
-    def on_message(self, header: FrameHeader, payload: memoryview) -> None:
+    def on_message(self, header: FrameHeader, payload: memoryview | bytes) -> None:
         """A message of the receiver about this transfer."""
         with self._condition:
-            if self._state in _OVER:
+            if self.is_over:
                 return
             self._waiting_since_s = time.monotonic()
             if header.type is MessageType.CREDIT:
@@ -375,14 +371,14 @@ class OutgoingTransfer:
         """Seconds since the receiver's last message, while it owes an answer; else 0."""
         with self._condition:
             owed_nothing = not self._queue and self._sent_bytes == self._written_bytes
-            if self._state in _OVER or (owed_nothing and self._state is not _State.FINISHING):
+            if self.is_over or (owed_nothing and self._state is not _State.FINISHING):
                 return 0.0
             return now_s - self._waiting_since_s
 
     def quiet_s(self, now_s: float) -> float:
         """Seconds since something was last sent, while the transfer is open and its manifest was sent."""
         with self._condition:
-            is_open = self._bytes_by_kind["manifest"] > 0 and self._state not in _OVER
+            is_open = self._bytes_by_kind["manifest"] > 0 and not self.is_over
             return now_s - self._last_sent_s if is_open else 0.0
 
     def keepalive_sent(self) -> None:
@@ -402,9 +398,9 @@ class OutgoingTransfer:
 
     def _end(self, state: _State, error: KvferryError | None, *, tell: str | None) -> None:
         with self._condition:
-            if self._state in _OVER:
+            if self.is_over:
                 return
-            self._state = state
+            self._state, self.is_over = state, True
             self._error = error
             receiver_may_know = self._bytes_by_kind["manifest"] > 0 or self._sending
             self._queue.clear()
@@ -434,17 +430,17 @@ def _tensor_header(named: NamedTensor) -> TensorHeader:
     return TensorHeader(name=named.name, dtype=dtype, shape=tuple(named.tensor.shape))
 
 
-def _cut(tensors: Sequence[NamedTensor], limit_bytes: int) -> list[list[tuple[str, Tensor]]]:
-    """What each message carries of the tensors: parts of up to `limit_bytes` together, with their kinds. The
-    first message may carry nothing."""
-    messages: list[list[tuple[str, Tensor]]] = [[]]
+def _cut(tensors: Sequence[NamedTensor], limit_bytes: int) -> Iterator[tuple[int, list[tuple[str, Tensor]]]]:
+    """What each message carries of the tensors: how many bytes, and the parts with their kinds. The first one
+    may carry nothing."""
+    parts: list[tuple[str, Tensor]] = []
     room = limit_bytes
     for named in tensors:
         flat = named.tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         while flat.numel():
             if room == 0:
-                messages.append([])
-                room = limit_bytes
-            messages[-1].append((named.kind, flat[:room]))
+                yield limit_bytes, parts
+                parts, room = [], limit_bytes
+            parts.append((named.kind, flat[:room]))
             flat, room = flat[room:], max(0, room - flat.numel())
-    return messages
+    yield limit_bytes - room, parts

@@ -101,7 +101,8 @@ class RecordingSink:
         announced = layers[-1].tensors[header.tensor]
         tensor = self.tensors.setdefault((header.key, header.layer, announced.name), bytearray())
         assert len(tensor) == header.offset
-        assert header.offset + payload.nbytes <= header.tensor_bytes == announced.size_bytes
+        start, end = layers[-1].starts[header.tensor : header.tensor + 2]
+        assert header.offset + payload.nbytes <= header.tensor_bytes == end - start
         tensor += payload
         self.blocks += 1
 

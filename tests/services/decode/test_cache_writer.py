@@ -114,7 +114,7 @@ class Transfer:
         tensor_bytes = len(data) if tensor_bytes is None else tensor_bytes
         position = {"key": KEY, "sequence": self.cursor.sequence, "layer": layer}
         in_layer = {
-            "total_bytes": sum(sizes) - len(data) + tensor_bytes,
+            "total_bytes": sum(sizes) - sizes[tensor] + tensor_bytes,
             "offset": sum(sizes[:tensor]) + start,
         }
         self.cursor.pass_block(FrameHeader(type=MessageType.BLOCK, **position, **in_layer), end - start)
@@ -366,7 +366,8 @@ def test_blocks_out_of_order_or_beyond_their_tensor_are_refused(case):
     transfer.block(0, 0, first, 0, 4)
     refused("order", 0, 0, first, 0, 4)
     refused("order", 0, 0, first, 8, len(first))
-    refused("size", 0, 0, first + b"\0", 4, len(first) + 1, tensor_bytes=len(first))
+    beyond = b"".join(tensors) + b"\0"
+    refused("size", 0, 0, beyond, 4, len(beyond), tensor_bytes=len(first))
     transfer = Transfer(case)
     transfer.send_all()
     refused("order", 1, len(tensors) - 1, tensors[-1], 0, 1)
