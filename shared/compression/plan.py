@@ -9,10 +9,9 @@ wire nor services.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-import msgspec
+from dataclasses import asdict, dataclass, field
 
 from kvferry.shared.errors import InvalidRequest
 
@@ -119,7 +118,7 @@ class ResolvedPlan:
 def plan_digest(resolved: ResolvedPlan) -> str:
     """A hex digest of every size in a resolved plan: workers that hold different ones refuse each other's
     KV."""
-    return hashlib.blake2b(msgspec.msgpack.encode(resolved, order="sorted"), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(asdict(resolved)).encode(), digest_size=16).hexdigest()
 
 
 def check_params(name: str, params: Mapping[str, ParamValue], expected: Mapping[str, type]) -> None:
