@@ -114,7 +114,7 @@ class Transfer:
         tensor_bytes = len(data) if tensor_bytes is None else tensor_bytes
         position = {"key": KEY, "sequence": self.cursor.sequence, "layer": layer}
         in_layer = {
-            "total_bytes": sum(sizes) - sizes[tensor] + tensor_bytes,
+            "total_bytes": sum(sizes) - sum(sizes[tensor : tensor + 1]) + tensor_bytes,
             "offset": sum(sizes[:tensor]) + start,
         }
         self.cursor.pass_block(FrameHeader(type=MessageType.BLOCK, **position, **in_layer), end - start)
