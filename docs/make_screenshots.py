@@ -48,7 +48,14 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
         ready = Path(scratch, "ready.json")
-        command = ["kvferry", "serve", "--listen", "127.0.0.1:0", "--ready-file", str(ready)]
+        command = [
+            str(Path(sys.executable).with_name("kvferry")),
+            "serve",
+            "--listen",
+            "127.0.0.1:0",
+            "--ready-file",
+            str(ready),
+        ]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
             try:
                 while not ready.exists():
