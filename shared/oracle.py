@@ -15,12 +15,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvferry.shared.compression.compress import compress_layer, compress_prompt, compress_waiting
+from kvferry.shared.compression.compress import (
+    WaitingLayer,
+    compress_layer,
+    compress_prompt,
+    compress_waiting,
+    measure_layer,
+)
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.measured import WaitingLayer, is_measured, measure_layer
-from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
+from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, is_measured
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.oracle_decode import LayerKV, OracleDecode

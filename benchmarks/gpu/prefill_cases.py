@@ -15,12 +15,11 @@ from timing import Clock
 from torch import Tensor
 
 from kvferry.services.prefill.host_copies import Arrived, HostCopies
-from kvferry.shared.compression.compress import compress_layer, compress_waiting
+from kvferry.shared.compression.compress import WaitingLayer, compress_layer, compress_waiting, measure_layer
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import LayerFormat, Tensors
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.measured import WaitingLayer, is_measured, measure_layer
-from kvferry.shared.compression.plan import ResolvedPlan
+from kvferry.shared.compression.plan import ResolvedPlan, is_measured
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.bridge import TransformersModel
 

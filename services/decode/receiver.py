@@ -13,10 +13,10 @@ from kvferry.services.decode.scheduler import Reservations
 from kvferry.services.decode.sequence import Sequence, SequenceState
 from kvferry.shared.cache.arena import ByteArena
 from kvferry.shared.cache.layout import sequence_layout
+from kvferry.shared.compression.compress import with_layer_rows
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.rows import RowsCache
-from kvferry.shared.compression.measured import is_measured, with_layer_rows
-from kvferry.shared.compression.plan import ResolvedPlan, plan_digest
+from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
 from kvferry.shared.control.messages import TransferAccepted
 from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, TransferFailed
 from kvferry.shared.metrics import DecodeMetrics

@@ -27,7 +27,7 @@ from kvferry.services.decode.sequence import EventStream, Sequence
 from kvferry.shared.cache.arena import Allocation, ByteArena
 from kvferry.shared.cache.layout import measured_limit_bytes, sequence_layout
 from kvferry.shared.compression.formats import make_formats
-from kvferry.shared.compression.measured import is_measured
+from kvferry.shared.compression.plan import is_measured
 from kvferry.shared.compression.presets import method_names
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import (

@@ -20,8 +20,7 @@ from kvferry.services.prefill.job import JobQueue, PrefillJob
 from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
 from kvferry.services.prefill.receiver import HistoryReceiver
 from kvferry.services.prefill.session_turns import SessionTurns
-from kvferry.shared.compression.measured import is_measured
-from kvferry.shared.compression.plan import ResolvedPlan, plan_digest
+from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
 from kvferry.shared.control.messages import FirstToken, SessionKey
 from kvferry.shared.errors import CapacityExceeded, HistoryMiss, KvferryError, WorkerUnavailable
 from kvferry.shared.history.store import HistoryStore

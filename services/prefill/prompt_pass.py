@@ -16,13 +16,12 @@ from torch import Tensor
 
 from kvferry.services.prefill.host_copies import HostCopies
 from kvferry.shared.cache.delta import NEW_ROWS, Positions, RetainedChain, delta_tensors, layer_positions
-from kvferry.shared.compression.compress import compress_layer
+from kvferry.shared.compression.compress import WaitingLayer, allocate_rows, compress_layer, measure_layer
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import LayerFormat
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.kept import KeptMap
-from kvferry.shared.compression.measured import WaitingLayer, allocate_rows, is_measured, measure_layer
-from kvferry.shared.compression.plan import ResolvedPlan
+from kvferry.shared.compression.plan import ResolvedPlan, is_measured
 from kvferry.shared.errors import HistoryMiss
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.interface import LanguageModel

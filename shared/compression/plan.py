@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from kvferry.shared.errors import InvalidRequest
 
 ParamValue = int | float | bool | str
+MEASURED_ALLOCATIONS = ("attention_variance",)
+"""Allocations whose rows follow from every layer's attention (`compress.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +115,18 @@ class ResolvedPlan:
     num_prompt_tokens: int
     max_new_tokens: int
     layers: tuple[LayerPlan, ...]
+
+
+def is_measured(resolved: ResolvedPlan) -> bool:
+    """Whether the plan needs statistics of every layer before the first can be compressed."""
+    return resolved.plan.layer_allocation.name in MEASURED_ALLOCATIONS and any(
+        resolved.layers[layer].rows < resolved.num_prompt_tokens for layer in sharing_layers(resolved)
+    )
+
+
+def sharing_layers(resolved: ResolvedPlan) -> tuple[int, ...]:
+    """The layers that share rows: all but those that the plan skips."""
+    return tuple(layer for layer in range(len(resolved.layers)) if layer not in resolved.plan.skip_layers)
 
 
 def plan_digest(resolved: ResolvedPlan) -> str:

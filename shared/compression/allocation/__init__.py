@@ -1,6 +1,6 @@
 """Layer allocations by name: how a plan's `layer_allocation` part shares the kept rows between layers.
 
-"attention_variance" is measured: here it gives every layer the mean, and `measured.py` each its own.
+"attention_variance" is measured: here it gives every layer the mean, and `compress.py` each its own.
 
 Applied before any scorer, so every scorer works with every allocation. Adding one is one file and one entry
 of `ALLOCATIONS`. Knows nothing of what is kept.
@@ -30,9 +30,6 @@ ALLOCATIONS: Mapping[str, LayerAllocation] = {
     "pyramid": pyramid,
     "attention_variance": attention_variance,
 }
-
-MEASURED_ALLOCATIONS = ("attention_variance",)
-"""Allocations whose rows follow from every layer's attention (`measured.py`)."""
 
 
 def allocate_layers(part: Part, *, rows: int, num_layers: int, num_tokens: int) -> list[int]:

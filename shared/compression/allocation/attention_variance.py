@@ -1,6 +1,6 @@
 """D2O's layer budgets as an allocation: more rows where a layer attends evenly (section 4.1).
 
-The shares depend on the prompt: prefill measures them (`measured.py`) and tells decode. What can be said
+The shares depend on the prompt: prefill measures them (`compress.py`) and tells decode. What can be said
 before is their mean.
 """
 

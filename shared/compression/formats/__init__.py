@@ -14,8 +14,7 @@ from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.formats.rows import Rows
 from kvferry.shared.compression.formats.think import Think
 from kvferry.shared.compression.installed import installed_formats
-from kvferry.shared.compression.measured import is_measured
-from kvferry.shared.compression.plan import LayerPlan, Part, ResolvedPlan
+from kvferry.shared.compression.plan import LayerPlan, Part, ResolvedPlan, is_measured
 from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.errors import ConfigurationError, InvalidRequest
 from kvferry.shared.model.spec import TORCH_DTYPES, ModelSpec

@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvferry.shared.compression.allocation import MEASURED_ALLOCATIONS
 from kvferry.shared.compression.formats.interface import (
     LayerCache,
     LayerFormat,
@@ -24,7 +23,7 @@ from kvferry.shared.compression.formats.interface import (
     on_host,
 )
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part
+from kvferry.shared.compression.plan import MEASURED_ALLOCATIONS, Budget, CompressionPlan, LayerPlan, Part
 from kvferry.shared.errors import InvalidRequest
 
 _PROMPT = "prompt_"

@@ -15,8 +15,7 @@ from kvferry.services.decode.service import DecodeService
 from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.measured import is_measured
-from kvferry.shared.compression.plan import Budget, Part, plan_digest
+from kvferry.shared.compression.plan import Budget, Part, is_measured, plan_digest
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import GenerateRequest, TicketIssued

@@ -76,11 +76,13 @@ class RecordingSink:
             self._bytes[key, header.layer, its.name] = bytearray()
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
-        announced = self.layers[header.key][header.layer].tensors[header.tensor]
+        layer = self.layers[header.key][header.layer]
+        announced = layer.tensors[header.tensor]
+        size_bytes = layer.starts[header.tensor + 1] - layer.starts[header.tensor]
         buffer = self._bytes[header.key, header.layer, announced.name]
         assert len(buffer) == header.offset
         buffer.extend(payload)
-        assert len(buffer) <= header.tensor_bytes == announced.size_bytes
+        assert len(buffer) <= header.tensor_bytes == size_bytes
 
     def commit(self, end: EndRecord) -> None:
         assert self.gate.wait(WAIT_S)

@@ -11,8 +11,7 @@ import torch
 from kvtest.prefill import plan_of
 from torch import Tensor
 
-from kvferry.shared.compression.measured import is_measured
-from kvferry.shared.compression.plan import Budget, plan_digest
+from kvferry.shared.compression.plan import Budget, is_measured, plan_digest
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey, TransferDone
 from kvferry.shared.errors import HistoryMiss, ProtocolMismatch

@@ -14,20 +14,26 @@ from kvtest.compression import compress_layer, make_spec
 
 from kvferry.kernels.column_sums.reference import column_sums_reference
 from kvferry.shared.cache.layout import measured_limit_bytes, sequence_layout
-from kvferry.shared.compression.allocation import ALLOCATIONS, MEASURED_ALLOCATIONS
-from kvferry.shared.compression.compress import compress_prompt
-from kvferry.shared.compression.d2o import reference
-from kvferry.shared.compression.d2o.layer_budgets import layer_budgets
-from kvferry.shared.compression.formats import make_formats
-from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.measured import (
+from kvferry.shared.compression.allocation import ALLOCATIONS
+from kvferry.shared.compression.compress import (
     allocate_rows,
-    is_measured,
+    compress_prompt,
     least_rows,
     measure_layer,
     with_layer_rows,
 )
-from kvferry.shared.compression.plan import Budget, CompressionPlan, Part, ResolvedPlan
+from kvferry.shared.compression.d2o import reference
+from kvferry.shared.compression.d2o.layer_budgets import layer_budgets
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.plan import (
+    MEASURED_ALLOCATIONS,
+    Budget,
+    CompressionPlan,
+    Part,
+    ResolvedPlan,
+    is_measured,
+)
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.errors import InvalidRequest, KvferryError
