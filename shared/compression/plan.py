@@ -132,7 +132,7 @@ def sharing_layers(resolved: ResolvedPlan) -> tuple[int, ...]:
 def plan_digest(resolved: ResolvedPlan) -> str:
     """A hex digest of every size in a resolved plan: workers that hold different ones refuse each other's
     KV."""
-    return hashlib.blake2b(json.dumps(asdict(resolved)).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(asdict(resolved), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def check_params(name: str, params: Mapping[str, ParamValue], expected: Mapping[str, type]) -> None:
