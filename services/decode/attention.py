@@ -1,7 +1,7 @@
-"""Attention of one decode step over sequences in the arena, each in its own layout and method.
+"""Attention of one decode step over sequences in the arena, each with its own format and method.
 
-Handed to the model by the engine for each step; the model calls it once a layer. Sequences of one kind in a
-layer are attended together: `kernels/*/batch.py` launches once for all of them where it has a kernel.
+A decode step (`step.py`) passes it to the model, which calls it once per layer. In each layer, sequences of
+the same kind are attended together, by one launch if a Triton kernel supports them (`kernels/*/batch.py`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from kvferry.shared.model.spec import TORCH_DTYPES, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
-    """Of each layer, its slots by kernel: dense, sparse, packed, and `unbatched` ones.
+    """A batch's slots grouped by attention kernel, for each layer; `unbatched` slots run one at a time.
 
     Attributes:
-        num_appended: of each sequence, rows appended before the first step.
-        base: the arena that all of them lie in, in the model's dtype; codes: the same memory as uint8.
+        num_appended: for each sequence, rows appended before the first step.
+        base: the whole arena as a one-dimensional tensor of the model's dtype; codes: the same memory as
+            uint8.
+        dense, sparse, packed, unbatched: for each layer, its slots with their rows or cache.
     """
 
     shape: BatchShape
@@ -50,7 +52,7 @@ class Members:
         *,
         num_slots: int,
     ) -> Members:
-        """Args: caches, num_appended: one entry a sequence, which take the first slots."""
+        """Args: caches, num_appended: one entry per sequence. Sequences take the first slots."""
         layers_of = range(spec.num_layers)
         dense: list[dict[int, CachedRows]] = [{} for _ in layers_of]
         sparse: list[dict[int, SparseRows]] = [{} for _ in layers_of]
@@ -81,12 +83,12 @@ class Members:
 
     @property
     def unbatched_names(self) -> tuple[str, ...]:
-        """What attends the slots that no batched kernel takes, by name, sorted."""
+        """Names of the formats and attentions that no batched kernel supports, sorted."""
         return tuple(sorted({cache.name for layer in self.unbatched for cache in layer.values()}))
 
     @cached_property
     def works(self) -> tuple[WorkList, ...]:
-        """Of packed layers, where a kernel attends them; else nothing."""
+        """Work lists of the packed kernel; empty if no kernel serves the packed layers."""
         if not any(self.packed) or not TriZoneBatch.is_launchable(self.shape):
             return ()
         return packed_work(self.shape, self.codes, self.packed)
@@ -101,7 +103,7 @@ class Members:
 
     @cached_property
     def signature(self) -> Hashable:
-        """Equal for batches whose steps make the same launches: the same memory and graph do for both."""
+        """Equal for batches whose steps make the same launches, so that they can share memory and a graph."""
         return (
             self.base.data_ptr(),
             self.shape.num_slots,
@@ -127,19 +129,19 @@ def _shape(spec: ModelSpec, device: torch.device, num_slots: int) -> BatchShape:
 
 
 def _whole(view: Tensor, dtype: torch.dtype) -> Tensor:
-    """All of the memory that a view is of, one-dimensional."""
+    """The whole storage behind a view, as a one-dimensional tensor."""
     return torch.empty(0, dtype=dtype, device=view.device).set_(view.untyped_storage())
 
 
 class BatchAttention:
-    """Implements `DecodeAttention` for a batch: a slot a sequence, and empty ones behind them.
+    """Implements `DecodeAttention` for a batch: one slot per sequence, then empty slots.
 
-    What goes wrong in one sequence stays there: it is recorded in `errors`, that sequence's output is zero
-    from then on, and the others go on.
+    An error in one sequence does not affect the others. It is recorded in `errors`, and that sequence's
+    output is zero from then on.
 
-        made: every slot empty ──place──► every layer once ──advance──► every layer once ...
+        created, slots empty ──place──► every layer once ──advance──► every layer once ...
 
-    Args: members: a batch whose signature those have that are placed.
+    Args: members: any batch with the signature of those that will be placed.
     """
 
     def __init__(self, members: Members) -> None:
@@ -165,15 +167,17 @@ class BatchAttention:
     def of(
         cls, spec: ModelSpec, caches: Sequence[tuple[LayerCache, ...]], num_appended: Sequence[int]
     ) -> BatchAttention:
-        """A batch placed. Args: caches: of each sequence, its layers' views; num_appended: rows it has
-        appended before the first step."""
+        """Create the attention of a batch and place the batch.
+
+        Args: caches: for each sequence, its layers; num_appended: rows it has appended before the first step.
+        """
         members = Members.of(spec, caches, num_appended, num_slots=len(caches))
         attention = cls(members)
         attention.place(members)
         return attention
 
     def place(self, members: Members) -> None:
-        """Take up a batch before its first step."""
+        """Set the batch before its first step."""
         self.errors = {}
         self._num_steps = 0
         self._num_appended = members.num_appended
@@ -188,18 +192,18 @@ class BatchAttention:
                 self._packed.take_up(members.works)
 
     def release(self) -> None:
-        """Hold nothing of the batch any more."""
+        """Drop all references to the batch."""
         self._unbatched = [{}] * len(self._unbatched)
         for batch, _ in self._batches:
             batch.release()
 
     @property
     def is_launched(self) -> bool:
-        """Whether kernels attend everything, so that a step asks the device for nothing."""
+        """Whether batched kernels run all of the attention, so that a step does not wait for the device."""
         return not self._has_unbatched and all(batch.is_launched for batch, _ in self._batches)
 
     def advance(self, active: Tensor) -> None:
-        """On to the next step. Args: active: int64 `[S]`, 1 for the slots that go on, else 0."""
+        """Move on to the next step. Args: active: int64 `[S]`, 1 for slots that continue, else 0."""
         self._num_steps += 1
         for batch, _ in self._batches:
             batch.advance(active)
@@ -239,6 +243,6 @@ class BatchAttention:
             return None
         try:
             return attend()
-        except Exception as error:  # the edge between one sequence and its batch-mates
+        except Exception as error:  # an error of one sequence must not fail the batch
             self.errors[slot] = error
             return None

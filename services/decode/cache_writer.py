@@ -1,8 +1,8 @@
-"""Writes one transfer's tensors into a sequence's arena bytes, and opens each layer when its last byte is
-there.
+"""Writes one transfer's tensors into a sequence's arena bytes, and opens each layer once all its bytes have
+arrived.
 
-Called by `receiver.py` under the sequence's lock. Where a tensor's bytes go and what they must be is the
-layer format's decision; blocks may cut tensors at any byte.
+Called by `receiver.py` under the sequence's lock. The layer's format decides where a tensor's bytes go and
+checks them. Blocks may split tensors at any byte.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvferry.shared.wire.messages import BlockHeader, LayerHeader
 
 
 class ArenaCopier:
-    """Copies payloads from the wire's memory into the arena; on CUDA by way of pinned memory.
+    """Copies payloads from the transport's memory into the arena, on CUDA through pinned memory.
 
-    Used by the receiver's thread alone.
+    Used only by the receiver's thread.
     """
 
     def __init__(self, max_payload_bytes: int, device: torch.device) -> None:
@@ -34,18 +34,18 @@ class ArenaCopier:
         self._payload = np.empty(0, np.uint8)
 
     def load(self, payload: memoryview) -> None:
-        """The payload that `copy` takes from, until the next call."""
+        """Set the payload that `copy` reads from until the next call."""
         self._payload = np.frombuffer(payload, np.uint8)
         if self._pinned is not None:
             self._pinned.numpy()[: payload.nbytes] = self._payload
 
     def copy(self, target: Tensor, offset: int) -> None:
-        """Fill `target`, uint8 `[n]` in the arena, with the payload's bytes from `offset` on."""
+        """Fill `target`, uint8 `[n]` in the arena, with the payload's bytes starting at `offset`."""
         end = offset + target.numel()
         if self._pinned is not None:
             target.copy_(self._pinned[offset:end])
         else:
-            # not torch's copy: it would divide a block among torch's threads, and wait for busy processors
+            # Not `copy_`: torch would split the block among its threads and wait for busy cores.
             target.numpy()[:] = self._payload[offset:end]
 
 
@@ -57,8 +57,8 @@ class CacheWriter:
     Args:
         buffer: the sequence's arena bytes, uint8 `[layout.size_bytes or more]`.
         copier: shared with the other transfers of the receiver's thread.
-        retained: rows of the session's last turns that are not sent again; None where everything is sent.
-        retained_layers: K and V of each layer in which each of these selections lies.
+        retained: rows of the session's last turns that are not sent again; None if everything is sent.
+        retained_layers: for each selection of `retained`, each layer's K and V `[H_kv, cap, D]`.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class CacheWriter:
         self._missing_bytes = 0
 
     def begin_layer(self, header: LayerHeader) -> None:
-        """Take a layer's header.
+        """Start the next layer.
 
         Raises:
-            TransferFailed, ProtocolMismatch: it is not the next layer, or not of the tensors that its format
-                has.
+            TransferFailed, ProtocolMismatch: it is not the next layer, or its tensors are not those of its
+                format.
         """
         layer = len(self._caches)
         if header.layer != layer or layer == len(self._layout.layers) or self._missing_bytes:
@@ -104,9 +104,9 @@ class CacheWriter:
         self._open_when_complete()
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
-        """Place one block of the current layer.
+        """Write one block of the current layer.
 
-        Raises: TransferFailed, ProtocolMismatch: it completes a layer that compression never makes.
+        Raises: TransferFailed, ProtocolMismatch: the layer is now complete, and its content is invalid.
         """
         pieces, done = self._pieces[header.tensor], 0
         piece_bytes = pieces.shape[1]
@@ -120,7 +120,7 @@ class CacheWriter:
         self._open_when_complete()
 
     def finish(self) -> tuple[LayerCache, ...]:
-        """The layers. Raises: TransferFailed: one is missing."""
+        """All layers. Raises: TransferFailed: a layer is missing or incomplete."""
         if len(self._caches) != len(self._layout.layers):
             raise TransferFailed(
                 f"layer {len(self._caches)} is incomplete: {self._missing_bytes} bytes are missing",
@@ -147,7 +147,7 @@ class CacheWriter:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor as uint8 `[pieces, bytes]`, each piece contiguous: one, or one for each KV head."""
+    """View a tensor as uint8 `[pieces, bytes]` with contiguous pieces: one, or one per KV head."""
     if tensor.is_contiguous():
         return tensor.view(-1).view(torch.uint8)[None]
     inner = math.prod(tensor.shape[1:])

@@ -1,9 +1,10 @@
 """The decode engine: continuous batching in one thread.
 
-Takes complete sequences from the receiver, runs them together step by step, and tells each request's stream;
-hands finished ones on to the history return. Sequences of any length and method share a batch, and none's
-result depends on the others. A step draws its tokens where the model is (`step.py`). Where steps are captured
-the next one runs while this thread looks at the tokens of the last: admission, stop strings, delivery.
+Takes complete sequences from the receiver, runs them together step by step, and puts each token into its
+request's stream. Finished sequences go to the history return. Sequences of any length and method share a
+batch, and no result depends on the other sequences. A step samples on the model's device (`step.py`). If
+steps are captured, the next one runs while this thread handles the last one's tokens: stop strings, delivery,
+admission.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ class DecodeEngine:
                      │                               │                              │
                      └──────────── cancelled, failed, engine closed ────────────────┴──► closed
 
-    A step under way may write rows of every sequence that it was launched for: whoever takes a sequence's
-    bytes away settles it first.
+    An in-flight step may write rows of every sequence that it was launched with, so the engine waits for it
+    before it releases any of their bytes.
 
     Args:
-        on_finished: takes a sequence whose completion has ended and whose rows go back to prefill
-            (RETURNING).
-        device: where steps run; the model's if not given.
+        on_finished: takes a sequence whose completion has ended and whose generated KV is to be returned to
+            prefill (RETURNING).
+        device: runs the steps; by default, made for the model's device.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class DecodeEngine:
         self._thread.start()
 
     def close(self) -> None:
-        """Fail what is live and end the thread. Idempotent."""
+        """Fail all sequences and end the thread. Idempotent."""
         with self._condition:
             self._stopping = True
             self._condition.notify()
@@ -89,7 +90,7 @@ class DecodeEngine:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def submit(self, sequence: Sequence, first_token: SampledToken) -> None:
-        """Any thread. The sequence is READY and is the engine's from now on."""
+        """Add a READY sequence, which the engine owns from now on. Any thread may call this."""
         with self._condition:
             if not self._stopping:
                 self._inbox.append((sequence, first_token))
@@ -98,7 +99,7 @@ class DecodeEngine:
         sequence.close(_closed())
 
     def wake(self) -> None:
-        """Any thread: look at `cancelled` and `cut_off` flags now rather than at the end of an idle wait."""
+        """End an idle wait, so that `cancelled` and `cut_off` are seen now. Any thread may call this."""
         with self._condition:
             self._condition.notify()
 
@@ -107,7 +108,7 @@ class DecodeEngine:
         return len(self._running)
 
     def healthy(self, heartbeat_timeout_s: float) -> bool:
-        """Whether the thread came round lately and its last steps did not all fail."""
+        """Whether the loop has a recent heartbeat and not every recent step failed."""
         fresh = self._clock() - self._heartbeat_s < heartbeat_timeout_s
         return self._thread.is_alive() and fresh and self._failed_steps < _MAX_FAILED_STEPS
 
@@ -119,7 +120,7 @@ class DecodeEngine:
             while self._await_work():
                 try:
                     self._turn()
-                except Exception as error:  # the engine outlives whatever a step does
+                except Exception as error:  # a failed step must not end the engine
                     _log.exception("decode step failed", batch_size=len(self._running))
                     self._failed_steps += 1
                     self._close_all(KvferryError(f"the decode step failed: {error}", reason="step_failed"))
@@ -127,7 +128,7 @@ class DecodeEngine:
             self._close_all(_closed())
 
     def _await_work(self) -> bool:
-        """Wait until there is something to do; False when the engine is to stop."""
+        """Wait until there is something to do. Returns False when the engine must stop."""
         with self._condition:
             while not (self._stopping or self._inbox or self._waiting or self._running):
                 self._heartbeat_s = self._clock()
@@ -158,7 +159,7 @@ class DecodeEngine:
             self._release()
 
     def _cut_off(self) -> None:
-        """Finish those that are to end with the tokens that they have."""
+        """Finish the sequences that must end with the tokens they have."""
         if not any(sequence.cut_off for sequence in (*self._waiting, *self._running)):
             return
         self._land()
@@ -168,7 +169,7 @@ class DecodeEngine:
         self._running = [s for s in self._running if not s.cut_off]
 
     def _begin(self, sequence: Sequence, first_token: SampledToken) -> None:
-        """Count the token that prefill drew; it may already end the completion."""
+        """Count the token that prefill sampled; it may already end the completion."""
         self._waiting.append(sequence)
         try:
             sequence.sampler.observe(first_token.token_id)
@@ -187,14 +188,17 @@ class DecodeEngine:
             self._metrics.admit.labels(self._model.spec.name).observe(self._clock() - sequence.committed_s)
 
     def _step(self) -> None:
-        """One token for every running sequence; of the step before, where this one runs meanwhile."""
+        """Launch a step for the running sequences and handle its tokens.
+
+        If steps run ahead, handle the previous step's tokens instead, while the new step runs.
+        """
         if self._placed != self._running:
             self._land()
             if not self._running:
                 return
             self._place()
         if self._flight is not None and all(sequence.num_left <= 1 for sequence in self._running):
-            flight = None  # the step under way is the last of every one
+            flight = None  # the in-flight step gives every sequence its last token
         else:
             flight = self._launch()
         if self._runner.runs_ahead:
@@ -203,7 +207,7 @@ class DecodeEngine:
             self._take_up(flight)
 
     def _place(self) -> None:
-        """Take up the batch as it is now. No step is under way."""
+        """Place the running sequences as the batch. No step may be in flight."""
         batch = list(self._running)
         inputs = [
             StepInput(
@@ -230,24 +234,24 @@ class DecodeEngine:
         return flight
 
     def _settle(self) -> None:
-        """Wait for a step under way; what it drew is still to be taken up."""
+        """Wait for the in-flight step; its tokens are handled later."""
         if self._flight is not None:
             self._flight.wait(_STEP_TIMEOUT_S)
 
     def _land(self) -> None:
-        """Take up a step under way."""
+        """Wait for the in-flight step and handle its tokens."""
         flight, self._flight = self._flight, None
         if flight is not None:
             self._take_up(flight)
 
     def _take_up(self, flight: Flight) -> None:
-        """What a step drew, for those that were still running when it did."""
+        """Handle a step's tokens, for the sequences that are still running."""
         flight.wait(_STEP_TIMEOUT_S)
         self._failed_steps = 0
         batch = [(i, s) for i, s in enumerate(self._placed) if s.state is SequenceState.RUNNING]
         slots = flight.drawn()
         drawn = [self._take(sequence, flight, slot, slots[slot]) for slot, sequence in batch]
-        # metrics first: whoever has read a stream's end finds its steps counted
+        # metrics first, so that a client that has read its stream's end finds its steps counted
         now_s = self._clock()
         self._metrics.decode_step.labels(self._model.spec.name).observe(now_s - self._last_step_s)
         self._last_step_s = now_s
@@ -260,7 +264,7 @@ class DecodeEngine:
     def _take(
         self, sequence: Sequence, flight: Flight, slot: int, drawn: tuple[int, bool, bool]
     ) -> tuple[SampledToken, FinishReason | None] | None:
-        """The sequence's next token and whether it is the last; None where the sequence failed."""
+        """The sequence's next token, and why the completion ends with it if it does; None if it failed."""
         token_id, is_valid, is_active = drawn
         assert is_active, f"the step ended sequence {sequence.request.request_id} and the host did not"
         sequence.num_appended += 1
@@ -271,7 +275,7 @@ class DecodeEngine:
                 raise sequence.sampler.refusal()
             token = sequence.sampler.accept(token_id, flight.logits(slot))
             return token, sequence.take(token)
-        except Exception as failure:  # the edge between one sequence and its batch-mates
+        except Exception as failure:  # an error of one sequence must not fail the batch
             self._fail(sequence, failure)
             return None
 
@@ -286,7 +290,7 @@ class DecodeEngine:
             self._finish(sequence, reason)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """The bytes go back before the reader learns of the end, unless the rows are still to be returned."""
+        """End a completion. Bytes are released before the reader gets the end, unless KV must be returned."""
         self._settle()
         finished = GenerationFinished(
             finish_reason=reason,
@@ -313,7 +317,7 @@ class DecodeEngine:
         sequence.close(error)
 
     def _close_all(self, error: KvferryError) -> None:
-        with contextlib.suppress(KvferryError, RuntimeError):  # a device that is lost writes nothing either
+        with contextlib.suppress(KvferryError, RuntimeError):  # a lost device does not write any more
             self._settle()
         self._flight = None
         self._release()

@@ -1,8 +1,8 @@
-"""Returns a finished completion's KV rows to the prefill worker, for the session's history.
+"""Returns a finished completion's generated KV to the prefill worker, for the session's history.
 
-Last stage of a request that stores history. Rows are copied to the host first and the arena bytes given back
-at once, so a slow peer holds no decode memory; those of tokens that were packed meanwhile are there already.
-A failed return costs the next turn a little prefill, and the client nothing.
+Last stage of a request that stores history. Rows are first copied to the host (those packed during decode
+were copied then), and the arena bytes are released or retained, so a slow peer blocks no decode memory.
+If a return fails, the next turn prefills these tokens again; the client does not see an error.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _Rows = list[tuple[Tensor, Tensor]]
 
 
 class HistoryReturner:
-    """A few threads that ship rows; sequences beyond them wait in line, still holding their bytes.
+    """A pool of threads that ship rows. A sequence that waits for a thread still occupies its arena bytes.
 
     Args:
-        timeout_s: for opening, sending and acknowledgement, each.
-        retained: takes a sequence's bytes over where its session's next turn may spare them.
+        timeout_s: limit on each wait for room in the send buffer, and on the wait for the acknowledgement.
+        retained: takes over a sequence's bytes if its session's next turn can reuse them.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class HistoryReturner:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvferry-history-return")
 
     def submit(self, sequence: Sequence) -> None:
-        """Takes a RETURNING sequence; closes it in the end."""
+        """Return the generated KV of a RETURNING sequence, then close it."""
         if sequence.num_appended == 0 or sequence.manifest is None or not sequence.manifest.history_endpoint:
             self._retained.keep(sequence)
             self._end(sequence, num_tokens=0)
@@ -60,7 +60,7 @@ class HistoryReturner:
             self._pool.submit(self._return, sequence, sequence.manifest)
 
     def close(self) -> None:
-        """Returns not yet begun are dropped; call with all sequences cancelled. Idempotent."""
+        """End the threads. Drops returns that have not begun. Cancel all sequences first. Idempotent."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _return(self, sequence: Sequence, manifest: Manifest) -> None:

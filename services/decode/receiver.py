@@ -1,7 +1,8 @@
-"""The decode worker's block sink: takes a prompt's compressed KV from the wire into the arena.
+"""The decode worker's block sink: writes a prompt's compressed KV from the wire into the arena.
 
-Between the block server's thread and the engine. Admits a transfer only for a live reservation of the same
-generation, model and plan; anything else is refused by name, and nothing partial ever reaches the engine.
+Place in the request's path: between the block server's thread and the engine. Accepts a transfer only if its
+generation, model and plan match a reservation that has not ended; a refusal names the field that differs.
+The engine gets only complete transfers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from kvferry.shared.wire.messages import (
 
 
 class _Incoming:
-    """An open transfer. Belongs to the block server's thread."""
+    """An open transfer. Used only by the block server's thread."""
 
     def __init__(self, sequence: Sequence, writer: CacheWriter, manifest: Manifest, started_s: float) -> None:
         self.sequence = sequence
@@ -46,10 +47,10 @@ class _Incoming:
 class CacheReceiver:
     """Implements `BlockSink`. All methods are called from one thread.
 
-    Whatever fails, fails the request at once, with the error that the sender is told.
+    An error in a transfer closes its sequence at once, so the request fails without waiting for the lease.
 
     Args:
-        submit: hands a complete sequence and its first token to the engine.
+        submit: passes a complete sequence and its first token to the engine.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class CacheReceiver:
         self._write(header.key, lambda: writer.write(header, payload))
 
     def _write(self, key: TransferKey, write: Callable[[], None]) -> None:
-        """Bytes are copied only while the reservation is alive."""
+        """Run `write` under the sequence's lock. Raises: LeaseExpired: the reservation has ended."""
         sequence = self._find(key).sequence
         with sequence.lock:
             if sequence.state is not SequenceState.IN_TRANSFER:
@@ -188,14 +189,14 @@ class CacheReceiver:
         )
 
     def _lay_out(self, sequence: Sequence, measured: ResolvedPlan) -> None:
-        """Place measured rows in the bytes that were reserved for any such rows."""
+        """Lay the measured rows out in the reserved bytes, which suffice for any measured rows."""
         formats = make_formats(self._spec, measured, returns_generated=sequence.request.store_history)
         sequence.layout = sequence_layout(formats)
         size_bytes, reserved_bytes = sequence.layout.size_bytes, sequence.allocation.size_bytes
         assert size_bytes <= reserved_bytes, (size_bytes, reserved_bytes)
 
     def _measured(self, manifest: Manifest, sequence: Sequence) -> ResolvedPlan:
-        """The sequence's plan; with the manifest's rows, where prefill measures them."""
+        """The sequence's plan, with the manifest's rows per layer if prefill measures them."""
         if not is_measured(sequence.resolved):
             return sequence.resolved
         try:

@@ -1,7 +1,8 @@
 """KV that stays in the arena between a session's turns, so that the next transfer can leave it out.
 
-A selection is always spare: it is freed when its session's lease ends, when the session is dropped or starts
-again, or when anyone needs the bytes. The longest unused session's oldest selection is evicted first.
+A selection is freed when its session's lease ends, when the session is dropped or its next turn does not
+extend it, or when a reservation needs the bytes. Pinned selections are freed only after they are unpinned.
+Eviction begins with the oldest selection of the least recently used session.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS, Manifest
 
 @dataclass(eq=False, kw_only=True)
 class RetainedSelection:
-    """One session's rows, as one of its turns left them.
+    """The rows in the arena after one turn of a session.
 
     Attributes:
         transfer_id: of the transfer that brought the prompt's rows.
-        token_ids: int64, those of the prompt and the generated ones that have rows.
+        token_ids: int64, of the prompt and of the generated tokens that have rows.
         num_prompt_tokens: how many of them are the prompt's.
         positions: as `RetainedRows.layers`.
         rows: K and V of each layer, `[H_kv, cap, D]` in the arena.
-        num_users: reservations that count on it; its bytes stay while there are any.
-        listed: whether new reservations may still find it.
+        num_users: reservations that pin it; its bytes are not freed while there are any.
+        listed: whether new reservations can still find it.
     """
 
     session: SessionKey
@@ -46,7 +47,7 @@ class RetainedSelection:
     listed: bool = True
 
     def retained_rows(self, num_tokens: int) -> RetainedRows:
-        """Those of the first `num_tokens` tokens."""
+        """The rows that a prompt with the same first `num_tokens` tokens can reuse."""
         return RetainedRows(
             transfer_id=self.transfer_id,
             num_prompt_tokens=self.num_prompt_tokens,
@@ -55,7 +56,7 @@ class RetainedSelection:
         )
 
     def num_common_tokens(self, prompt_token_ids: tuple[int, ...]) -> int:
-        """How many tokens the prompt and this selection begin with alike."""
+        """Length of the common prefix of the prompt and this selection, in tokens."""
         prompt = np.asarray(prompt_token_ids, np.int64)
         length = min(len(prompt), len(self.token_ids))
         differs = np.flatnonzero(prompt[:length] != self.token_ids[:length])
@@ -64,22 +65,24 @@ class RetainedSelection:
 
 @dataclass(eq=False, kw_only=True)
 class _Chain:
-    """A session's selections, the newest first; each came without rows that the next one has."""
+    """A session's selections, newest first; each was shipped without rows that older ones have."""
 
     selections: list[RetainedSelection]
     lease_until_s: float
 
 
 class RetainedSelections:
-    """The selections of all sessions, `MAX_RETAINED_SELECTIONS` a session at most. Thread-safe.
+    """The selections of all sessions, at most `MAX_RETAINED_SELECTIONS` per session. Thread-safe.
 
-        RETURNING ──keep──► listed ──lease, drop, evict, begun anew──► freed
-                              │ pin ▲ unpin                │ in use: unlisted, freed with the last unpin
-                              └─► in use ──────────────────┘
+        RETURNING ──keep──► listed ──lease, drop, evict, not extended──► freed
+                              │ pin ▲ unpin                │ pinned: unlisted, freed at the last unpin
+                              └─► pinned ──────────────────┘
+
+    `evict` skips pinned selections.
 
     Args:
-        retain_s: how long a session's selections stay after a turn; 0 keeps none.
-        release: gives bytes back and serves who waits for them; never called with this object's lock held.
+        retain_s: how long a session's selections stay after a turn; 0 retains none.
+        release: frees bytes and grants them to waiting requests; called without this object's lock.
     """
 
     def __init__(
@@ -99,12 +102,12 @@ class RetainedSelections:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes that a reservation could have."""
+        """Bytes of unpinned selections, which eviction can free."""
         with self._lock:
             return self._spare_bytes()
 
     def keep(self, sequence: Sequence) -> bool:
-        """Take a finished sequence's bytes over; returns False, nothing taken, where it is not to be kept."""
+        """Retain a finished sequence's bytes. Returns False, and takes nothing, if they cannot be reused."""
         session, manifest = sequence.request.session, sequence.manifest
         with sequence.lock:
             wanted = self._retain_s > 0 and session is not None and not sequence.cancelled
@@ -137,7 +140,10 @@ class RetainedSelections:
     def pin(
         self, session: SessionKey | None, prompt_token_ids: tuple[int, ...]
     ) -> tuple[tuple[RetainedSelection, ...], RetainedChain] | None:
-        """The session's selections and their rows that fit the new prompt, which stay until `unpin`."""
+        """Pin the session's selections until `unpin`.
+
+        Returns: the selections and the rows that the prompt can reuse; None if there are none.
+        """
         with self._lock:
             chain = self._chains.get(session) if session is not None else None
             selections = tuple(chain.selections) if chain is not None else ()
@@ -150,7 +156,7 @@ class RetainedSelections:
             return selections, chain_rows.first(chain_rows.depth, num_tokens)
 
     def unpin(self, selections: tuple[RetainedSelection, ...]) -> None:
-        """A reservation is done with them."""
+        """Release a reservation's pin; frees the selections that are unlisted and unused."""
         with self._lock:
             for selection in selections:
                 selection.num_users -= 1
@@ -158,14 +164,16 @@ class RetainedSelections:
         self._free(freed)
 
     def touch(self, session: SessionKey | None) -> None:
-        """Make the session's selections the last to be evicted."""
+        """Mark the session as most recently used, so that its selections are evicted last."""
         with self._lock:
             if session is not None and (chain := self._chains.pop(session, None)) is not None:
                 self._chains[session] = chain
 
     def drop(self, session: SessionKey | None, *, transfer_id: int | None = None) -> int:
-        """Forget a session's selections; only if the newest is of one transfer, where that is named. Returns
-        their bytes."""
+        """Drop a session's selections; with `transfer_id`, only if the newest one is of that transfer.
+
+        Returns: the dropped selections' bytes.
+        """
         with self._lock:
             chain = self._chains.get(session) if session is not None else None
             if session is None or chain is None or transfer_id not in (None, chain.selections[0].transfer_id):
@@ -176,7 +184,7 @@ class RetainedSelections:
         return sum(selection.allocation.size_bytes for selection in chain.selections)
 
     def expire(self) -> None:
-        """Forget what has outlived its lease."""
+        """Drop the sessions whose lease has ended."""
         now_s = self._clock()
         with self._lock:
             due = [session for session, its in self._chains.items() if its.lease_until_s <= now_s]
@@ -184,10 +192,11 @@ class RetainedSelections:
         self._free(freed)
 
     def evict(self, wanted_bytes: int) -> bool:
-        """Free the longest unused session's oldest selection straight into the arena; the caller serves the
-        line itself.
+        """Free the oldest selection of the least recently used session that is not pinned.
 
-        Returns: False, with nothing freed, where all that is spare and free would not be enough.
+        Frees it in the arena without granting waiting requests, which the caller does.
+
+        Returns: whether one was freed; False also if all free and unpinned bytes together are too few.
         """
         with self._lock:
             if self._arena.free_bytes + self._spare_bytes() < wanted_bytes:
@@ -203,7 +212,7 @@ class RetainedSelections:
         return True
 
     def close(self) -> None:
-        """Forget all."""
+        """Drop all selections."""
         with self._lock:
             freed = [gone for chain in self._chains.values() for gone in self._unlist(chain.selections)]
             self._chains.clear()
@@ -218,7 +227,7 @@ class RetainedSelections:
         )
 
     def _unlist(self, selections: list[RetainedSelection]) -> list[RetainedSelection]:
-        """New reservations find these no more; returns those whose bytes are to be freed now."""
+        """Hide these from new reservations; returns the unpinned ones, whose bytes can be freed now."""
         for selection in selections:
             selection.listed = False
         return [selection for selection in selections if _is_unused(selection)]
@@ -229,7 +238,7 @@ class RetainedSelections:
 
 
 def _extends(manifest: Manifest, former: RetainedSelection) -> bool:
-    """Whether the transfer left out rows of the former one, and its prompt begins with all of that one's."""
+    """Whether the transfer left out rows of `former` and its prompt begins with all of that one's prompt."""
     return manifest.retained_transfer_id == former.transfer_id and former.retained_rows(0).is_extended_by(
         manifest.retained_tokens
     )

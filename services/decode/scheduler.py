@@ -1,7 +1,7 @@
-"""Admission in bytes: who gets arena memory, in which order, and for how long they wait for it.
+"""Admission by bytes: grants arena memory to requests in order, with a queue and a time limit.
 
-First step of a request's life in this worker. Knows sizes and owners; what is done with the bytes is
-`sequence.py`'s matter.
+Place in the request's path: its first stage in this worker. `Reservations` finds a request's sequence by its
+transfer key, and `LeaseSweeper` ends those whose transfer is late. `sequence.py` defines who uses the bytes.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ class _Waiter:
 class Scheduler:
     """Strictly first in, first out: a large request at the head is not overtaken by small ones.
 
-        reserve ──► granted at once ──────────────────────────────► Allocation
-           └──────► waits in line ──bytes freed, it is the head──► Allocation
-                        └── admission_wait_s over, or cancelled ──► out of the line, nothing held
+        reserve ──► granted at once ──────────────────────────────────► Allocation
+           └──────► waits in the queue ──bytes freed, it is the head──► Allocation
+                        └── admission_wait_s over, or cancelled ──► leaves the queue without an allocation
 
     `release` may be called from any thread; `reserve` from any event loop.
 
     Args:
-        evict: frees something spare towards so many bytes, calling nothing here; False where it has nothing.
+        evict: frees some retained KV for a request of this many bytes, without calling the scheduler; returns
+            False if that cannot help.
     """
 
     def __init__(
@@ -68,12 +69,12 @@ class Scheduler:
         return len(self._line)
 
     async def reserve(self, size_bytes: int, *, owner: str, timeout_s: float) -> Allocation:
-        """Arena bytes, now or once they are free.
+        """Allocate arena bytes, waiting until enough are free.
 
         Raises:
-            InvalidRequest: the arena is too small for it even when empty.
-            CapacityExceeded: no memory within admission_wait_s or timeout_s (`arena_full`), or the line is
-                full (`queue_full`).
+            InvalidRequest: the size is larger than the whole arena.
+            CapacityExceeded: not enough bytes were free within admission_wait_s or timeout_s (`arena_full`),
+                or the queue is full (`queue_full`).
         """
         self._arena.check_fits(size_bytes)
         waiter = _Waiter(
@@ -104,7 +105,7 @@ class Scheduler:
         return _granted(waiter)
 
     def release(self, allocation: Allocation) -> None:
-        """Give bytes back and serve the line."""
+        """Free bytes and grant them to waiting requests. Any thread may call this."""
         with self._lock:
             self._arena.free(allocation)
             self._grant()
@@ -121,14 +122,14 @@ class Scheduler:
                     continue
                 return
             self._line.popleft()
-            waiter.allocation = allocation  # first: its loop may run before this thread goes on
+            waiter.allocation = allocation  # set first: the waiter may run before this thread continues
             try:
                 waiter.loop.call_soon_threadsafe(waiter.granted.set)
-            except RuntimeError:  # its loop is closed: nobody is there to take the bytes
+            except RuntimeError:  # its loop is closed, so nothing would use the bytes
                 self._arena.free(allocation)
 
     def _leave(self, waiter: _Waiter) -> bool:
-        """Step out of the line; returns whether the bytes were granted in the meantime."""
+        """Leave the queue. Returns whether the bytes were granted in the meantime."""
         with self._lock:
             if waiter.allocation is not None:
                 return True
@@ -163,7 +164,7 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 class Reservations:
-    """Every sequence from admission to its end. Thread-safe."""
+    """All sequences from admission until they close, by transfer id. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -178,10 +179,10 @@ class Reservations:
             self._sequences.pop(sequence.key.transfer_id, None)
 
     def find(self, key: TransferKey) -> Sequence:
-        """The sequence that this key names.
+        """The sequence with this key.
 
         Raises:
-            LeaseExpired: there is none, or it is of another generation.
+            LeaseExpired: there is none, or it has another generation.
         """
         with self._lock:
             sequence = self._sequences.get(key.transfer_id)
@@ -198,10 +199,10 @@ class Reservations:
 
 
 class LeaseSweeper:
-    """Ends reservations whose transfer is not complete by their lease, from a thread of its own clock.
+    """Closes sequences whose transfer is not complete when their lease ends, on its own thread.
 
-    Depends on no event loop and no engine: whatever else is stuck, memory comes back. Also verifies the
-    arena's integrity whenever no sequence is live.
+    It does not depend on the event loop or the engine, so memory is released even if those are stuck. It also
+    drops retained KV whose lease has ended, and checks the arena's integrity whenever there is no sequence.
     """
 
     def __init__(
@@ -233,7 +234,7 @@ class LeaseSweeper:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def sweep(self) -> None:
-        """One round."""
+        """Check all leases once."""
         self._retained.expire()
         sequences = self._reservations.all()
         for sequence in sequences:

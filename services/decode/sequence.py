@@ -1,7 +1,7 @@
-"""One request inside the decode worker: its reservation, its cache, its completion so far.
+"""State of one request in the decode worker: its reservation, its KV cache and its completion so far.
 
-Made at admission, filled by the receiver, advanced by the engine, ended by the history return or by whoever
-fails or cancels it first. Holds state and keeps it consistent; does no work of its own.
+Created at admission, filled by the receiver, run by the engine, and closed after the history return or when
+the request ends, fails or is cancelled earlier.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from kvferry.shared.wire.transfer import OutgoingTransfer
 
 
 class EventStream:
-    """An unbounded queue into one event loop; bounded in fact by the completion's length.
+    """A queue into one event loop. It needs no bound: a completion has a limited number of events.
 
-    Made by the task that reads it.
+    Created by the task that reads it.
     """
 
     def __init__(self) -> None:
@@ -41,15 +41,15 @@ class EventStream:
         self._queue: asyncio.Queue[GenerateEvent | KvferryError] = asyncio.Queue()
 
     def put(self, event: GenerateEvent | KvferryError) -> None:
-        """Any thread. An error is raised to the reader, and is the last thing it sees."""
-        # a closed loop has no reader left to tell
+        """Add an event. An error is raised in the reader and ends the stream. Any thread may call this."""
+        # If the loop is closed, there is no reader any more.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
     async def get(self, *, deadline_s: float) -> GenerateEvent:
         """The next event.
 
-        Args: deadline_s: by the loop's clock.
+        Args: deadline_s: on the loop's clock.
 
         Raises:
             DeadlineExceeded: none came in time.
@@ -81,18 +81,18 @@ class Sequence:
             │                     │                  │               │                      │      │
             └─────────────────────┴───── failed, cancelled, lease ───┴──────────────────────┴──► CLOSED
 
-    Who may touch the arena bytes, and so who closes:
-        RESERVED, IN_TRANSFER   whoever holds `lock` (receiver, sweeper, the request's own task)
+    Who may access the arena bytes and close the sequence:
+        RESERVED, IN_TRANSFER   any thread that holds `lock` (receiver, sweeper, the request's own task)
         READY, RUNNING          the engine's thread; others set `cancelled` and wake it
-        RETURNING               whoever holds `lock`, until the history worker has copied the rows out and
-                                given the bytes back; the worker closes
+        RETURNING               any thread that holds `lock`, until the history return has copied the rows
+                                and released the bytes or handed them over; after that, its thread closes
 
     Args:
-        layout: of the plan's mean rows; of its own rows from the manifest on, where prefill measures them.
-        release: gives the allocation back; called exactly once, under `lock`.
+        layout: of the plan; if prefill measures rows per layer, of their mean until the manifest is accepted.
+        release: frees the allocation; called at most once, under `lock`, and not after `hand_over_bytes`.
         forget: removes the sequence from the worker's tables; called exactly once, at closing.
-        assembler: finds stop strings; None where there are none.
-        stop_token_ids: ids that end the completion, the model's own among them unless ignored.
+        assembler: finds stop strings; None if there are none.
+        stop_token_ids: ids that end the completion, including the model's own unless they are ignored.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Sequence:
         self.state = SequenceState.RESERVED
         self.cancelled = False
         self.cut_off = False
-        """Whether the completion is to end with the tokens that it has."""
+        """Whether the completion must end with the tokens it has."""
         self.request = request
         self.resolved = resolved
         self.layout = layout
@@ -133,7 +133,7 @@ class Sequence:
         self.committed_s: float | None = None
         self.trace_context = current_context()
         self.span: Span = INVALID_SPAN
-        """The stage of decoding under way; `enter_stage` ends it and begins the next."""
+        """The current stage; `enter_stage` ends it and begins the next."""
         self._assembler = assembler
         self.stop_token_ids = stop_token_ids
         self._release = release
@@ -152,16 +152,16 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Position of the token to run next, which is the last one drawn."""
+        """Position of the token to run next, which is the last one sampled."""
         return self.resolved.num_prompt_tokens + self.num_tokens - 1
 
     @property
     def num_left(self) -> int:
-        """Tokens that the completion may still have."""
+        """Tokens that may still be generated."""
         return self.request.sampling.max_tokens - self.num_tokens
 
     def take(self, token: SampledToken) -> FinishReason | None:
-        """Count a token as part of the completion; returns why the completion ends with it, if it does."""
+        """Add a token to the completion. Returns why the completion ends with it, or None."""
         self.token_ids.append(token.token_id)
         stopped = self._assembler is not None and self._assembler.push(token.token_id).stopped
         if stopped or token.token_id in self.stop_token_ids:
@@ -169,12 +169,12 @@ class Sequence:
         return "length" if self.num_left <= 0 else None
 
     def enter_stage(self, name: str) -> None:
-        """Trace what follows as a stage of this name; "" ends the last one."""
+        """End the current stage's span and begin one with this name; "" begins none."""
         self.span.end()
         self.span = begin(name, self.trace_context) if name else INVALID_SPAN
 
     def release_bytes(self) -> None:
-        """Give the arena bytes back; the views go first. No effect the second time."""
+        """Drop the views of the arena bytes, then release the bytes. Idempotent."""
         with self.lock:
             self.caches = ()
             if self._holds_bytes:
@@ -182,7 +182,7 @@ class Sequence:
                 self._release(self.allocation)
 
     def hand_over_bytes(self) -> Allocation:
-        """Give the arena bytes to the caller, who frees them from now on. Call under `lock`, once."""
+        """Transfer the arena bytes to the caller, which must free them. Call once, under `lock`."""
         assert self._holds_bytes, self.state
         self.caches = ()
         self._holds_bytes = False
@@ -198,13 +198,13 @@ class Sequence:
         """Pin the session's retained rows for this sequence's transfer.
 
         Args:
-            retained_layers: K and V `[H_kv, cap, D]` of each layer, that each selection's rows lie in.
-            unpin: called once.
+            retained_layers: for each selection, each layer's K and V `[H_kv, cap, D]`.
+            unpin: called once, by `release_retained`.
         """
         self.retained, self.retained_layers, self._unpin = retained, retained_layers, unpin
 
     def release_retained(self) -> None:
-        """Unpin them. No effect the second time."""
+        """Unpin the session's retained rows. Idempotent."""
         with self.lock:
             unpin, self._unpin = self._unpin, None
             self.retained, self.retained_layers = None, ()
@@ -212,9 +212,9 @@ class Sequence:
             unpin()
 
     def close(self, error: KvferryError | None = None) -> bool:
-        """End the sequence: bytes back, off the tables, and the reader told if there is an error.
+        """End the sequence: release its bytes and pins, remove it from the tables, pass on the error if any.
 
-        Returns: False if it was closed before.
+        Returns: False if it was closed already.
         """
         with self.lock:
             if self.state is SequenceState.CLOSED:
@@ -229,7 +229,11 @@ class Sequence:
         return True
 
     def cancel(self) -> None:
-        """The reader has gone. Closes now where that is safe; else the holder sees `cancelled` soon."""
+        """Cancel the request, because its reader has gone.
+
+        Closes the sequence now if that is safe. Otherwise the engine closes it when it sees `cancelled`, or
+        the history return after its transfer is aborted.
+        """
         with self.lock:
             self.cancelled = True
             if self.state in (SequenceState.RESERVED, SequenceState.IN_TRANSFER):

@@ -1,4 +1,4 @@
-"""The decode worker: its service, built from its options, as a process or as a part of another one."""
+"""Builds the decode service from its options, for its own process or for a combined one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def run(config: DecodeConfig) -> None:
 async def build_service(
     config: DecodeConfig, model: LanguageModel, transport: BlockTransport
 ) -> tuple[DecodeService, CollectorRegistry]:
-    """A service and its metrics; see `shared.worker.Build`."""
+    """The service and its metrics; see `shared.worker.Build`."""
     metrics = DecodeMetrics()
     service = DecodeService(
         config,

@@ -2,8 +2,8 @@
 
     generate ── reserve (scheduler) ── ticket ── blocks (receiver) ── tokens (engine) ── rows (history return)
 
-Streams run on the event loop, work runs in threads; they meet in `Sequence` and its `EventStream`. Knows no
-transport: a factory makes the block server, a sender is handed in.
+Streams run on the event loop and work runs in threads; they share a `Sequence` and its `EventStream`. The
+block server's factory and the sender are passed in, so this module does not depend on a transport.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ _log = structlog.get_logger(__name__)
 class DecodeService:
     """Implements `DecodeControl` between `start` and `close`.
 
-    Closing a stream, at whatever stage, frees its arena bytes: at once before and during the transfer and
-    while rows are returned, else at the end of the running step.
+    Closing a stream frees its arena bytes: at once before and during the transfer and while generated KV is
+    returned, otherwise at the end of the running step.
 
     Args:
-        model: loaded; from `start` on used by the engine's thread alone.
-        server_factory: makes the block server, at the service's start.
-        sender: ships generated KV back; closed with the service.
+        model: loaded; after `start`, only the engine's thread uses it.
+        server_factory: makes the block server when the service starts.
+        sender: returns generated KV to prefill; closed with the service.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class DecodeService:
         self._server_factory = server_factory
         self._server: BlockServer | None = None
         self.registry = _ArenaRegistry(metrics.registry, self._arena)
-        """The metrics' registry for `/metrics`: the arena's states in one answer always sum to its size."""
+        """For `/metrics`: the bytes by arena state in one response always sum to the arena's size."""
 
     @property
     def arena(self) -> ByteArena:
@@ -143,23 +143,23 @@ class DecodeService:
 
     @property
     def block_endpoint(self) -> str:
-        """Where blocks arrive; there is one from `start` on."""
+        """Where blocks arrive; known once started."""
         assert self._server is not None, "the service is not started"
         return self._server.endpoint
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine has come round lately. Any thread may ask."""
+        """Whether the engine is healthy and the service not closed. Any thread may call this."""
         return not self._closed and self._engine.healthy(self._config.heartbeat_timeout_s)
 
     async def start(self) -> None:
-        """Listen for blocks; start the engine and the sweep of expired leases."""
+        """Listen for blocks, start the engine and the lease sweeper."""
         self._server = self._server_factory(self._receiver)
         self._engine.start()
         self._sweeper.start()
 
     async def close(self) -> None:
-        """Fail what is live, free everything, end the threads. Idempotent."""
+        """Fail all requests, free all memory and end the threads. Idempotent."""
         self._closed = True
         await asyncio.to_thread(self._close_threads)
 
@@ -169,11 +169,11 @@ class DecodeService:
         """See `DecodeControl.generate`.
 
         Raises:
-            InvalidRequest: tokens, plan or size that this worker can never serve.
-            ProtocolMismatch: another model was asked for, or another plan arrived.
-            CapacityExceeded: no memory in time, or too many wait for it.
+            InvalidRequest: this worker can never serve the tokens, the plan or the size.
+            ProtocolMismatch: the request is for another model, or a transfer for another plan arrived.
+            CapacityExceeded: no memory became free in time, or too many requests wait for it.
             LeaseExpired, TransferFailed: the prompt's KV did not arrive.
-            DeadlineExceeded: timeout_s is over.
+            DeadlineExceeded: timeout_s has passed.
             WorkerUnavailable: the worker is closing.
             KvferryError: decoding failed.
         """
@@ -206,7 +206,7 @@ class DecodeService:
             self._engine.wake()
 
     async def finish(self, request_id: str, *, timeout_s: float) -> None:
-        """See `DecodeControl.finish`. Before its blocks have come, a completion ends with its first token."""
+        """See `DecodeControl.finish`. If its KV has not arrived, a completion ends with its first token."""
         for sequence in self._reservations.all():
             if sequence.request.request_id == request_id:
                 sequence.cut_off = True
@@ -234,7 +234,7 @@ class DecodeService:
         )
 
     async def _admit(self, request: GenerateRequest, timeout_s: float) -> tuple[Sequence, float]:
-        """Validate, then reserve. Whatever can fail comes before the bytes are held."""
+        """Validate and reserve. Everything that can fail runs before the bytes are reserved."""
         self._check(request)
         resolved = resolve_plan(
             request.plan,
@@ -316,7 +316,7 @@ class DecodeService:
             )
 
     def _assembler(self, request: GenerateRequest) -> TextAssembler | None:
-        """Finds stop strings, those that began in tokens of an earlier attempt among them."""
+        """Finds stop strings, including those that began in tokens of an earlier attempt."""
         sampling = request.sampling
         if not sampling.stop:
             return None
@@ -343,7 +343,7 @@ class DecodeService:
 
 
 class _ArenaRegistry(CollectorRegistry):
-    """Reads another registry while the arena stands still."""
+    """Collects another registry's metrics under the arena's lock, so that its byte counts are consistent."""
 
     def __init__(self, inner: CollectorRegistry, arena: ByteArena) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""One decode step as a function of buffers that stay where they are: run, replayed or captured alike.
+"""One decode step over buffers with constant addresses, so that it can be captured and replayed as a graph.
 
-    token_ids, positions, active, left, stop_ids, descriptors ──► model ──► sampling ──► the same, one further
+    token_ids, positions, active, left, stop_ids, descriptors ──► model ──► sampling ──► next step's values
 
-The host places a batch, launches steps, and reads what a step drew after it has launched the next one. Inside
-a step nothing waits for the device, and lengths, positions, finished completions and sampled tokens never
-leave it. Does not know requests; `engine.py` does.
+The host places a batch and launches steps, and may launch the next one before it reads a step's tokens. If
+batched kernels run the whole step, it never waits for the device: lengths, positions, finished completions
+and sampled tokens stay on it. Requests and their streams are handled in `engine.py`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _NO_TOKEN = -1
 
 @dataclass(frozen=True, kw_only=True)
 class StepInput:
-    """One sequence as a step takes it up.
+    """State of one sequence when it is placed.
 
     Attributes:
-        token_id: the last token drawn, which is run next, at `position`.
-        num_left: tokens that may still be drawn, at least 1.
+        token_id: the last sampled token, which runs next at `position`.
+        num_left: tokens that may still be sampled, at least 1.
         stop_ids: ids that end the completion.
     """
 
@@ -43,7 +43,7 @@ class StepInput:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What a step's memory and launches depend on: batches of one shape share a `DecodeStep`, and a graph."""
+    """What a step's memory and launches depend on. Batches of one shape share a `DecodeStep` and a graph."""
 
     members: Hashable
     flavour: Flavour
@@ -61,14 +61,14 @@ class StepShape:
 class DecodeStep:
     """The buffers of one shape, and the step over them.
 
-        made: every slot empty ──place──► run ──► run ──► ...     a completion that ends leaves its slot
-                    ▲                                     │       inactive: nothing is written for it
-                    └─────────────── place ───────────────┘
+        created, slots empty ──place──► run ──► run ──► ...     a slot whose completion has ended is
+                    ▲                                   │       inactive: nothing is written for it
+                    └────────────── place ──────────────┘
 
     Attributes:
-        attention: of the batch placed.
-        drawn: int64 `[3, S]`: what the last step drew, whether its logits allowed that, whether the slot was
-            active.
+        attention: of the placed batch.
+        drawn: int64 `[3, S]`, of the last step: the token, whether one could be drawn from the logits, and
+            whether the slot was active.
         logits: float32 `[S, V]` of the last step.
     """
 
@@ -88,11 +88,11 @@ class DecodeStep:
 
     @property
     def is_launched(self) -> bool:
-        """Whether `run` asks the device for nothing, so that it can be captured and run ahead of the host."""
+        """Whether `run` never waits for the device, so that it can be captured and run ahead of the host."""
         return self.attention.is_launched
 
     def place(self, members: Members, inputs: Sequence[StepInput]) -> None:
-        """Take up a batch of this shape; sequences take the first slots."""
+        """Place a batch of this shape. Sequences take the first slots."""
         num_slots, width = self._stop_ids.shape
         empty = [0] * (num_slots - len(inputs))
         for buffer, values in (
@@ -110,12 +110,12 @@ class DecodeStep:
         self._sampler.place([given.sampler for given in inputs])
 
     def prepare(self) -> None:
-        """On the host, before each `run` or replay of one."""
+        """Host work before each `run` or replay."""
         self._sampler.refill()
         self._sampler.count()
 
     def run(self) -> None:
-        """One token for every active slot: `drawn` and `logits` are the step's, all else the next one's."""
+        """Sample a token for every active slot into `drawn`; update the other buffers for the next step."""
         active = self._active
         logits = self._model.decode(self._token_ids, self._positions, attention=self.attention)
         self.logits.copy_(logits)

@@ -1,6 +1,6 @@
-"""What running steps needs of a device: an order among threads, capture, and values fetched without waiting.
+"""What decode steps need from a device: ordering between threads, graph capture and asynchronous copies.
 
-`step_runner.py` speaks to this alone; everything that is CUDA's about a step is in `CudaDevice`.
+`step_runner.py` uses this interface; the CUDA-specific code of a step is in `CudaDevice`.
 """
 
 from __future__ import annotations
@@ -14,35 +14,37 @@ from torch import Tensor
 
 
 class StepDevice(Protocol):
-    """Where steps run, one thread's.
+    """The device on which one thread runs steps.
 
-    Attributes: captures: whether `capture` is worth calling.
+    Attributes: captures: whether `capture` makes steps faster.
     """
 
     captures: bool
 
     def scope(self) -> AbstractContextManager[object]:
-        """Whatever the device is asked inside goes one after the other."""
+        """A context whose device work runs in order."""
         ...
 
     def follow(self) -> None:
-        """What comes next in the scope sees what other threads have written until now."""
+        """Make what other threads have written so far visible to later work in the scope."""
         ...
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """What repeats `run`'s work on the device without its Python, which is run now and changes nothing.
+        """Capture the device work of `run`. Returns a function that replays it without the Python code.
 
-        Raises: RuntimeError: it cannot be captured.
+        `run` may be called for this, so it must have no lasting effect at that time.
+
+        Raises: RuntimeError: `run` cannot be captured.
         """
         ...
 
     def fetch(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Callable[[], bool]]:
-        """Copies on the host, and what tells whether they have arrived. Does not wait."""
+        """Begin to copy tensors to the host. Returns the copies and a function that says if they are done."""
         ...
 
 
 class CpuDevice:
-    """Implements `StepDevice` where a step is over when its function returns."""
+    """Implements `StepDevice` for a CPU, where a step is done when its function returns."""
 
     captures = False
 
@@ -50,7 +52,7 @@ class CpuDevice:
         return nullcontext()
 
     def follow(self) -> None:
-        """Nothing to wait for."""
+        """A CPU has finished already."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         return run
@@ -60,9 +62,10 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """Implements `StepDevice` by a stream of its own and CUDA graphs that share one pool of memory.
+    """Implements `StepDevice` with its own stream and with CUDA graphs that share one memory pool.
 
-    A graph's results are in buffers made before it, so that graphs may use each other's scratch memory.
+    Graphs write their results to buffers allocated before capture, so they can reuse each other's scratch
+    memory.
     """
 
     captures = True
@@ -81,12 +84,12 @@ class CudaDevice:
         self._stream.wait_stream(torch.cuda.default_stream(self._device))
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        # compiles kernels, and lets libraries allocate what they keep
+        # warm-up: compiles kernels and lets libraries allocate their workspaces
         for _ in range(self._WARM_UP_RUNS):
             run()
         graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph, which waits for the whole device and empties every cache of memory first: new
-        # shapes come while requests are served. thread_local: other threads copy blocks into the arena.
+        # Not torch.cuda.graph, which first synchronizes the device and empties the memory caches: new shapes
+        # are captured while requests run. thread_local: other threads copy blocks into the arena.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             try:
@@ -99,8 +102,8 @@ class CudaDevice:
         return graph.replay
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """After a failed capture: torch before 2.12 leaves the allocator believing that it goes on, filling
-        the pool by what the graph says. That is ended here; later captures fill another pool."""
+        """Clean up after a failed capture. Before version 2.12, torch's allocator then goes on using the
+        graph's pool. That is ended here, and later captures use a new pool."""
         self._failed.append(graph)
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
@@ -116,5 +119,5 @@ class CudaDevice:
 
 
 def step_device(device: torch.device) -> StepDevice:
-    """The device that a model is on."""
+    """A step device for a model's device."""
     return CudaDevice(device) if device.type == "cuda" else CpuDevice()

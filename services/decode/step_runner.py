@@ -1,8 +1,7 @@
-"""Runs decode steps: captured where the device captures and kernels serve the batch, else eagerly, by name.
+"""Runs decode steps: as CUDA graphs if batched kernels serve the whole batch, otherwise eagerly.
 
-The engine places a batch and launches steps here, and reads each one's tokens from a `Flight`. A shape of
-step (`StepShape`: the batch's bucket, its kinds, its sampling) has buffers and a graph of its own; the shapes
-used last are kept.
+The engine places a batch and launches steps, and reads each step's tokens from a `Flight`. Every `StepShape`
+(number of slots, kernels, sampling) has its own buffers and graph; the most recently used shapes are cached.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kvferry.shared.errors import KvferryError
 from kvferry.shared.model.interface import LanguageModel
 
 MAX_SHAPES = 24
-"""Shapes whose memory and graphs are kept."""
+"""Limit on cached shapes, each with its memory and graph."""
 _POLL_S = 50e-6
 
 
@@ -34,8 +33,9 @@ class StepPath:
 
     Attributes:
         name: "graph" or "eager".
-        because: why eagerly: the device ("cpu"), "capture_failed", "torch" where kernels are off or do not
-            serve the model, or the attentions without a kernel, by name; "" for a graph.
+        because: why a step runs eagerly: the names of the formats and attentions without a batched kernel,
+            else "cpu", "capture_failed", or "torch" if kernels are off or do not support the model; "" for a
+            graph.
     """
 
     name: dispatch.StepPathName
@@ -46,9 +46,9 @@ class Flight:
     """A step that has been launched.
 
     Args:
-        drawn: int64 `[3, S]` on the host, as `DecodeStep.drawn`; logits: float32 `[S, V]` on the host, where
-            they are wanted. Both are there once `is_done`.
-        errors: of slots whose attention failed; an eager step's.
+        drawn: int64 `[3, S]` on the host, as `DecodeStep.drawn`; valid once `is_done()`.
+        logits: float32 `[S, V]` on the host, or None if no sequence needs them; valid once `is_done()`.
+        errors: of slots whose attention failed; only an eager step has any.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Flight:
         self.errors = errors
 
     def wait(self, timeout_s: float) -> None:
-        """Until the device is through with it. Raises: KvferryError: it is not within timeout_s."""
+        """Wait until the device has finished the step. Raises: KvferryError: timeout_s has passed."""
         deadline_s = time.monotonic() + timeout_s
         while not self._is_done():
             if time.monotonic() > deadline_s:
@@ -75,20 +75,22 @@ class Flight:
             time.sleep(_POLL_S)
 
     def drawn(self) -> list[tuple[int, bool, bool]]:
-        """Of each slot: token, whether its logits allowed one, whether it was active. After `wait`."""
+        """For each slot: the token, whether one could be drawn, whether it was active. Call after `wait`."""
         return [(token, bool(ok), bool(active)) for token, ok, active in self._drawn.T.tolist()]
 
     def logits(self, slot: int) -> Tensor | None:
-        """float32 `[V]`, where logits were wanted. After `wait`."""
+        """float32 `[V]`; None if no sequence needed logits. Call after `wait`."""
         return None if self._logits is None else self._logits[slot]
 
 
 class StepRunner:
-    """One thread's steps. A batch is placed, then launched any number of times.
+    """Places batches and launches their steps, on one thread.
+
+        place ──► launch ──► launch ──► ... ──► release | place
 
     Args:
-        model: on the device; used by this thread alone.
-        warn: told why a step that should be captured cannot be.
+        model: on the device; used by no other thread.
+        warn: called with the reason if a capture fails.
     """
 
     def __init__(self, model: LanguageModel, device: StepDevice, *, warn: Callable[[str], None]) -> None:
@@ -110,11 +112,11 @@ class StepRunner:
         num_appended: Sequence[int],
         inputs: Sequence[StepInput],
     ) -> None:
-        """Take up a batch, one entry a sequence. No step is under way."""
+        """Set the batch. Args: one entry per sequence each. No step may be in flight."""
         self.release()
         with self._device.scope():
             self._device.follow()
-            # a bucket of slots serves many batches by one graph; without graphs, empty slots only cost time
+            # Rounded up, one graph serves batches of many sizes; without graphs, empty slots only cost time.
             num_slots = in_buckets(len(caches)) if self._device.captures else len(caches)
             members = Members.of(self._model.spec, caches, num_appended, num_slots=num_slots)
             shape = StepShape.of(members, inputs)
@@ -128,13 +130,13 @@ class StepRunner:
         self._wants_logits = any(given.sampler.params.logprobs is not None for given in inputs)
 
     def release(self) -> None:
-        """Hold nothing of the batch any more. No step is under way."""
+        """Drop all references to the batch. No step may be in flight."""
         if self._step is not None:
             self._step.step.attention.release()
             self._step = None
 
     def launch(self) -> Flight:
-        """One more token for every sequence of the batch that has not ended."""
+        """Launch a step: one token for every sequence of the batch that has not ended."""
         assert self._step is not None, "no batch has been placed"
         step = self._step.step
         with self._device.scope():
@@ -151,7 +153,7 @@ class StepRunner:
 
 
 class _ShapedStep:
-    """A step of one shape, with what repeats it where it could be captured."""
+    """A step of one shape, with its graph if it could be captured."""
 
     def __init__(
         self,
@@ -192,7 +194,7 @@ class _ShapedStep:
         dispatch.count(self._calls)
 
     def _capture(self, device: StepDevice, warn: Callable[[str], None]) -> None:
-        """While every slot is empty, so that the step's own runs write nothing."""
+        """Capture the step. All slots are empty at this time, so the runs that this takes write no KV."""
         try:
             replay = device.capture(self._run_recorded)
         except RuntimeError as error:

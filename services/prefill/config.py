@@ -1,4 +1,4 @@
-"""Options of the prefill service."""
+"""The prefill service's options."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The prefill engine: one thread that owns the model and runs prompts one after another.
 
 Place in the request's path: between the service, which submits jobs on the event loop and awaits their first
-token, and the block sender, whose own thread ships each layer while the next is computed. Does not wait for
-acknowledgements and does not commit history.
+token, and the block sender, whose own thread ships each layer while the next is computed. The service waits
+for the acknowledgement, and commits history when the router asks for it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 _JOIN_TIMEOUT_S = 30.0
 _HISTORY_CREDIT_BYTES = 64 << 20
-"""Bytes in flight that a decode worker may return of one turn."""
+"""Credit for one turn's returned KV."""
 
 
 class _ProbeObserver:
@@ -52,12 +52,13 @@ class PrefillEngine:
     """Runs jobs in fair order on one thread.
 
         submit ──► queue ──► run: begin turn, open transfer ──► layers ──► sample ──► end record ──► first
-                                  (after the layers, where these decide its sizes)
-                                    │ error or cancelled: transfer aborted, turn dropped, error raised in
-                                    first
+                                    │ error or cancelled
+                                    └──► transfer aborted, turn dropped, error raised by `first`
 
-    While idle, it runs one token every `probe_interval_s`; it is ready while a layer or a probe was finished
-    within `ready_timeout_s`.
+    If the plan measures its layer budgets, the transfer is opened after the last layer.
+
+    An idle engine runs one token every `probe_interval_s`. It is ready if a layer or a probe has finished
+    within the last `ready_timeout_s`.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class PrefillEngine:
 
     @property
     def ready(self) -> bool:
-        """Whether a layer or a probe was finished recently."""
+        """Whether a layer or a probe has finished recently."""
         last_s = self._last_progress_s
         return (
             self._thread.is_alive()
@@ -125,7 +126,7 @@ class PrefillEngine:
         """Queue a job; the engine resolves its `first`.
 
         Raises:
-            CapacityExceeded: too many are waiting.
+            CapacityExceeded: too many jobs are waiting.
             WorkerUnavailable: the engine is stopped.
         """
         with self._condition:
@@ -159,7 +160,7 @@ class PrefillEngine:
             self._fail_waiting()
 
     def _next(self) -> PrefillJob | None:
-        """The next job; None once stopping. Probes the model while there is none."""
+        """Wait for the next job, and probe the model while there is none. Returns None when stopping."""
         while True:
             with self._condition:
                 if not self._stopping and not len(self._queue):
@@ -248,11 +249,11 @@ class PrefillEngine:
         return first
 
     def forget(self, session: SessionKey) -> None:
-        """Forget what was shipped for a dropped session. Any thread may call this."""
+        """Forget the rows shipped for a dropped session. Any thread may call this."""
         self._turns.forget(session)
 
     def _open(self, job: PrefillJob, measured: ResolvedPlan) -> OutgoingTransfer:
-        """Open the transfer of the final plan; the job owns it from here on."""
+        """Open the transfer of the final plan; the job owns it from now on."""
         job.transfer = self._sender.open(
             job.request.ticket, self._manifest(job, measured), timeout_s=self._config.transfer_timeout_s
         )
@@ -260,7 +261,7 @@ class PrefillEngine:
         return job.transfer
 
     def _forward(self, job: PrefillJob, layers: PromptPass) -> Tensor:
-        """Run the tokens whose KV is not stored; the whole prompt if the stored KV turns out to be gone."""
+        """Run the tokens that are not cached; if loading the cached KV fails, run the whole prompt."""
         try:
             return self._pass(job, layers)
         except HistoryMiss as miss:

@@ -1,5 +1,4 @@
-"""Builds the history store that a prefill worker's settings ask for: host memory, or host memory and
-Redis."""
+"""Builds a prefill worker's history store from its options: host memory, with or without Redis."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from kvferry.shared.model.spec import ModelSpec
 _COMMIT_TIMEOUT_S = 8.0
 """How long a commit waits for Redis. Less than the router waits for a commit."""
 _TURN_TIMEOUTS = 5.0
-"""How long a turn waits for rows from Redis in all, in timeouts of one call."""
+"""How long a turn waits for rows from Redis in total, as a multiple of one call's timeout."""
 
 
 def build_store(config: PrefillConfig, *, spec: ModelSpec, metrics: PrefillMetrics) -> HistoryStore:

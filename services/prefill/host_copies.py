@@ -1,8 +1,8 @@
-"""Copies of a layer's tensors on the host, made while the next layer is computed.
+"""Copies a layer's tensors to the host while the next layer is computed.
 
 Place in the request's path: between a layer's compression and its shipping and staging (`prompt_pass.py`). On
-CUDA the thread computes on one stream of its own and copies to pinned memory on another, after an event; on a
-CPU there is nothing to copy.
+CUDA the thread computes on its own stream and copies to pinned memory on a second one, which waits for the
+first. On a CPU there is nothing to copy.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ Arrived = Callable[[], tuple[Tensor, ...]]
 class HostCopies(Protocol):
     """One thread's copies.
 
-    Attributes: layers_behind: how many further layers may be computed before one's copies are waited for.
+    Attributes: layers_behind: how many layers the copies may lag behind the computation.
     """
 
     layers_behind: int
 
     def scope(self) -> AbstractContextManager[object]:
-        """The context in which the thread computes: on a CUDA device, its own stream."""
+        """The context in which the thread computes; on CUDA, its own stream."""
         ...
 
     def start(self, tensors: Sequence[Tensor]) -> Arrived:
-        """Begin to copy tensors that the device may still be computing. They must not change meanwhile."""
+        """Begin to copy tensors, computed or still queued. They must not change until the copies are done."""
         ...
 
     def synchronize(self) -> None:
-        """Wait for the device to finish what it was asked to compute, but not for copies."""
+        """Wait until the device's queued computation is done, but not for copies."""
         ...
 
 
 class CpuCopies:
-    """Implements `HostCopies` for tensors on the host: they are their own copies."""
+    """Implements `HostCopies` for tensors on the host, which it returns as they are."""
 
     layers_behind = 0
 
@@ -61,7 +61,7 @@ class PinnedCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Others use the default stream: the receiver copies into the arena on it, and decode waits for that.
+        # Not the default stream: decode's receiver copies into the arena on it, and decode waits for that.
         self._computing, self._stream = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def scope(self) -> AbstractContextManager[object]:
@@ -76,7 +76,7 @@ class PinnedCopies:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 copies.append(copy.copy_(tensor, non_blocking=True))
                 if tensor.is_cuda:
-                    # Its memory is not reused before the copy is made.
+                    # Its memory must not be reused before the copy is done.
                     tensor.record_stream(self._stream)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record(self._stream)
@@ -92,5 +92,5 @@ class PinnedCopies:
 
 
 def host_copies(device: torch.device) -> HostCopies:
-    """Copies from the device of a model."""
+    """Host copies for a model's device."""
     return PinnedCopies(device) if device.type == "cuda" else CpuCopies()

@@ -1,5 +1,5 @@
-"""One request in the prefill engine, shared by the event loop and the engine's thread, and the queue of those
-that wait."""
+"""One request in the prefill engine, shared by the event loop and the engine's thread, and the queue of
+waiting requests."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class PrefillJob:
            └──────────────────┴── cancel ──┴──► transfer aborted, staged turn dropped
 
     The engine's thread attaches the transfer and the turn while RUNNING, and resolves `first` at the end.
-    `cancel` may be called from any thread at any time: it ends what is attached by then; the engine ends what
-    it attaches later, because it checks for cancellation after attaching and before each layer.
+    `cancel` may be called from any thread at any time. It ends what is attached at that time. The engine
+    checks for cancellation after attaching something and before each layer, and then ends that too.
 
     Attributes:
         history_way: how the turn got its history; None if there was none.
-        retained: rows that decode retains, so that they are not shipped; set before the transfer opens.
-        saved_bytes: of those rows.
+        retained: rows that decode retains and that need not be shipped; set before the transfer opens.
+        saved_bytes: size of the rows that were not shipped for this reason.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PrefillJob:
         self.sampler = sampler
         self.submitted_s = submitted_s
         self.owner = request.session.owner if request.session is not None else ""
-        # Returned generated KV has the same key.
+        # Decode returns the generated KV under the same key.
         self.key = TransferKey(transfer_id=request.ticket.transfer_id, generation=request.ticket.generation)
         self.trace_context = current_context()
         self.queue_span = begin("queue")
@@ -63,12 +63,12 @@ class PrefillJob:
         self._cancellation: KvferryError | None = None
 
     def check_cancelled(self) -> None:
-        """Raises the error that `cancel` was called with, if it was."""
+        """Raises the error that `cancel` was called with, if it was called."""
         if self._cancellation is not None:
             raise self._cancellation
 
     def cause(self, error: KvferryError) -> KvferryError:
-        """Why the work ended: the cancellation if there was one, since `error` then follows from it."""
+        """Why the work ended: the cancellation if there was one, because it caused `error`."""
         return self._cancellation or error
 
     def cancel(self, error: KvferryError) -> None:
@@ -104,7 +104,7 @@ class JobQueue:
         self._by_owner.setdefault(job.owner, deque()).append(job)
 
     def pop(self) -> PrefillJob:
-        """The next job; its owner goes to the end of the round. Raises IndexError when empty."""
+        """Remove the next job; its owner goes to the end of the round. Raises IndexError if empty."""
         if not self._by_owner:
             raise IndexError("pop from an empty JobQueue")
         owner, jobs = self._by_owner.popitem(last=False)
@@ -114,7 +114,7 @@ class JobQueue:
         return job
 
     def remove(self, job: PrefillJob) -> bool:
-        """Remove a waiting job; False if it is not waiting."""
+        """Remove a waiting job. Returns False if it is not waiting."""
         jobs = self._by_owner.get(job.owner)
         if jobs is None or job not in jobs:
             return False

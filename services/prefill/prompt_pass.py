@@ -1,9 +1,9 @@
-"""What happens to each layer of one prompt: load history, compress, ship, stage.
+"""Handles each layer of one prompt: load history, compress, ship, stage.
 
-Place in the request's path: called by the model's bridge on the engine thread, layer by layer, while the
-wire's own thread sends the layers before. Holds no K or V after `layer_done` returns, but what is on its way
-to the host (`host_copies.py`: one layer's, on CUDA), and unless the plan's layer budgets are measured: then K
-and V of all layers wait on the host until `finish`. Does not sample.
+Place in the request's path: called by the model on the engine thread, layer by layer, while the sender's own
+thread sends earlier layers. After `layer_done` returns, a pass references only the tensors that are being
+copied to the host (`host_copies.py`; on CUDA, one layer's). If the plan measures its layer budgets, K and V
+of all layers wait on the host until `finish`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvferry.shared.wire.transfer import OutgoingTransfer
 
 @dataclass(kw_only=True)
 class PassTimes:
-    """Seconds spent on one prompt, by what they were spent on."""
+    """Seconds spent on one prompt, by activity."""
 
     compress_s: float = 0.0
     pack_s: float = 0.0
@@ -44,10 +44,10 @@ class PromptPass:
     """Implements `PrefillObserver` for one prompt; it may be run again from the start after a history miss.
 
         begin ──► layer_done: compress, ship ──► ... ──► finish
-          └─────► layer_done: measure, hold  ──► ... ──► finish: rows per layer, open, compress and ship each
+          └─────► layer_done: measure        ──► ... ──► finish: rows per layer, open, compress and ship each
                   (measured layer budgets)
 
-    A second run ships only the layers that the first did not: those already sent are rows of the same prompt.
+    A second run ships only the layers that the first did not; those already sent are of the same prompt.
     """
 
     def __init__(
@@ -66,13 +66,14 @@ class PromptPass:
         kept_bins: int = 0,
     ) -> None:
         """Args:
-        open_transfer: called once, with the plan whose rows are to be shipped.
+        open_transfer: called once, with the plan to ship.
+        turn: the session's staged turn; None without a session.
         retained: rows that decode retains; they are not shipped.
-        model: the one that runs the prompt; asked for keys before RoPE where a method wants them.
-        check: raises to stop the pass; called before each layer's attention and after it.
-        progress: told of each layer done.
-        copies: brings what is shipped and staged to the host; while the next layer runs, where it takes time.
-        kept_bins: stretches of the prompt whose kept fraction `kept_map` tells; 0: there is no map.
+        model: runs the prompt; computes pre-RoPE keys for methods that need them.
+        check: raises to stop the pass; called before and after each layer's attention.
+        progress: called after each layer.
+        copies: copies tensors to the host for shipping and staging.
+        kept_bins: number of parts of the prompt for which `kept_map` counts selected rows; 0: no map.
         """
         self.times = PassTimes()
         self.kept_map = (
@@ -89,7 +90,7 @@ class PromptPass:
         self.positions: dict[int, Positions | None] = {}
         """Of each layer shipped so far, as `RetainedRows.layers`."""
         self.num_spared_rows = 0
-        """Rows of single heads that were not shipped because decode retains them."""
+        """Rows, counted per KV head, that were not shipped because decode retains them."""
         self._model = model
         self._device = model.device
         self._check = check
@@ -110,7 +111,7 @@ class PromptPass:
             if loaded is not None:
                 loaded = (loaded[0].to(self._device), loaded[1].to(self._device))
         except HistoryMiss:
-            # before the turn is begun anew: what is sent is not sent again, what is staged is dropped with it
+            # Before the turn restarts: layers sent so far are not sent again, rows staged so far are dropped.
             self._hand_over(0)
             raise
         finally:
@@ -140,12 +141,12 @@ class PromptPass:
         self._progress()
 
     def begin(self) -> None:
-        """Open the transfer before the pass, so that a refusal is known early; unless its sizes are not."""
+        """Open the transfer before the pass, to detect a refusal early, unless its sizes are unknown yet."""
         if not self._measured:
             self._transfer = self._open_transfer(self._resolved)
 
     def finish(self) -> None:
-        """After the pass: compress what waited for it, ship all. Raises Cancelled, TransferFailed."""
+        """After the pass: compress the waiting layers and ship the rest. Raises Cancelled, TransferFailed."""
         if not self._measured:
             self._hand_over(0)
             return
@@ -165,7 +166,7 @@ class PromptPass:
         self._hand_over(0)
 
     def _measure(self, inputs: LayerInputs) -> None:
-        """Measure a layer whose rows depend on the others', and keep its K and V on the host."""
+        """Measure a layer whose number of rows depends on the other layers; its K and V wait on the host."""
         begin_s = self._clock()
         waiting = measure_layer(self._resolved, inputs)
         host = replace(waiting.inputs, keys=waiting.inputs.keys.cpu(), values=waiting.inputs.values.cpu())
@@ -178,7 +179,7 @@ class PromptPass:
     def _ship(
         self, resolved: ResolvedPlan, fmt: LayerFormat, inputs: LayerInputs, scores: Tensor | None = None
     ) -> None:
-        # Kernels run behind the host: without this, compression's time would be counted with what follows.
+        # Kernels run asynchronously: without synchronizing, times would include earlier work.
         self._copies.synchronize()
         begin_s = self._clock()
         with stage("compress", layer=inputs.layer):
@@ -213,7 +214,7 @@ class PromptPass:
         self._leaving.append(send)
 
     def _stage(self, turn: StagedTurn, layer: int, keys: Tensor, values: Tensor) -> None:
-        """The layer's new rows, for the session's history."""
+        """Stage the layer's new rows in the session's history."""
         start = turn.reused_tokens
         arrived = self._copies.start([keys[:, start:], values[:, start:]])
 
@@ -225,7 +226,7 @@ class PromptPass:
         self._leaving.append(append)
 
     def _hand_over(self, layers_behind: int) -> None:
-        """Ship and stage what has been copied, but that of the last few layers."""
+        """Ship and stage the copied tensors of all but the last `layers_behind` layers."""
         per_layer = 1 if self._turn is None or self._measured else 2
         while len(self._leaving) > layers_behind * per_layer:
             self._leaving.popleft()()

@@ -1,7 +1,7 @@
 """Receives the KV of a turn's generated tokens from decode and stages it with the turn's history.
 
-Place in the request's path: the sink of prefill's block server, on the wire's receiver thread. Does not
-publish anything: the router's commit does.
+Place in the request's path: the sink of prefill's block server, on the server's thread. The router's commit
+publishes the staged rows.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from kvferry.shared.wire.messages import (
 
 @dataclass(frozen=True, kw_only=True)
 class _Expected:
-    """One return that may come: of one turn, under the key of the transfer that went out.
+    """A turn whose generated KV may be returned, under the key of the turn's transfer to decode.
 
     Attributes:
-        start: the prompt's length, the first generated token's position.
-        max_tokens: bound on the rows to come.
+        start: the prompt's length, which is the first generated token's position.
+        max_tokens: limit on the returned rows per layer and head.
     """
 
     request_id: str
@@ -54,10 +54,10 @@ class _Incoming:
 class HistoryReceiver:
     """Implements `BlockSink` for transfers of purpose "history".
 
-        expect ──► open (request id, key, start and shapes agree) ──► write... ──► commit: staged per layer
-           └──► forget (turn over), prune (turn swept)                    └──► abort: buffers dropped
+        expect ──► open (request id, key, start and shapes agree) ──► begin_layer, write... ──► commit: staged
+           └──► forget (turn over), prune (turn expired)                     └──► abort: buffers dropped
 
-    `expect`, `forget` and `prune` may be called from any thread; the rest from the receiver's.
+    `expect`, `forget` and `prune` may be called from any thread; the others from the block server's.
     """
 
     def __init__(self, *, spec: ModelSpec, store: HistoryStore) -> None:
@@ -69,14 +69,14 @@ class HistoryReceiver:
         self._incoming: dict[TransferKey, _Incoming] = {}
 
     def expect(self, request_id: str, key: TransferKey, *, start: int, max_tokens: int) -> None:
-        """A return may come for this request's staged turn. Replaces an earlier expectation."""
+        """Allow a return for this request's staged turn. Replaces an earlier expectation."""
         with self._lock:
             self._expected[request_id] = _Expected(
                 request_id=request_id, key=key, start=start, max_tokens=max_tokens
             )
 
     def forget(self, request_id: str, key: TransferKey | None = None) -> None:
-        """No return is wanted any more; with a key, only if that is the one expected."""
+        """Accept no return for this request any more; with a key, only if it is the expected one."""
         with self._lock:
             expected = self._expected.get(request_id)
             if expected is not None and key in (None, expected.key):

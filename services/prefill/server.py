@@ -1,4 +1,4 @@
-"""The prefill worker: its service, built from its options, as a process or as a part of another one."""
+"""Builds the prefill service from its options, for its own process or for a combined one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def run(config: PrefillConfig) -> None:
 async def build_service(
     config: PrefillConfig, model: LanguageModel, transport: BlockTransport
 ) -> tuple[PrefillService, CollectorRegistry]:
-    """A service with its history store, and its metrics; see `shared.worker.Build`."""
+    """The service with its history store, and its metrics; see `shared.worker.Build`."""
     metrics = PrefillMetrics()
     service = PrefillService(
         model=model,

@@ -1,7 +1,7 @@
-"""The prefill service: `PrefillControl` over the engine, the history store and the block wire.
+"""The prefill service: implements `PrefillControl` with the engine, the history store and the block wire.
 
 Place in the request's path: the router calls it, in process or through gRPC. This module runs on the event
-loop, prompts on the engine's thread, and blocks on the wire's.
+loop, prompts run on the engine's thread, and blocks on the wire's threads.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class PrefillService:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a layer or a probe was finished recently. Any thread may call this."""
+        """Whether a layer or a probe has finished recently. Any thread may call this."""
         return self._engine.ready
 
     async def start(self) -> None:
@@ -151,7 +151,7 @@ class PrefillService:
 
         Raises:
             InvalidRequest, ContextLengthExceeded, ProtocolMismatch: this worker cannot serve the request.
-            CapacityExceeded: too many requests wait.
+            CapacityExceeded: too many requests are waiting.
             TransferFailed: decode refused the transfer or was lost.
             DeadlineExceeded, Cancelled.
         """
@@ -192,7 +192,7 @@ class PrefillService:
         """See `PrefillControl.commit_turn`.
 
         Raises:
-            HistoryMiss: the request has no staged turn: never begun, over, expired, or lost in a restart.
+            HistoryMiss: the request has no staged turn: never begun, ended, expired, or lost in a restart.
             SessionNotFound, SessionBusy, InvalidRequest: as `StagedTurn.commit`.
         """
         turn = self._store.turn(request.request_id)
@@ -274,7 +274,7 @@ class PrefillService:
         )
 
     async def _acknowledged(self, job: PrefillJob, first: FirstToken, deadline_s: float) -> TransferDone:
-        """Wait for decode's acknowledgement and count what crossed the wire."""
+        """Wait for decode's acknowledgement and record the transfer's metrics."""
         transfer = job.transfer
         assert transfer is not None
         # Longer than the deadline, so that the error names the deadline.
@@ -312,7 +312,7 @@ class PrefillService:
         job.cancel(error)
 
     async def _sweep(self) -> None:
-        """Periodically drop expired turns."""
+        """Periodically drop expired staged turns."""
         while True:
             await asyncio.sleep(min(_SWEEP_INTERVAL_S, self._config.turn_lease_s / 10))
             expired = self._store.sweep()

@@ -1,8 +1,7 @@
-"""What the engine does for a session around a prompt's pass: begins the staged turn, decides what history and
-decode's retained rows are used for, and remembers what was shipped.
+"""Session handling around a prompt's pass: begins the staged turn, decides which of decode's retained rows
+need not be shipped, and records what was shipped.
 
-Place in the request's path: called on the engine's thread before a prompt's pass and after it. It does not
-run the model, ship anything or commit.
+Place in the request's path: called on the engine's thread before and after a pass (`prompt_pass.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShippedSelection:
-    """One transfer's rows. Attributes: as `RetainedRows` has them."""
+    """Rows shipped by one transfer. Attributes: as in `RetainedRows`."""
 
     transfer_id: int
     num_prompt_tokens: int
@@ -41,7 +40,7 @@ class ShippedSelection:
         return sum(layer.nbytes for layer in self.layers if layer is not None)
 
     def retained_rows(self) -> RetainedRows:
-        """All of them."""
+        """The rows as decode retains them, for a prompt that begins with all of this one."""
         return RetainedRows(
             transfer_id=self.transfer_id,
             num_prompt_tokens=self.num_prompt_tokens,
@@ -51,14 +50,16 @@ class ShippedSelection:
 
 
 _Chain = tuple[ShippedSelection, ...]
-"""A session's, the newest first, each of which left out rows of those after it."""
+"""A session's selections, newest first; each was shipped without rows that older ones have."""
 
 
 class ShippedSelections:
-    """The last selections of each session, the longest unused session forgotten first. Thread-safe.
+    """The last selections shipped for each session. Thread-safe.
+
+    When they take too many bytes, the session that was shipped longest ago is removed first.
 
     Args:
-        max_bytes: of positions; 0 remembers none.
+        max_bytes: limit on the bytes of all positions; 0 stores none.
     """
 
     def __init__(self, *, max_bytes: int) -> None:
@@ -70,8 +71,11 @@ class ShippedSelections:
     def put(
         self, session: SessionKey, selection: ShippedSelection, *, retained: RetainedChain | None
     ) -> None:
-        """Remember what was shipped. Args: retained: what was left out of it, which stays remembered where
-        the prompt extends that one's; anything else of the session is forgotten."""
+        """Record a transfer as the session's newest.
+
+        Args: retained: the rows that were left out of it. Their selections stay recorded if the prompt
+            extends the newest one's prompt; all others of the session are removed.
+        """
         with self._lock:
             if self._max_bytes == 0:
                 return
@@ -87,19 +91,18 @@ class ShippedSelections:
     def retained(
         self, session: SessionKey, *, transfer_id: int, num_tokens: int, depth: int
     ) -> RetainedChain | None:
-        """The rows that a worker retains of this transfer and of those before it; None where
-        the transfer is not known.
+        """The rows that a decode worker retains of this transfer and earlier ones; None if it is unknown.
 
         Args:
-            num_tokens: tokens from the start whose rows are still the same.
-            depth: how many transfers' rows the worker has.
+            num_tokens: length of the prefix whose rows are still the same.
+            depth: how many transfers' rows the worker retains.
         """
         with self._lock:
             chain = self._from(session, transfer_id)[:depth]
         if not chain or num_tokens == 0:
             return None
         newest, *older = (selection.retained_rows() for selection in chain)
-        # of the newest, rows of generated tokens are retained as well
+        # Of the newest transfer, decode also retains rows of generated tokens.
         newest = replace(newest, num_tokens=num_tokens)
         return RetainedChain(selections=(newest, *older)).first(depth, num_tokens)
 
@@ -108,7 +111,7 @@ class ShippedSelections:
             self._forget(session)
 
     def _from(self, session: SessionKey, transfer_id: int) -> _Chain:
-        """The chain from this transfer on. A turn after it may have been given up by its worker."""
+        """The chain from this transfer on. Decode may not have retained the newer ones."""
         chain = self._chains.get(session, ())
         known = [selection.transfer_id for selection in chain]
         return chain[known.index(transfer_id) :] if transfer_id in known else ()
@@ -124,19 +127,18 @@ def _size_bytes(chain: _Chain) -> int:
 log = structlog.get_logger(__name__)
 
 _SHIPPED_INDEX_BYTES = 256 << 20
-"""Host memory for the positions that each session's decode worker was last sent."""
+"""Host memory for the positions of shipped rows, over all sessions."""
 
 
 class SessionTurns:
-    """The sessions of one engine.
+    """Session handling of one engine.
 
-    begin ──► pass ──► end
-               └─ HistoryMiss ──► missed ──► pass over the whole prompt
+        begin ──► pass ──► end
+                   └─ HistoryMiss ──► missed ──► pass over the whole prompt
 
-    History that is stored is always used: its rows are loaded, not computed again. If decode still has rows
-    of the session's last turns as history would give them, only the others are shipped ("delta"); otherwise
-    all of the selection is ("fetch"). "recompute" means that nothing was stored, or that it turned out to be
-    gone.
+    Stored history is always loaded, never recomputed. If decode retains rows of the session's last turns that
+    equal those of the history, only the other selected rows are shipped ("delta"), otherwise all of them
+    ("fetch"). "recompute" means that there was no history, or that loading it failed.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class SessionTurns:
         self._shipped = ShippedSelections(max_bytes=_SHIPPED_INDEX_BYTES)
 
     def begin(self, job: PrefillJob) -> None:
-        """Begin the staged turn if the request has a session; the job owns it from here on."""
+        """Begin the staged turn if the request has a session; the job owns it from now on."""
         request = job.request
         if request.session is None:
             return
@@ -192,7 +194,7 @@ class SessionTurns:
         self._metrics.history_choices.labels("recompute", "miss").inc()
 
     def end(self, job: PrefillJob, layers: PromptPass) -> None:
-        """After the last layer was handed to the sender: remember which rows decode will have."""
+        """After the last layer was passed to the sender: record the rows that decode will retain."""
         session = job.request.session
         job.saved_bytes = 2 * self._spec.row_bytes * layers.num_spared_rows
         if session is None:
@@ -205,18 +207,17 @@ class SessionTurns:
             num_prompt_tokens=job.resolved.num_prompt_tokens,
             layers=tuple(layers.positions[layer] for layer in range(self._spec.num_layers)),
         )
-        # Rows that were computed again after a miss need not equal those of earlier turns.
+        # Rows recomputed after a miss may differ from those of earlier turns.
         self._shipped.put(
             session, selection, retained=job.retained if job.turn and job.turn.reused_tokens else None
         )
 
     def forget(self, session: SessionKey) -> None:
-        """Forget what was shipped for a dropped session. Any thread may call this."""
+        """Forget the rows shipped for a dropped session. Any thread may call this."""
         self._shipped.drop(session)
 
     def _retained(self, job: PrefillJob, turn: StagedTurn) -> RetainedChain | None:
-        """Rows that decode retains from the last turns and that equal, bit for bit, what history would
-        give."""
+        """Rows that decode retains from the last turns and that equal the history's rows bit for bit."""
         session, ticket = job.request.session, job.request.ticket
         exact = self._stores_exact_rows and all(fmt.is_plain for fmt in job.formats)
         if session is None or not exact or turn.reuse_source != "session" or ticket.retained_transfer_id == 0:
