@@ -21,10 +21,13 @@ import torch
 
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.trizone import trizone_decode
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.oracle import CapturedPrompt, Continuation, OneProcessGenerator
 from kvferry.tools.recall.tasks import TASKS
 
@@ -34,20 +37,21 @@ TASK_NAMES = ("multi_key_8", "single_needle")
 MAX_NEW_TOKENS = 20
 
 
-def attention_error(captured: CapturedPrompt, continuation: Continuation) -> float:
+def attention_error(spec: ModelSpec, captured: CapturedPrompt, continuation: Continuation) -> float:
     """Squared error of the last query's attention outputs over their energy, mean over layers."""
     errors = []
-    for inputs, layer in zip(captured.layers, continuation.compressed, strict=True):
-        assert layer.packed is not None
+    formats = make_formats(spec, continuation.resolved)
+    for inputs, fmt, tensors in zip(captured.layers, formats, continuation.compressed, strict=True):
+        assert isinstance(fmt, Rdkv)
         query, none = inputs.queries[:, :, -1], inputs.keys[:, :0]
         exact = dense_decode(query, inputs.keys, inputs.values, scaling=inputs.scaling)
-        output = trizone_decode(query, layer.packed, none, none, scaling=inputs.scaling)
+        output = trizone_decode(query, fmt.packed(tensors), none, none, scaling=inputs.scaling)
         errors.append(float((output - exact).square().sum() / exact.square().sum()))
     return statistics.fmean(errors)
 
 
 def measure(
-    generator: OneProcessGenerator, task: str, seed: int, num_tokens: int
+    generator: OneProcessGenerator, spec: ModelSpec, task: str, seed: int, num_tokens: int
 ) -> dict[tuple[str, float], list[float]]:
     """NLL, exactness and attention error of one example, by widths and retention."""
     example = TASKS[task].example(num_tokens=num_tokens, seed=seed)
@@ -61,7 +65,7 @@ def measure(
                 continuation = generator.compress(captured, plan=plan, max_new_tokens=MAX_NEW_TOKENS)
             except InvalidRequest:
                 continue
-            error = attention_error(captured, continuation)
+            error = attention_error(spec, captured, continuation)
             logits = torch.stack([continuation.step(token) for token in (prompt[-1], *answer[:-1])])
             nll = -logits.log_softmax(-1)[range(len(answer)), answer].mean()
             exact = logits.argmax(-1).tolist() == answer
@@ -75,10 +79,14 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1024, help="prompt length")
     parser.add_argument("--output", type=Path, help="write the result here as JSON")
     arguments = parser.parse_args()
-    generator = OneProcessGenerator(load_model("demo", name="demo", device="cpu"))
+    model = load_model("demo", name="demo", device="cpu")
+    generator = OneProcessGenerator(model)
     with torch.inference_mode():
         measured = {
-            task: [measure(generator, task, seed, arguments.tokens) for seed in range(arguments.examples)]
+            task: [
+                measure(generator, model.spec, task, seed, arguments.tokens)
+                for seed in range(arguments.examples)
+            ]
             for task in TASK_NAMES
         }
     cells = []

@@ -37,8 +37,8 @@ text; each one occupies the bytes of its selection at decode."""
 TENSOR_DTYPE_BYTES: dict[str, int] = {**DTYPE_BYTES, "int32": 4, "int16": 2, "uint8": 1}
 """The dtypes that a tensor may travel in."""
 
-TENSOR_KINDS = ("rows", "index", "codes", "scales", "state")
-"""The values of `NamedTensor.kind`."""
+TENSOR_KINDS = ("rows", "index", "codes", "scales", "state", "manifest")
+"""The values of `NamedTensor.kind`; "manifest" is for tensors that describe others."""
 
 _NumTokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 _NumBytes = Annotated[int, Meta(ge=0, le=MAX_TOTAL_BYTES)]

@@ -82,7 +82,7 @@ class Rdkv(LayerFormat):
 
     name: ClassVar[str] = "rdkv"
     kinds: ClassVar[Mapping[str, str]] = {
-        "layout": "index", "codes": "codes", "scales": "scales", "rows": "rows", "index": "index"
+        "layout": "manifest", "codes": "codes", "scales": "scales", "rows": "rows", "index": "index"
     }  # fmt: skip
     attention: AttentionKind
     settings: RdkvSettings
@@ -187,7 +187,7 @@ class Rdkv(LayerFormat):
         return tensors
 
     def positions_by_head(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
-        return tuple(head.positions for head in self._packed(tensors).heads)
+        return tuple(head.positions for head in self.packed(tensors).heads)
 
     # ---- decode ------------------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class Rdkv(LayerFormat):
             )
         return layout
 
-    def _packed(self, tensors: Tensors) -> PackedLayer:
+    def packed(self, tensors: Tensors) -> PackedLayer:
         """The packed layer again, in memory of its own."""
         return view_packed_layer(self._layout(tensors), torch.cat([tensors[name] for name in _KINDS]))
 
@@ -334,7 +334,7 @@ class Rdkv(LayerFormat):
         )
 
     def naive(self, tensors: Tensors) -> NaivePacked:
-        return NaivePacked(self.attention, self.rebudgeting, self._packed(tensors))
+        return NaivePacked(self.attention, self.rebudgeting, self.packed(tensors))
 
 
 class RdkvCache(LayerCache):

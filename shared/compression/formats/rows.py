@@ -243,8 +243,8 @@ class RowsCache(LayerCache):
         return None if is_too_long(rows) else rows
 
     def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
-        start = self.format.rows
-        return tuple(on_host(its[:, start : start + num_appended]) for its in (self.keys, self.values))  # type: ignore[return-value]
+        new = slice(self.format.rows, self.format.rows + num_appended)
+        return on_host(self.keys[:, new]), on_host(self.values[:, new])
 
 
 class NaiveRows(NaiveLayer):
