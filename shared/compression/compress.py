@@ -1,7 +1,7 @@
 """A prompt's compression, layer by layer: score, then what the layer's format makes of it.
 
-Called by prefill between two layers: full K and V in, named tensors out. Where only the prompt's own attention
-decides how many rows each layer keeps, layers wait for one another:
+Called by prefill between two layers: full K and V in, named tensors out. Where only the prompt's own
+attention decides how many rows each layer keeps, layers wait for one another:
 
     prefill    measure_layer, layer by layer ──all──► allocate_rows ──► compress_layer, ship
     decode     the manifest's rows ──► with_layer_rows: total and bounds checked ──► layout

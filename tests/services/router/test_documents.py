@@ -112,10 +112,10 @@ async def test_a_documents_compression_is_its_sessions_default(stack: Any) -> No
     created = await post(stack, kv_compression={"method": "compactor", "retention": 0.5})
     assert created.json()["kv_compression"] == {"method": "compactor", "retention": 0.5}
     await ask(stack, document_ids=["d"])
-    plan = last_request(stack).plan
+    plan = last_request(stack).ticket.plan.plan
     assert (plan.method, plan.budget.retention) == ("compactor", 0.5)
     await ask(stack, session_id="t", document_ids=["d"], kv_compression={"method": "snapkv"})
-    assert last_request(stack).plan.method == "snapkv"
+    assert last_request(stack).ticket.plan.method == "snapkv"
 
 
 async def test_another_key_sees_no_document(stack: Any) -> None:
