@@ -115,7 +115,7 @@ async def test_a_documents_compression_is_its_sessions_default(stack: Any) -> No
     plan = last_request(stack).ticket.plan.plan
     assert (plan.method, plan.budget.retention) == ("compactor", 0.5)
     await ask(stack, session_id="t", document_ids=["d"], kv_compression={"method": "snapkv"})
-    assert last_request(stack).ticket.plan.method == "snapkv"
+    assert last_request(stack).ticket.plan.plan.method == "snapkv"
 
 
 async def test_another_key_sees_no_document(stack: Any) -> None:
