@@ -1,9 +1,10 @@
-"""One-process generation: model, compression and decode attention of a method, with nothing in between.
+"""One-process generation with the model, compression and decode attention of a method, and nothing else.
 
-The oracle of the system: no wire, no arena, no batch, no incremental auxiliary tensors. Every path through
-router, prefill and decode must give its greedy tokens. Tests lean on it, and so does accuracy evaluation,
-which prefills a prompt once (`capture`) and compresses it for many plans (`compress`).
-Not a server: one sequence at a time, plain Python lists of tensors, everything recomputed that can be.
+This is the oracle: no wire, no arena, no batching, no incremental auxiliary tensors. Every path through
+router, prefill and decode must give the same greedy tokens. Tests compare with it. Accuracy evaluation uses
+it too: it prefills a prompt once (`capture`) and compresses it for many plans (`compress`).
+
+It runs one sequence at a time on plain Python lists of tensors, and recomputes whatever can be recomputed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class OracleSession:
 
     Attributes:
         token_ids: tokens that have KV.
-        layers: full K and V, one entry a layer; empty before the first turn.
+        layers: full K and V, one entry per layer; empty before the first turn.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -48,11 +49,11 @@ class OracleSession:
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedPrompt:
-    """What one prefill pass computed, kept so that many plans can compress it.
+    """The result of one prefill pass, for compression with many plans.
 
     Attributes:
         token_ids: the prompt, history included.
-        layers: queries of the new tokens, K and V of all; one entry a layer.
+        layers: queries of the new tokens, K and V of all tokens; one entry per layer.
         logits: float32 `[V]` after the last token; None for a prefix.
     """
 
@@ -61,7 +62,7 @@ class CapturedPrompt:
     logits: Tensor | None
 
     def prefix(self, num_tokens: int) -> CapturedPrompt:
-        """The capture of the first tokens: causal attention leaves their K and V as they are.
+        """The capture of the first tokens; with causal attention their K and V do not depend on later ones.
 
         Args: num_tokens: at least one of this pass's new tokens must be among them.
         """
@@ -93,7 +94,7 @@ def _layer_inputs(
 
 
 class _Capture:
-    """Keeps what each layer hands out, and hands in the K and V of an earlier capture."""
+    """Records each layer's inputs, and gives the model the K and V of an earlier capture."""
 
     def __init__(self, model: LanguageModel, earlier: CapturedPrompt | None, num_reused: int) -> None:
         self._model = model
@@ -112,7 +113,7 @@ class _Capture:
 
 
 class _Prefill:
-    """Compresses each layer as it passes, or once all have, and keeps its full KV."""
+    """Compresses each layer when it is done, or all at the end if they are measured; stores the full KV."""
 
     def __init__(self, model: LanguageModel, resolved: ResolvedPlan, history: list[LayerKV]) -> None:
         self._model = model
@@ -135,17 +136,17 @@ class _Prefill:
             self._compressed.append(compress_layer(self._resolved, self._formats[layer], inputs))
 
     def finish(self) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
-        """Once all layers have passed: the plan with each layer's own rows, and each layer's tensors."""
+        """After the last layer: the plan with each layer's own rows, and each layer's tensors."""
         if self._waiting:
             return compress_waiting(self._model.spec, self._resolved, self._waiting)
         return self._resolved, tuple(self._compressed)
 
 
 class Continuation:
-    """A compressed prompt that takes one token after the other: decode, with tokens chosen by the caller.
+    """Decode from a compressed prompt, one token at a time, with tokens chosen by the caller.
 
     Args:
-        compressed: what the plan keeps of the prompt, one entry a layer.
+        compressed: the compressed prompt, one entry per layer.
     """
 
     def __init__(self, model: LanguageModel, resolved: ResolvedPlan, compressed: tuple[Tensors, ...]) -> None:
@@ -158,13 +159,13 @@ class Continuation:
     def step(self, token_id: int, *, dense: bool = False) -> Tensor:
         """Append a token; returns the float32 logits `[V]` after it.
 
-        Args: dense: attend to every row that is kept, whatever the plan's attention selects. For tokens of a
-            prompt that come after its compression, such as a question about a compressed document.
+        Args: dense: attend to every retained row, whichever rows the plan's attention would choose. For
+            prompt tokens that come after the compression, such as a question about a compressed document.
         """
         return step_together([self], [token_id], dense=dense)[0]
 
     def fork(self) -> Continuation:
-        """A continuation of its own from here; this one and the new one do not touch each other."""
+        """An independent continuation from here: steps of one do not affect the other."""
         other = copy.copy(self)
         other._decode = self._decode.fork()
         return other
@@ -173,7 +174,7 @@ class Continuation:
 def step_together(
     continuations: Sequence[Continuation], token_ids: Sequence[int], *, dense: bool = False
 ) -> Tensor:
-    """One step of several continuations of one model in a batch, each with a token of its own.
+    """One step of several continuations of one model in a batch, each with its own token.
 
     Args: token_ids, dense: as in `Continuation.step`.
     Returns: float32 logits `[B, V]`.
@@ -200,7 +201,7 @@ def step_together(
 
 
 class OneProcessGenerator:
-    """Generates with one model; see the module's purpose."""
+    """Generates with one model in one process; see the module."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
@@ -214,17 +215,17 @@ class OneProcessGenerator:
         session: OracleSession | None = None,
         cut_off_after: int = 0,
     ) -> list[SampledToken]:
-        """Prefill, compress, decode to the end of the completion (stop strings are not looked at).
+        """Prefill, compress, and decode to the end of the completion. Stop strings are ignored.
 
         Args:
             prompt_token_ids: at least one token, history included.
             session: full KV of earlier turns; its longest common prefix with the prompt is not run again. It
-                is updated to this turn's end.
-            cut_off_after: tokens after which the client left, where that is not 0. Not the same as so small a
-                `max_tokens`, for which a plan may keep other rows.
+                is updated to the end of this turn.
+            cut_off_after: if not 0, the number of tokens after which the client disconnects. This differs
+                from a smaller `max_tokens`, with which a plan may select other rows.
 
         Returns:
-            The completion's tokens, a final end-of-sequence token among them.
+            The completion's tokens, including a final end-of-sequence token.
         """
         spec = self._model.spec
         resolved = resolve_plan(
@@ -263,7 +264,7 @@ class OneProcessGenerator:
     def capture(
         self, prompt_token_ids: list[int], *, earlier: CapturedPrompt | None = None
     ) -> CapturedPrompt:
-        """Prefill and compress nothing yet.
+        """Prefill without compression.
 
         Args: earlier: an earlier turn's capture; the longest common prefix with the prompt is not run again.
         """
@@ -276,9 +277,9 @@ class OneProcessGenerator:
     def compress(
         self, captured: CapturedPrompt, *, plan: CompressionPlan, max_new_tokens: int
     ) -> Continuation:
-        """Compress a captured prompt as `generate` would, and go on from it.
+        """Compress a captured prompt as `generate` does; returns a continuation from its end.
 
-        Args: max_new_tokens: at least 1; as `SamplingParams.max_tokens`, what the plan reserves for.
+        Args: max_new_tokens: at least 1; the plan is resolved for it, as for `SamplingParams.max_tokens`.
         """
         spec = self._model.spec
         resolved = resolve_plan(
@@ -293,6 +294,6 @@ class OneProcessGenerator:
 
 
 def _common_prefix(recorded: list[int], prompt: list[int]) -> int:
-    """Tokens shared from the start, at most all of the prompt but its last token."""
+    """The number of tokens shared from the start, without the prompt's last token."""
     limit = min(len(recorded), len(prompt) - 1)
     return next((i for i in range(limit) if recorded[i] != prompt[i]), limit)

@@ -1,7 +1,7 @@
-"""The oracle's decode side: each layer's format attends by its plain code (`LayerFormat.naive`).
+"""The oracle's decode side: each layer attends with the plain code of its format (`LayerFormat.naive`).
 
-Has no arena, no batch and no incremental tensors: what can be recomputed at a step is. Private to
-`oracle.py`.
+There is no arena, no batching and no incremental tensor; whatever can be recomputed at a step is recomputed.
+Private to `oracle.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ LayerKV = tuple[Tensor, Tensor]
 class OracleDecode:
     """Implements `DecodeAttention` for one sequence.
 
-    Args: compressed: each layer's prompt as its format compressed it.
-    Attributes: generated: of each layer, K and V `[H_kv, 1, D]` of every new token as the model made them.
+    Args: compressed: the compressed prompt of each layer.
+    Attributes: generated: for each layer, K and V `[H_kv, 1, D]` of each new token as the model made them.
     """
 
     def __init__(self, spec: ModelSpec, resolved: ResolvedPlan, compressed: tuple[Tensors, ...]) -> None:
@@ -30,14 +30,14 @@ class OracleDecode:
         self.generated: list[list[LayerKV]] = [[] for _ in formats]
 
     def fork(self) -> OracleDecode:
-        """A copy that grows by itself."""
+        """An independent copy: appending to one does not change the other."""
         other = OracleDecode.__new__(OracleDecode)
         other._layers = [layer.fork() for layer in self._layers]
         other.generated = [list(rows) for rows in self.generated]
         return other
 
     def densely(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """Append the row and attend to every row that is kept; where rows are evicted, every step does so."""
+        """Append the row and attend to every retained row, as an evicting format does at every step."""
         return self._attend(layer, queries, keys, values, scaling, dense=True)
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:

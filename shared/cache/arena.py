@@ -1,7 +1,7 @@
-"""The byte arena: one uint8 tensor per device that all sequences of a decode worker live in.
+"""The byte arena: one uint8 tensor per device for the KV of all sequences of a decode worker.
 
-Admission reserves here, the receiver writes here, the engine reads and appends here. The arena knows bytes,
-owners and states; it does not know layouts, and never touches contents.
+Admission reserves ranges of it, the receiver writes to them, and the engine reads and appends. The arena
+manages bytes, owners and states; it does not use layouts and never reads or writes the contents.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _MAX_GENERATION = (1 << 32) - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """A byte range and who holds it.
+    """A byte range and its owner.
 
     Attributes:
         offset, size_bytes: multiples of ALIGNMENT_BYTES.
         owner: request id.
         generation: u32, new for every allocation.
-        lease_until_s: by the arena's clock; means something until the state is running.
+        lease_until_s: by the arena's clock; not used any more once the state is running.
     """
 
     offset: int
@@ -55,10 +55,10 @@ class ByteArena:
         reserve ──► reserved ──► in_transfer ──► running ──► retained ──► free
                         └──────────────┴────────────┴────────────────────► free
 
-    Free ranges are kept by offset and never touch one another; held ranges and free ranges together tile the
-    arena exactly, which `check_integrity` verifies. A holder is the only one to read or write its range, and
-    must stop before it frees it. `lock` guards every change and the observer's call, so whoever holds it sees
-    states that sum to the total.
+    Free ranges are sorted by offset and never adjacent. Allocations and free ranges together tile the arena
+    exactly, which `check_integrity` verifies. Only the owner of an allocation may read or write its range,
+    and it must stop before it frees the range. `lock` guards every change and the observer's call, so under
+    the lock the bytes of all states sum to the total.
 
     Args:
         size_bytes: rounded down to ALIGNMENT_BYTES.
@@ -102,7 +102,7 @@ class ByteArena:
         """Take the first free range that is large enough.
 
         Raises:
-            InvalidRequest: the size is beyond the whole arena.
+            InvalidRequest: the size is larger than the whole arena.
             CapacityExceeded: no free range is large enough now (reason `arena_full`).
         """
         needed = self.check_fits(size_bytes)
@@ -125,7 +125,7 @@ class ByteArena:
         """The bytes that an allocation of this size takes.
 
         Raises:
-            InvalidRequest: they are beyond the whole arena.
+            InvalidRequest: they are more than the whole arena.
         """
         needed = max(align(size_bytes), ALIGNMENT_BYTES)
         if needed > self.size_bytes:
@@ -139,7 +139,7 @@ class ByteArena:
         """Move an allocation to its next state.
 
         Raises:
-            KvferryError: the allocation is not held, or the states are not neighbours.
+            KvferryError: the allocation does not exist, or the state is not the next one.
         """
         with self.lock:
             current = self._state_of(allocation)
@@ -152,15 +152,15 @@ class ByteArena:
             self._move(allocation.size_bytes, current, state)
 
     def state(self, allocation: Allocation) -> AllocationState:
-        """Raises KvferryError where the allocation is not held."""
+        """The allocation's state. Raises KvferryError if the allocation does not exist."""
         with self.lock:
             return self._state_of(allocation)
 
     def free(self, allocation: Allocation) -> None:
-        """Give a range back and join it with its free neighbours.
+        """Release a range and join it with adjacent free ranges.
 
         Raises:
-            KvferryError: the allocation is not held (freed twice, or of an older generation).
+            KvferryError: the allocation does not exist (freed already, or of an older generation).
         """
         with self.lock:
             state = self._state_of(allocation)
@@ -176,13 +176,13 @@ class ByteArena:
             self._move(allocation.size_bytes, state, "free")
 
     def buffer(self, allocation: Allocation) -> Tensor:
-        """uint8 `[size_bytes]`, the allocation's bytes. Raises KvferryError where it is not held."""
+        """The allocation's bytes, uint8 `[size_bytes]`. Raises KvferryError if it does not exist."""
         with self.lock:
             self._state_of(allocation)
         return self._buffer[allocation.offset : allocation.offset + allocation.size_bytes]
 
     def check_integrity(self) -> None:
-        """Verify that free and held ranges tile the arena and that the counts by state agree.
+        """Verify that allocations and free ranges tile the arena and that the bytes by state agree.
 
         Raises:
             KvferryError: they do not; the message says where.

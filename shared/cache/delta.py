@@ -1,7 +1,7 @@
-"""Delta shipping: which rows decode retains of a session's last turns, and which are left to send.
+"""Delta shipping: which rows decode retains from a session's last turns, and which must be sent.
 
-Prefill leaves retained rows out of a layer's tensors; decode finds them in the arena. Both derive them from
-the layer's positions alone, so nothing on the wire names them.
+Prefill leaves retained rows out of a layer's tensors, and decode finds them in the arena. Both derive them
+from the layer's positions, so the rows need not be named on the wire.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from kvferry.shared.compression.formats.interface import (
 Positions = npt.NDArray[np.int32]
 RowNumbers = npt.NDArray[np.int64]
 NEW_ROWS = "new_rows"
-"""Tensor of a delta: int32 `[H_kv]`, how many rows of each head are sent."""
+"""A tensor of a delta: int32 `[H_kv]`, how many rows of each head are sent."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RetainedRows:
-    """Rows left of one transfer: of each layer the prompt's, then those of the tokens generated after it.
+    """Retained rows of one transfer: each layer's prompt rows, then the rows of the tokens generated after.
 
     Attributes:
         transfer_id: of the transfer that brought them.
         num_prompt_tokens: T of that transfer's prompt.
-        num_tokens: tokens from the start whose rows are the same in the new prompt.
-        layers: kept positions, int32 `[H_kv, n]`, ascending, below T; None where all T tokens were kept.
+        num_tokens: the number of first tokens whose rows are the same in the new prompt.
+        layers: selected positions, int32 `[H_kv, n]`, ascending, below T; None if all T tokens were selected.
     """
 
     transfer_id: int
@@ -47,33 +47,33 @@ class RetainedRows:
     layers: Sequence[Positions | None]
 
     def is_extended_by(self, num_tokens: int) -> bool:
-        """Whether a prompt that shares so many tokens begins with all of this one's prompt: rows of both are
-        then retained side by side."""
+        """Whether a prompt that shares `num_tokens` tokens begins with this whole prompt; the rows of both
+        are then retained together."""
         return num_tokens >= self.num_prompt_tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RetainedChain:
-    """A session's retained rows: those of its last transfers, each of whose prompts extends the one before.
+    """A session's retained rows: those of its last transfers, where each prompt extends the one before.
 
         the newest      prompt ████████████████████ generated ███    selections[0]
         the one before  prompt █████████████                         selections[1]: its generated tokens are
         ...                                                          in the newer one's prompt
 
     Attributes:
-        selections: the newest first, at least one, at most `wire.messages.MAX_RETAINED_SELECTIONS`.
+        selections: newest first, at least one, at most `wire.messages.MAX_RETAINED_SELECTIONS`.
     """
 
     selections: tuple[RetainedRows, ...]
 
     @property
     def transfer_id(self) -> int:
-        """Of the newest."""
+        """The newest transfer's."""
         return self.selections[0].transfer_id
 
     @property
     def num_tokens(self) -> int:
-        """Tokens from the start whose rows are the same in the new prompt."""
+        """The number of first tokens whose rows are the same in the new prompt."""
         return self.selections[0].num_tokens
 
     @property
@@ -81,7 +81,7 @@ class RetainedChain:
         return len(self.selections)
 
     def first(self, depth: int, num_tokens: int) -> RetainedChain:
-        """The newest `depth` of them, for a prompt that shares `num_tokens` tokens at most."""
+        """The newest `depth` selections, for a prompt that shares at most `num_tokens` tokens."""
         newest, *older = self.selections[:depth]
         limited = (
             replace(newest, num_tokens=min(num_tokens, newest.num_tokens)),
@@ -90,13 +90,14 @@ class RetainedChain:
         return RetainedChain(selections=limited)
 
     def find(self, layer: int, positions: Positions) -> tuple[RowNumbers, RowNumbers]:
-        """Where the rows of these tokens lie: in which selection, -1 for none, and which of its layer's rows.
+        """Find the retained rows of these tokens.
 
         Args: positions: int32 `[H_kv, m]`.
-        Returns: two int64 `[H_kv, m]`.
+        Returns: two int64 `[H_kv, m]`: the selection, -1 if the row is not retained, and the row's number in
+            that selection's layer.
         """
         num_heads, width = len(positions), max(its.num_tokens for its in self.selections)
-        which = np.full((num_heads, width + 1), -1, np.int64)  # the last column: tokens beyond all
+        which = np.full((num_heads, width + 1), -1, np.int64)  # the last column: tokens after all selections
         rows = np.zeros((num_heads, width + 1), np.int64)
         for number in reversed(range(self.depth)):  # the newest one last: it overwrites
             retained = self.selections[number]
@@ -116,18 +117,18 @@ class RetainedChain:
 
 
 def all_positions(num_kv_heads: int, num_tokens: int) -> Positions:
-    """The positions of a layer that keeps every token, int32 `[H_kv, T]`."""
+    """The positions of a layer with every token, int32 `[H_kv, T]`."""
     return np.broadcast_to(np.arange(num_tokens, dtype=np.int32), (num_kv_heads, num_tokens))
 
 
 def layer_positions(tensors: Tensors) -> Positions | None:
-    """Kept positions on the host, int32 `[H_kv, n]`; None where every token is kept."""
+    """Selected positions on the host, int32 `[H_kv, n]`; None if every token is selected."""
     index = tensors.get("index")
     return None if index is None else index.cpu().numpy().astype(np.int32)
 
 
 def delta_tensors(tensors: Tensors, layer: int, retained: RetainedChain) -> dict[str, Tensor]:
-    """A layer of plain rows as it travels to a worker that retains some of them."""
+    """The tensors to send of a layer of plain rows, for a worker that retains some of the rows."""
     num_kv_heads, num_rows, _ = tensors["keys"].shape
     positions = layer_positions(tensors)
     if positions is None:
@@ -144,11 +145,11 @@ def delta_tensors(tensors: Tensors, layer: int, retained: RetainedChain) -> dict
 
 
 class DeltaLayer:
-    """One layer of plain rows at decode, of which some are retained: `receive` and `open` as a `LayerFormat`.
+    """Decode's side of a delta of one layer of plain rows, with the `receive` and `open` of a `LayerFormat`.
 
     Args:
-        fmt: the layer's, with `is_plain`.
-        retained_rows: K and V `[H_kv, cap, D]` in which each retained selection's rows lie.
+        fmt: the layer's format, with `is_plain`.
+        retained_rows: for each retained selection, the K and V `[H_kv, cap, D]` with its rows.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class DeltaLayer:
         self._retained_rows = retained_rows
 
     def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
-        """Memory beside the arena: few rows are sent."""
+        """See `LayerFormat.receive`: memory outside the arena, because few rows are sent."""
         shape, index = self._format.shape, self._format.tensors().get("index")
         expected = {} if index is None else {"index": index}
         expected[NEW_ROWS] = TensorSpec(shape=(shape.num_kv_heads,), dtype=torch.int32)
@@ -180,9 +181,9 @@ class DeltaLayer:
         return {name: torch.empty(its.shape, dtype=its.dtype) for name, its in header.items()}
 
     def open(self, regions: Tensors, tensors: Tensors) -> LayerCache:
-        """Copy the retained rows within the arena and put the new ones beside them.
+        """Copy the retained rows within the arena, write the received rows, and open the layer.
 
-        Raises: InvalidTensors: the sender counts on other rows being here ("retained_rows").
+        Raises: InvalidTensors: the sender assumed other retained rows than there are ("retained_rows").
         """
         shape, rows = self._format.shape, self._format.rows
         index = tensors.get("index")

@@ -1,4 +1,4 @@
-"""Byte layout of one sequence in the arena: where the regions of each layer's format lie.
+"""Byte layout of one sequence in the arena: the offsets of the regions of each layer's format.
 
     sequence: | layer 0: region | region ... | layer 1: region | ... |      each aligned to ALIGNMENT_BYTES
 
@@ -39,9 +39,9 @@ class LayerLayout:
         return {name: region.view(buffer) for name, region in self.regions.items()}
 
     def place(self, buffer: Tensor, tensors: Tensors) -> LayerCache:
-        """The layer with a prompt that is at hand whole, as if it had arrived.
+        """Write a whole compressed prompt to the regions and open the layer, as if it had been received.
 
-        Args: buffer: as `views`; tensors: as `LayerFormat.compress` returned them, on any device.
+        Args: buffer: as in `views`; tensors: as `LayerFormat.compress` returned them, on any device.
         """
         regions = self.views(buffer)
         header = {name: TensorSpec(shape=tuple(its.shape), dtype=its.dtype) for name, its in tensors.items()}
@@ -77,10 +77,10 @@ def sequence_layout(formats: tuple[LayerFormat, ...]) -> SequenceLayout:
 
 
 def measured_limit_bytes(layout: SequenceLayout) -> int:
-    """Bytes to reserve where layers will share the same rows differently, as prefill measures them.
+    """Bytes to reserve if prefill will measure how the layers divide the rows.
 
-    K and V come to the same total however they are shared; what is stored beside them grows by at most one
-    row's share a layer (a page begun), and every region may be aligned anew.
+    The total of K and V does not depend on the division. The auxiliary tensors of a layer grow by at most one
+    row's share (a started page), and the alignment of every region may change.
     """
     beside = 0
     for layer in layout.layers:

@@ -1,8 +1,8 @@
-"""Context-calibrated compression (Compactor section 3.5): how much of a context a wanted quality needs.
+"""Context-calibrated compression (Compactor section 3.5): the retention that a wanted quality needs.
 
-Quality is the ratio y of a true answer's mean negative log-likelihood (NLL) with the full cache to that with
-the compressed one. Fitted once per model and method from measured triples, whatever the method; asked once
-per context. Pure functions: measures nothing, stores nothing, knows no model.
+Quality is a ratio y: a true answer's mean negative log-likelihood (NLL) with the full cache, over its NLL
+with the compressed one. A curve is fitted once per model and method from measured triples, for any method,
+and evaluated once per context. Pure functions: this module does not measure, run a model or store anything.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from kvferry.shared.errors import ConfigurationError, InvalidRequest
 
 OVER_PREDICTION_WEIGHT = 4.0
-"""What a squared error counts where the curve promises more quality than was measured; the paper's is not
-published."""
+"""The weight of a squared error where the curve predicts more quality than was measured. The paper does not
+publish its weight."""
 _SMALL = 1e-8
-"""Slopes nearer to 0 than this make a straight line, to all digits of a float64."""
+"""With a slope nearer to 0 than this the curve is a straight line in float64."""
 _SMALL_IN_DERIVATIVE = 1e-4
 _LARGE = 30.0
 _STARTS = (-12.0, -4.0, -1.0, 1.0, 4.0, 12.0)
@@ -57,14 +57,14 @@ class Calibration:
     beta: float
 
     def quality(self, retention: float, *, nll: float) -> float:
-        """The quality that a context of this NLL keeps at a retention of 0 to 1."""
+        """The predicted quality of a context with this NLL at a retention of 0 to 1."""
         rho, slope = torch.tensor([retention, self._slope(nll)], dtype=torch.float64)
         return float(quality_curve(rho, slope))
 
     def retention(self, quality: float, *, nll: float) -> float:
-        """The least retention at which the curve promises a quality, in [0, 1].
+        """The least retention, in [0, 1], at which the curve predicts this quality.
 
-        Args: quality: tau in [0, 1]; 0.95 lets an answer's NLL grow by about 5 %.
+        Args: quality: tau in [0, 1]; at 0.95 an answer's NLL may grow by about 5 %.
         Raises: InvalidRequest: quality is outside [0, 1].
         """
         return retention_for(quality, self._slope(nll))
@@ -74,9 +74,10 @@ class Calibration:
 
 
 def quality_curve(retention: Tensor, slope: Tensor) -> Tensor:
-    """`f_b(rho) = expm1(b rho) / expm1(b)`: 0 at 0, 1 at 1, rising, rho itself where b is 0.
+    """`f_b(rho) = expm1(b rho) / expm1(b)`: it rises from 0 at 0 to 1 at 1, and is rho if b is 0.
 
-    Args: retention: rho in [0, 1]. slope: b, of a shape that broadcasts. Returns: float64.
+    Args: retention: rho in [0, 1]. slope: b, of a shape that broadcasts.
+    Returns: float64.
     """
     rho, b = retention.double(), slope.double()
     safe = torch.where(b.abs() < _SMALL, 1.0, b)
@@ -112,13 +113,13 @@ def retention_for(quality: float, slope: float) -> float:
 def fit_calibration(
     observations: Sequence[Observation], *, over_prediction_weight: float = OVER_PREDICTION_WEIGHT
 ) -> Calibration:
-    """Least squares of `f_b(rho) - y` over alpha and beta, where promising too much weighs more.
+    """Least squares of `f_b(rho) - y` over alpha and beta, with a larger weight for predicting too much.
 
-    Levenberg-Marquardt from several starts, deterministic. Contexts of one NLL leave alpha at 0.
+    Levenberg-Marquardt from several starts; deterministic. If all contexts have the same NLL, alpha is 0.
 
-    Args: over_prediction_weight: weight of the squared errors where f > y; the others weigh 1.
-    Raises: ConfigurationError: fewer than two observations have a retention strictly between 0 and 1, where
-        alone the curve can bend.
+    Args: over_prediction_weight: weight of the squared errors where f > y; the others have weight 1.
+    Raises: ConfigurationError: fewer than two observations have a retention strictly between 0 and 1; at 0
+        and 1 every curve has the same value.
     """
     inner = [o for o in observations if 0 < o.retention < 1]
     if len(inner) < 2:
@@ -130,7 +131,7 @@ def fit_calibration(
     quality = torch.tensor([o.quality for o in inner], dtype=torch.float64)
     centre, spread = nll.mean(), nll.std(correction=0)
     varies = bool(spread > 1e-9)
-    # b = gain * z + level with z-scored NLL, so that both parameters are of one scale
+    # b = gain * z + level with z-scored NLL, so that both parameters have the same scale
     z = (nll - centre) / spread if varies else torch.zeros_like(nll)
     design = torch.stack([z, torch.ones_like(z)], dim=1)
     fits = [_descend(design, rho, quality, level, over_prediction_weight) for level in _STARTS]
@@ -177,7 +178,7 @@ def _loss(
 
 
 def _slope_derivative(rho: Tensor, slope: Tensor) -> Tensor:
-    """`df/db = f (rho / (1 - e^{-b rho}) - 1 / (1 - e^{-b}))`, rho > 0; by its limit where b is near 0."""
+    """`df/db = f (rho / (1 - e^{-b rho}) - 1 / (1 - e^{-b}))`, rho > 0; its limit where b is near 0."""
     small = slope.abs() < _SMALL_IN_DERIVATIVE
     safe = torch.where(small, 1.0, slope)
     exact = quality_curve(rho, safe) * (1 / torch.expm1(-safe) - rho / torch.expm1(-safe * rho))

@@ -1,7 +1,7 @@
-"""A prompt's compression, layer by layer: score, then what the layer's format makes of it.
+"""Compresses a prompt layer by layer: the scorer scores a layer, then its format compresses it.
 
-Called by prefill between two layers: full K and V in, named tensors out. Where only the prompt's own
-attention decides how many rows each layer keeps, layers wait for one another:
+Called by prefill between two layers: full K and V in, named tensors out. If the prompt's attention decides
+how many rows each layer retains (a measured allocation), no layer is compressed before all are measured:
 
     prefill    measure_layer, layer by layer ──all──► allocate_rows ──► compress_layer, ship
     decode     the manifest's rows ──► with_layer_rows: total and bounds checked ──► layout
@@ -26,9 +26,9 @@ from kvferry.shared.model.spec import ModelSpec
 
 
 def with_layer_rows(resolved: ResolvedPlan, layer_rows: Sequence[int]) -> ResolvedPlan:
-    """The plan with measured rows in place of their mean; its attention sizes stay those of the mean.
+    """The plan with measured rows in place of their mean. Attention sizes stay those of the mean.
 
-    Raises: ValueError: rows that `allocate_rows` does not come to: another total, or a layer out of bounds.
+    Raises: ValueError: rows that `allocate_rows` cannot return: another total, or a layer out of bounds.
     """
     sharing = sharing_layers(resolved)
     if len(layer_rows) != len(resolved.layers):
@@ -46,8 +46,8 @@ def with_layer_rows(resolved: ResolvedPlan, layer_rows: Sequence[int]) -> Resolv
 
 
 def least_rows(resolved: ResolvedPlan) -> int:
-    """What no sharing layer goes below: the rows that the scorer always keeps, or the mean where that is
-    less."""
+    """The fewest rows that a sharing layer may get: those that the scorer always selects, or the mean if that
+    is less."""
     scorer, sharing = resolved.plan.scorer, sharing_layers(resolved)
     assert scorer is not None, f"method {resolved.method} shares rows between layers without a scorer"
     assert sharing, "no layer shares"
@@ -60,12 +60,12 @@ def least_rows(resolved: ResolvedPlan) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class WaitingLayer:
-    """A layer that waits for its rows.
+    """A measured layer whose number of rows is not known yet.
 
     Attributes:
         inputs: K and V, accumulated attention, no queries.
         variance: F_l of D2O's equation 4.
-        scores: float32 `[H_kv, T]`; None where the scorer waits for the number of rows.
+        scores: float32 `[H_kv, T]`; None if the scorer needs the number of rows first.
     """
 
     inputs: LayerInputs
@@ -74,7 +74,7 @@ class WaitingLayer:
 
 
 def measure_layer(resolved: ResolvedPlan, inputs: LayerInputs) -> WaitingLayer:
-    """Measure a layer, score it where that takes queries, and let the queries go."""
+    """Measure a layer, score it if the scorer does not need the number of rows, and release its queries."""
     scorer = resolved.plan.scorer
     assert scorer is not None, f"method {resolved.method} shares rows between layers without a scorer"
     inputs = inputs.with_sums()
@@ -83,7 +83,7 @@ def measure_layer(resolved: ResolvedPlan, inputs: LayerInputs) -> WaitingLayer:
     scores, made = None, make_scorer(scorer, rows=least_rows(resolved))
     if not made.depends_on_rows and resolved.layers[inputs.layer].rows < resolved.num_prompt_tokens:
         scores = made(inputs)
-    # a clone: a view of nothing would keep all queries alive
+    # a clone, because an empty view would keep the memory of all queries
     no_queries = inputs.queries[:, :, :0].clone()
     return WaitingLayer(
         inputs=replace(inputs, queries=no_queries, unrotate=None),
@@ -93,7 +93,7 @@ def measure_layer(resolved: ResolvedPlan, inputs: LayerInputs) -> WaitingLayer:
 
 
 def allocate_rows(resolved: ResolvedPlan, variances: Sequence[float]) -> ResolvedPlan:
-    """Rows of each layer, from F of all of them.
+    """The plan with each layer's own rows, from F of all layers.
 
     Raises: KvferryError: a variance is not finite.
     """
@@ -111,7 +111,7 @@ def allocate_rows(resolved: ResolvedPlan, variances: Sequence[float]) -> Resolve
 def compress_prompt(
     spec: ModelSpec, resolved: ResolvedPlan, layers: Iterable[LayerInputs]
 ) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
-    """Compress every layer of a prompt whose layers are all at hand.
+    """Compress every layer of a prompt, given all of its layers.
 
     Returns: the plan with each layer's own rows, and each layer's tensors.
     """
@@ -124,7 +124,7 @@ def compress_prompt(
 def compress_waiting(
     spec: ModelSpec, resolved: ResolvedPlan, waiting: Sequence[WaitingLayer]
 ) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
-    """The same, of layers that have waited for one another."""
+    """As `compress_prompt`, for measured layers."""
     measured = allocate_rows(resolved, [layer.variance for layer in waiting])
     formats = make_formats(spec, measured)
     return measured, tuple(
@@ -138,11 +138,11 @@ def compress_layer(
     """Compress one layer as the resolved plan says.
 
     Args:
-        fmt: the layer's.
+        fmt: the layer's format.
         inputs: K and V of the whole prompt (`T == resolved.num_prompt_tokens`), queries of its new tokens.
-        scores: of the plan's scorer, float32 `[H_kv, T]`, where they are known already.
+        scores: of the plan's scorer, float32 `[H_kv, T]`, if they have been computed already.
 
-    Raises: KvferryError: K or V of a layer to pack or quantise are not finite, or beyond what it holds.
+    Raises: KvferryError: K or V of a layer to pack or quantise are not finite, or out of the format's range.
     """
     num_tokens = inputs.keys.shape[1]
     assert num_tokens == resolved.num_prompt_tokens, (num_tokens, resolved.num_prompt_tokens)

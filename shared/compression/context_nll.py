@@ -1,11 +1,11 @@
-"""How hard a context is to predict, from its token ids alone: the NLL(c) that calibrated curves ask for.
+"""Estimates how hard a context is to predict from its token ids alone: NLL(c) of the calibrated curves.
 
-The router computes it for each request that names a quality, calibration for each of its contexts. Runs no
-model.
+The router computes it for each request that names a quality, and calibration for each of its contexts. It
+does not run a model.
 
 Deviation: Compactor (section 3.5) takes the mean NLL of the context under the model itself. Decode reserves a
-sequence's memory before prefill has run a token, so the retention must be known earlier. This takes an
-adaptive bigram code's length instead; curves are fitted and asked with the same estimate.
+sequence's memory before prefill has run a token, so the retention must be known earlier. This uses the code
+length of an adaptive bigram code instead; curves are fitted and evaluated with the same estimate.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 CHUNK_TOKENS = 1024
-"""Counts start anew after about so many tokens, so that a long context is not cheaper for its length."""
+"""The counts are reset after about this many tokens; otherwise a long context would have a lower NLL."""
 
 
 def estimate_context_nll(token_ids: Sequence[int], *, vocab_size: int) -> float:
-    """Nats per token of an adaptive bigram code, which learns each chunk's statistics as it goes.
+    """Nats per token of an adaptive bigram code, which learns each chunk's statistics from the tokens so far.
 
-    p(t | s) = (n(s, t) + p(t)) / (n(s) + 1) with p(t) = (n(t) + 1 / V) / (n + 1), counts of what came before.
+    `p(t | s) = (n(s, t) + p(t)) / (n(s) + 1)` with `p(t) = (n(t) + 1 / V) / (n + 1)`; n are counts of earlier
+    tokens.
 
-    Args: token_ids: at least one. vocab_size: V, above every id.
+    Args: token_ids: at least one. vocab_size: V, greater than every id.
     """
     assert token_ids
     num_chunks = max(1, len(token_ids) // CHUNK_TOKENS)

@@ -1,7 +1,7 @@
-"""Calibrated quality curves on disk: one JSON file a model, one curve a method.
+"""Calibrated quality curves on disk: one JSON file per model, one curve per method.
 
-`kvferry calibrate quality` writes them; the router reads its folders once, at its start, and asks the curve
-of a request's model and method. Measures and fits nothing (`calibration.py`).
+`kvferry calibrate quality` writes them. The router reads its folders once at start and evaluates the curve of
+a request's model and method. `calibration.py` fits the curves.
 
     {"format": 1, "model": "demo", "fingerprints": {"float32": "43f5...", ...}, "curves": {"snapkv":
      {"alpha": ..., "beta": ..., "lowest_nll": ..., "highest_nll": ..., "observations": [...]}}, ...}
@@ -24,17 +24,17 @@ from kvferry.shared.errors import ConfigurationError
 FORMAT = 1
 SUFFIX = ".quality.json"
 _STEPS = 10_000
-"""Retentions are rounded up to so many steps, so that reports can show what was used."""
+"""Retentions are rounded up to a multiple of 1 / this, so that reports can show them exactly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QualityCurve:
-    """One method's curve, asked within the contexts that it was fitted on.
+    """One method's curve and the range of contexts that it was fitted to.
 
     Attributes:
-        lowest_nll, highest_nll: of those contexts, as `estimate_context_nll` gives it. A line through them
-            says nothing beyond: other contexts are taken for the nearest of these.
-        observations: what it was fitted to.
+        lowest_nll, highest_nll: the range of those contexts' NLL, by `estimate_context_nll`. The curve does
+            not extrapolate: an NLL outside the range is clamped to it.
+        observations: what the curve was fitted to.
     """
 
     calibration: Calibration
@@ -43,7 +43,7 @@ class QualityCurve:
     observations: tuple[Observation, ...] = ()
 
     def retention(self, quality: float, token_ids: Sequence[int], *, vocab_size: int) -> float:
-        """The least retention in (0, 1] at which a prompt is promised a quality.
+        """The least retention in (0, 1] at which the curve predicts this quality for a prompt.
 
         Raises: InvalidRequest: quality is outside [0, 1].
         """
@@ -51,7 +51,7 @@ class QualityCurve:
         return self.retention_at(quality, nll=nll)
 
     def retention_at(self, quality: float, *, nll: float) -> float:
-        """The same for a context whose NLL is known."""
+        """As `retention`, for a context whose NLL is known."""
         within = min(max(nll, self.lowest_nll), self.highest_nll)
         exact = self.calibration.retention(quality, nll=within)
         return max(1, math.ceil(exact * _STEPS - 1e-9)) / _STEPS
@@ -59,13 +59,13 @@ class QualityCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCurves:
-    """What one file holds.
+    """The content of one file.
 
     Attributes:
-        model: its name, for people.
-        fingerprints: by compute dtype; a curve measured in one dtype serves all.
+        model: a name for people to read.
+        fingerprints: by compute dtype; a curve measured in one dtype is used for all.
         curves: by method.
-        origin: how they were measured; anything JSON holds.
+        origin: how they were measured; any JSON.
     """
 
     model: str
@@ -75,12 +75,12 @@ class ModelCurves:
 
     @property
     def file_name(self) -> str:
-        """Of the model and its weights: `demo-550c2155.quality.json`."""
+        """The name of the model and a hash of its weights: `demo-550c2155.quality.json`."""
         return f"{self.model}-{self.fingerprints['float32'][:8]}{SUFFIX}"
 
 
 class CurveBook:
-    """All curves that a process knows. Later folders replace earlier ones' curves, method by method."""
+    """All curves that a process has read. A curve in a later folder replaces the method's earlier one."""
 
     def __init__(self, files: Iterable[ModelCurves] = ()) -> None:
         self._curves: dict[tuple[str, str], QualityCurve] = {}
@@ -90,7 +90,10 @@ class CurveBook:
 
     @classmethod
     def read(cls, folders: Iterable[Path]) -> CurveBook:
-        """Raises: ConfigurationError: a folder is not there, or a file in it is none of these."""
+        """Read all curves of the folders.
+
+        Raises: ConfigurationError: a folder does not exist, or a file in it is not a curve file.
+        """
         files: list[ModelCurves] = []
         for folder in folders:
             if not folder.is_dir():
@@ -107,11 +110,11 @@ class CurveBook:
 
 
 def save_curves(folder: Path, found: ModelCurves) -> Path:
-    """Write a model's curves beside those of other methods that its file has already; returns the file.
+    """Write a model's curves to its file; returns the path. Curves of other methods in the file stay.
 
-    The file is replaced whole, so that no reader sees half of it.
+    The file is replaced atomically, so a reader never sees a part of it.
 
-    Raises: ConfigurationError: the file exists and is not one of these.
+    Raises: ConfigurationError: the file exists and is not a curve file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / found.file_name
@@ -130,7 +133,7 @@ def save_curves(folder: Path, found: ModelCurves) -> Path:
 
 
 def load_curves(path: Path) -> ModelCurves:
-    """Raises: ConfigurationError: the file cannot be read, or holds something else."""
+    """Read one file. Raises: ConfigurationError: it cannot be read, or is not a curve file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:

@@ -1,10 +1,10 @@
-"""Methods that other installed packages bring: entry points of the group `kvferry.methods`.
+"""Methods from other installed packages: entry points of the group `kvferry.methods`.
 
     [project.entry-points."kvferry.methods"]
     every-other = "some_package:METHOD"        # a `Method`
 
-Read once, at the first use of any method's name; importing this module loads nothing. Router and workers must
-have the same packages installed: a worker refuses a method that it does not know.
+They are loaded once, when a method is first looked up; importing this module loads nothing. Router and
+workers must have the same packages installed: a worker refuses a method that it does not know.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ GROUP = "kvferry.methods"
 
 @functools.cache
 def installed_methods() -> Mapping[str, Method]:
-    """By name.
+    """The installed methods by name.
 
-    Raises: ConfigurationError: an entry point cannot be loaded, is no `Method`, or its name is taken twice.
+    Raises: ConfigurationError: an entry point cannot be loaded, is not a `Method`, or its name is taken.
     """
     methods: dict[str, Method] = {}
     for entry in entry_points(group=GROUP):
@@ -39,9 +39,9 @@ def installed_methods() -> Mapping[str, Method]:
 
 @functools.cache
 def installed_formats() -> Mapping[str, type[LayerFormat]]:
-    """Formats of the installed methods, by the name their plans use.
+    """Formats of the installed methods, by the name that their plans use.
 
-    Raises: ConfigurationError: as `installed_methods`; or two methods bring a format of one name.
+    Raises: ConfigurationError: as `installed_methods`; or two methods bring different formats of one name.
     """
     formats: dict[str, type[LayerFormat]] = {}
     for name, method in installed_methods().items():
@@ -57,9 +57,9 @@ def installed_formats() -> Mapping[str, type[LayerFormat]]:
 
 @functools.cache
 def installed_scorers() -> Mapping[str, ScorerFactory]:
-    """Scorers of the installed methods, by the name their plans use.
+    """Scorers of the installed methods, by the name that their plans use.
 
-    Raises: ConfigurationError: as `installed_methods`; or two methods bring a scorer of one name.
+    Raises: ConfigurationError: as `installed_methods`; or two methods bring different scorers of one name.
     """
     scorers: dict[str, ScorerFactory] = {}
     for name, method in installed_methods().items():

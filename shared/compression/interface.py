@@ -1,4 +1,4 @@
-"""What a compression method sees of a layer, and what it leaves."""
+"""The interface of a compression method: a layer's inputs, the scorer, and methods of other packages."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerInputs:
-    """One layer of one prompt, as prefill has it.
+    """One layer of one prompt, as prefill computed it.
 
     Attributes:
-        queries: post-RoPE `[H_kv, G, T_new, D]`, the tokens run in this turn.
+        queries: post-RoPE `[H_kv, G, T_new, D]`, of the tokens run in this turn.
         keys, values: `[H_kv, T, D]`, history and new tokens; keys post-RoPE. T >= T_new >= 1.
         scaling: the model's softmax scale.
-        unrotate: turns this layer's post-RoPE keys `[H_kv, n, D]` at positions 0 to n - 1 into pre-RoPE ones,
-            float32; None where there is no model to ask.
-        sums: accumulated attention, once it has been computed; see `with_sums`.
+        unrotate: turns this layer's post-RoPE keys `[H_kv, n, D]` at positions 0 to n - 1 into pre-RoPE keys,
+            float32; None if there is no model.
+        sums: accumulated attention; None until it has been computed, see `with_sums`.
     """
 
     layer: int
@@ -37,7 +37,7 @@ class LayerInputs:
     sums: ColumnSums | None = None
 
     def with_sums(self) -> LayerInputs:
-        """The same with `sums` there, computed from all queries unless it is."""
+        """These inputs with `sums`, which is computed from all queries if it is missing."""
         if self.sums is not None:
             return self
         return replace(self, sums=column_sums(self.queries, self.keys, scaling=self.scaling))
@@ -45,14 +45,14 @@ class LayerInputs:
     def pre_rope_keys(self) -> Tensor:
         """`keys` without their positions, float32 `[H_kv, T, D]`; computed at each call.
 
-        Raises: UnsupportedModel where the model's rotation cannot be undone.
+        Raises: UnsupportedModel: the model's rotation cannot be undone.
         """
         assert self.unrotate is not None, "a scorer asks for pre-RoPE keys, which its caller does not have"
         return self.unrotate(self.keys)
 
 
 class Scorer(Protocol):
-    """Scores every token of every KV head; higher is kept."""
+    """Scores every token of every KV head; the tokens with the highest scores are selected."""
 
     @property
     def observed_queries(self) -> int | None:
@@ -61,26 +61,26 @@ class Scorer(Protocol):
 
     @property
     def depends_on_rows(self) -> bool:
-        """Whether scores depend on how many rows are kept, beyond those that are always kept."""
+        """Whether scores depend on the number of selected rows, apart from protecting fixed tokens."""
         ...
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
-        """Returns float32 `[H_kv, T]`; +inf marks tokens that must be kept."""
+        """Returns float32 `[H_kv, T]`; +inf marks tokens that must be selected."""
         ...
 
 
 ScorerFactory = Callable[[Mapping[str, ParamValue], int], Scorer]
-"""(a plan's parameters, rows to be kept per KV head) -> scorer; raises InvalidRequest on bad parameters."""
+"""(a plan's parameters, rows to select per KV head) -> scorer; raises InvalidRequest on bad parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method from outside the package: what an entry point of the group `kvferry.methods` names.
+    """A method of another package, named by an entry point of the group `kvferry.methods`.
 
     Attributes:
-        plan: the preset; `plan.method` is the entry point's own name.
-        scorer: makes the scorer that `plan.scorer` names, where that is none of the package's.
-        format: the format that `plan.representation` names, where that is none of the package's.
+        plan: the preset; `plan.method` is the entry point's name.
+        scorer: makes the scorer that `plan.scorer` names; None if that is one of kvferry's.
+        format: the format that `plan.representation` names; None if that is one of kvferry's.
     """
 
     plan: CompressionPlan

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt were kept, as a coarse map over its length: for people to look at."""
+"""A coarse map of the selected tokens over the length of a prompt, for people to look at."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ MAX_KEPT_BINS = 512
 
 
 class KeptMap:
-    """Counts, over layers and KV heads, how many of the tokens in each stretch of the prompt were kept.
+    """Counts, over layers and KV heads, the selected tokens in each bin of the prompt.
 
     Args:
         num_tokens: T, at least 1.
-        num_bins: stretches of (nearly) equal length to tell apart, 1 to MAX_KEPT_BINS; at most T are made.
-            Token i is in bin `i * bins // T`.
+        num_bins: bins of (nearly) equal length, 1 to MAX_KEPT_BINS; there are at most T. Token i is in bin
+            `i * bins // T`.
     """
 
     def __init__(self, *, num_tokens: int, num_bins: int) -> None:
@@ -38,7 +38,7 @@ class KeptMap:
                 self._kept += torch.bincount(bins, minlength=len(self._kept))
 
     def fractions(self) -> tuple[float, ...]:
-        """The fraction of rows kept in each bin, 0 to 1; empty where no layer was counted."""
+        """The fraction of rows selected in each bin, 0 to 1; empty if no layer was counted."""
         if self._num_heads == 0:
             return ()
         return tuple((self._kept / (self._tokens_in_bin * self._num_heads)).tolist())

@@ -1,7 +1,7 @@
-"""Statistical leverage: how much a token's key points where few other keys do.
+"""Statistical leverage: high for a token whose key points in a direction that few other keys share.
 
-Compactor's outlier scores (sections 3.1 and 3.2, appendices C and D), called once a layer by its scorer.
-Works on any `[H_kv, T, D]` rows; knows neither positions nor attention.
+Compactor's outlier scores (sections 3.1 and 3.2, appendices C and D), computed once per layer by its scorer.
+Works on any `[H_kv, T, D]` rows and uses neither positions nor attention.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ Sketch = Literal["gaussian", "srht", "none"]
 Solver = Literal["svd", "qr", "gram"]
 
 SINGULAR_TOLERANCE = 1e-5
-"""Singular values below this part of the largest are zero; library defaults drop more beside outliers."""
+"""Singular values below this fraction of the largest count as zero; library defaults drop more of them if
+there are outliers."""
 EIGENVALUE_CLAMP = 1e-6
-"""Eigenvalues of the Gram matrix are raised to this part of the largest."""
+"""Eigenvalues of the Gram matrix are raised to this fraction of the largest."""
 
 
 def leverage_scores(
@@ -26,15 +27,15 @@ def leverage_scores(
 ) -> Tensor:
     """`o_i = x_i^T (X^T X)^+ x_i` of each row of `X = K Phi`, per head, in float32 (Compactor equation 1).
 
-    A sketch of at least D columns spans what K itself spans, so K is taken as it is. Where there are no more
-    rows than columns, every row is its own direction and every score is 1.
+    A sketch of at least D columns spans the same space as K, so K itself is used. If there are no more rows
+    than columns, every row has a direction of its own and every score is 1.
 
     Args:
         keys: `[H_kv, T, D]`; pre-RoPE for Compactor.
         sketch: Phi `[D, k]`: "gaussian" entries of N(0, 1/k), "srht" (`srht_sketch`), or "none".
         num_columns: k, at least 1.
         solver: see `solve_leverage`.
-        centered: subtract each head's mean key first. The authors' code does; Algorithm 1 does not.
+        centered: subtract each head's mean key first, as the authors' code does and Algorithm 1 does not.
         seed: of Phi; the same seed gives the same Phi everywhere.
 
     Returns: float32 `[H_kv, T]`, in [0, 1] up to rounding; a head's sum is the rank of its X.
@@ -53,9 +54,9 @@ def leverage_scores(
 def solve_leverage(rows: Tensor, solver: Solver) -> Tensor:
     """Leverage of X by one of three factorisations (Compactor appendix C).
 
-    "svd": `||U_i||^2` of `X = U S V^T`, by way of X's QR; singular values within the tolerance are dropped.
-    "qr": `||Q_i||^2`; where R's diagonal tells that columns depend on others, as "svd".
-    "gram": `||x_i^T V Lambda^{-1/2}||^2` of `X^T X = V Lambda V^T`, clamped: the fastest, the least exact.
+    "svd": `||U_i||^2` of `X = U S V^T`, by a QR of X; singular values within the tolerance are dropped.
+    "qr": `||Q_i||^2`; as "svd" if R's diagonal shows that columns are linearly dependent.
+    "gram": `||x_i^T V Lambda^{-1/2}||^2` of `X^T X = V Lambda V^T`, clamped: the fastest and least exact.
 
     Args: rows: X, float32 `[H_kv, T, k]`, T > k. Returns: float32 `[H_kv, T]`.
     """
@@ -80,7 +81,7 @@ def _squared_norms(rows: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def gaussian_sketch(head_dim: int, num_columns: int, seed: int) -> Tensor:
-    """Phi with entries of N(0, 1/k): float32 `[D, k]` on the CPU; not to be written to."""
+    """Phi with entries of N(0, 1/k): float32 `[D, k]` on the CPU. Cached: callers must not write to it."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(head_dim, num_columns, generator=generator).mul(num_columns**-0.5)
 
@@ -90,10 +91,11 @@ def srht_sketch(head_dim: int, num_columns: int, seed: int) -> Tensor:
     """`Phi = sqrt(n/k) D H P`: random signs D, the orthonormal Walsh-Hadamard matrix H of size n, and k of
     its columns, chosen without replacement (Compactor appendix D).
 
-    n is the least power of two that is at least D; keys count as padded with zeros to it. Multiplied as a
-    matrix: at D of 128 a fast transform would save nothing.
+    n is the least power of two that is at least D; keys count as padded with zeros to n. Phi is a plain
+    matrix, because a fast transform would save nothing at a D of 128.
 
-    Args: num_columns: k, 1 to D. Returns: float32 `[D, k]` on the CPU; not to be written to.
+    Args: num_columns: k, 1 to D.
+    Returns: float32 `[D, k]` on the CPU. Cached: callers must not write to it.
     """
     size = 1 << (head_dim - 1).bit_length()
     generator = torch.Generator().manual_seed(seed)

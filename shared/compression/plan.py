@@ -1,9 +1,9 @@
-"""The compression plan: what a method is, as data, and what it comes to for one prompt.
+"""The compression plan: a method as data, and its exact sizes for one prompt.
 
-A plan is scorer x layer allocation x representation x decode attention, with a budget. Named presets
-live in `presets.py`; `resolve.py` turns a plan and a prompt length into a `ResolvedPlan` of exact sizes,
-which router, prefill and decode each compute for themselves and which the manifest repeats. Knows neither
-wire nor services.
+A plan is scorer x layer allocation x format x decode attention, with a budget. Named presets are in
+`presets.py`. `resolve.py` turns a plan and a prompt length into a `ResolvedPlan` of exact sizes. Decode
+resolves each plan once; the ticket carries the result to prefill, and the manifest its digest. This module
+does not depend on the wire or on services.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from kvferry.shared.errors import InvalidRequest
 
 ParamValue = int | float | bool | str
 MEASURED_ALLOCATIONS = ("attention_variance",)
-"""Allocations whose rows follow from every layer's attention (`compress.py`)."""
+"""Allocations that need measurements of every layer's attention (`compress.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How much to keep: exactly one of the fields is set, or none for methods without a budget.
+    """What a plan may retain: exactly one field is set, or none for methods without a budget.
 
     Attributes:
-        tokens: rows per KV head (RocketKV: t, the rows' worth of traffic of one decode step).
-        retention: fraction of the prompt kept, in (0, 1].
+        tokens: rows per KV head (RocketKV: t, the traffic of one decode step as a number of rows).
+        retention: fraction of the prompt retained, in (0, 1].
     """
 
     tokens: int | None = None
@@ -48,7 +48,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One named part of a plan with its parameters, looked up in that part's registry."""
+    """One part of a plan: a name in that part's registry, and parameters."""
 
     name: str
     params: dict[str, ParamValue] = field(default_factory=dict)
@@ -59,14 +59,13 @@ class CompressionPlan:
     """A method as data.
 
     Attributes:
-        method: preset name, the label in metrics and responses.
-        scorer: gives each (KV head, token) a score; higher is kept. None keeps everything.
-        attention: how decode attends, a name of `attention.ATTENTIONS`.
-        budget: as requested; None fields fall back to the preset's.
-        skip_layers: layers left uncompressed and attended densely.
-        layer_allocation: how kept rows are shared between layers, a name of `allocation.ALLOCATIONS`.
-        representation: how a layer's K and V travel and lie in decode's memory, a name of
-            `representation.REPRESENTATIONS`.
+        method: the preset's name, which labels metrics and responses.
+        scorer: gives each (KV head, token) a score; the highest are selected. None: every token is selected.
+        attention: decode's attention, a name of `attention.ATTENTIONS` or `attention.EVICTIONS`.
+        budget: as requested; fields that are None take the preset's value.
+        skip_layers: layers that are not compressed and are attended densely.
+        layer_allocation: how rows are divided among layers, a name of `allocation.ALLOCATIONS`.
+        representation: the format, a name of `formats.FORMATS` or of an installed method's format.
     """
 
     method: str
@@ -79,7 +78,7 @@ class CompressionPlan:
 
     @property
     def takes_budget(self) -> bool:
-        """Whether a budget decides what is dropped, coarsened, or left unread by decode."""
+        """Whether a budget decides what is dropped, quantised, or not read by decode."""
         return self.scorer is not None or self.attention.name != "dense" or self.representation.name == "rdkv"
 
 
@@ -88,10 +87,10 @@ class LayerPlan:
     """One layer of a resolved plan.
 
     Attributes:
-        rows: prompt rows kept per KV head; of a packed layer, at most.
+        rows: prompt rows retained per KV head; of a packed layer, the most.
         attention: the kind of decode attention and its sizes; `attention.make_attention` makes it.
-        representation: "rows", with `wire_bits` where the wire quantises them; or another's name and its
-            parameters or sizes.
+        representation: the format: "rows", with `wire_bits` if they are quantised for the wire; or another
+            name with its parameters or sizes.
     """
 
     rows: int
@@ -104,10 +103,10 @@ class ResolvedPlan:
     """A plan made exact for one prompt.
 
     Attributes:
-        method: the method in effect: "full" where the budget covers the prompt.
+        method: the method in effect: "full" if no layer is compressed.
         num_prompt_tokens: T, history included.
-        max_new_tokens: N, rows that decode may append.
-        layers: one entry a layer.
+        max_new_tokens: N, the most tokens that decode generates.
+        layers: one entry per layer.
     """
 
     plan: CompressionPlan
@@ -118,27 +117,28 @@ class ResolvedPlan:
 
 
 def is_measured(resolved: ResolvedPlan) -> bool:
-    """Whether the plan needs statistics of every layer before the first can be compressed."""
+    """Whether every layer must be measured before the first can be compressed."""
     return resolved.plan.layer_allocation.name in MEASURED_ALLOCATIONS and any(
         resolved.layers[layer].rows < resolved.num_prompt_tokens for layer in sharing_layers(resolved)
     )
 
 
 def sharing_layers(resolved: ResolvedPlan) -> tuple[int, ...]:
-    """The layers that share rows: all but those that the plan skips."""
+    """The layers that share rows: all except those that the plan skips."""
     return tuple(layer for layer in range(len(resolved.layers)) if layer not in resolved.plan.skip_layers)
 
 
 def plan_digest(resolved: ResolvedPlan) -> str:
-    """A hex digest of every size in a resolved plan: workers that hold different ones refuse each other's
-    KV."""
+    """A hex digest of the whole resolved plan; a worker refuses KV whose plan has another digest."""
     return hashlib.blake2b(json.dumps(asdict(resolved), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def check_params(name: str, params: Mapping[str, ParamValue], expected: Mapping[str, type]) -> None:
-    """Raises InvalidRequest unless `params` has exactly the names of `expected`, each of its type.
+    """Check that `params` has exactly the names of `expected`, each with its type.
 
-    Types are exact: a bool is no int, an int is no float.
+    Types are exact: a bool is not an int, an int is not a float.
+
+    Raises: InvalidRequest: they differ.
     """
     if set(params) == set(expected) and all(type(params[k]) is t for k, t in expected.items()):
         return

@@ -1,8 +1,7 @@
-"""The methods by name, each one a `CompressionPlan` as data. Adding a method is one entry of `PRESETS`, or an
+"""The methods by name, each a `CompressionPlan` as data. Adding a method is one entry of `PRESETS`, or an
 entry point of another package (`installed.py`).
 
-The router calls `plan_for` for each request; the plan then travels to prefill and decode. What a plan comes
-to for one prompt is `resolve.py`'s matter.
+The router calls `plan_for` for each request and sends the plan to decode, which resolves it (`resolve.py`).
 """
 
 from __future__ import annotations
@@ -65,9 +64,10 @@ PRESETS: Mapping[str, CompressionPlan] = {
         method="d2o",
         scorer=Part(name="accumulated_attention"),
         attention=Part(name="merge"),
-        # the authors' code; the paper's F, also over its mean, starves a layer with sharp attention
+        # as the authors' code; with the paper's F, also over its mean, a layer with sharp attention gets
+        # next to nothing
         layer_allocation=Part(name="attention_variance", params={"normalisation": "minmax"}),
-        # a fifth of the cache, as most of the paper's tables
+        # a fifth of the cache, as in most of the paper's tables
         budget=Budget(retention=0.2),
     ),
     "rocketkv-d2o": CompressionPlan(
@@ -100,14 +100,14 @@ PRESETS: Mapping[str, CompressionPlan] = {
         representation=Part(
             name="rdkv",
             params={
-                # of the paper's five; how widths compare with one another differs little between models
+                # one of the paper's five; the ratios between widths differ little between models
                 "epsilon_table": "LLaMA-3.1-8B",
                 "window": 32,
                 "kernel_size": 5,
                 "channel_weights": "norms",
                 "widths": "0,2,4,8,16",
-                # each segment has its own scale and minimum for every K channel: 8 bytes, 8 % of what 256
-                # tokens come to at a tenth of their bits; shorter completions stay as they are
+                # each segment has its own scale and minimum for every K channel: 8 bytes, 8 % of 256 tokens
+                # at a tenth of their bits; shorter completions are not packed
                 "rebudget_tokens": 256,
             },
         ),
@@ -159,12 +159,12 @@ PRESETS: Mapping[str, CompressionPlan] = {
 
 
 def method_names() -> tuple[str, ...]:
-    """The methods that a request may name, those of installed packages last."""
+    """The methods that a request may name; those of installed packages come last."""
     return (*PRESETS, *_outside())
 
 
 def preset(method: str) -> CompressionPlan:
-    """A named method's plan. Raises: InvalidRequest: there is none of this name."""
+    """A method's plan. Raises: InvalidRequest: no method has this name."""
     plan = PRESETS.get(method) or _outside().get(method)
     if plan is None:
         raise InvalidRequest(
@@ -184,10 +184,10 @@ def plan_for(
     """The plan of a named method.
 
     Args:
-        budget: replaces the preset's where one of its fields is set.
-        overrides: replace parameters that parts of the preset have (`window`, `pooling`, `dense_layers`); a
-            name that several parts have is replaced in all of them.
-        skip_layers: layers to leave uncompressed, beside those of the preset.
+        budget: replaces the preset's if one of its fields is set.
+        overrides: new values of parameters in the preset's parts (`window`, `pooling`, `dense_layers`). If
+            several parts have a parameter of that name, all are changed.
+        skip_layers: layers that are not compressed, in addition to the preset's.
 
     Raises:
         InvalidRequest: unknown method, a budget for a method that keeps everything, an unknown parameter.
@@ -222,7 +222,7 @@ def _overridden(plan: CompressionPlan, overrides: Mapping[str, ParamValue]) -> C
         params = {name: overrides.get(name, value) for name, value in part.params.items()}
         for name, value in part.params.items():
             if isinstance(value, float) and type(params[name]) is int:
-                params[name] = float(params[name])  # JSON writes 1 for 1.0
+                params[name] = float(params[name])  # JSON may write 1 for 1.0
         return replace(part, params=params)
 
     return replace(

@@ -1,7 +1,7 @@
-"""A plan made exact for one prompt: rows per layer and the sizes of decode's attention.
+"""Resolves a plan for one prompt: rows per layer and the sizes of decode's attention.
 
-Decode resolves a request's plan once; it travels to prefill with the ticket. Everything here is a pure
-function in integer or decimal arithmetic, so budgets are the same on every platform.
+Decode resolves a request's plan once, and the ticket carries it to prefill. All functions are pure and use
+integer or decimal arithmetic, so budgets are the same on every platform.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.shared.errors import InvalidRequest
 
 _DECIMAL = Context(prec=40)
 _FLOOR_GUARD = Decimal("1e-20")
-"""Added before a floor, so that an exact quotient (c a power of two, r 0.8) is not floored to one less."""
+"""Added before a floor, so that an exact quotient (c a power of two, r 0.8) is not rounded down by one."""
 
 
 def resolve_plan(
@@ -34,11 +34,11 @@ def resolve_plan(
         max_new_tokens: N, at least 1.
         head_dim: d.
 
-    Returns: one `LayerPlan` a layer. The method is "full" where the budget covers the prompt.
+    Returns: the plan with one `LayerPlan` per layer. Its method is "full" if no layer is compressed.
 
     Raises:
-        InvalidRequest: an unknown method, scorer, attention, allocation or representation, parts that do not
-            go together, or a skipped layer that does not exist.
+        InvalidRequest: an unknown method, scorer, attention, allocation or format, parts that cannot be
+            combined, or a skipped layer that does not exist.
     """
     if num_prompt_tokens < 1 or max_new_tokens < 1:
         raise InvalidRequest(
@@ -52,10 +52,10 @@ def resolve_plan(
     layers = [whole if layer in plan.skip_layers else uncut for layer in range(num_layers)]
     budget = _budget_tokens(plan, num_prompt_tokens) if plan.takes_budget else num_prompt_tokens
     if budget < num_prompt_tokens:
-        # A budget that covers the prompt asks for no compression, whatever the completion's length.
+        # A budget that covers the prompt needs no compression, however long the completion is.
         total = num_prompt_tokens + max_new_tokens
         rows, cap = _rows_and_cap(plan, budget, total, max_new_tokens)
-        # packed bits that are attended densely are the budget itself, spread over more tokens than rows
+        # with dense attention to packed bits, the whole budget is bits, spread over more tokens than rows
         packed_budget = budget if plan.attention.name == "dense" else rows
         sharing = [layer for layer in range(num_layers) if layer not in plan.skip_layers]
         shares = allocate_layers(
@@ -87,9 +87,9 @@ def resolve_plan(
 def check_resolved(
     resolved: ResolvedPlan, *, num_prompt_tokens: int, max_new_tokens: int, num_layers: int
 ) -> None:
-    """Whether a plan that another worker resolved is of this request.
+    """Check that a plan that another worker resolved belongs to this request.
 
-    Raises: InvalidRequest: it is of another prompt or model, or no prompt comes to these rows.
+    Raises: InvalidRequest: it belongs to another prompt or model, or its rows are out of range.
     """
     expected = {
         "num_prompt_tokens": (resolved.num_prompt_tokens, num_prompt_tokens),
@@ -112,7 +112,7 @@ def check_resolved(
 
 
 def why_full(plan: CompressionPlan, *, num_prompt_tokens: int) -> str:
-    """Why a plan whose method in effect is "full" compresses nothing of a prompt, as a client is told."""
+    """For a client: why a plan whose method in effect is "full" does not compress a prompt."""
     if plan.method == "full":
         return "method full keeps every token"
     if plan.takes_budget and (budget := _budget_tokens(plan, num_prompt_tokens)) >= num_prompt_tokens:
@@ -123,7 +123,7 @@ def why_full(plan: CompressionPlan, *, num_prompt_tokens: int) -> str:
 
 
 def _check(plan: CompressionPlan, num_layers: int) -> None:
-    """Whether the plan's parts exist and fit together."""
+    """Check that the plan's parts exist and can be combined."""
     preset(plan.method)
     check_attention(plan.attention, scorer=plan.scorer)
     format_class(plan.representation).check(plan)
@@ -144,12 +144,13 @@ def _check(plan: CompressionPlan, num_layers: int) -> None:
 
 
 def _rows_and_cap(plan: CompressionPlan, budget: int, total: int, max_new_tokens: int) -> tuple[int, int]:
-    """Rows kept of the prompt, on average over layers, and cap: rows that decode may come to choose from.
+    """The prompt's retained rows, as a mean over layers, and cap: the most rows that decode chooses from.
 
-    A scorer with attention to every row keeps the budget, t, or what it always keeps where that is more. A
-    sparse attention without a scorer chooses t rows' worth of traffic from all of S = prompt + N. With both,
-    RocketKV's split shares S/t between the two stages, whichever scorer and attention they are; and likewise
-    where a packed representation takes the scorer's place, whose rows are then rows' worth of bits.
+    If attention reads every row, the rows are the budget t, or the rows that the scorer always selects if
+    those are more. A sparse attention without a scorer reads t rows' worth of traffic out of all
+    S = prompt + N rows. With a scorer and a sparse attention, RocketKV's split divides S/t between the two
+    stages, for any scorer and attention. The same split holds for a packed format in place of a scorer; its
+    rows are then a number of bits.
     """
     num_prompt_tokens = total - max_new_tokens
     if plan.scorer is None and plan.representation.name == "rows":
@@ -165,16 +166,16 @@ def _rows_and_cap(plan: CompressionPlan, budget: int, total: int, max_new_tokens
 
 
 def _always_kept(scorer: Part) -> int:
-    """Rows that a scorer keeps whatever the budget: sinks and recents, where it has both."""
+    """Rows that a scorer selects under any budget: sinks and recents, if it has both."""
     sinks, recents = scorer.params.get("sinks"), scorer.params.get("recents")
     return sinks + recents if isinstance(sinks, int) and isinstance(recents, int) else 0
 
 
 def _budget_tokens(plan: CompressionPlan, num_prompt_tokens: int) -> int:
-    """t: the plan's budget, else its preset's; a retention is of the prompt, rounded up."""
+    """t: the plan's budget, else its preset's. A retention is a fraction of the prompt, rounded up."""
     budget = plan.budget
     if budget.retention is not None:
-        # The shortest decimal that reads back as this float is what the client wrote: 0.1 means 1/10.
+        # The shortest decimal that gives this float is what the client wrote: 0.1 means 1/10.
         return max(1, math.ceil(Fraction(repr(budget.retention)) * num_prompt_tokens))
     tokens = budget.tokens if budget.tokens is not None else preset(plan.method).budget.tokens
     if tokens is None:
@@ -190,8 +191,8 @@ def _first_stage_cap(total: int, budget: int, max_new_tokens: int) -> int:
 
     Args: total: S = prompt + N, above `budget`, which is t.
 
-    Deviation: the paper reserves nothing for the N new tokens; as the authors' code does, cap covers them and
-    is at least min(2N, S), so that rows = cap - N are kept of the prompt.
+    Deviation: the paper reserves nothing for the N new tokens. As in the authors' code, cap covers them and
+    is at least min(2N, S), so the prompt retains cap - N rows.
     """
     log_c = _DECIMAL.ln(_DECIMAL.divide(Decimal(total), Decimal(budget)))
     log2_c = _DECIMAL.divide(log_c, _DECIMAL.ln(Decimal(2)))

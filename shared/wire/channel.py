@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 Peer = bytes
-"""To a connecting channel an endpoint; to a listening one a name that the transport gives."""
+"""For a connecting channel an endpoint; for a listening channel a name that the transport assigns."""
 
 
 class SendResult(enum.Enum):
-    """SENT: accepted by the channel. BLOCKED: not now; the next `poll` returns once it may be tried again.
-    LOST: there is no such peer any more."""
+    """SENT: accepted by the channel. BLOCKED: no room now; the next `poll` returns when a retry may succeed.
+    LOST: the peer is no longer connected."""
 
     SENT = "sent"
     BLOCKED = "blocked"
@@ -35,16 +35,16 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The connection is gone, after everything that came over it has been returned."""
+    """The connection is lost. Everything received over it has been returned before this."""
 
     peer: Peer
 
 
 class Channel(Protocol):
-    """Frames to and from peers."""
+    """Sends frames to peers and receives frames from them."""
 
     def open(self) -> None:
-        """Make the sockets; bind where it listens. First call of the I/O thread.
+        """Make the sockets; a listening channel binds. The I/O thread's first call.
 
         Raises:
             ConfigurationError: the address cannot be bound.
@@ -52,19 +52,20 @@ class Channel(Protocol):
         ...
 
     def send(self, peer: Peer, frames: Sequence[memoryview | bytes]) -> SendResult:
-        """Never waits. Large frames are not copied and must stay as they are until the transfer is over."""
+        """Send one message without waiting. Large frames are not copied and must not change until the
+        transfer is over."""
         ...
 
     def poll(self, timeout_s: float) -> list[Received | PeerLost]:
-        """Wait for something to happen: messages, losses, `wake`, or room for what was BLOCKED."""
+        """Wait for messages, lost connections, `wake`, or room for a message that was BLOCKED."""
         ...
 
     def wake(self) -> None:
-        """Make the current or next `poll` return. Any thread."""
+        """Make the current or next `poll` return. Any thread may call it."""
         ...
 
     def close(self) -> None:
-        """Close the connections and drop what is queued on them. Last call of the I/O thread."""
+        """Close the connections and drop what is queued on them. The I/O thread's last call."""
         ...
 
 
@@ -75,7 +76,7 @@ class ConnectingChannel(Channel, Protocol):
         """Begin to connect; sends are BLOCKED until it is done.
 
         Raises:
-            TransferFailed: the endpoint is no address of this transport.
+            TransferFailed: the endpoint is not an address of this transport.
         """
         ...
 

@@ -111,7 +111,7 @@ def decode_message(frames: Sequence[memoryview | bytes]) -> tuple[FrameHeader, S
         The header, and the payload's frames.
 
     Raises:
-        ProtocolMismatch: not this protocol or version, or fields that no peer of it would send.
+        ProtocolMismatch: another protocol or version, or field values that the protocol does not allow.
         TransferFailed: the checksum is wrong.
     """
     if len(frames) < 2:
@@ -173,8 +173,10 @@ def decode_message(frames: Sequence[memoryview | bytes]) -> tuple[FrameHeader, S
 
 
 def peek_key(frames: Sequence[memoryview | bytes]) -> TransferKey | None:
-    """The key in a message that may be broken otherwise; it is at the same place in every version. Only for
-    telling which transfer a broken message belongs to, never for accepting one."""
+    """The key in a message that may be invalid otherwise; its place is the same in every version.
+
+    Use it only to find the transfer of an invalid message, never to accept a message.
+    """
     if not frames or memoryview(frames[0]).nbytes < _KEY_OFFSET + _KEY.size:
         return None
     transfer_id, generation = _KEY.unpack_from(frames[0], _KEY_OFFSET)
@@ -215,7 +217,7 @@ _KINDS: dict[str, type[TransferFailed]] = {
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Raises ProtocolMismatch where a field is out of range or the whole too large."""
+    """Raises ProtocolMismatch if a field is out of range or the record is too large."""
     payload = _encode(manifest, MAX_MANIFEST_BYTES)
     decode_manifest(payload)
     return payload
@@ -270,7 +272,7 @@ def decode_end(payload: memoryview | bytes) -> EndRecord:
 
 
 def encode_nack(error: KvferryError) -> bytes:
-    """An error as its sender will raise it; its class survives if it is TransferFailed or below."""
+    """An error for the sender to raise; its class is preserved if it is TransferFailed or a subclass."""
     kind = type(error).__name__ if type(error).__name__ in _KINDS else TransferFailed.__name__
     message = error.message[:_MAX_MESSAGE_CHARS]
     record = NackRecord(kind=kind, reason=clean_reason(error.reason), message=message)
@@ -278,7 +280,7 @@ def encode_nack(error: KvferryError) -> bytes:
 
 
 def decode_nack(payload: memoryview | bytes) -> TransferFailed:
-    """The error to raise, not raised. Raises ProtocolMismatch on what `encode_nack` does not write."""
+    """Returns the error. Raises ProtocolMismatch on anything that `encode_nack` does not write."""
     record = _decode(_NACK, payload, MAX_PAYLOAD_BYTES_BY_TYPE[MessageType.NACK])
     if record.kind not in _KINDS:
         raise _malformed(f"kind is {record.kind!r}; {', '.join(_KINDS)} are allowed")
@@ -286,17 +288,17 @@ def decode_nack(payload: memoryview | bytes) -> TransferFailed:
 
 
 def encode_abort(reason: str) -> bytes:
-    """A reason that is no label travels as "other"."""
+    """A reason that is not a valid label is sent as "other"."""
     return _encode(AbortRecord(reason=clean_reason(reason)), MAX_PAYLOAD_BYTES_BY_TYPE[MessageType.ABORT])
 
 
 def decode_abort(payload: memoryview | bytes) -> str:
-    """The sender's reason. Raises ProtocolMismatch on what `encode_abort` does not write."""
+    """The sender's reason. Raises ProtocolMismatch on anything that `encode_abort` does not write."""
     return _decode(_ABORT, payload, MAX_PAYLOAD_BYTES_BY_TYPE[MessageType.ABORT]).reason
 
 
 def clean_reason(reason: str) -> str:
-    """A reason fit to travel and to label a counter: `[a-z][a-z0-9_]*`, at most 64 characters."""
+    """The reason if it is a valid label, `[a-z][a-z0-9_]*` of at most 64 characters; else "other"."""
     return reason if _REASON.fullmatch(reason) else "other"
 
 
@@ -316,8 +318,8 @@ def _encode(record: object, limit_bytes: int) -> bytes:
 def _decode(
     decoder: msgspec.msgpack.Decoder[_Record], payload: memoryview | bytes, limit_bytes: int
 ) -> _Record:
-    """What was read is compared with what was understood, so that unknown keys, missing ones and values such
-    as NaN are found."""
+    """Decode a record, encode it again and compare, which finds unknown keys, missing keys and values such as
+    NaN."""
     size_bytes = memoryview(payload).nbytes
     if size_bytes > limit_bytes:
         raise _malformed(f"record is {size_bytes} bytes; at most {limit_bytes} are allowed")

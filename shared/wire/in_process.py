@@ -23,7 +23,7 @@ _RETRY_S = 0.005
 
 
 class Mailbox:
-    """One channel's inbox: bounded, any thread may put, its I/O thread takes."""
+    """One channel's bounded inbox: any thread may put, the channel's I/O thread takes."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -32,7 +32,7 @@ class Mailbox:
         self._closed = False
 
     def put(self, event: Received | PeerLost, *, limit: int | None = None) -> SendResult:
-        """BLOCKED where `limit` messages already wait, LOST where the mailbox is closed."""
+        """BLOCKED if `limit` messages are waiting already, LOST if the mailbox is closed."""
         with self._condition:
             if self._closed:
                 return SendResult.LOST
@@ -114,11 +114,11 @@ class InProcessHub:
             return mailbox
 
     def new_name(self, prefix: str) -> Peer:
-        """A name that no other mailbox has."""
+        """A name that no mailbox has."""
         return f"{prefix}{next(self._numbers)}".encode()
 
     def unregister(self, name: Peer) -> None:
-        """Close a mailbox, and tell all others that it is gone."""
+        """Close a mailbox and notify all others."""
         with self._lock:
             gone = self.mailboxes.pop(name, None)
             others = tuple(self.mailboxes.values())
@@ -129,7 +129,7 @@ class InProcessHub:
 
 
 class _InProcessChannel:
-    """A mailbox of a hub, and where it sends. At most MAX_QUEUED_MESSAGES wait at a server."""
+    """A mailbox of a hub and the peers it sends to. At most MAX_QUEUED_MESSAGES wait at a server."""
 
     def __init__(self, hub: InProcessHub, name: Peer) -> None:
         self._hub = hub

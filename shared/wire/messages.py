@@ -1,4 +1,4 @@
-"""What crosses the block wire, as typed values, and the one order in which it may come.
+"""The messages of the block wire as typed values, and the one order in which they may arrive.
 
 `proto/BLOCKS.md` documents the bytes; `frames.py` encodes and decodes them, and checks the annotations'
 bounds at both ends. The same messages carry the compressed prompt from prefill to decode and the generated
@@ -24,21 +24,21 @@ from kvferry.shared.sampling.params import SampledToken
 
 PROTOCOL_VERSION = 2
 MAX_PAYLOAD_BYTES = 4 << 20
-"""Of one message's tensors' bytes."""
+"""The most tensor bytes in one message."""
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_LAYERS = 1024
 MAX_LAYER_TENSORS = 16
 MAX_TOKENS = 2**31 - 1
 MAX_TOTAL_BYTES = 2**48
 MAX_RETAINED_SELECTIONS = 8
-"""How many transfers of one session a delta may refer to. Eight find most rows of a conversation about one
-text; each one occupies the bytes of its selection at decode."""
+"""How many transfers of one session a delta may refer to. With eight, most rows of a conversation about one
+text are found; each transfer occupies the bytes of its selection at decode."""
 
 TENSOR_DTYPE_BYTES: dict[str, int] = {**DTYPE_BYTES, "int32": 4, "int16": 2, "uint8": 1}
-"""The dtypes that a tensor may travel in."""
+"""The dtypes of tensors on the wire, and their element sizes in bytes."""
 
 TENSOR_KINDS = ("rows", "index", "codes", "scales", "state", "manifest")
-"""The values of `NamedTensor.kind`; "manifest" is for tensors that describe others."""
+"""The values of `NamedTensor.kind`; "manifest" is for tensors that describe other tensors."""
 
 _NumTokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 _NumBytes = Annotated[int, Meta(ge=0, le=MAX_TOTAL_BYTES)]
@@ -56,7 +56,7 @@ class TransferKey:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """First message of a transfer: what it belongs to, and for which model.
+    """First message of a transfer: its purpose, request, model and shapes.
 
     Attributes:
         purpose: "cache": prefill to decode; "history": decode to prefill.
@@ -64,7 +64,7 @@ class Manifest:
         start: first token position covered ("history": the prompt's length).
         num_tokens: "cache": the prompt's length T; "history": tokens returned.
         plan_digest: hex digest of the resolved plan that the sender followed; "" for "history".
-        layer_rows: rows per KV head of each layer, where prefill measured the layers' budgets; else empty.
+        layer_rows: rows per KV head of each layer if prefill measured the layers' budgets; else empty.
         history_endpoint: where decode returns generated KV, or "" if it is not wanted.
         history_credit_bytes: the credit for that return.
         traceparent: the W3C trace context that the transfer belongs to, or "".
@@ -130,7 +130,7 @@ class NamedTensor:
 
     Attributes:
         kind: one of `TENSOR_KINDS`: the `kind` label under which its bytes are counted in
-            `kv_transfer_bytes_total`. It does not travel.
+            `kv_transfer_bytes_total`. It is not sent.
     """
 
     name: str
@@ -140,7 +140,7 @@ class NamedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockHeader:
-    """What a sink is told of the bytes that it writes: up to MAX_PAYLOAD_BYTES of one tensor.
+    """Tells a sink where to write bytes: up to MAX_PAYLOAD_BYTES of one tensor.
 
     Attributes:
         sequence: of the message that carried them; see `FrameHeader`.
@@ -173,7 +173,7 @@ class EndRecord:
 
 
 class MessageType(enum.IntEnum):
-    """What a message is. The first six come from the sender, the last three from the receiver."""
+    """The type of a message. The sender sends the first six, the receiver the last three."""
 
     MANIFEST = 1
     LAYER = 2
@@ -206,17 +206,17 @@ class FrameHeader:
 
 
 class TransferCursor:
-    """The one next message that a transfer allows. Both ends advance it alike. Not thread-safe.
+    """Tracks the only message that a transfer allows next. Both ends advance one alike. Not thread-safe.
 
         LAYER 0 bytes  BLOCK bytes  BLOCK bytes ..  LAYER 1 bytes ..      complete
                               ▲ layer, offset
 
-    Layers come from 0 on. The bytes of a layer's tensors come one tensor after another and without gaps: as
-    many as its LAYER message carries, the rest in BLOCKs.
+    Layers are sent in order from 0. The bytes of a layer's tensors are sent one tensor after another without
+    gaps: the first bytes in the LAYER message, the rest in BLOCKs.
 
     Attributes:
         sequence: number of the next layer header or block.
-        num_blocks, payload_bytes: blocks that have passed, and the bytes of tensors.
+        num_blocks, payload_bytes: the blocks and the tensor bytes that have passed.
         layer_bytes, offset: size of the current layer's tensors, and how much of it has passed.
     """
 

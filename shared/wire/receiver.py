@@ -55,31 +55,37 @@ _log = structlog.get_logger(__name__)
 
 
 class BlockSink(Protocol):
-    """Where a server puts what arrives. Called by the server's thread alone, in order for any one transfer.
-    An error of `shared.errors` raised here fails that transfer alone, and its sender is told."""
+    """Takes what a server receives. Only the server's thread calls it, in order within each transfer.
+
+    An error of `shared.errors` raised here fails that transfer only, and its sender is told.
+    """
 
     def open(self, manifest: Manifest) -> None:
-        """A manifest came. Raise ProtocolMismatch, LeaseExpired (unknown or outdated key) or
-        TransferFailed."""
+        """A manifest has arrived.
+
+        Raises: ProtocolMismatch, LeaseExpired (unknown or outdated key) or TransferFailed.
+        """
         ...
 
     def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
-        """The next layer's header came. Raise ProtocolMismatch or TransferFailed where its tensors are not
-        the ones expected."""
+        """The next layer's header has arrived.
+
+        Raises: ProtocolMismatch or TransferFailed: its tensors are not the expected ones.
+        """
         ...
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
-        """The next bytes of a tensor came; checksum, order and bounds are verified. The payload is a view of
-        the transport's memory, valid during the call only."""
+        """The next bytes of a tensor have arrived; checksum, order and bounds are verified. The payload is a
+        view of the transport's memory, valid only during the call."""
         ...
 
     def commit(self, end: EndRecord) -> None:
-        """Every byte that the layers' headers announced has been written. After this returns the sender is
-        acknowledged."""
+        """Every byte that the layers' headers announced has been written. When this has returned, the
+        transfer is acknowledged."""
         ...
 
     def abort(self, key: TransferKey, reason: str) -> None:
-        """The transfer failed or was given up; free its resources. Never called after `commit` returned."""
+        """The transfer failed or was aborted; release its resources. Never called after `commit` returned."""
         ...
 
 
@@ -124,7 +130,7 @@ class BlockServer:
     ) -> None:
         """
         Args:
-            idle_timeout_s: a transfer is aborted when nothing, not even a keepalive, came for this long.
+            idle_timeout_s: a transfer is aborted if nothing, not even a keepalive, arrives for this long.
             on_late_block: called for each block that belongs to no open transfer.
             on_failed: called with the reason of each transfer refused or broken.
 
@@ -193,7 +199,7 @@ class BlockServer:
                 next_sweep_s = time.monotonic() + tick_s
 
     def _on_received(self, event: Received) -> None:
-        """What is wrong with a message fails its transfer, if that came over the same connection."""
+        """An invalid message fails its transfer if that was opened over the same connection."""
         key, peer = peek_key(event.frames), event.peer
         incoming = self._transfers.get(key) if key is not None else None
         if incoming is not None and incoming.peer != peer:
@@ -326,7 +332,8 @@ class BlockServer:
 
 
 def _checked_end(incoming: _IncomingTransfer, payload: memoryview | bytes) -> EndRecord:
-    """Raises TransferFailed ("incomplete", "totals") if something is missing, or other totals were sent."""
+    """The end record. Raises TransferFailed if something is missing ("incomplete") or its totals differ
+    ("totals")."""
     end = decode_end(payload)
     incoming.cursor.check_complete()
     expected = (incoming.key, incoming.cursor.num_blocks, incoming.cursor.payload_bytes)

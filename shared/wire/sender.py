@@ -165,7 +165,7 @@ class BlockSender:
             if messages:
                 transfer.sent(count)
             more = more or sent_bytes >= MAX_PAYLOAD_BYTES
-            if is_over:  # if the receiver was not told now, it finds out by itself
+            if is_over:  # a receiver that could not be told now aborts by its idle timeout or the lost peer
                 with self._lock:
                     del self._transfers[transfer.key]
         return more

@@ -47,11 +47,11 @@ _DTYPE_NAMES = {getattr(torch, name): name for name in TENSOR_DTYPE_BYTES}
 
 
 class SendBuffer:
-    """A bound on the host memory of the unacknowledged tensor bytes over all transfers of a sender.
+    """Bounds the host memory of unacknowledged tensor bytes over all transfers of a sender.
 
-    A message's bytes are reserved before it is queued. They stay until their transfer is acknowledged while
-    there is room; when there is none, those that receivers have reported as written are released, so that a
-    transfer larger than the bound, or several that fill it together, still make progress.
+    A message's bytes are reserved before it is queued. While there is room they stay reserved until their
+    transfer is acknowledged. When there is no room, bytes that receivers have reported as written are
+    released, so that a transfer larger than the bound, or several that fill it together, still progress.
 
     Attributes:
         condition: guards the buffer and every transfer that uses it.
@@ -65,7 +65,7 @@ class SendBuffer:
         self.users: set[OutgoingTransfer] = set()
 
     def wait_for_room(self, num_bytes: int, *, timeout_s: float, check: Callable[[], None]) -> None:
-        """Condition held; it is released while waiting.
+        """Wait until `num_bytes` fit. The caller has locked the condition, which is unlocked while waiting.
 
         Args:
             num_bytes: at most `limit_bytes`.
@@ -259,7 +259,7 @@ class OutgoingTransfer:
             return 0.0 if self._first_sent_s is None else self._acknowledged_s - self._first_sent_s
 
     def abort(self, reason: str) -> None:
-        """Give up: the receiver is told, the buffer freed. Idempotent; no effect once acknowledged."""
+        """Abort: the receiver is told and the buffer is freed. Idempotent; no effect once acknowledged."""
         self._end(_State.ABORTED, Cancelled(f"transfer was aborted: {reason}", reason="aborted"), tell=reason)
 
     @property
@@ -356,12 +356,12 @@ class OutgoingTransfer:
                 self.fail(ProtocolMismatch(f"receiver sent {header.type.name}", reason="malformed"))
 
     def fail(self, error: TransferFailed) -> None:
-        """End it from this side; the receiver is told. No effect once it is over."""
+        """Fail the transfer from this side; the receiver is told. No effect once it is over."""
         self._end(_State.FAILED, error, tell=error.reason)
 
     def lost(self, error: TransferFailed) -> None:
-        """End it; the receiver cannot be told, or need not be. Where it is over already, the message that
-        says so is dropped."""
+        """Fail the transfer without telling the receiver, because it cannot or need not be told. If the
+        transfer is over already, the message that tells the receiver is dropped."""
         with self._condition:
             self._end(_State.FAILED, error, tell=None)
             self._queue.clear()
@@ -387,7 +387,7 @@ class OutgoingTransfer:
             self._last_sent_s = time.monotonic()
 
     def release_written(self) -> None:
-        """Release what the receiver has written. Condition held."""
+        """Release what the receiver has written. The caller has locked the condition."""
         messages = self._unacknowledged
         while messages and self._released_bytes + messages[0].tensor_bytes <= self._written_bytes:
             num_bytes = messages.popleft().tensor_bytes

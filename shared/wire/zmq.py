@@ -157,7 +157,7 @@ class ZmqConnectingChannel:
 
 
 class ZmqListeningChannel:
-    """Implements `ListeningChannel`: one ROUTER, whose peers are connections."""
+    """Implements `ListeningChannel`: one ROUTER; each connection is a peer."""
 
     def __init__(self, bind: str, *, advertise: str = "") -> None:
         """

@@ -1,9 +1,9 @@
-"""Layer allocations by name: how a plan's `layer_allocation` part shares the kept rows between layers.
+"""Layer allocations by name: how a plan's `layer_allocation` part divides the retained rows among layers.
 
-"attention_variance" is measured: here it gives every layer the mean, and `compress.py` each its own.
+"attention_variance" is measured: here every layer gets the mean, and `compress.py` gives each layer its own.
 
-Applied before any scorer, so every scorer works with every allocation. Adding one is one file and one entry
-of `ALLOCATIONS`. Knows nothing of what is kept.
+Allocation comes before scoring, so every scorer works with every allocation. Adding one is one file and one
+entry of `ALLOCATIONS`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvferry.shared.errors import InvalidRequest
 
 
 def uniform(params: Mapping[str, ParamValue], rows: int, num_layers: int, num_tokens: int) -> list[int]:
-    """See `LayerAllocation`. Raises InvalidRequest where any parameter is given."""
+    """The mean in every layer; see `LayerAllocation`. Raises InvalidRequest on any parameter."""
     check_params("uniform", params, {})
     return [rows] * num_layers
 
 
 LayerAllocation = Callable[[Mapping[str, ParamValue], int, int, int], list[int]]
-"""(params, mean rows, number of layers, tokens of the prompt) -> rows of each layer, of that mean exactly."""
+"""(params, mean rows, number of layers, tokens of the prompt) -> rows of each layer, with just that mean."""
 
 ALLOCATIONS: Mapping[str, LayerAllocation] = {
     "uniform": uniform,
@@ -37,12 +37,12 @@ def allocate_layers(part: Part, *, rows: int, num_layers: int, num_tokens: int) 
 
     Args:
         rows: B, 1 to `num_tokens`.
-        num_layers: the layers that share; skipped ones do not.
-        num_tokens: T, the most that a layer can keep.
+        num_layers: the number of layers that share rows; skipped layers do not.
+        num_tokens: T, the most rows that a layer can retain.
 
     Returns: `num_layers` numbers of 1 to T; their sum is `rows * num_layers`.
 
-    Raises: InvalidRequest: unknown name or bad parameters.
+    Raises: InvalidRequest: an unknown name or bad parameters.
     """
     allocation = ALLOCATIONS.get(part.name)
     if allocation is None:

@@ -1,7 +1,7 @@
 """D2O's layer budgets as an allocation: more rows where a layer attends evenly (section 4.1).
 
-The shares depend on the prompt: prefill measures them (`compress.py`) and tells decode. What can be said
-before is their mean.
+The shares depend on the prompt: prefill measures them (`compress.py`) and sends them to decode in the
+manifest. Before that only their mean is known.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvferry.shared.errors import InvalidRequest
 def attention_variance(
     params: Mapping[str, ParamValue], rows: int, num_layers: int, num_tokens: int
 ) -> list[int]:
-    """See `LayerAllocation`: the mean in every layer, until the prompt has been run.
+    """See `LayerAllocation`: the mean in every layer, because the prompt has not been run yet.
 
     Args: params: `normalisation` ("mean", "raw" or "minmax"; see `layer_budgets`).
 

@@ -12,10 +12,10 @@ from kvferry.shared.errors import InvalidRequest
 def pyramid(params: Mapping[str, ParamValue], rows: int, num_layers: int, num_tokens: int) -> list[int]:
     """`W + b_l` rows in layer l, with b falling linearly from `2m - m/beta` to `m/beta`, `m = B - W`.
 
-    Where the first layer would keep more than the prompt, it keeps all of it and the slope is less steep. The
-    mean stays m. Fractions are rounded by largest remainder (the lower layer first), so that the total is
-    exactly B x L. Exact arithmetic: every worker comes to the same numbers. A budget within the window leaves
-    nothing to share: every layer keeps B.
+    If the first layer would get more rows than the prompt has, it gets T and the slope is less steep; the
+    mean of b stays m. Fractions are rounded by largest remainder (the lower layer first), so that the total
+    is exactly B x L. The arithmetic is exact, so every worker gets the same numbers. If the budget does not
+    exceed the window, every layer gets B.
 
     Args: params: `window` (int, W, at least 1) and `beta` (int, at least 1; the paper's 20).
 

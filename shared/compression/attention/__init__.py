@@ -1,7 +1,7 @@
-"""Decode attentions by name: a plan's `attention` part is looked up here, and a layer's with its sizes.
+"""Decode attentions by name, for the `attention` part of a plan and of a resolved layer.
 
-Adding one is one file and one entry of `ATTENTIONS`. Sizes travel as a `Part` (the kind's name and its
-integer sizes), so wire and control know no kind by name.
+Adding one is one file and one entry of `ATTENTIONS`. A resolved attention is a `Part` with the kind's name
+and its integer sizes, so the wire and the control calls need no code for each kind.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ ATTENTIONS: Mapping[str, type[SizedAttentionKind]] = {
     "exact_topk": ExactTopK,
 }
 EVICTIONS: Mapping[str, str] = {"evict": "heavy_hitters", "merge": "accumulated_attention"}
-"""Attentions that evict a row at each step (`formats/evicting.py`), and the scorer that each goes with: it
-divides the prompt's rows as eviction goes on to divide them."""
+"""Attentions that evict a row at each step (`formats/evicting.py`), each with the scorer that it requires:
+the scorer divides the prompt's rows into the same zones as eviction does."""
 PACKED_ATTENTIONS = ("dense", "hsa")
-"""Those that go with a packed representation."""
+"""The attentions that can read packed K and V."""
 
 
 def packed_attention(kind: AttentionKind) -> PackedAttention:
-    """A packed layer's attention as what it is there."""
+    """The attention of a packed layer, with its type narrowed."""
     assert isinstance(kind, Dense | Hsa), kind  # PACKED_ATTENTIONS
     return kind
 
 
 def chooses_rows(part: Part) -> bool:
-    """Whether a plan's attention reads some of the rows at a step, where others read every one."""
+    """Whether a plan's attention reads only some of the rows at each step."""
     return part.name != "dense" and part.name not in EVICTIONS
 
 
 def check_attention(part: Part, *, scorer: Part | None) -> None:
-    """Whether a plan's attention can be sized, and goes with its scorer.
+    """Check the name and parameters of a plan's attention, and that the plan's scorer goes with it.
 
-    Every kind but "dense" takes `dense_layers` (int, 0 by default): the first layers that attend densely.
+    Every kind except "dense" takes `dense_layers` (int, 0 by default): the number of first layers that attend
+    densely.
 
-    Raises: InvalidRequest: unknown name or bad parameters.
+    Raises: InvalidRequest: an unknown name, bad parameters, or another scorer than an eviction requires.
     """
     if part.name not in ATTENTIONS and part.name not in EVICTIONS:
         raise InvalidRequest(
@@ -73,10 +74,12 @@ def check_attention(part: Part, *, scorer: Part | None) -> None:
 
 
 def size_attention(part: Part, *, layer: int, cap: int, budget: int, head_dim: int) -> Part:
-    """A plan's attention made exact for one layer: the kind's name and sizes.
+    """The attention of one layer: the kind's name and its sizes.
 
-    Args: part: as `check_attention` accepts; layer: its index in the model; the rest as
-    `SizedAttentionKind.sized`.
+    Args:
+        part: a plan's attention, as `check_attention` accepts it.
+        layer: its index in the model.
+        cap, budget, head_dim: as in `SizedAttentionKind.sized`.
     """
     if part.name == "dense" or layer < int(part.params.get("dense_layers", 0)):
         return Part(name="dense")
@@ -87,8 +90,10 @@ def size_attention(part: Part, *, layer: int, cap: int, budget: int, head_dim: i
 
 
 def spread_pages(sized: Part, *, rows: int, tokens: int) -> Part:
-    """An attention sized for so many rows, over more tokens in the memory of those rows: no more pages, and
-    so no more bytes of extremes to keep and to read, each of more tokens."""
+    """Enlarge the pages of an attention sized for `rows` rows so that they cover `tokens` packed tokens.
+
+    There are then no more pages than before, and no more bytes of extremes to store and to read.
+    """
     page_size = sized.params.get("page_size")
     if page_size is None:
         return sized
@@ -98,7 +103,7 @@ def spread_pages(sized: Part, *, rows: int, tokens: int) -> Part:
 def make_attention(sized: Part) -> AttentionKind:
     """The attention that a resolved layer names.
 
-    Raises: InvalidRequest: unknown name, or sizes that this kind does not have.
+    Raises: InvalidRequest: an unknown name, or sizes that do not belong to this kind.
     """
     kind = ATTENTIONS.get(sized.name)
     names = {field.name for field in fields(kind)} if kind else set()

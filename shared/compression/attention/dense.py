@@ -17,7 +17,7 @@ from kvferry.shared.compression.attention.interface import RowsAlone, TensorSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(RowsAlone):
-    """Implements `AttentionKind` and `PackedAttention`: softmax(q K^T * scaling) V over all tokens."""
+    """Implements `AttentionKind` and `PackedAttention`: `softmax(q K^T * scaling) V` over all tokens."""
 
     name: ClassVar[str] = "dense"
 
@@ -40,7 +40,7 @@ class Dense(RowsAlone):
     def packed_specs(
         self, *, num_kv_heads: int, num_tokens: int, head_dim: int, dtype: torch.dtype
     ) -> tuple[TensorSpec, ...]:
-        """See `PackedAttention.packed_specs`: nothing."""
+        """See `PackedAttention.packed_specs`: none."""
         return ()
 
     def build_packed(self, packed: PackedLayer, auxiliary: tuple[Tensor, ...]) -> None:
@@ -80,5 +80,5 @@ class Dense(RowsAlone):
     def read_packed_bytes(
         self, *, num_tokens: int, num_kv_heads: int, packed_bytes: int, head_dim: int, element_bytes: int
     ) -> int:
-        """See `PackedAttention.read_packed_bytes`: all of it."""
+        """See `PackedAttention.read_packed_bytes`: all packed bytes."""
         return packed_bytes

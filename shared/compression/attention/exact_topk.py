@@ -1,4 +1,7 @@
-"""Exact-TopK: the t tokens of largest true attention. All keys are read to find them: an oracle."""
+"""Exact-TopK: attends to the t tokens with the largest true attention.
+
+It reads all keys to find them, so it is an upper bound for sparse attention and saves no traffic.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ class ExactTopK(RowsAlone):
     """Implements `AttentionKind` by `kernels.exact_topk` (RocketKV appendix A.3).
 
     Attributes:
-        num_tokens: t, tokens attended per KV head, the newest one among them.
+        num_tokens: t, tokens attended per KV head, including the newest.
     """
 
     name: ClassVar[str] = "exact_topk"
@@ -25,7 +28,7 @@ class ExactTopK(RowsAlone):
 
     @classmethod
     def sized(cls, *, cap: int, budget: int, head_dim: int) -> ExactTopK:
-        """The whole budget attends: the choice itself is counted as free."""
+        """The whole budget is for attention: choosing the tokens counts as free."""
         return cls(num_tokens=budget)
 
     def attend(
@@ -43,5 +46,5 @@ class ExactTopK(RowsAlone):
         )
 
     def read_bytes(self, *, num_rows: int, head_dim: int, element_bytes: int) -> int:
-        """Reading every key to choose is not counted: an oracle knows (RocketKV appendix A.3)."""
+        """The reading of every key to choose tokens is not counted (RocketKV appendix A.3)."""
         return 2 * min(num_rows, self.num_tokens) * head_dim * element_bytes

@@ -1,7 +1,8 @@
-"""What a kind of decode attention is: its sizes for one layer of one prompt, and what it does with them.
+"""The interface of decode attention: its sizes for one layer of one prompt, and its operations.
 
-One object serves the arena's layout (`cache/layout.py`), the receiver (`build`), the decode engine (`append`,
-`attend`) and the one-process oracle alike. Holds sizes only; K, V and auxiliary tensors are the caller's.
+Formats use one object for the layout of the arena (`auxiliary_specs`), for a prompt that has arrived
+(`build`), for decode's steps (`append`, `attend`) and in the oracle. It stores sizes only; K, V and auxiliary
+tensors belong to the caller.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from kvferry.kernels.packed import PackedLayer
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """A tensor to make room for.
+    """Shape and dtype of a tensor that needs room.
 
     Attributes:
-        aligned: whether kernels read what lies along the last dimension in pieces of ALIGNMENT_BYTES: the
-            next begins at a multiple of that, after memory that is reserved and holds nothing.
+        aligned: whether kernels read the last dimension in pieces of ALIGNMENT_BYTES. Each slice along it
+            then begins at a multiple of that, and the padding between slices is not used.
     """
 
     shape: tuple[int, ...]
@@ -33,12 +34,12 @@ class TensorSpec:
 
     @property
     def size_bytes(self) -> int:
-        """Without what alignment takes."""
+        """Bytes of the tensor without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def placed_shape(self) -> tuple[int, ...]:
-        """The shape with room for alignment, of which `shape` is the beginning."""
+        """The shape with padding for alignment; the tensor itself comes first in each dimension."""
         if not self.aligned:
             return self.shape
         *outer, length = self.shape
@@ -53,12 +54,12 @@ class TensorSpec:
 class AttentionKind(Protocol):
     """Decode attention of one layer.
 
-    Legend: keys and values `[H_kv, cap, D]` of which the first rows are in use, G query heads per KV head;
-    `auxiliary` are the tensors that `auxiliary_specs` asked for, in that order. Rows beyond those in use may
-    hold anything.
+    Legend: keys and values `[H_kv, cap, D]`, of which the first rows are in use; G query heads per KV head;
+    `auxiliary` are the tensors of `auxiliary_specs`, in that order. Rows after those in use may contain
+    anything.
 
     Attributes:
-        name: in plans and metrics.
+        name: its name in plans and metrics.
     """
 
     name: ClassVar[str]
@@ -66,7 +67,7 @@ class AttentionKind(Protocol):
     def auxiliary_specs(
         self, *, num_kv_heads: int, num_rows: int, head_dim: int, dtype: torch.dtype
     ) -> tuple[TensorSpec, ...]:
-        """The tensors kept beside K and V of `num_rows` rows."""
+        """The tensors stored beside K and V of `num_rows` rows."""
         ...
 
     def build(self, keys: Tensor, values: Tensor, auxiliary: tuple[Tensor, ...], *, length: int) -> None:
@@ -83,7 +84,7 @@ class AttentionKind(Protocol):
         *,
         position: int,
     ) -> None:
-        """Write key and value `[H_kv, D]` as row `position`, the first not in use, and follow in `auxiliary`.
+        """Write key and value `[H_kv, D]` to row `position`, the first unused one, and update `auxiliary`.
 
         Raises: IndexError, ValueError: there is no such row.
         """
@@ -99,29 +100,35 @@ class AttentionKind(Protocol):
         length: int,
         scaling: float,
     ) -> Tensor:
-        """Attention of one token to the first `length` rows, its own the last: `[H_kv, G, D]` of the same."""
+        """Attention of one token to the first `length` rows, of which its own is the last.
+
+        Args: queries: `[H_kv, G, D]`.
+        Returns: `[H_kv, G, D]`.
+        """
         ...
 
     def read_bytes(self, *, num_rows: int, head_dim: int, element_bytes: int) -> int:
-        """Bytes that a step reads per KV head with `num_rows` rows in use, estimates included.
+        """Bytes that a step reads per KV head with `num_rows` rows in use.
 
-        What the method's own layout and a fused kernel would read; a torch path may read more.
+        Bytes read to choose rows count too. This is what a fused kernel on the method's own layout reads; a
+        torch path may read more.
         """
         ...
 
 
 class PackedAttention(Protocol):
-    """Decode attention of a layer whose prompt is packed, and maybe some of its new tokens: what an
-    `AttentionKind` has to offer besides, to go with a packed representation.
+    """Decode attention of a layer whose prompt is packed, and possibly some of its new tokens.
 
-    Legend: as there; keys and values `[H_kv, cap, D]` are of new tokens only; `auxiliary` are the tensors
-    that `packed_specs` asked for.
+    An `AttentionKind` implements this as well if packed formats can use it.
+
+    Legend: as in `AttentionKind`, but keys and values `[H_kv, cap, D]` are of new tokens only, and
+    `auxiliary` are the tensors of `packed_specs`.
     """
 
     def packed_specs(
         self, *, num_kv_heads: int, num_tokens: int, head_dim: int, dtype: torch.dtype
     ) -> tuple[TensorSpec, ...]:
-        """The tensors kept beside `num_tokens` tokens per KV head, packed and new ones together."""
+        """The tensors stored beside `num_tokens` tokens per KV head, packed and new ones together."""
         ...
 
     def build_packed(self, packed: PackedLayer, auxiliary: tuple[Tensor, ...]) -> None:
@@ -139,7 +146,7 @@ class PackedAttention(Protocol):
         *,
         position: int,
     ) -> None:
-        """Write key and value `[H_kv, D]` as row `position`, and follow in `auxiliary`.
+        """Write key and value `[H_kv, D]` to row `position`, and update `auxiliary`.
 
         Raises: IndexError, ValueError: there is no such row.
         """
@@ -156,21 +163,25 @@ class PackedAttention(Protocol):
         length: int,
         scaling: float,
     ) -> Tensor:
-        """Attention of one token to what is packed and the first `length` rows, its own the last."""
+        """Attention of one token to the packed tokens and the first `length` rows; its own row is the last.
+
+        Args: queries: `[H_kv, G, D]`; packed: the prompt, then segments.
+        Returns: `[H_kv, G, D]`.
+        """
         ...
 
     def read_packed_bytes(
         self, *, num_tokens: int, num_kv_heads: int, packed_bytes: int, head_dim: int, element_bytes: int
     ) -> int:
-        """Bytes that a step reads of a layer of num_tokens tokens packed to packed_bytes, estimates included.
+        """Bytes that a step reads of a layer with `num_tokens` tokens in `packed_bytes` bytes.
 
-        As `AttentionKind.read_bytes`, of all KV heads together, for heads pack to different sizes.
+        As `AttentionKind.read_bytes`, but for all KV heads together, because heads pack to different sizes.
         """
         ...
 
 
 class SizedAttentionKind(AttentionKind, Protocol):
-    """What the registry holds: a kind that can work out its own sizes. A frozen dataclass of integers."""
+    """An entry of the registry: a kind that computes its own sizes. A frozen dataclass of integers."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -181,8 +192,8 @@ class SizedAttentionKind(AttentionKind, Protocol):
         """The sizes for one layer.
 
         Args:
-            cap: rows that attention may come to choose from: kept rows and new tokens.
-            budget: t, the rows' worth of traffic of one decode step, estimates included.
+            cap: the most rows that attention chooses from: retained rows and new tokens.
+            budget: t, the traffic of one decode step as a number of rows; what is read to choose rows counts.
             head_dim: d.
         """
         ...
@@ -190,7 +201,7 @@ class SizedAttentionKind(AttentionKind, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RowsAlone:
-    """The part of `AttentionKind` that keeps nothing beside K and V."""
+    """The part of `AttentionKind` for kinds without auxiliary tensors."""
 
     def auxiliary_specs(
         self, *, num_kv_heads: int, num_rows: int, head_dim: int, dtype: torch.dtype

@@ -17,12 +17,13 @@ from kvferry.shared.compression.attention.interface import TensorSpec
 
 @dataclass(frozen=True, kw_only=True)
 class PagedAttention:
-    """The part of `AttentionKind` that keeps Kmax and Kmin of pages as one, `[2, H_kv, D, ceil(rows / P)]`,
-    each channel's pages beside one another because a step reads few channels; with P = 1 nothing: a key is
-    its own page's extremes.
+    """The part of `AttentionKind` that stores Kmax and Kmin of pages.
+
+    Both are in one tensor `[2, H_kv, D, ceil(rows / P)]`. The pages of a channel are adjacent, because a step
+    reads few channels. With P = 1 nothing is stored: each key is the extremes of its own page.
 
     Attributes:
-        page_size: P, tokens that share one Kmax/Kmin pair.
+        page_size: P, the tokens that share one Kmax/Kmin pair.
     """
 
     page_size: int
@@ -37,7 +38,7 @@ class PagedAttention:
     def page_specs(
         self, *, num_kv_heads: int, num_rows: int, head_dim: int, dtype: torch.dtype
     ) -> tuple[TensorSpec]:
-        """The tensor for the extremes of as many tokens per KV head, whatever P."""
+        """The tensor for the extremes of `num_rows` tokens per KV head, for any P."""
         pages = hsa.num_pages(num_rows, self.page_size)
         return (TensorSpec(shape=(2, num_kv_heads, head_dim, pages), dtype=dtype, aligned=True),)
 
@@ -50,7 +51,7 @@ class PagedAttention:
         return page_max[:, :pages], page_min[:, :pages]
 
     def pages(self, auxiliary: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Kmax and Kmin `[H_kv, pages or some more, D]` of a tensor as `page_specs` wants it."""
+        """Kmax and Kmin `[H_kv, at least the number of pages, D]` of the tensor of `page_specs`."""
         (both,) = auxiliary
         return both[0].mT, both[1].mT
 
@@ -81,7 +82,7 @@ class Hsa(PagedAttention):
 
     Attributes:
         num_channels: k1, channels read for the estimate.
-        num_tokens: k2, tokens attended exactly, the newest one among them.
+        num_tokens: k2, tokens attended exactly, including the newest.
     """
 
     name: ClassVar[str] = "hsa"
@@ -91,8 +92,11 @@ class Hsa(PagedAttention):
 
     @classmethod
     def sized(cls, *, cap: int, budget: int, head_dim: int) -> Hsa:
-        """RocketKV sections 3.4 and 3.6: `c2 = max(1, cap/t)`, `P = ceil(sqrt(c2))` where that is <= c2, else
-        1; `k1 = floor(d P t / cap)` channels, `k2 = floor(t / 2)` tokens."""
+        """RocketKV sections 3.4 and 3.6.
+
+        `c2 = max(1, cap/t)`; `P = ceil(sqrt(c2))` if that is <= c2, else 1; `k1 = floor(d P t / cap)`
+        channels; `k2 = floor(t / 2)` tokens.
+        """
         page_size = 1
         while page_size * page_size * budget < cap:
             page_size += 1
@@ -126,7 +130,7 @@ class Hsa(PagedAttention):
     def packed_specs(
         self, *, num_kv_heads: int, num_tokens: int, head_dim: int, dtype: torch.dtype
     ) -> tuple[TensorSpec, ...]:
-        """See `PackedAttention.packed_specs`: page extremes, with P = 1 too, for packed keys are no rows."""
+        """See `PackedAttention.packed_specs`: page extremes, also for P = 1: packed keys are not rows."""
         return self.page_specs(num_kv_heads=num_kv_heads, num_rows=num_tokens, head_dim=head_dim, dtype=dtype)
 
     def build_packed(self, packed: PackedLayer, auxiliary: tuple[Tensor, ...]) -> None:
@@ -185,8 +189,10 @@ class Hsa(PagedAttention):
     def read_packed_bytes(
         self, *, num_tokens: int, num_kv_heads: int, packed_bytes: int, head_dim: int, element_bytes: int
     ) -> int:
-        """See `PackedAttention.read_packed_bytes`: estimates as `read_bytes` has them, and of the
-        packed bytes the chosen tokens' share: which tokens, and so how wide ones, depends on a step's query.
+        """See `PackedAttention.read_packed_bytes`.
+
+        The estimate reads as many bytes as in `read_bytes`. Of the packed bytes the average share of k2
+        tokens counts, because a step's query decides which tokens are read, and their widths differ.
         """
         if num_tokens <= self.num_tokens:
             return packed_bytes
@@ -199,7 +205,7 @@ class Quest(PagedAttention):
     """Implements `AttentionKind` by `kernels.quest` (Tang et al. 2024; RocketKV appendix A.3).
 
     Attributes:
-        num_tokens: tokens attended exactly, the newest one among them.
+        num_tokens: tokens attended exactly, including the newest.
     """
 
     name: ClassVar[str] = "quest"
@@ -208,10 +214,11 @@ class Quest(PagedAttention):
 
     @classmethod
     def sized(cls, *, cap: int, budget: int, head_dim: int) -> Quest:
-        """Half the budget reads bounds, half reads K and V: `P = ceil(cap/t)`, so that one extreme of d
-        channels for each of cap/P pages is at most t/2 tokens of K and V; `floor(t/2)` tokens attended.
+        """Half of the budget is for reading bounds, half for K and V.
 
-        Where heads of a group differ in sign on a channel, both its extremes are read.
+        `P = ceil(cap/t)`, so that one extreme of d channels for each of cap/P pages takes no more bytes than
+        K and V of t/2 tokens; `floor(t/2)` tokens are attended. If the query heads of a group differ in sign
+        on a channel, both extremes of the channel are read.
         """
         return cls(page_size=max(-(-cap // budget), 1), num_tokens=max(budget // 2, 1))
 

@@ -1,4 +1,4 @@
-"""SparQ: approximate scores from a few channels choose the tokens; the mean value stands for the others."""
+"""SparQ: chooses tokens by approximate scores from a few channels; the mean value stands for the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SparQ(RowsAlone):
 
     Attributes:
         num_channels: r, channels of K read for the scores.
-        num_tokens: k, tokens attended exactly, the newest one among them.
+        num_tokens: k, tokens attended exactly, including the newest.
     """
 
     name: ClassVar[str] = "sparq"
@@ -28,8 +28,11 @@ class SparQ(RowsAlone):
 
     @classmethod
     def sized(cls, *, cap: int, budget: int, head_dim: int) -> SparQ:
-        """Half the budget reads scores, half reads K and V: `r = floor(d/c)` with `c = cap/t`, so that r
-        channels of cap keys are at most t/2 tokens of K and V; `floor(t/2)` tokens attended."""
+        """Half of the budget is for reading channels of K, half for K and V of the chosen tokens.
+
+        `r = floor(d/c)` with `c = cap/t`, so that r channels of cap keys take no more bytes than K and V of
+        t/2 tokens; `floor(t/2)` tokens are attended.
+        """
         num_channels = min(max(head_dim * budget // cap, 1), head_dim)
         return cls(num_channels=num_channels, num_tokens=max(budget // 2, 1))
 

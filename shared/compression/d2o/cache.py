@@ -1,7 +1,7 @@
-"""One layer's cache of one sequence in decode, at a fixed size: D2O sections 4.2.1 and 4.2.2, and H2O.
+"""Decode's cache of one layer of one sequence, at a fixed size: D2O sections 4.2.1 and 4.2.2, and H2O.
 
-The attention kinds "evict" and "merge" make one for each step, over tensors that the sequence keeps. Owns no
-memory. Does not know sequences, batches or arenas.
+`formats/evicting.py` makes one for each step over the layer's regions. It owns no memory and does not deal
+with sequences, batches or the arena.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from kvferry.shared.compression.d2o.merging import (
 
 
 class EvictingCache:
-    """S kept rows and, while a token is under way, that token's own.
+    """S retained rows and, during a step, the new token's row.
 
-        keys, values   | 0 ... S-1: kept rows, in no particular order | S: the token under way |
+        keys, values   | 0 ... S-1: retained rows, in no particular order | S: the new token's row |
 
         append ──► row S is written
         attend ──► output over rows 0..S, and the attention row
-        evict  ──► scores += attention row; the lowest score between sinks and recents leaves;
-                   with thresholds: tau moves, the evicted row is merged into its nearest row, or dropped;
-                   row S takes the evicted row's place, row S is free again
+        evict  ──► scores += attention row; the lowest score between sinks and recents is evicted;
+                   with thresholds: tau is updated, the evicted row is merged into its nearest row or dropped;
+                   row S is moved to the evicted row's place, and row S is free again
 
-    Nothing grows: every step leaves S rows, and an evicted row's score is forgotten with it. No call waits
-    for the device. Everything is changed in place and the caller's.
+    The size is constant: after each step there are S rows, and an evicted row's score is dropped with it. No
+    call synchronizes the device. All tensors belong to the caller and are changed in place.
 
     Args:
         keys, values: `[H_kv, S + 1, D]`.
         scores: float32 `[H_kv, S]`, accumulated attention of the rows, summed over the group.
-        positions: int `[H_kv, S]`, which tokens the rows are. Sinks are the first tokens of the sequence; the
-            newest token is always among them, so the next one's position is the largest and one.
-        layer_zones: of S rows.
-        thresholds: float32 `[H_kv]`, tau, NaN where unset; None where evicted rows are dropped.
+        positions: int `[H_kv, S]`, the rows' tokens. Sinks are the first tokens of the sequence. The newest
+            token is always among the rows, so the next token's position is the largest position plus one.
+        layer_zones: the zones of S rows.
+        thresholds: float32 `[H_kv]`, tau, NaN where unset; None if evicted rows are dropped.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class EvictingCache:
         self._heads = torch.arange(num_kv_heads, device=keys.device)
 
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Write the token under way. Args: `[H_kv, D]` each, key post-RoPE."""
+        """Write the new token's row. Args: key, value: `[H_kv, D]`, key post-RoPE."""
         self.keys[:, self._rows] = key
         self.values[:, self._rows] = value
 
     def attend(self, queries: Tensor, *, scaling: float) -> tuple[Tensor, Tensor]:
-        """softmax(scaling * q K^T) V over all rows, the token under way included.
+        """`softmax(scaling * q K^T) V` over all rows, the new token's included.
 
-        Args: queries `[H_kv, G, D]`.
-        Returns: output `[H_kv, G, D]` in the queries' dtype; the attention row, float32 `[H_kv, S + 1]`, the
+        Args: queries: `[H_kv, G, D]`.
+        Returns: output `[H_kv, G, D]` in the queries' dtype; the attention row, float32 `[H_kv, S + 1]`: the
             probabilities summed over the group.
         """
         logits = torch.bmm(queries.float(), self.keys.float().transpose(1, 2)) * scaling
@@ -87,12 +87,14 @@ class EvictingCache:
         return torch.bmm(weights, self.values.float()).to(queries.dtype), weights.sum(1)
 
     def evict(self, attention_row: Tensor) -> None:
-        """Take the appended token in and one row out (Eq. 6 to 12, token generation).
+        """Add the appended token to the rows and evict one row (Eq. 6 to 12, token generation).
 
-        Of equal scores the later token leaves. Deviation: the paper leaves open what becomes of an evicted
-        token's score; the row that it is merged into does not inherit it.
+        Among equal scores the latest token is evicted.
 
-        Args: attention_row float32 `[H_kv, S + 1]`, of the appended token's query, summed over the group, in
+        Deviation: the paper does not say what happens to an evicted token's score; here it is not added to
+        the row into which the token is merged.
+
+        Args: attention_row: float32 `[H_kv, S + 1]`, of the appended token's query, summed over the group, in
             the order of the rows.
         """
         heads, last = self._heads, self._rows
@@ -107,7 +109,7 @@ class EvictingCache:
         self.positions[heads, evicted] = next_positions
 
     def _merge(self, evicted: Tensor, thresholds: Tensor) -> None:
-        """Move tau; merge each head's evicted row, int64 `[H_kv]`, into its nearest, if it is near enough."""
+        """Update tau; merge each head's evicted row, int64 `[H_kv]`, into its nearest if u reaches tau."""
         heads = self._heads
         evicted_key, evicted_value = self.keys[heads, evicted], self.values[heads, evicted]
         similarities = cosine_similarities(evicted_key[:, None], self.keys)[:, 0]
@@ -121,7 +123,7 @@ class EvictingCache:
             rows[heads, nearest] = torch.where(weight > 0, merged.to(rows.dtype), target)
 
     def _lowest(self, next_positions: Tensor) -> Tensor:
-        """Row of the lowest score between sinks and recents, the latest token of equals: int64 `[H_kv]`."""
+        """The row with the lowest score between sinks and recents, int64 `[H_kv]`; of equals the latest."""
         first_recent = next_positions[:, None] + 1 - self._zones.num_recents
         between = (self.positions >= self._zones.num_sinks) & (self.positions < first_recent)
         scores = torch.where(between, self.scores, torch.inf)

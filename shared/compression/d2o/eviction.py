@@ -1,6 +1,6 @@
-"""Which tokens stay: sinks, the top of the accumulated attention, recents. D2O section 4.2.1, and H2O.
+"""Which tokens are retained: sinks, the highest accumulated attention, recents. D2O section 4.2.1, and H2O.
 
-Scorers ask it for the prompt, `EvictingCache` at each decode step. Does not touch K or V.
+Scorers use it for the prompt, `EvictingCache` at each decode step. It does not read K or V.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from torch import Tensor
 
 NUM_SINKS = 4
 _SHARES = 4
-"""N : M = 3 : 1, so the recents are one share of four."""
+"""N : M = 3 : 1, so one of four shares is for recents."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Zones:
-    """How the rows of one layer's cache divide, per KV head: `S = T + N + M` (section 4.2.1).
+    """How the S rows of a layer's cache divide, per KV head: `S = T + N + M` (section 4.2.1).
 
     Attributes:
         num_sinks: T, the first tokens.
-        num_important: N, the highest scores of those between.
+        num_important: N, those of the other tokens with the highest scores.
         num_recents: M, the last tokens, at least 1.
     """
 
@@ -38,7 +38,8 @@ class Zones:
 def zones(rows: int, *, num_sinks: int = NUM_SINKS) -> Zones:
     """Divide a layer's rows: `M = max(1, floor((S - T) / 4))`, `N = S - T - M`.
 
-    Deviation: a budget too small for all sinks and one recent gives up sinks; the newest token always stays.
+    Deviation: if the budget is too small for all sinks and one recent, there are fewer sinks; the newest
+    token is always retained.
 
     Args: rows: S, at least 1. num_sinks: T, at least 0.
     """
@@ -50,7 +51,7 @@ def zones(rows: int, *, num_sinks: int = NUM_SINKS) -> Zones:
 
 
 def half_zones(rows: int) -> Zones:
-    """H2O's (Zhang et al. 2023): half the rows important, half recent, an odd one to the recents; no sinks.
+    """H2O's zones (Zhang et al. 2023): half of the rows, rounded up, are recents; no sinks.
 
     Args: rows: S, at least 1.
     """
@@ -59,10 +60,11 @@ def half_zones(rows: int) -> Zones:
 
 
 def protected(scores: Tensor, layer_zones: Zones) -> Tensor:
-    """Accumulated attention with +inf on sinks and recents, so that the S best tokens are those that stay:
-    `[:T]`, `Top_N(AttnScore[T : -M])`, `[-M:]` (Eq. 7 and 8).
+    """Accumulated attention with +inf on sinks and recents, so that the S highest scores are those of the
+    retained tokens: `[:T]`, `Top_N(AttnScore[T : -M])`, `[-M:]` (Eq. 7 and 8).
 
-    Args: scores float32 `[H_kv, T]`; not changed. Returns: the same shape.
+    Args: scores: float32, `[H_kv, number of prompt tokens]`; not changed.
+    Returns: the same shape.
     """
     num_tokens = scores.shape[1]
     forced = scores.clone()

@@ -1,8 +1,8 @@
 """Rows per layer by how unevenly the layer attends: D2O section 4.1.
 
-Between a prompt's pass and its compression: needs the variances of *all* layers' column sums before the first
-layer can be compressed. What it returns comes from measured floating point: prefill alone computes it, and
-tells decode the counts. Pure Python on L numbers. Does not choose tokens.
+Computed between a prompt's pass and its compression, because it needs the variances of *all* layers' column
+sums. The result depends on floating-point measurements, so only prefill computes it; the manifest carries the
+counts to decode. Pure Python on L numbers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _ROUNDING = 1e-6
 def attention_variance(variances: Tensor, *, normalisation: Normalisation = "mean") -> float:
     """F_l of one layer (Eq. 4): the mean over query heads of the variance of the head's column sums.
 
-    Deviation: the paper shows one head; the mean over query heads is the authors' code's. With "minmax" the
-    heads' variances are first brought to [0, 1], as that code does: (F_h - min F) / (max F - min F), 0 where
+    Deviation: the paper shows one head; the mean over query heads is from the authors' code. With "minmax"
+    the heads' variances are first scaled to [0, 1], as in that code: `(F_h - min F) / (max F - min F)`, 0 if
     all are equal.
 
-    Args: variances float32 `[H_kv, G]`, from `kernels.column_sums`.
+    Args: variances: float32 `[H_kv, G]`, from `kernels.column_sums`.
     """
     per_head = variances.double()
     if normalisation == "minmax":
@@ -45,18 +45,18 @@ def layer_retentions(
 ) -> tuple[float, ...]:
     """alpha of each layer (Eq. 5): `alpha_l = clip(e^mu softmax(-F)_l, lo, 1)` with `sum alpha = L rho`.
 
-    Deviation: the paper's `softmax(-F) L rho` can exceed 1 and gives next to nothing to all but one layer on
-    real prompts (F grows with T). So F is divided by its mean over layers ("mean"; "raw" and "minmax" take
-    it as it is), alpha is clipped to [lo, 1], lo = min(lowest, rho), and one factor e^mu for all layers makes
-    up for what clipping takes or gives. The presets take "minmax", which never differs between layers by more
-    than a factor of e: with "mean" a layer whose attention is sharp can be left with next to nothing.
+    Deviation: the paper's `softmax(-F) L rho` can exceed 1, and on real prompts it gives next to nothing to
+    all layers but one (F grows with T). So F is divided by its mean over layers ("mean"; "raw" and "minmax"
+    use F unchanged), alpha is clipped to [lo, 1], lo = min(lowest, rho), and a factor e^mu, the same for all
+    layers, restores the sum after clipping. The presets use "minmax", under which layers differ by a factor
+    of at most e; with "mean" a layer with sharp attention can get next to nothing.
 
     Args:
-        variances: F of each layer, L >= 1, at least 0; for "minmax" made with the same normalisation.
+        variances: F of each layer, L >= 1, at least 0; for "minmax" computed with the same normalisation.
         retention: rho, in (0, 1].
         lowest: in (0, 1].
 
-    Returns: float64, in layer order; a layer with a larger F gets no more than one with a smaller.
+    Returns: float64, in layer order; a layer with a larger F never gets more than one with a smaller F.
 
     Raises: KvferryError: a variance is not a finite number of at least 0.
     """
@@ -70,23 +70,23 @@ def layer_retentions(
                 "least 0"
             )
     mean = math.fsum(variances) / len(variances) if normalisation == "mean" else 1.0
-    # the softmax's denominator is the same for all layers: mu takes it up
+    # the softmax's denominator is the same for all layers, so it is part of mu
     logits = [-variance / mean if mean > 0 else 0.0 for variance in variances]
     return _water_fill(logits, retention=retention, low=min(lowest, retention))
 
 
 def _water_fill(logits: Sequence[float], *, retention: float, low: float) -> tuple[float, ...]:
-    """`clip(e^(mu + logit), low, 1)` with the mu that makes their mean `retention`, found by bisection.
+    """`clip(e^(mu + logit), low, 1)` with the mu for which the mean is `retention`, found by bisection.
 
-    The mean grows with mu, from `low` where every layer is at the bottom to 1 where every one is at the top.
-    In logs nothing overflows, however far apart the logits are.
+    The mean grows with mu, from `low`, where every layer is clipped to it, to 1, where every layer is. The
+    computation is in logarithms, so that no logits overflow.
     """
     log_low = math.log(low)
     target = len(logits) * retention
 
     def filled(mu: float) -> list[float]:
         exponents = (min(max(mu + logit, log_low), 0.0) for logit in logits)
-        # exp(log(low)) may miss low by a rounding
+        # exp(log(low)) may differ from low by rounding
         return [min(max(math.exp(exponent), low), 1.0) for exponent in exponents]
 
     below, above = log_low - max(logits), -min(logits)
@@ -109,21 +109,21 @@ def layer_budgets(
     exempt_layers: Collection[int] = (),
     least_rows: int = 1,
 ) -> tuple[int, ...]:
-    """S_l of each layer (Eq. 5), in tokens per KV head: `alpha_l * T` made whole by largest remainder.
+    """S_l of each layer (Eq. 5), in tokens per KV head: `alpha_l * T`, rounded by largest remainder.
 
-    Exempt layers keep every token and take no part: the other L' layers share L' * rows among themselves.
-    (The authors' code exempts the first two and the last.)
+    Exempt layers retain every token; the other L' layers share L' * rows. (The authors' code exempts the
+    first two and the last layer.)
 
     Args:
-        variances: F of each layer, exempt ones included; as `layer_retentions` takes them.
+        variances: F of each layer, exempt layers included; see `layer_retentions`.
         num_tokens: T, at least 1.
         rows: 1 to T, what each layer would get under uniform budgets.
-        least_rows: 1 to `rows`, what no layer goes below.
+        least_rows: 1 to `rows`, the least that any layer gets.
 
-    Returns: `least_rows` to T for each layer, summing to L' * rows over those that are not exempt. Of equal
-        remainders the one with the smaller F is rounded up, then the lowest layer's.
+    Returns: `least_rows` to T for each layer; the sum over layers that are not exempt is L' * rows. Among
+        equal remainders the layer with the smaller F is rounded up, then the lowest layer.
 
-    Raises: KvferryError: as `layer_retentions`, of layers that are not exempt.
+    Raises: KvferryError: as `layer_retentions`, for layers that are not exempt.
     """
     assert 1 <= rows <= num_tokens, f"rows is {rows}; it must be 1 to {num_tokens}"
     assert 1 <= least_rows <= rows, f"least_rows is {least_rows}; it must be 1 to {rows}"
@@ -146,8 +146,8 @@ def layer_budgets(
 
 
 def _whole_tokens(shares: Sequence[float], total: int, *, order: Sequence[float]) -> list[int]:
-    """Shares rounded so that they sum to `total`: of equal remainders the lowest in `order` gets more."""
-    # a share that is whole but for a rounding is that many tokens
+    """Shares rounded so that they sum to `total`: among equal remainders the lowest in `order` gets more."""
+    # a share that differs from an integer only by rounding counts as that integer
     counts = [math.floor(share + _ROUNDING) for share in shares]
     ranked = sorted(range(len(shares)), key=lambda i: (counts[i] - shares[i], order[i], i))
     missing = total - sum(counts)

@@ -1,8 +1,7 @@
-"""Evicted rows merged into the kept rows that they resemble most: D2O section 4.2.2.
+"""Merges evicted rows into the retained rows that are most similar to them: D2O section 4.2.2.
 
-`merge_prompt` is the step after eviction while a prompt is prefilled; the single rules are also what
-`EvictingCache` applies to one row at each decode step. All arithmetic is float32. Does not choose what is
-evicted.
+`merge_prompt` runs after selection while a prompt is prefilled. `EvictingCache` applies the same rules to one
+row at each decode step. All arithmetic is float32. This module does not choose the evicted rows.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from torch.nn.functional import normalize
 SMOOTHING = 0.7
 """beta of Eq. 10."""
 MAX_SIMILARITIES = 1 << 24
-"""float32 similarities alive at a time (64 MiB); one evicted row per KV head is always allowed."""
+"""The most float32 similarities in memory at a time (64 MiB); one evicted row per head is always allowed."""
 _SMALLEST_NORM = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergedRows:
-    """One layer's kept rows after merging.
+    """One layer's retained rows after merging.
 
     Attributes:
         keys, values: `[H_kv, S, D]`, the inputs' dtype, in position order.
-        thresholds: float32 `[H_kv]`, tau_0; NaN where nothing was evicted, which is tau unset.
+        thresholds: float32 `[H_kv]`, tau_0; NaN (unset) if nothing was evicted.
     """
 
     keys: Tensor
@@ -37,12 +36,13 @@ class MergedRows:
 
 
 def cosine_similarities(evicted_keys: Tensor, kept_keys: Tensor) -> Tensor:
-    """`u_ij = k_i . k_j / (|k_i| |k_j|)` (Eq. 9); a zero key resembles nothing.
+    """`u_ij = k_i . k_j / (|k_i| |k_j|)` (Eq. 9); 0 for a zero key.
 
-    Args: `[H_kv, E, D]` and `[H_kv, S, D]`. Returns: float32 `[H_kv, E, S]`.
+    Args: evicted_keys: `[H_kv, E, D]`; kept_keys: `[H_kv, S, D]`, the retained rows' keys.
+    Returns: float32 `[H_kv, E, S]`.
     """
     evicted, kept = normalize(evicted_keys.float(), dim=-1), kept_keys.float()
-    # at a decode step the kept rows are many and the products few: those are divided, not the rows
+    # a decode step has many retained rows and few products, so the products are divided, not the rows
     norms = kept.norm(dim=-1).clamp_min(_SMALLEST_NORM)
     return torch.bmm(evicted, kept.transpose(1, 2)).div_(norms[:, None])
 
@@ -50,18 +50,19 @@ def cosine_similarities(evicted_keys: Tensor, kept_keys: Tensor) -> Tensor:
 def next_threshold(threshold: Tensor, similarity: Tensor, *, smoothing: float = SMOOTHING) -> Tensor:
     """`tau_t = beta u + (1 - beta) tau_{t-1}` (Eq. 10, t > 0).
 
-    Deviation: a tau that no prompt eviction has set takes the first eviction's u, which so is merged.
+    Deviation: if the prompt evicted nothing, tau is unset and takes the first eviction's u, so that row is
+    merged.
 
-    Args: threshold float32 `[H_kv]`, NaN where unset; similarity float32 `[H_kv]`, u of the evicted row.
+    Args: threshold: float32 `[H_kv]`, NaN where unset; similarity: float32 `[H_kv]`, u of the evicted row.
     """
-    # lerp gives exactly tau where u == tau, so that a row as similar as ever is never dropped by a rounding
+    # lerp gives exactly tau where u == tau, so that rounding never drops a row whose u equals tau
     return torch.where(threshold.isnan(), similarity, torch.lerp(threshold, similarity, smoothing))
 
 
 def merge_weight(similarity: Tensor, threshold: Tensor) -> Tensor:
     """An evicted row's weight before division by D_j (Eq. 12): `e^u` where u >= tau, else 0 (dropped).
 
-    The kept row's own weight is e, its similarity to itself being 1.
+    The retained row's own weight is e, because its similarity to itself is 1.
     """
     return torch.where(similarity >= threshold, similarity.exp(), 0.0)
 
@@ -69,19 +70,19 @@ def merge_weight(similarity: Tensor, threshold: Tensor) -> Tensor:
 def merge_prompt(
     keys: Tensor, values: Tensor, positions: Tensor, *, max_similarities: int = MAX_SIMILARITIES
 ) -> MergedRows:
-    """Gather a layer's kept rows and merge the evicted ones into them.
+    """Gather a layer's retained rows and merge the evicted rows into them.
 
     `tau_0 = mean_i u_i` (Eq. 10, t = 0); then with `D_j = e + sum_{i -> j} e^{u_ij}` over the evicted i whose
     nearest row is j and whose u reaches tau: `k_j <- (e k_j + sum e^{u_ij} k_i) / D_j`, and the same weights
-    for V. Rows that nothing is merged into stay as they are, bit for bit.
+    for V. Rows into which nothing is merged do not change, bit for bit.
 
-    Deviation: Eq. 12 as printed gives every evicted row the weight of all of them together; this is the
-    reading under which the weights sum to one. tau is per KV head.
+    Deviation: Eq. 12 as printed gives every evicted row the weight of all of them together; here the weights
+    sum to one. tau is per KV head.
 
     Args:
         keys, values: `[H_kv, T, D]`, keys post-RoPE; not changed.
-        positions: int `[H_kv, S]`, kept tokens, ascending and unique per head.
-        max_similarities: bound on the similarities alive at a time; the T x S matrix never is.
+        positions: int `[H_kv, S]`, the retained tokens, ascending and unique per head.
+        max_similarities: the most similarities in memory at a time; the T x S matrix is never made.
     """
     num_kv_heads, num_tokens, _ = keys.shape
     kept_keys, kept_values = _gather(keys, positions), _gather(values, positions)
@@ -93,7 +94,7 @@ def merge_prompt(
     parts = [evicted[:, begin : begin + chunk] for begin in range(0, evicted.shape[1], chunk)]
     nearest = [cosine_similarities(_gather(keys, part), kept_keys).max(dim=-1) for part in parts]
     similarity = torch.cat([found.values for found in nearest], 1)
-    # summed in float64, so that equal similarities have exactly themselves as their mean
+    # summed in float64, so that the mean of equal similarities is exactly that similarity
     thresholds = similarity.double().mean(dim=1).float()
     merges = [
         _Merge(sources=part, targets=found.indices, weights=merge_weight(found.values, thresholds[:, None]))
@@ -108,7 +109,7 @@ def merge_prompt(
 
 @dataclass(frozen=True, kw_only=True)
 class _Merge:
-    """Some evicted rows: their tokens, the kept rows they go into, and their weights; each `[H_kv, E]`."""
+    """Evicted rows: their tokens, the retained rows they are merged into, and weights; each `[H_kv, E]`."""
 
     sources: Tensor
     targets: Tensor
@@ -116,7 +117,7 @@ class _Merge:
 
 
 def _merged(rows: Tensor, kept: Tensor, merges: Sequence[_Merge]) -> Tensor:
-    """Eq. 11 for K or V: rows `[H_kv, T, D]` into kept `[H_kv, S, D]`."""
+    """Eq. 11 for K or V: merge rows `[H_kv, T, D]` into the retained rows `[H_kv, S, D]`."""
     num_kv_heads, num_kept, head_dim = kept.shape
     sums = kept.float().reshape(-1, head_dim) * math.e
     weights = torch.full_like(sums[:, :1], math.e)
@@ -133,12 +134,12 @@ def _merged(rows: Tensor, kept: Tensor, merges: Sequence[_Merge]) -> Tensor:
 
 
 def _gather(rows: Tensor, positions: Tensor) -> Tensor:
-    """`[H_kv, T, D]` at `[H_kv, n]` -> `[H_kv, n, D]`."""
+    """Rows `[H_kv, T, D]` at positions `[H_kv, n]`: `[H_kv, n, D]`."""
     return rows.gather(1, positions.to(torch.int64)[:, :, None].expand(-1, -1, rows.shape[2]))
 
 
 def _others(positions: Tensor, num_tokens: int) -> Tensor:
-    """The tokens that are not kept: int64 `[H_kv, T - S]`, ascending."""
+    """The evicted tokens: int64 `[H_kv, T - S]`, ascending."""
     evicted = torch.ones(positions.shape[0], num_tokens, dtype=torch.bool, device=positions.device)
     evicted.scatter_(1, positions.to(torch.int64), False)
     return evicted.nonzero()[:, 1].view(positions.shape[0], num_tokens - positions.shape[1])

@@ -1,4 +1,4 @@
-"""D2O token by token in plain Python and float64, to be read beside the paper's section 4.2. For tests.
+"""D2O token by token in plain Python and float64, written to be read beside section 4.2. For tests.
 
 One KV head at a time: keys and values are lists of `[D]` tensors in float64, scores are lists of numbers.
 """
@@ -35,7 +35,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 def nearest(key: Tensor, kept: Sequence[Tensor]) -> tuple[float, int]:
-    """`max_j u_j` and the first j that has it."""
+    """`max_j u_j` and the first such j."""
     similarities = [cosine(key, other) for other in kept]
     u = max(similarities)
     return u, similarities.index(u)
@@ -53,7 +53,7 @@ def weighted_merge(kept: Tensor, others: Sequence[tuple[float, Tensor]]) -> Tens
 def merge_prompt_head(
     keys: Sequence[Tensor], values: Sequence[Tensor], kept: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], float]:
-    """Section 4.2.2 over a prompt: the kept rows after merging, and tau_0 (NaN: nothing was evicted)."""
+    """Section 4.2.2 for a prompt: the retained rows after merging, and tau_0 (NaN if nothing was evicted)."""
     evicted = [t for t in range(len(keys)) if t not in kept]
     found = {t: nearest(keys[t], [keys[j] for j in kept]) for t in evicted}
     tau = sum(u for u, _ in found.values()) / len(evicted) if evicted else math.nan
@@ -67,7 +67,7 @@ def merge_prompt_head(
 
 @dataclass(kw_only=True)
 class ReferenceRow:
-    """One kept token of one KV head."""
+    """One retained token of one KV head."""
 
     position: int
     key: Tensor
@@ -76,7 +76,7 @@ class ReferenceRow:
 
 
 class ReferenceCache:
-    """One KV head's cache in decode, rows in position order."""
+    """Decode's cache of one KV head, with rows in position order."""
 
     def __init__(
         self, rows: list[ReferenceRow], tau: float, *, num_sinks: int = 4, beta: float = 0.7
@@ -87,7 +87,7 @@ class ReferenceCache:
         self._sinks, _, self._recents = zone_sizes(len(rows), num_sinks)
 
     def step(self, attention: Sequence[float], new: ReferenceRow) -> None:
-        """Eq. 6: the new token's attention joins the scores; then one row leaves and is merged or dropped.
+        """Eq. 6: add the new token's attention to the scores; then evict one row, which is merged or dropped.
 
         Args: attention: of the rows in position order, then of the new row.
         """

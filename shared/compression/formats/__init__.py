@@ -1,4 +1,4 @@
-"""Formats by name: a plan's `representation` part is looked up here, and a resolved layer's.
+"""Formats by name, for the `representation` part of a plan and of a resolved layer.
 
 Adding one is one file and one entry of `FORMATS`, or an entry point of another package (`installed.py`).
 """
@@ -29,11 +29,11 @@ FORMATS: Mapping[str, type[LayerFormat]] = {
 
 
 def format_class(part: Part) -> type[LayerFormat]:
-    """The format that a plan or a resolved layer names.
+    """The class of the format that a plan or a resolved layer names.
 
     Raises:
-        InvalidRequest: there is none of this name.
-        ConfigurationError: an installed method brings a format of a name that is taken.
+        InvalidRequest: no format has this name.
+        ConfigurationError: an installed method brings a format whose name is taken.
     """
     outside = installed_formats()
     if taken := sorted(set(outside) & set(FORMATS)):
@@ -51,10 +51,10 @@ def format_class(part: Part) -> type[LayerFormat]:
 def make_formats(
     spec: ModelSpec, resolved: ResolvedPlan, *, returns_generated: bool = False
 ) -> tuple[LayerFormat, ...]:
-    """The format of each layer of a resolved plan; layers of equal plans share one.
+    """The format of each layer of a resolved plan; layers with equal plans share one object.
 
     Args: returns_generated: whether K and V of new tokens are wanted at the end, unmerged and in order.
-    Raises: InvalidRequest: a format or an attention that does not exist, or sizes that it does not have.
+    Raises: InvalidRequest: an unknown format or attention, or sizes that do not belong to it.
     """
     shape = LayerShape(
         num_prompt_tokens=resolved.num_prompt_tokens,
@@ -77,12 +77,12 @@ def make_formats(
 
 
 def num_observed_queries(resolved: ResolvedPlan, formats: tuple[LayerFormat, ...]) -> int | None:
-    """How many of the prompt's last queries decide what is kept of it, and how.
+    """How many of the prompt's last queries the compressed prompt depends on.
 
-    Prefill asks before it continues a prompt from another session's KV: the queries of reused tokens are not
-    computed again, so those that the method reads must be among the tokens that are run.
+    Prefill needs the number before it continues a prompt from another session's KV: the queries of cached
+    tokens are not computed again, so the queries that the method reads must belong to tokens that are run.
 
-    Returns: at least 1, for the last token is always run; None where all queries do.
+    Returns: at least 1, because the last token is always run; None if it depends on all queries.
     """
     if is_measured(resolved):
         return None

@@ -1,8 +1,8 @@
-"""Rows at a fixed size: for every new token a row leaves. H2O drops it, D2O merges it into its nearest row.
+"""A fixed number of rows: each new token evicts one row. H2O drops it, D2O merges it into its nearest row.
 
-Decode attends to all rows, and the probabilities then decide which row leaves. The state behind that (scores,
-thresholds) begins in prefill and travels with the rows. Where the new tokens' own K and V are wanted at the
-end, they are stored beside the rows, for eviction leaves none of them intact.
+Decode attends to all rows and then chooses the row to evict by its accumulated attention. The state for that
+(scores, thresholds) starts in prefill and travels with the rows. If the new tokens' own K and V are wanted at
+the end, they are stored beside the rows, because eviction may drop or change any row.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from kvferry.shared.errors import InvalidRequest
 
 @dataclass(frozen=True, kw_only=True)
 class Evicting(LayerFormat):
-    """K and V `[H_kv, n + 1, D]` (the last row is the new token's), and for each row its score and position.
+    """K and V `[H_kv, n + 1, D]` (the last row is the new token's), and a score and a position for each row.
 
-    state: scores float32 `[H_kv, n]`, then where rows are merged thresholds `[H_kv]`, flattened.
+    Tensor `state`: scores float32 `[H_kv, n]`, then for "merge" the thresholds `[H_kv]`, flattened.
 
     Attributes:
-        attention: "evict" (H2O, Zhang et al. 2023: the row of least accumulated attention that is not among
-            the latest half leaves) or "merge" (D2O section 4.2: it is merged into its nearest row where they
-            are similar enough).
+        attention: "evict" (H2O, Zhang et al. 2023: of the rows outside the latest half, the one with the
+            least accumulated attention is evicted) or "merge" (D2O section 4.2: the evicted row is merged
+            into its nearest row if the two are similar enough).
     """
 
     name: ClassVar[str] = "evicting"
@@ -83,11 +83,11 @@ class Evicting(LayerFormat):
 
     @property
     def observed_queries(self) -> None:
-        """All: eviction starts from the attention of every query."""
+        """All of them: eviction starts from the accumulated attention of every query."""
         return None
 
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
-        """D2O section 4.2, prompt encoding, where rows are merged."""
+        """Select rows; for "merge", merge the others into them (D2O section 4.2, prompt encoding)."""
         inputs = inputs.with_sums()
         assert inputs.sums is not None
         kept = torch.arange(inputs.keys.shape[1], device=inputs.keys.device).expand(inputs.keys.shape[0], -1)
@@ -117,8 +117,7 @@ class Evicting(LayerFormat):
         return {**specs, "generated_keys": own, "generated_values": own}
 
     def _working(self, num_rows: int) -> dict[str, TensorSpec]:
-        """What attention and eviction use, of so many rows; a score and position of the last one are
-        unused."""
+        """The tensors that attention and eviction work on; the last row's score and position are unused."""
         rows, per_row = self.shape.row_spec(num_rows), (self.shape.num_kv_heads, num_rows)
         specs = {
             "keys": rows,
@@ -160,7 +159,7 @@ class Evicting(LayerFormat):
     def step(
         self, regions: Tensors, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float
     ) -> Tensor:
-        """Take in a token, attend to every row, let one row go. Shapes as `LayerCache.append_and_attend`."""
+        """Append a token, attend to every row, evict one. Shapes as `LayerCache.append_and_attend`."""
         rows = regions["keys"].shape[1] - 1
         cache = EvictingCache(
             keys=regions["keys"],
@@ -184,7 +183,7 @@ class Evicting(LayerFormat):
         return self.used_bytes(0)
 
     def read_bytes(self, prompt_bytes: int | None = None) -> int:
-        """K, V, scores and positions; K once more to find the row to merge into."""
+        """K, V, scores and positions; for "merge", K a second time to find the nearest row."""
         row_bytes = self.shape.head_dim * self.shape.dtype.itemsize
         state_bytes = torch.float32.itemsize + torch.int32.itemsize
         return self.shape.num_kv_heads * self.rows * ((3 if self.merges else 2) * row_bytes + state_bytes)
@@ -202,7 +201,7 @@ class Evicting(LayerFormat):
 
 
 class EvictingLayer(LayerCache):
-    """A layer that evicts, in the arena."""
+    """An evicting layer in the arena."""
 
     format: Evicting
 
@@ -224,7 +223,7 @@ class EvictingLayer(LayerCache):
 
 
 class NaiveEvicting(NaiveLayer):
-    """Tensors of its own, of exactly the rows that stay and one more."""
+    """The same steps on its own tensors: the retained rows and one for the new token."""
 
     def __init__(self, fmt: Evicting, regions: dict[str, Tensor]) -> None:
         self._format = fmt

@@ -1,11 +1,12 @@
-"""What a layer's KV cache is stored as: one object for each format, from compression to the last decode step.
+"""The format of a layer: how its KV is compressed, shipped, stored and attended.
 
     prefill   compress ──► named tensors ──► wire
     decode    regions of the arena; receive: where bytes go; open ──► LayerCache: append_and_attend
     oracle    naive ──► NaiveLayer, which recomputes what it can at every step
 
 A format is made from a resolved layer plan (`formats/__init__.py`). Adding one is one file and one entry of
-the registry, or an entry point of another package. Formats know neither the wire nor the arena's owner.
+the registry, or an entry point of another package. Formats do not use the wire and do not allocate in the
+arena.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import CompressionPlan, LayerPlan
 
 Tensors = Mapping[str, Tensor]
-"""A compressed layer's prompt: contiguous tensors by name, in the order in which they travel."""
+"""The compressed prompt of a layer: contiguous tensors by name, in the order in which they are sent."""
 Specs = Mapping[str, TensorSpec]
 
 
 class InvalidTensors(ValueError):
-    """Tensors that `compress` never makes. `reason` labels the failed transfer."""
+    """Received tensors that `compress` cannot have made. `reason` labels the failed transfer."""
 
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message)
@@ -38,11 +39,11 @@ class InvalidTensors(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """What a layer's sizes follow from beside its plan.
+    """What a layer's sizes depend on, besides its plan.
 
     Attributes:
         num_prompt_tokens: T, history included.
-        max_new_tokens: N; the last of them never gets a KV row.
+        max_new_tokens: N; the last new token never gets a KV row.
         group_size: G, query heads per KV head.
         dtype: of K and V.
         returns_generated: whether K and V of new tokens are wanted at the end, unmerged and in order.
@@ -61,11 +62,11 @@ class LayerShape:
         return max(self.max_new_tokens - 1, 0)
 
     def row_spec(self, num_rows: int) -> TensorSpec:
-        """K or V of so many rows per KV head."""
+        """K or V with `num_rows` rows per KV head."""
         return TensorSpec(shape=(self.num_kv_heads, num_rows, self.head_dim), dtype=self.dtype)
 
     def index_spec(self, num_rows: int) -> Specs:
-        """The kept positions, int32 `[H_kv, n]`; nothing where every token is kept."""
+        """The selected positions, int32 `[H_kv, n]`; empty if every token is selected."""
         if num_rows == self.num_prompt_tokens:
             return {}
         return {"index": TensorSpec(shape=(self.num_kv_heads, num_rows), dtype=torch.int32)}
@@ -73,14 +74,14 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizing:
-    """What a plan's budget comes to for one layer, before its format says what that buys.
+    """The budget of one layer, from which its format computes exact sizes.
 
     Attributes:
         layer: its index in the model.
-        rows: prompt rows per KV head that the layer may take the bytes of.
-        cap: rows that decode attention may come to choose from.
-        budget: t, the budget in tokens.
-        packed_budget: B_tok of a format that spreads its bits over more tokens than `rows`.
+        rows: the layer's budget as prompt rows per KV head.
+        cap: the most rows that decode attention chooses from, new tokens included.
+        budget: t, the plan's budget in tokens.
+        packed_budget: B_tok, for a format that spreads its bits over more tokens than `rows`.
     """
 
     layer: int
@@ -94,10 +95,10 @@ class Sizing:
 
 
 class LayerCache(ABC):
-    """One layer of one sequence in the arena: views of its regions, and what decode does with them.
+    """One layer of one sequence in the arena: views of its regions, and decode's operations on them.
 
     Attributes:
-        regions: by the names of `LayerFormat.regions`.
+        regions: the views, by the names of `LayerFormat.regions`.
     """
 
     def __init__(self, fmt: LayerFormat, regions: Tensors) -> None:
@@ -106,26 +107,26 @@ class LayerCache(ABC):
 
     @property
     def name(self) -> str:
-        """What a step that attends this layer by itself is named after."""
+        """The label of a decode step that attends this layer unbatched."""
         return self.format.name
 
     @abstractmethod
     def append_and_attend(
         self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: float
     ) -> Tensor:
-        """Append one token's row and attend to all that the layer keeps.
+        """Append one token's row and attend to the layer's rows as its plan says.
 
         Args:
             queries: `[H_kv, G, D]`.
             key, value: `[H_kv, D]`.
-            num_appended: tokens appended before.
+            num_appended: tokens appended before this one.
 
         Returns: `[H_kv, G, D]`.
         Raises: IndexError, ValueError: there is no room for the row.
         """
 
     def batched(self, num_appended: int) -> CachedRows | None:
-        """The layer as a batched kernel of `kernels/*/batch.py` takes it; None where none does."""
+        """The layer as an argument of a batched kernel (`kernels/*/batch.py`); None if it must run alone."""
         return None
 
     @abstractmethod
@@ -133,34 +134,34 @@ class LayerCache(ABC):
         """Host copies of K and V `[H_kv, num_appended, D]` of the tokens appended so far."""
 
     def used_bytes(self, num_appended: int) -> int:
-        """Bytes in use once so many rows have joined the prompt's."""
+        """Bytes in use after `num_appended` tokens."""
         return self.format.used_bytes(num_appended)
 
 
 class NaiveLayer(ABC):
-    """The oracle's side of a format: rows appended by concatenation, the rest recomputed at every step."""
+    """The oracle's layer of a format: appends rows by concatenation and recomputes the rest at every step."""
 
     @abstractmethod
     def attend(
         self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float, dense: bool = False
     ) -> Tensor:
-        """Append a row and attend, shapes as `LayerCache.append_and_attend`.
+        """Append a row and attend. Shapes as `LayerCache.append_and_attend`.
 
-        Args: dense: attend to every row that is kept, whatever the plan's attention selects.
+        Args: dense: attend to every retained row, whichever rows the plan's attention would choose.
         """
 
     @abstractmethod
     def fork(self) -> NaiveLayer:
-        """A copy that grows by itself."""
+        """An independent copy: appending to one does not change the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFormat(ABC):
-    """How one layer of one prompt is compressed, shipped, stored, attended and counted.
+    """How one layer of one prompt is compressed, shipped, stored and attended, and how its bytes are counted.
 
     Attributes:
-        rows: prompt rows kept per KV head; on average where heads differ, at most where bits are allocated.
-        kinds: the label in `kv_transfer_bytes_total` of each tensor that `compress` may return.
+        rows: prompt rows retained per KV head; the mean if heads differ, the maximum if bits are allocated.
+        kinds: for each tensor that `compress` may return, its label in `kv_transfer_bytes_total`.
     """
 
     name: ClassVar[str]
@@ -170,7 +171,7 @@ class LayerFormat(ABC):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the arena keeps the rows that prefill computed: what delta shipping needs."""
+        """Whether the arena stores rows exactly as prefill computed them. Deltas need that."""
         return False
 
     # ---- planning ----------------------------------------------------------------------------------------
@@ -178,22 +179,22 @@ class LayerFormat(ABC):
     @classmethod
     @abstractmethod
     def check(cls, plan: CompressionPlan) -> None:
-        """Refuse a plan whose parts do not go together. Raises: InvalidRequest."""
+        """Check that the plan's parts can be combined. Raises: InvalidRequest: they cannot."""
 
     @classmethod
     @abstractmethod
     def plan_layer(cls, plan: CompressionPlan, sizing: Sizing) -> LayerPlan:
-        """A layer's exact sizes under a budget. Raises: InvalidRequest."""
+        """A layer's exact sizes under a budget. Raises: InvalidRequest: the budget is too small."""
 
     @classmethod
     def plan_whole(cls, plan: CompressionPlan, num_prompt_tokens: int) -> LayerPlan:
-        """A layer that no budget cuts short."""
+        """The plan of a layer that retains every token."""
         return LayerPlan(rows=num_prompt_tokens)
 
     @classmethod
     @abstractmethod
     def of(cls, plan: CompressionPlan, layer: LayerPlan, shape: LayerShape) -> LayerFormat:
-        """The format of a resolved layer."""
+        """The format of a resolved layer. Raises: InvalidRequest: sizes that do not belong to this format."""
 
     # ---- prefill -----------------------------------------------------------------------------------------
 
@@ -206,12 +207,13 @@ class LayerFormat(ABC):
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
         """Compress one layer.
 
-        Args: scores: float32 `[H_kv, T]`, higher is kept; None where every token is kept or nothing scores.
-        Raises: ValueError: K or V cannot be represented.
+        Args: scores: float32 `[H_kv, T]`, the highest are selected; None if every token is, or if the plan
+            has no scorer.
+        Raises: ValueError: K or V have values that the format cannot store.
         """
 
     def positions_by_head(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
-        """The kept tokens of each KV head, integers `[n_h]` in no particular order; None where all are."""
+        """The selected tokens of each KV head, integers `[n_h]` in no particular order; None means all."""
         index = tensors.get("index")
         return (None,) * self.shape.num_kv_heads if index is None else tuple(index)
 
@@ -219,61 +221,64 @@ class LayerFormat(ABC):
 
     @abstractmethod
     def tensors(self) -> Specs:
-        """The tensors that `compress` returns; at their largest where sizes follow from the content."""
+        """The tensors that `compress` returns, as far as their sizes are known from the plan."""
 
     @abstractmethod
     def regions(self) -> Specs:
-        """What the layer takes in the arena, the answer's growth included."""
+        """The layer's regions in the arena, with room for the new tokens."""
 
     def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
-        """Where the bytes of each tensor go: views of regions, or memory beside the arena.
+        """Where to write the bytes of each tensor: views of the regions, or memory outside the arena.
 
         Args: header: the tensors that the sender announces, in order.
         Returns: tensors of the shapes and dtypes of `header`.
-        Raises: InvalidTensors: the sender announces other tensors than this layer has.
+        Raises: InvalidTensors: they are not the tensors of this layer.
         """
         self.check_header(header, self.tensors())
         return self._receive(header, regions)
 
     @abstractmethod
     def _receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
-        """As `receive`, of a header that was checked."""
+        """As `receive`, with a header that has been checked."""
 
     @abstractmethod
     def open(self, regions: Tensors, tensors: Tensors) -> LayerCache:
-        """The layer once every byte has arrived. Raises: InvalidTensors: content that `compress` never
-        makes."""
+        """The layer, once every byte has arrived.
+
+        Raises: InvalidTensors: content that `compress` cannot have made.
+        """
 
     @abstractmethod
     def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
-        """Bytes in use once so many rows have joined the prompt's.
+        """Bytes in use after `num_appended` tokens.
 
-        Args: prompt_bytes: what the prompt came to, where that depends on its content; None: the most.
+        Args: prompt_bytes: as `prompt_bytes()` returned it. If the size depends on the content, None means
+            the largest possible size.
         """
 
     # ---- accounting --------------------------------------------------------------------------------------
 
     def prompt_bytes(self, tensors: Tensors) -> int | None:
-        """Bytes that the prompt came to where they depend on its content; else None."""
+        """Bytes of the compressed prompt if they depend on its content; else None."""
         return None
 
     def kept_bytes(self, prompt_bytes: int | None = None) -> int:
-        """Bytes kept of the prompt before any token is generated, kept positions included."""
+        """Bytes retained of the prompt before any token is generated, selected positions included."""
         index = self.tensors().get("index")
         return self.used_bytes(0, prompt_bytes) + (index.size_bytes if index is not None else 0)
 
     @abstractmethod
     def read_bytes(self, prompt_bytes: int | None = None) -> int:
-        """Bytes of the prompt that a decode step reads, estimates included."""
+        """Bytes of the prompt that a decode step reads, including those read to choose rows."""
 
     # ---- oracle ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def naive(self, tensors: Tensors) -> NaiveLayer:
-        """The compressed prompt as the one-process oracle attends to it."""
+        """The compressed prompt as the oracle attends to it."""
 
     def check_header(self, header: Specs, expected: Specs) -> None:
-        """Raises: InvalidTensors: the sender announces other tensors than are expected."""
+        """Raises: InvalidTensors: the announced tensors are not the expected ones."""
 
         def text(specs: Specs) -> str:
             return ", ".join(f"{name} {list(its.shape)} {its.dtype}" for name, its in specs.items())
@@ -287,7 +292,11 @@ class LayerFormat(ABC):
 
 
 def check_index(index: Tensor, num_tokens: int, *, reason: str) -> None:
-    """Args: index int32 `[H_kv, n]`. Raises: InvalidTensors: positions that no selection makes."""
+    """Check selected positions.
+
+    Args: index: int32 `[H_kv, n]`. num_tokens: T.
+    Raises: InvalidTensors: not ascending per head, or outside 0 to T - 1.
+    """
     ascending = bool((index[:, 1:] > index[:, :-1]).all())
     if not ascending or bool(((index < 0) | (index >= num_tokens)).any()):
         low, high = (int(index.min()), int(index.max())) if index.numel() else (0, 0)
@@ -299,7 +308,7 @@ def check_index(index: Tensor, num_tokens: int, *, reason: str) -> None:
 
 
 def gather_rows(rows: Tensor, positions: Tensor) -> Tensor:
-    """`[H_kv, T, D]` at `[H_kv, n]` -> `[H_kv, n, D]`, contiguous."""
+    """Rows `[H_kv, T, D]` at positions `[H_kv, n]`: `[H_kv, n, D]`, contiguous."""
     return rows.gather(1, positions.to(torch.int64)[:, :, None].expand(-1, -1, rows.shape[2]))
 
 
@@ -309,22 +318,22 @@ def on_host(rows: Tensor) -> Tensor:
 
 
 def select_rows(scores: Tensor, rows: int) -> Tensor:
-    """Positions of the `rows` highest scores of each head; of equal scores the lowest position wins.
+    """Positions of the `rows` highest scores of each head; among equal scores the lowest position wins.
 
-    Args: scores float32 `[H_kv, T]`; rows: 1 to T.
+    Args: scores: float32 `[H_kv, T]`; rows: 1 to T.
     Returns: int32 `[H_kv, rows]`, ascending and unique per head.
     """
     assert 1 <= rows <= scores.shape[1], f"rows is {rows}; it must be 1 to {scores.shape[1]}"
-    # torch.topk leaves the order of ties open; a stable sort does not.
+    # torch.topk does not define the order of ties; a stable sort does.
     order = scores.sort(dim=1, descending=True, stable=True).indices
     return order[:, :rows].sort(dim=1).values.to(torch.int32)
 
 
 def select_ragged_rows(scores: Tensor, head_rows: Tensor) -> tuple[Tensor, Tensor]:
-    """As `select_rows`, with a number of rows of its own for each head.
+    """As `select_rows`, but each head has its own number of rows.
 
-    Args: scores float32 `[H_kv, T]`; head_rows: integers `[H_kv]`, each 0 to T.
-    Returns: int64 `[n]` twice: heads in order, and positions, ascending and unique per head.
+    Args: scores: float32 `[H_kv, T]`; head_rows: integers `[H_kv]`, each 0 to T.
+    Returns: two int64 `[n]`: head numbers, ascending, and positions, ascending and unique per head.
     """
     order = scores.sort(dim=1, descending=True, stable=True).indices
     ranks = torch.arange(scores.shape[1], device=scores.device)

@@ -1,4 +1,4 @@
-"""Rows quantised in groups, attended as they lie (KIVI), or quantised for the wire alone."""
+"""Rows quantised in groups: attended as codes (KIVI), or quantised for the wire only (`Rows.wire_bits`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ _SCALE_BITS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class KiviPrompt:
-    """Implements `StoredPrompt`. `index` is None where every token is kept."""
+    """Implements `StoredPrompt` with quantised rows.
+
+    Attributes:
+        index: selected positions, int32 `[H_kv, n]`; None if every token is selected.
+    """
 
     rows: KiviRows
     index: Tensor | None
@@ -52,7 +56,10 @@ class KiviPrompt:
         return {**index, "codes": rows.codes, "scales": rows.scales, "keys": rows.keys, "values": rows.values}
 
     def check(self, num_tokens: int) -> None:
-        """Refuse positions out of order and scales that dequantise to what is not finite."""
+        """Check that positions ascend, scales are positive and every code dequantises to a finite value.
+
+        Raises: InvalidTensors: otherwise.
+        """
         if self.index is not None:
             check_index(self.index, num_tokens, reason="packed")
         head_dim = self.rows.keys.shape[2]
@@ -69,7 +76,7 @@ class KiviPrompt:
         return kivi_decode(queries, self.rows, new_keys, new_values, scaling=scaling)
 
     def dequantised(self) -> tuple[Tensor, Tensor]:
-        """K and V `[H_kv, n, D]` in the model's dtype, as whoever receives the codes comes to them."""
+        """K and V `[H_kv, n, D]` in the model's dtype, restored from the codes."""
         return kivi_dequantise(self.rows)
 
 
@@ -78,7 +85,7 @@ class Kivi(StoredFormat):
     """Rows quantised by `kernels.kivi`: K per channel in groups of tokens, V per token.
 
     Attributes:
-        bits: of a code.
+        bits: width of a code.
     """
 
     name: ClassVar[str] = "kivi"

@@ -1,6 +1,6 @@
-"""Rows, as many of each KV head as the layer's scores ask for (AdaKV, Feng et al. 2024).
+"""Rows with a different number for each KV head, by the layer's scores (AdaKV, Feng et al. 2024).
 
-A layer keeps H_kv * B rows whatever the scores; how many each head has of them is data and travels with it.
+A layer always has H_kv * B rows; the number per head depends on the scores and is sent with the rows.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from kvferry.shared.errors import InvalidRequest
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedPrompt:
-    """Implements `StoredPrompt`: heads one after another, padded to nothing.
+    """Implements `StoredPrompt`: the heads' rows one after another, without padding.
 
     Attributes:
         head_rows: int32 `[H_kv]`, rows of each head; their sum is n.
-        index: int32 `[n]`, positions, ascending within a head.
+        index: int32 `[n]`, selected positions, ascending within a head.
         keys, values: `[n, D]`.
     """
 
@@ -54,7 +54,10 @@ class RaggedPrompt:
         return {"head_rows": self.head_rows, "index": self.index, "keys": self.keys, "values": self.values}
 
     def check(self, num_tokens: int) -> None:
-        """Refuse counts that are not of this many rows, and positions that no selection makes."""
+        """Check that the counts sum to n and that positions ascend within 0 to T - 1 for each head.
+
+        Raises: InvalidTensors: otherwise.
+        """
         num_rows = len(self.index)
         if min(self.counts) < 0 or max(self.counts) > num_tokens or sum(self.counts) != num_rows:
             raise InvalidTensors(
@@ -76,10 +79,10 @@ class RaggedPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Ragged(StoredFormat):
-    """Rows of heads one after another, `H_kv * rows` in all.
+    """The heads' rows one after another, `H_kv * rows` in all.
 
     Attributes:
-        floor: part of its equal share of the contested rows that a head has at least, `head_budgets`.
+        floor: fraction of an equal share of the contested rows that every head gets; see `head_budgets`.
     """
 
     name: ClassVar[str] = "ragged"
@@ -143,6 +146,6 @@ class Ragged(StoredFormat):
 
 
 def _window(scores: Tensor, rows: int) -> int:
-    """The last columns that every head must keep: no head competes for them."""
+    """The number of last columns that score +inf in every head: heads do not compete for them."""
     protected = (scores == torch.inf).all(dim=0)
     return min(int(protected.flip(0).long().cumprod(0).sum()), rows)

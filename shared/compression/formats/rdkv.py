@@ -1,10 +1,10 @@
-"""Bits allocated by RDKV: K by channel, V by token, packed in one buffer that decode attends as it is.
+"""RDKV: bits allocated to K channels and V tokens, packed in one buffer that decode attends as it is.
 
 New tokens stay rows, or are packed in segments as the prompt was (streaming re-budgeting, the paper's future
 work):
 
     keys, values      | 0 ... R - 1: rows of the current segment |   when it is full and one more row comes:
-    segments          | segment 0 | segment 1 | ...              | ◄── packed behind the others
+    segments          | segment 0 | segment 1 | ...              | ◄── packed after the others
     segment_queries   | the last W queries of the current segment   |
 """
 
@@ -63,21 +63,23 @@ from kvferry.shared.compression.rdkv.epsilon import WIDTHS
 from kvferry.shared.errors import InvalidRequest, KvferryError
 
 _TOKENS_PER_BUDGET_TOKEN = 8
-"""Tokens that the V bits of one token in full precision keep at most: 16 bits, 2 each."""
+"""The most tokens that can share the V bits of one full-precision token: 16 bits, at least 2 each."""
 _HEAD_COUNTS = 8
 _KINDS: Mapping[str, Kind] = {"codes": "codes", "scales": "scales", "rows": "rows", "index": "index"}
-"""The tensors of a packed buffer, in the order in which they lie in it."""
+"""The tensors of a packed buffer, in their order in the buffer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rdkv(LayerFormat):
-    """A packed prompt. Tensors: layout int32 `[1 + 8 H_kv]` (LAYOUT_VERSION, then of each KV head its
-    channels of 2, 4, 8, 16 bits and its tokens of 2, 4, 8, 16 bits), then the packed buffer's parts as bytes.
+    """A packed prompt.
+
+    Tensors: layout int32 `[1 + 8 H_kv]` (LAYOUT_VERSION, then for each KV head the number of channels of 2,
+    4, 8, 16 bits and the number of tokens of 2, 4, 8, 16 bits), then the parts of the packed buffer as bytes.
 
     Attributes:
-        rows: prompt tokens that a head keeps at most.
-        attention: dense or HSA over what is packed.
-        rebudgeting: how new tokens are packed; None: they stay rows.
+        rows: the most prompt tokens that a head retains.
+        attention: dense or HSA, over packed bytes.
+        rebudgeting: how new tokens are packed; None if they stay rows.
     """
 
     name: ClassVar[str] = "rdkv"
@@ -112,9 +114,9 @@ class Rdkv(LayerFormat):
 
     @classmethod
     def plan_layer(cls, plan: CompressionPlan, sizing: Sizing) -> LayerPlan:
-        """B_tok, the most tokens that a head can keep with it, and how generated tokens are packed.
+        """B_tok, the most tokens that a head can retain with it, and how generated tokens are packed.
 
-        Raises: InvalidRequest: the budget is below the least width of every token.
+        Raises: InvalidRequest: the budget does not suffice for the least width for every token.
         """
         budget, num_tokens, part = sizing.packed_budget, sizing.num_prompt_tokens, plan.representation
         if budget >= num_tokens:
@@ -129,7 +131,7 @@ class Rdkv(LayerFormat):
             )
         sizes: dict[str, ParamValue] = {"budget_tokens": budget}
         segment = int(part.params["rebudget_tokens"])
-        # at the prompt's bits a token, rounded up so that no segment is packed to less than that
+        # the prompt's bits per token, rounded up so that a segment never gets fewer
         share = -(-segment * budget // num_tokens)
         if (
             segment
@@ -193,7 +195,7 @@ class Rdkv(LayerFormat):
 
     @property
     def limit_bytes(self) -> int:
-        """The most bytes that the prompt packs to."""
+        """The largest possible size of the packed prompt."""
         return max_packed_bytes(
             num_tokens=self.shape.num_prompt_tokens,
             budget_tokens=self.settings.budget_tokens,
@@ -203,12 +205,12 @@ class Rdkv(LayerFormat):
 
     @property
     def num_rows(self) -> int:
-        """New tokens that stay rows, at most."""
+        """The most new tokens that are rows at the same time."""
         num_new = self.shape.num_new_rows
         return num_new if self.rebudgeting is None else min(num_new, self.rebudgeting.segment_tokens)
 
     def tensors(self) -> Specs:
-        """Only the layout's size is known before the prompt is packed; the rest is bounded together."""
+        """The layout only: the other sizes depend on the prompt; `receive` checks their sum."""
         return {"layout": TensorSpec(shape=(1 + _HEAD_COUNTS * self.shape.num_kv_heads,), dtype=torch.int32)}
 
     def regions(self) -> Specs:
@@ -272,10 +274,10 @@ class Rdkv(LayerFormat):
         return RdkvCache(self, regions, packed)
 
     def _layout(self, tensors: Tensors) -> PackedLayout:
-        """Where the parts of the packed buffer lie.
+        """The offsets of the packed buffer's parts.
 
-        Raises: InvalidTensors: another layout version, counts that no prompt packs to, or other sizes than
-            the tensors have.
+        Raises: InvalidTensors: another layout version, impossible counts, or tensors of other sizes than the
+            counts give.
         """
         version, *counts = tensors["layout"].tolist()
         if version != LAYOUT_VERSION:
@@ -303,7 +305,7 @@ class Rdkv(LayerFormat):
         return layout
 
     def packed(self, tensors: Tensors) -> PackedLayer:
-        """The packed layer again, in memory of its own."""
+        """The packed layer, in new memory."""
         return view_packed_layer(self._layout(tensors), torch.cat([tensors[name] for name in _KINDS]))
 
     # ---- accounting --------------------------------------------------------------------------------------
@@ -312,7 +314,7 @@ class Rdkv(LayerFormat):
         return sum(tensors[name].numel() for name in _KINDS)
 
     def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
-        """Packed segments of new tokens are counted by `RdkvCache.used_bytes`, which has them."""
+        """See `LayerFormat.used_bytes`, without packed segments; `RdkvCache.used_bytes` adds those."""
         growth, num_rows = self.rebudgeting, num_appended
         if growth is not None and num_appended:
             num_rows = (num_appended - 1) % growth.segment_tokens + 1
@@ -338,10 +340,10 @@ class Rdkv(LayerFormat):
 
 
 class RdkvCache(LayerCache):
-    """A packed prompt in the arena, rows of new tokens, and those packed since.
+    """A packed prompt in the arena, rows of new tokens, and packed segments of earlier new tokens.
 
     Attributes:
-        segments: new tokens packed so far, oldest first.
+        segments: the packed segments, oldest first.
     """
 
     format: Rdkv
@@ -392,9 +394,9 @@ class RdkvCache(LayerCache):
         )
 
     def _make_room(self, growth: Rebudgeting, queries: Tensor, num_appended: int, scaling: float) -> int:
-        """Pack the rows if they are a whole segment; returns the row that the next token gets.
+        """Pack the rows if they fill a segment; returns the row number of the next token.
 
-        Raises: KvferryError: K or V are not finite, or beyond what a packed layer holds.
+        Raises: KvferryError: K or V are not finite, or out of range for a packed layer.
         """
         row = num_appended - len(self.segments) * growth.segment_tokens
         if row == growth.segment_tokens:
@@ -426,13 +428,15 @@ class RdkvCache(LayerCache):
 
 
 def _num_segments(segment_tokens: int, max_new_tokens: int) -> int:
-    """Segments that a completion fills before its last row: a segment is packed when one more row comes, and
-    the last token of a completion never gets one."""
+    """The segments that a completion of this length packs.
+
+    A segment is packed when one more row comes, and the last token of a completion never gets a row.
+    """
     return max(max_new_tokens - 2, 0) // segment_tokens
 
 
 def _saves(segment_tokens: int, budget_tokens: int, head_dim: int) -> bool:
-    """Whether a packed segment is smaller than its rows at 16 bits, scales and indexes at their most."""
+    """Whether a packed segment of the largest possible size is smaller than its rows at 16 bits."""
     limit_bytes = max_packed_bytes(
         num_tokens=segment_tokens, budget_tokens=budget_tokens, num_kv_heads=1, head_dim=head_dim
     )

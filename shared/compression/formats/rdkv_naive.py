@@ -1,4 +1,4 @@
-"""RDKV's layers as the oracle attends to them: everything recomputed that can be."""
+"""RDKV's layers in the oracle: whatever can be recomputed at a step is recomputed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvferry.shared.compression.rdkv.compress import Rebudgeting, compress_layer
 
 
 class NaivePacked(NaiveLayer):
-    """Packed prompt, packed segments and rows by concatenation; the attention's own tensors built anew."""
+    """Packed prompt, packed segments and concatenated rows; auxiliary tensors are rebuilt at every step."""
 
     def __init__(
         self, attention: AttentionKind, rebudgeting: Rebudgeting | None, prompt: PackedLayer
@@ -49,7 +49,7 @@ class NaivePacked(NaiveLayer):
         return other
 
     def _rebudget(self, growth: Rebudgeting, queries: Tensor, scaling: float) -> None:
-        """Pack the generated rows where they are a whole segment; then remember this token's queries."""
+        """Pack the generated rows if they fill a segment; then record this token's queries."""
         if self._rows is not None and self._rows[0].shape[1] == growth.segment_tokens:
             keys, values = self._rows
             last = torch.stack(self._queries[-growth.window :], dim=2)

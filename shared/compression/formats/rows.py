@@ -1,6 +1,6 @@
-"""Rows: K and V of the selected tokens in the model's dtype, attended by any attention that keeps its rows.
+"""Rows: K and V of the selected tokens in the model's dtype, for every attention that does not evict.
 
-They may be quantised for the wire alone (`wire_bits`); the receiver then restores rows from the codes.
+They may be quantised for the wire only (`wire_bits`); the receiver then restores rows from the codes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, Part, ch
 from kvferry.shared.errors import InvalidRequest
 
 PLAIN_BITS = 16
-"""`wire_bits` of rows that travel unquantised."""
+"""`wire_bits` of rows that are sent unquantised."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ class Rows(LayerFormat):
     """K and V `[H_kv, n, D]`, post-RoPE, in position order.
 
     Attributes:
-        attention: how decode attends, and what it keeps beside K and V.
-        wire_bits: 16, or the width that rows are quantised to for the wire.
+        attention: decode's attention, which may store auxiliary tensors beside K and V.
+        wire_bits: 16, or the width to which rows are quantised for the wire.
     """
 
     name: ClassVar[str] = "rows"
@@ -107,7 +107,7 @@ class Rows(LayerFormat):
 
     @property
     def capacity(self) -> int:
-        """Rows of K and V that there is room for."""
+        """The number of rows for which there is room."""
         return self.rows + self.shape.num_new_rows
 
     @property
@@ -170,7 +170,7 @@ class Rows(LayerFormat):
         return cache
 
     def _quantised(self, tensors: Tensors) -> KiviPrompt:
-        """Rows that were quantised for the wire."""
+        """The received codes of rows that were quantised for the wire."""
         quantiser = self._quantiser
         assert quantiser is not None
         return quantiser.prompt(tensors)
@@ -196,8 +196,8 @@ class RowsCache(LayerCache):
 
     Attributes:
         keys, values: `[H_kv, cap, D]`.
-        auxiliary: what the attention keeps beside them.
-        positions: the prompt rows' tokens, int32 `[H_kv, n]` on the host; None where every token is kept.
+        auxiliary: the attention's auxiliary tensors.
+        positions: the prompt rows' tokens, int32 `[H_kv, n]` on the host; None if every token is selected.
     """
 
     format: Rows
@@ -224,7 +224,7 @@ class RowsCache(LayerCache):
     def batched(self, num_appended: int) -> CachedRows | None:
         attention, length = self.format.attention, self.format.rows + num_appended
         if length >= self.keys.shape[1]:
-            return None  # without room the row is refused as it is written, and for this sequence alone
+            return None  # no room: `append_and_attend` then fails for this sequence only
         if type(attention) is Dense:
             return CachedRows(keys=self.keys, values=self.values, length=length)
         if type(attention) is not Hsa:
@@ -248,7 +248,7 @@ class RowsCache(LayerCache):
 
 
 class NaiveRows(NaiveLayer):
-    """K and V, and the attention's own tensors built anew at every step."""
+    """K and V by concatenation; the attention's auxiliary tensors are rebuilt at every step."""
 
     def __init__(self, attention: AttentionKind, keys: Tensor, values: Tensor) -> None:
         self._attention = attention
@@ -278,12 +278,12 @@ class NaiveRows(NaiveLayer):
 
 
 def empty_tensors(specs: tuple[TensorSpec, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Memory for these tensors, not initialised."""
+    """Uninitialised tensors, with room for alignment."""
     return tuple(torch.empty(its.placed_shape, dtype=its.dtype, device=device) for its in specs)
 
 
 def _wire_part(plan: CompressionPlan) -> Part:
-    """`rows` as a resolved layer names it: with `wire_bits` only where the wire quantises."""
+    """The part "rows" of a resolved layer; it has `wire_bits` only if the rows are quantised for the wire."""
     part = plan.representation
     quantised = part.name == "rows" and part.params.get("wire_bits", PLAIN_BITS) != PLAIN_BITS
     return part if quantised else Part(name="rows")

@@ -1,6 +1,6 @@
-"""The part that formats share whose prompt is attended as it was stored: quantised, pruned or ragged rows.
+"""What the formats of quantised, pruned and ragged rows share: attention reads the prompt as it is stored.
 
-The prompt lies in the arena tensor by tensor; new tokens are plain rows behind it. Attention is dense.
+Each tensor of the prompt has a region of the arena; new tokens are plain rows after it. Attention is dense.
 """
 
 from __future__ import annotations
@@ -31,28 +31,36 @@ _PROMPT = "prompt_"
 
 
 class StoredPrompt(Protocol):
-    """One layer's prompt as it was stored."""
+    """One layer's compressed prompt, which can be attended directly."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Contiguous; names, shapes and dtypes are those of `LayerFormat.tensors`."""
+        """Contiguous tensors with the names, shapes and dtypes of `LayerFormat.tensors`."""
         ...
 
     def check(self, num_tokens: int) -> None:
-        """Refuse what compression never makes. Args: num_tokens: T. Raises: InvalidTensors."""
+        """Check the content of received tensors.
+
+        Args: num_tokens: T.
+        Raises: InvalidTensors: content that compression cannot have made.
+        """
         ...
 
     def attend(self, queries: Tensor, new_keys: Tensor, new_values: Tensor, *, scaling: float) -> Tensor:
-        """Attention of one token, `[H_kv, G, D]` to the same, over the prompt and new rows `[H_kv, m, D]`."""
+        """Attention of one token to the prompt and the new rows.
+
+        Args: queries: `[H_kv, G, D]`; new_keys, new_values: `[H_kv, m, D]`.
+        Returns: `[H_kv, G, D]`.
+        """
         ...
 
 
 class StoredFormat(LayerFormat):
-    """A format whose tensors have sizes known from the plan, attended densely."""
+    """A format whose tensor sizes are known from the plan, with dense attention."""
 
     @classmethod
     def check(cls, plan: CompressionPlan) -> None:
-        """Without a scorer every row is kept, and there is no budget."""
+        """See `LayerFormat.check`. Without a scorer every row is stored, and a budget is refused."""
         name = plan.representation.name
         cls._params(plan.representation)
         if plan.attention.name != "dense":
@@ -77,14 +85,14 @@ class StoredFormat(LayerFormat):
     @classmethod
     @abstractmethod
     def _params(cls, part: Part) -> object:
-        """A plan's parameters, checked. Raises: InvalidRequest."""
+        """The part's parameters, checked. Raises: InvalidRequest: one is missing, unknown or out of range."""
 
     @classmethod
     @abstractmethod
     def rows_within(cls, part: Part, budget_rows: int, *, num_tokens: int, head_dim: int) -> int:
-        """The most rows of at most T that take no more bytes than `budget_rows` plain rows of 16-bit values.
+        """The most rows, at most T, that fit in the bytes of `budget_rows` plain rows of 16-bit values.
 
-        Scales and channel numbers are counted, positions on neither side.
+        Scales and channel numbers count; positions do not, on either side.
         """
 
     @classmethod
@@ -104,11 +112,11 @@ class StoredFormat(LayerFormat):
 
     @abstractmethod
     def store(self, inputs: LayerInputs, scores: Tensor | None) -> StoredPrompt:
-        """As `LayerFormat.compress`."""
+        """As `LayerFormat.compress`, but returns the prompt as an object."""
 
     @abstractmethod
     def prompt(self, tensors: Tensors) -> StoredPrompt:
-        """What `store` made, from its tensors; nothing is copied."""
+        """The prompt whose tensors these are; nothing is copied."""
 
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
         return self.store(inputs, scores).tensors
@@ -144,7 +152,7 @@ class StoredFormat(LayerFormat):
 
 
 class StoredCache(LayerCache):
-    """A stored prompt and rows `[H_kv, cap, D]` of new tokens."""
+    """A stored prompt in the arena, and rows `[H_kv, cap, D]` of new tokens."""
 
     def __init__(self, fmt: StoredFormat, regions: Tensors, prompt: StoredPrompt) -> None:
         super().__init__(fmt, regions)
@@ -164,7 +172,7 @@ class StoredCache(LayerCache):
 
 
 class NaiveStored(NaiveLayer):
-    """The stored prompt and new rows, concatenated."""
+    """The stored prompt, and the new rows by concatenation."""
 
     def __init__(self, prompt: StoredPrompt) -> None:
         self._prompt = prompt

@@ -1,5 +1,6 @@
-"""K of fewer channels, V whole (ThinK, Xu et al. 2024): each KV head keeps the channels of K that its last
-queries weigh most.
+"""K with fewer channels, V whole (ThinK, Xu et al. 2024).
+
+Each KV head retains the K channels to which the prompt's last queries give the most weight.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class ThinkPrompt:
         channels: int16 `[H_kv, C]`, ascending.
         keys: `[H_kv, n, C]`.
         values: `[H_kv, n, D]`.
-        index: int32 `[H_kv, n]`; None where every token is kept.
+        index: selected positions, int32 `[H_kv, n]`; None if every token is selected.
     """
 
     channels: Tensor
@@ -55,7 +56,7 @@ class ThinkPrompt:
         return {"channels": self.channels, **index, "keys": self.keys, "values": self.values}
 
     def check(self, num_tokens: int) -> None:
-        """Refuse channels or positions that no selection makes."""
+        """Check that channels and positions ascend and are in range. Raises: InvalidTensors: otherwise."""
         if self.index is not None:
             check_index(self.index, num_tokens, reason="packed")
         channels, head_dim = self.channels, self.values.shape[2]
@@ -73,13 +74,14 @@ class ThinkPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Think(StoredFormat):
-    """Channels by `|Q_c| |K_c|` (ThinK, Eq. 5, the root of its square).
+    """Selects channels by `|Q_c| |K_c|` (ThinK, Eq. 5, without its square).
 
-    Q_c runs over the last `window` queries and the group, K_c over all tokens of the prompt, dropped ones
-    too.
+    Q_c covers the last `window` queries and the group; K_c covers all tokens of the prompt, also those that
+    are not selected.
 
     Attributes:
-        channel_retention: fraction of K's channels that are kept, rounded up.
+        channel_retention: fraction of K's channels that are retained; their number is rounded up.
+        window: how many of the prompt's last queries choose the channels.
     """
 
     name: ClassVar[str] = "think"
@@ -149,6 +151,6 @@ class Think(StoredFormat):
 
 
 def num_channels(retention: float, head_dim: int) -> int:
-    """C, the channels of K that are kept."""
-    # the shortest decimal that reads back as this float is what was meant
+    """C, the number of K channels that are retained."""
+    # the shortest decimal that gives this float is what the preset or client wrote
     return math.ceil(Fraction(repr(retention)) * head_dim)

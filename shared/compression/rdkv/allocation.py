@@ -1,9 +1,9 @@
-"""Bit allocation of one layer: V tokens first, then K channels over the tokens kept (RDKV section 3.2).
+"""Bit allocation of one layer: V tokens first, then K channels over the retained tokens (RDKV section 3.2).
 
-Called by RDKV's compression between weights and packing. Budgets are in bits of codes; what scales, minima
-and indexes add is counted beside them, never hidden.
+Called by RDKV's compression between weights and packing. Budgets are in bits of codes; scales, minima and
+indexes are not part of the budget and are counted separately.
 
-Legend: H_kv KV heads, T prompt tokens, D head_dim, B_tok budget in tokens a head, n tokens kept.
+Legend: H_kv KV heads, T prompt tokens, D head_dim, B_tok budget in tokens per head, n retained tokens.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class LayerAllocation:
     """The widths of one layer.
 
     Attributes:
-        values: bits `[H_kv, T]` of V tokens; 0 evicts the token, its K too.
-        keys: bits `[H_kv, D]` of K channels over the kept tokens; 0 drops the channel.
+        values: bits `[H_kv, T]` of V tokens; with 0 the token is dropped, K and V.
+        keys: bits `[H_kv, D]` of K channels over the retained tokens; with 0 the channel is dropped.
     """
 
     values: KnapsackSolution
@@ -37,18 +37,18 @@ class LayerAllocation:
 
     @property
     def num_kept(self) -> Tensor:
-        """int64 `[H_kv]`, n."""
+        """n, int64 `[H_kv]`."""
         return (self.values.bits > 0).sum(dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BitCount:
-    """What one layer's allocation comes to, before alignment and padding.
+    """The bits of one layer's allocation, before alignment and padding.
 
     Attributes:
-        codes: what the budget counts: codes, and values kept at 16 bits.
-        scales: scales and minima, which the budget hides.
-        index: positions of kept tokens and numbers of kept channels.
+        codes: what the budget counts: codes, and values stored at 16 bits.
+        scales: scales and minima, which the budget does not count.
+        index: positions of retained tokens and numbers of retained channels.
     """
 
     codes: int
@@ -65,16 +65,18 @@ def allocate(
     widths: Sequence[int] = WIDTHS,
 ) -> LayerAllocation:
     """V tokens get `16 B_tok` bits summed over a head's tokens, per channel; K channels get
-    `floor(16 B_tok D / n)` bits summed over channels, per kept token, and at most `16 D`.
+    `floor(16 B_tok D / n)` bits summed over channels, per retained token, and at most `16 D`.
 
-    The channel weights are of the whole prompt: they are not computed again after eviction (section 3.2).
+    The channel weights are those of the whole prompt; they are not recomputed for the retained tokens
+    (section 3.2).
 
     Args:
         token_weights: `[H_kv, T]`.
         channel_weights: `[H_kv, D]`.
-        budget_tokens: B_tok, at least 1: as many bits as this many tokens' K and V in full precision.
-        widths: those that a token or channel may have (Table 4's ablations), ascending, of `WIDTHS`; the
-            least of them for every token must be within the budget.
+        budget_tokens: B_tok, at least 1: the budget is the bits of K and V of this many tokens in full
+            precision.
+        widths: the allowed widths (Table 4's ablations), ascending, a subset of `WIDTHS`; the budget must
+            suffice for the least width for every token.
 
     Raises:
         KvferryError: a weight is negative or not finite.

@@ -1,7 +1,7 @@
-"""Measuring distortion tables on a model's own K and V; `epsilon.py` keeps them in files.
+"""Measures distortion tables on a model's own K and V; `epsilon.py` stores them in files.
 
-For `kvferry calibrate epsilon`, offline: feed each layer of each calibration prompt to an
-`EpsilonAccumulator`. Runs no model itself.
+Used offline by `kvferry calibrate epsilon`, which runs the model and adds each layer of each calibration
+prompt to an `EpsilonAccumulator`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""RDKV's compression of one layer, whole: weights, allocation, packing (Algorithm 1).
+"""RDKV's compression of one layer: weights, allocation, packing (Algorithm 1).
 
 Called by prefill between two layers of a prompt: full K and V in, packed bytes out.
 """
@@ -31,13 +31,15 @@ _MAX_REBUDGET_TOKENS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class RdkvSettings:
-    """RDKV's parameters, defaults as the paper's.
+    """RDKV's parameters, with the paper's defaults.
 
     Attributes:
-        budget_tokens: B_tok, tokens' worth of K and V in full precision per KV head.
-        window: queries of the prompt's end that the weights come from.
-        kernel_size: of the average pooling of token weights.
-        widths: those that tokens and channels may have.
+        budget_tokens: B_tok per KV head: the bits of K and V of this many tokens in full precision.
+        table: the distortion of each width.
+        window: how many of the prompt's last queries the weights use.
+        kernel_size: kernel of the average pooling of token weights.
+        channel_weights: the formula of the channel weights, see `weights.channel_weights`.
+        widths: the widths that tokens and channels may have.
     """
 
     budget_tokens: int
@@ -52,15 +54,15 @@ class RdkvSettings:
 class Rebudgeting:
     """How a packed layer's generated tokens are packed.
 
-    Deviation: a segment is weighed by itself. Its last queries' softmax (Eq. 3) goes over the segment's own
-    tokens, not over all that come before, so a segment's bits do not depend on how much attention the prompt
-    takes from it, and its budget is its own share of tokens, not what the prompt left over.
+    Deviation: the weights of a segment use only the segment. The softmax of its last queries (Eq. 3) covers
+    the segment's own tokens, not all earlier tokens, so a segment's bits do not depend on how much attention
+    the prompt takes from it. Its budget is its share of tokens, not what the prompt left over.
 
     Attributes:
-        segment_tokens: R, tokens of a segment; at most this many rows stay unpacked.
-        max_segments: as many as a completion of the plan's length fills.
-        limit_bytes: the most bytes that a segment packs to.
-        settings: of a segment's packing.
+        segment_tokens: R, tokens of a segment; there are never more unpacked rows than this.
+        max_segments: the segments that a completion of the plan's length packs.
+        limit_bytes: the largest possible size of a packed segment.
+        settings: settings for packing a segment.
     """
 
     segment_tokens: int
@@ -70,13 +72,13 @@ class Rebudgeting:
 
     @property
     def window(self) -> int:
-        """Queries of a segment's last tokens that its packing looks at."""
+        """How many of a segment's last queries its weights use."""
         return min(self.settings.window, self.segment_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RdkvLayer:
-    """A layer packed, and the allocation behind it."""
+    """A packed layer and its allocation."""
 
     packed: PackedLayer
     allocation: LayerAllocation
@@ -89,7 +91,7 @@ def compress_layer_rdkv(settings: RdkvSettings, inputs: LayerInputs) -> RdkvLaye
 
     Raises:
         KvferryError: weights are not finite.
-        ValueError: K or V of a kept token are not finite, in float16 where they are kept at 16 bits.
+        ValueError: K or V of a retained token are not finite, in float16 if they are stored at 16 bits.
     """
     window = min(settings.window, inputs.queries.shape[2])
     queries = inputs.queries[:, :, -window:]
@@ -105,9 +107,9 @@ def compress_layer_rdkv(settings: RdkvSettings, inputs: LayerInputs) -> RdkvLaye
 
 
 def rdkv_settings(part: Part, *, budget_tokens: int) -> RdkvSettings:
-    """RDKV's parameters as a plan's representation has them.
+    """RDKV's settings from the `representation` part of a plan.
 
-    Raises: InvalidRequest: unknown, missing or out of range.
+    Raises: InvalidRequest: a parameter is unknown, missing or out of range.
     """
     check_params("representation 'rdkv'", part.params, _PARAMS)
     table, window, kernel_size, variant, widths, rebudget = (part.params[name] for name in _PARAMS)

@@ -1,12 +1,12 @@
-"""Distortion tables: the normalised squared error that a bit-width leaves (RDKV section J, Table 14).
+"""Distortion tables: the normalised squared error of each bit-width (RDKV section J, Table 14).
 
-The knapsack prices widths with them. Built in for the paper's five models; `calibrate_epsilon.py` measures
-them for others, one JSON file each:
+The knapsack uses them as costs. The tables of the paper's five models are built in; `calibrate_epsilon.py`
+measures other models, with one JSON file each:
 
-    {"keys": [e2, e4, e8], "values": [e2, e4, e8], ...}         # what else stands there says where it is from
+    {"keys": [e2, e4, e8], "values": [e2, e4, e8], ...}              # other entries describe the measurement
 
-A service reads its folder of such files once, at its start (`install_tables`). Requests name tables, never
-paths. Router and workers should hold the same: one that lacks a table refuses the requests that name it.
+A service reads its folder of such files once at start (`install_tables`). Requests name tables, never paths.
+Router and workers should have the same tables: one that lacks a table refuses requests that name it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import cast
 from kvferry.shared.errors import ConfigurationError
 
 WIDTHS = (0, 2, 4, 8, 16)
-"""Bit-widths of a unit; 0 is eviction, 16 full precision."""
+"""Bit-widths of a unit; 0 drops it, 16 is full precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +67,11 @@ PAPER_TABLES: Mapping[str, EpsilonTable] = {
 
 _SUFFIX = ".json"
 _installed: dict[str, EpsilonTable] = {}
-"""What `install_tables` found last; one set a process."""
+"""The tables of the last `install_tables`; one set per process."""
 
 
 def table_names() -> tuple[str, ...]:
-    """Names that `find_table` knows: the paper's, then those of the installed folder."""
+    """The names that `find_table` accepts: the paper's models, then the installed folder's."""
     return (*PAPER_TABLES, *_installed)
 
 
@@ -88,10 +88,11 @@ def find_table(name: str) -> EpsilonTable:
 
 
 def install_tables(folder: str) -> None:
-    """Make the tables of a folder known to this process, each by its file's name without `.json`, instead of
-    those installed before.
+    """Install the tables of a folder in this process, in place of those installed before.
 
-    Args: folder: empty for none; files with another ending are left alone.
+    A table's name is its file's name without `.json`.
+
+    Args: folder: empty for none; files with another ending are ignored.
 
     Raises:
         ConfigurationError: the folder or a table cannot be read, or a name is one of the paper's.
@@ -118,7 +119,7 @@ def load_table(path: Path) -> EpsilonTable:
     """The table of one file.
 
     Raises:
-        ConfigurationError: the file cannot be read, or holds something else.
+        ConfigurationError: the file cannot be read, or is not a table.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -135,9 +136,9 @@ def load_table(path: Path) -> EpsilonTable:
 def save_table(
     path: Path, table: EpsilonTable, *, origin: Mapping[str, str | int | float] | None = None
 ) -> None:
-    """Write a table as `load_table` reads it; the file is replaced whole, so that no reader sees half of it.
+    """Write a table for `load_table`. The file is replaced atomically, so a reader never sees a part of it.
 
-    Args: origin: what it was measured on, beside the numbers; any names but "keys" and "values".
+    Args: origin: how the table was measured; any names except "keys" and "values".
 
     Raises:
         ConfigurationError: the file cannot be written.

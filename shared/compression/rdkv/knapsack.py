@@ -1,7 +1,8 @@
-"""The multiple-choice knapsack of RDKV (Eq. 6): one width for each unit, least weighted distortion, within a
-budget of bits.
+"""The multiple-choice knapsack of RDKV (Eq. 6): one width for each unit, with the least weighted distortion
+within a budget of bits.
 
-Solved per KV head, all heads at once, between weights and packing. Knows units, not what they are.
+Solved per KV head, all heads at once, between weights and packing. A unit is a V token or a K channel; the
+solver does not tell them apart.
 
 Legend: H heads, U units a head, w weights, epsilon the distortion at each of `WIDTHS`, B the budget.
 """
@@ -18,17 +19,18 @@ from kvferry.shared.compression.rdkv.epsilon import WIDTHS
 from kvferry.shared.errors import KvferryError
 
 CORE_UNITS = 32
-"""Units nearest to the water level that are settled exactly; with no more units than that, all are."""
+"""How many units nearest to the water level are solved exactly; with no more units than this, all are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnapsackSolution:
-    """Widths, and how good they provably are.
+    """The chosen widths, their distortion, and a lower bound for it.
 
     Attributes:
         bits: uint8 `[H, U]`, each one of `WIDTHS`; a head's sum is at most its budget.
         distortion: float64 `[H]`, `sum_u w_u epsilon(b_u)`.
-        lower_bound: float64 `[H]`, a value of the dual (Prop. A.3): no allocation within the budget has less.
+        lower_bound: float64 `[H]`, a value of the dual (Prop. A.3): every allocation within the budget has at
+            least this distortion.
     """
 
     bits: Tensor
@@ -41,16 +43,16 @@ def solve_knapsack(
 ) -> KnapsackSolution:
     """Minimise `sum_u w_u epsilon(b_u)` subject to `sum_u b_u <= B`.
 
-    The increments along the hull are taken in order of gain per bit, where the bisection of Algorithm 2 on
-    lambda converges to; then a dynamic programme settles the units nearest to the water level exactly.
+    First the increments along the hull are taken in order of gain per bit, which is the limit of Algorithm
+    2's bisection on lambda. Then a dynamic programme solves the units nearest to the water level exactly.
 
-    Deviation: Algorithm 2 may return an allocation that is up to 1 % over budget. Here no head's is.
+    Deviation: Algorithm 2 may return an allocation up to 1 % over budget. Here every head is within it.
 
     Args:
         weights: `[H, U]`, finite, at least 0.
         curve: epsilon at each of `WIDTHS`: 1 at 0 bits, then at least 0.
         budget_bits: int64 `[H]`: bits summed over a head's units, at least U times the least width.
-        widths: those that a unit may have, ascending, of `WIDTHS`.
+        widths: the widths that a unit may have, ascending, a subset of `WIDTHS`.
 
     Raises:
         KvferryError: a weight is negative or not finite.
@@ -64,7 +66,7 @@ def solve_knapsack(
         raise KvferryError("distortion weights must be finite and at least 0; some are not")
     costs = weights.double()
     offered = _Offered(widths=tuple(widths), curve=tuple(curve[WIDTHS.index(w)] for w in widths))
-    # Every unit has the least width from the start; the hull's increments come on top.
+    # Every unit starts with the least width; the hull's increments are added to it.
     least = widths[0] * weights.shape[1]
     budgets = budget_bits.to(costs.device, torch.int64)
     assert bool((budgets >= least).all()), (budgets, least)
@@ -90,8 +92,8 @@ class _Offered:
 
 @dataclass(frozen=True, kw_only=True)
 class _Hull:
-    """The increments along the lower convex hull of epsilon: bits and gain per bit and unit weight, the
-    latter descending. For any lambda the cheapest widths lie on it."""
+    """The increments along the lower convex hull of epsilon: bits, and gain per bit and unit weight, which
+    descends. For any lambda the cheapest widths are on the hull."""
 
     bits: tuple[int, ...]
     gains: tuple[float, ...]
@@ -112,16 +114,16 @@ def _hull(offered: _Offered) -> _Hull:
             return _Hull(bits=tuple(steps), gains=tuple(gains))
         best = max(slopes, key=slopes.__getitem__)
         steps.append(widths[best] - widths[at])
-        # Rounding must not let a later increment overtake an earlier one of its unit.
+        # Rounding must not put a unit's later increment before an earlier one.
         gains.append(min(slopes[best], gains[-1]) if gains else slopes[best])
         at = best
 
 
 def _fill(costs: Tensor, hull: _Hull, budgets: Tensor) -> tuple[Tensor, Tensor]:
-    """Increments in order of gain per bit, the lowest unit first among equals, until one does not fit.
+    """Take increments in order of gain per bit, the lowest unit first among equals, until one does not fit.
 
-    Returns: bits int64 `[H, U]`; float64 `[H]` the gain per bit of the increment that does not fit, which is
-        the lambda of the greatest dual value; 0 where every increment with a gain fits.
+    Returns: bits, int64 `[H, U]`; the gain per bit of the increment that does not fit, float64 `[H]`, which
+        is the lambda with the greatest dual value; 0 if every increment with a gain fits.
     """
     num_units = costs.shape[1]
     steps = torch.tensor(hull.bits, dtype=torch.int64, device=costs.device)
@@ -138,11 +140,12 @@ def _fill(costs: Tensor, hull: _Hull, budgets: Tensor) -> tuple[Tensor, Tensor]:
 def _settle_core(
     costs: Tensor, offered: _Offered, hull: _Hull, bits: Tensor, budgets: Tensor, level: Tensor
 ) -> Tensor:
-    """Choose the widths of the units nearest to the water level anew, exactly, with the bits they hold and
-    those left over.
+    """Choose the widths of the units nearest to the water level again, exactly, with the bits that these
+    units have and those left over.
 
-    A dynamic programme over "best distortion of the first m units with at most 2 s bits". Returns int64
-    `[H, U]`.
+    A dynamic programme over "best distortion of the first m units with at most 2 s bits".
+
+    Returns: int64 `[H, U]`.
     """
     num_heads, num_units = costs.shape
     size = min(CORE_UNITS, num_units)
@@ -171,7 +174,7 @@ def _settle_core(
 
 
 def _nearest_units(costs: Tensor, hull: _Hull, lam: Tensor, size: int) -> Tensor:
-    """Units with an increment whose gain per bit is nearest to lambda, by ratio: int64 `[H, size]`."""
+    """The units with an increment whose gain per bit is nearest to lambda, by ratio: int64 `[H, size]`."""
     tiny = torch.finfo(torch.float64).tiny
     ratios = (costs.clamp(min=tiny).log() - lam.clamp(min=tiny).log()[:, None])[:, None, :]
     gains = costs.new_tensor(hull.gains).log()[None, :, None]

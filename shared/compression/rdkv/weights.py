@@ -1,6 +1,6 @@
-"""Distortion weights: what losing a V token or a K channel costs attention (RDKV section 3.1).
+"""Distortion weights: how much a V token or a K channel matters to attention (RDKV section 3.1).
 
-First step of RDKV's compression, once a layer, from the prompt's last queries. Allocates nothing.
+First step of RDKV's compression, once per layer, from the prompt's last queries.
 
 Legend: H_kv KV heads, G query heads per KV head, W queries of the window, T prompt tokens, D head_dim.
 """
@@ -21,14 +21,14 @@ ChannelWeights = Literal["norms", "mean_squares"]
 def token_weights(queries: Tensor, keys: Tensor, *, scaling: float, kernel_size: int = 5) -> Tensor:
     """`w_t = sum_{g, tau} a_{tau, t}` (Eq. 2) over all T columns, average-pooled with stride 1.
 
-    The pooling pads by reflection; where T <= kernel_size // 2 a reflection does not exist and nothing is
-    pooled. No token is forced to be kept.
+    Pooling pads by reflection; if T <= kernel_size // 2 there is no reflection, and the weights are not
+    pooled. No token is protected.
 
     Args:
         queries: post-RoPE `[H_kv, G, W, D]`, the prompt's last W <= T queries.
         keys: post-RoPE `[H_kv, T, D]`.
         scaling: the softmax scale.
-        kernel_size: odd; 1 pools nothing.
+        kernel_size: odd; 1 means no pooling.
 
     Returns: float32 `[H_kv, T]`.
     """
@@ -47,8 +47,8 @@ def channel_weights(queries: Tensor, keys: Tensor, *, variant: ChannelWeights = 
     Args:
         queries: post-RoPE `[H_kv, G, W, D]`.
         keys: post-RoPE `[H_kv, T, D]`.
-        variant: "norms" as the paper; "mean_squares" as the authors' code, `mean(Q_c^2) mean(K_c^2)`, which
-            is the paper's weight squared but for a factor that all channels share.
+        variant: "norms" as in the paper; "mean_squares" as in the authors' code, `mean(Q_c^2) mean(K_c^2)`:
+            the square of the paper's weight, up to a factor that all channels share.
 
     Returns: float32 `[H_kv, D]`.
     """

@@ -1,4 +1,7 @@
-"""Scorers by name: a plan's `scorer` part is looked up here. Adding a scorer is one file and one entry."""
+"""Scorers by name, for the `scorer` part of a plan.
+
+Adding one is one file and one entry of the registry, or an entry point of another package (`installed.py`).
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ SCORERS: Mapping[str, ScorerFactory] = {
 def make_scorer(part: Part, *, rows: int) -> Scorer:
     """The scorer that a plan names.
 
-    Args: rows: rows to be kept per KV head; the scorer protects no more than that.
+    Args: rows: rows to select per KV head; the scorer protects no more than that.
     Raises:
-        InvalidRequest: unknown name or bad parameters.
-        ConfigurationError: an installed method brings a scorer of a name that is taken.
+        InvalidRequest: an unknown name or bad parameters.
+        ConfigurationError: an installed method brings a scorer whose name is taken.
     """
     outside = installed_scorers()
     taken = sorted(set(outside) & set(SCORERS))

@@ -1,10 +1,10 @@
-"""Tokens of most accumulated attention, beside sinks and recents: H2O (Zhang et al. 2023), D2O section 4.2.1.
+"""Scores by accumulated attention, beside sinks and recents: H2O (Zhang et al. 2023), D2O section 4.2.1.
 
-Called per layer while the prompt is prefilled. Does not select; `select.py` does. The decode attentions
-"evict" and "merge" go on with the same sums and the same division of the rows.
+Called per layer while the prompt is prefilled. The format selects the rows. The decode attentions "evict" and
+"merge" continue with the same sums and the same zones.
 
-Deviation: with history the queries are those of the turn's new tokens: older ones are gone. Sums run over the
-group, so that a KV head keeps one choice.
+Deviation: with history, the queries are those of the turn's new tokens, because older queries are not stored.
+Sums run over the group, so that all query heads of a KV head share one selection.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from kvferry.shared.compression.plan import ParamValue, check_params
 
 @dataclass(frozen=True, kw_only=True)
 class AccumulatedAttentionScorer:
-    """`s_t = sum_g sum_i softmax(q_{g,i} K^T * scaling)_t` over all the queries there are, causal; sinks and
+    """`s_t = sum_g sum_i softmax(q_{g,i} K^T * scaling)_t` over all available queries, causal; sinks and
     recents score +inf.
 
     Attributes:
-        layer_zones: how the rows to be kept per KV head divide.
+        layer_zones: how the selected rows of a KV head divide into sinks, important rows and recents.
     """
 
     layer_zones: Zones
 
     @classmethod
     def heavy_hitters(cls, params: Mapping[str, ParamValue], rows: int) -> AccumulatedAttentionScorer:
-        """H2O's: half the rows, an odd one more, are the latest. Raises InvalidRequest on any parameter."""
+        """H2O's zones: half of the rows, rounded up, are recents. Raises InvalidRequest on any parameter."""
         check_params("heavy_hitters", params, {})
         return cls(layer_zones=half_zones(rows))
 
     @classmethod
     def from_params(cls, params: Mapping[str, ParamValue], rows: int) -> AccumulatedAttentionScorer:
-        """D2O's: 4 sinks, then three important rows to one of the latest. Raises InvalidRequest on any
-        parameter."""
+        """D2O's zones: 4 sinks, then three important rows for each recent one.
+
+        Raises: InvalidRequest: on any parameter.
+        """
         check_params("accumulated_attention", params, {})
         return cls(layer_zones=zones(rows))
 

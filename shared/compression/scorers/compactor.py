@@ -1,7 +1,7 @@
-"""Compactor (papers/compactor.txt): scores that do not look at the question.
+"""Compactor (papers/compactor.txt): scores that do not depend on the question.
 
-Called per layer while the prompt is prefilled. A token is kept for being attended within its surroundings, or
-for a key that points where few others do. Does not select; `select.py` does.
+Called per layer while the prompt is prefilled. A token scores high if nearby tokens attend to it, or if its
+key points in a direction that few other keys share. The format selects the rows.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ _POOL = 3
 
 @dataclass(frozen=True, kw_only=True)
 class CompactorScorer:
-    """`s = z(a) + lambda z(o)` (equation 6) over the tokens between the sinks and the recents, which score
+    """`s = z(a) + lambda z(o)` (equation 6) for the tokens between the sinks and the recents, which score
     +inf. z is the z-score per KV head, population std, at least 1e-6.
 
     o: leverage of pre-RoPE keys (`leverage.py`), history included.
     a: attention in chunks of c tokens without a causal mask (equation 5), column sums, mean over the group,
-    times the value's norm, then average-pooled by 3, the padding's zeros counted.
+    times the value's norm, then average-pooled by 3; the padding's zeros count.
 
-    Deviation: tokens of the history have no queries in this turn. Chunks lie at fixed places (the first one
-    begins after the sinks), and one with such tokens in it is scored by the turn's last c queries instead, as
-    if they were its own: the paper wants the likelihood that a token is attended by a future one, and those
-    are the future ones at hand; without a, its ablation loses most of the score at small budgets. So a turn
-    with history is not blind to its own question; a prompt without is.
+    Deviation: tokens of the history have no queries in this turn. Chunks start at fixed positions (the first
+    one after the sinks). A chunk with history tokens in it is scored by the turn's last c queries instead, as
+    if they were the chunk's own. The paper wants the likelihood that a future token attends to a token, and
+    for history those queries are such future tokens; without a, the paper's ablation loses most of the score
+    at small budgets. So in a turn with history the scores do depend on the question; without history they do
+    not.
 
     Attributes:
-        sketch, sketch_columns (k), solver, centered, seed: of the leverage.
+        sketch, sketch_columns (k), solver, centered, seed: see `leverage_scores`.
         chunk_tokens: c.
         scaled: multiply logits by the model's softmax scale; the authors' code does not.
         leverage_weight: lambda.
-        sinks, recents: tokens always kept at the prompt's beginning and end.
-        rows: rows to be kept per KV head; where they are fewer than sinks and recents, recents come first.
+        sinks, recents: the numbers of first and last tokens of the prompt that are always selected.
+        rows: rows to select per KV head; if they are fewer than sinks and recents, recents come first.
     """
 
     sketch: Sketch
@@ -142,7 +143,7 @@ class CompactorScorer:
         """a of the tokens `begin` to `end`: float32 `[H_kv, end - begin]`."""
         scaling = inputs.scaling if self.scaled else 1.0
         num_history = inputs.keys.shape[1] - inputs.queries.shape[2]
-        # from here on, whole chunks are of tokens with queries
+        # from here on, every token of a chunk has a query
         first_own = min(begin + -(-max(num_history - begin, 0) // self.chunk_tokens) * self.chunk_tokens, end)
         earlier = shared_chunk_scores(
             inputs.queries[:, :, -self.chunk_tokens :],

@@ -1,6 +1,6 @@
-"""Random rows: the floor that every other scorer has to beat, and the same on every worker.
+"""Random scores: the baseline for every other scorer, with the same result on every worker.
 
-Called per layer while the prompt is prefilled. Does not select; `select.py` does.
+Called per layer while the prompt is prefilled. The format selects the rows.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _BITS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class RandomScorer:
-    """A hash of (seed, layer, KV head, position) as score: SplitMix64 in integers, so that device, prompt
+    """The score is a hash of (seed, layer, KV head, position): SplitMix64 in integers, so that device, prompt
     length and batch do not matter.
 
     Attributes:
-        seed: another seed, another choice.
+        seed: different seeds select different rows.
     """
 
     seed: int
@@ -60,18 +60,18 @@ class RandomScorer:
 
 
 def _mix(state: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64, whose arithmetic wraps as unsigned does."""
+    """SplitMix64's finaliser on int64, whose arithmetic wraps like that of uint64."""
     state = (state ^ _shift(state, 30)) * _signed(_MIX_1)
     state = (state ^ _shift(state, 27)) * _signed(_MIX_2)
     return state ^ _shift(state, 31)
 
 
 def _shift(state: Tensor, bits: int) -> Tensor:
-    """Logical shift right: torch's own keeps the sign."""
+    """Logical shift right; torch's own shift is arithmetic."""
     return (state >> bits) & ((1 << (_BITS - bits)) - 1)
 
 
 def _signed(value: int) -> int:
-    """The int64 of the same 64 bits."""
+    """The int64 with the same 64 bits."""
     value &= (1 << _BITS) - 1
     return value - (1 << _BITS) if value >= 1 << (_BITS - 1) else value

@@ -1,9 +1,9 @@
-"""StreamingLLM (Xiao et al. 2024): the first tokens and the latest ones, whatever they say.
+"""StreamingLLM (Xiao et al. 2024): selects the first and the latest tokens, whatever their content.
 
-Called per layer while the prompt is prefilled. Does not select; `select.py` does.
+Called per layer while the prompt is prefilled. The format selects the rows.
 
-Deviation: tokens keep the positions they had, where the paper renumbers those in the cache; and generated
-tokens are never evicted, so what is attended grows with the completion.
+Deviation: tokens keep their original positions, while the paper renumbers those in the cache. Generated
+tokens are never evicted, so the number of attended rows grows with the completion.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvferry.shared.errors import InvalidRequest
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingScorer:
-    """Later tokens score higher; the first `min(sinks, rows - 1)` are always kept.
+    """The latest tokens score 1, the others 0; the first `min(sinks, rows - 1)` are always selected.
 
     Attributes:
-        sinks: attention sinks, the paper's 4.
-        rows: rows to be kept per KV head; the newest token has one of them before any sink.
+        sinks: number of attention sinks; 4 in the paper.
+        rows: rows to select per KV head; the newest token comes before any sink.
     """
 
     sinks: int
@@ -56,7 +56,7 @@ class StreamingScorer:
         num_kv_heads, num_tokens, _ = inputs.keys.shape
         sinks = min(self.sinks, self.rows - 1)
         scores = torch.zeros(num_kv_heads, num_tokens, device=inputs.keys.device)
-        # not the position itself: float32 has no distinct numbers for long prompts
+        # not the position itself: float32 cannot tell the positions of a long prompt apart
         scores[:, max(num_tokens - (self.rows - sinks), 0) :] = 1.0
         scores[:, :sinks] = torch.inf
         return scores

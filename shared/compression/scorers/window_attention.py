@@ -1,6 +1,6 @@
 """Scores by the attention of the prompt's last queries: SnapKV, and RocketKV's first stage.
 
-Called per layer while the prompt is prefilled. Does not select; `select.py` does.
+Called per layer while the prompt is prefilled. The format selects the rows.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MAX_KERNEL_SIZE = 4095
 class WindowAttentionScorer:
     """`s = pool(sum_g sum_i softmax(q_{g,i} K^T * scaling))` over the columns before the window.
 
-    The window is the last w = min(window, rows, T_new) queries. Its own columns are dropped before pooling
-    and score +inf, so they are always kept. The pooling runs after the sums, stride 1, padded by
+    The window is the last w = min(window, rows, T_new) queries. Its own columns are left out of the pooling
+    and score +inf, so they are always selected. Pooling comes after the sums, with stride 1 and padding of
     kernel_size // 2: "avg" counts the padding's zeros (SnapKV, Li et al. 2024, kernel 7 or 5), "max" ignores
-    it (RocketKV section 3.3, kernel 63).
+    them (RocketKV section 3.3, kernel 63).
 
     Attributes:
-        rows: rows to be kept per KV head; the window never protects more than that.
+        rows: rows to select per KV head; the window never protects more than that.
     """
 
     window: int
