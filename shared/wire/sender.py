@@ -146,13 +146,13 @@ class BlockSender:
 
     def _pump(self) -> bool:
         """Send of each transfer what credit and channel allow, up to the size of a block; returns whether
-        that bound left something unsent."""
+        anything was sent, so that more may follow at once."""
         more = False
         with self._lock:
             transfers = tuple(self._transfers.values())
         for transfer in transfers:
             is_over = transfer.is_over
-            sent_bytes = count = 0
+            count = 0
             messages = transfer.take(MAX_PAYLOAD_BYTES)
             for message in messages:
                 if not message.frames:
@@ -160,11 +160,10 @@ class BlockSender:
                     message.frames = (encode_header(message.header, payload), *payload)
                 if not self._send(transfer, message.frames):
                     break
-                sent_bytes += message.tensor_bytes
                 count += 1
             if messages:
                 transfer.sent(count)
-            more = more or sent_bytes >= MAX_PAYLOAD_BYTES
+            more = more or count > 0
             if is_over:  # a receiver that could not be told now aborts by its idle timeout or the lost peer
                 with self._lock:
                     del self._transfers[transfer.key]
