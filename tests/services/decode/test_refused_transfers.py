@@ -210,7 +210,7 @@ async def test_packed_bytes_that_no_packer_writes_fail_both_sides(
     stream, ticket = await ticket_of(made.service, request)
     cache = prompt_cache(made.shipper.model, request)
     with torch.inference_mode():
-        packed = cache.formats[1]._packed(cache.layers[1])
+        packed = cache.formats[1].packed(cache.layers[1])
         packed.heads[1].positions[0] = 100
         cache.layers[1] = packed_tensors(packed)
     transfer = made.shipper.open(request, ticket)
