@@ -46,7 +46,6 @@ def assert_tensors_are_the_oracles(
             continue
         for kind in sizes:
             sizes[kind] += kept[kind].nbytes
-        sizes["index"] += kept["layout"].nbytes
     assert {kind: done.bytes_by_kind[kind] for kind in sizes} == sizes
 
 
