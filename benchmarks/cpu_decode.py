@@ -31,17 +31,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.services.decode.attention import BatchAttention
-from kvferry.shared.cache.layout import sequence_layout
+from kvferry.services.decode.attention import BatchAttention, SlotAttention
+from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.bridge import TransformersModel
+from kvferry.shared.model.checkpoint import resolve_model_path
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.location import resolve_model_path
-from kvferry.shared.oracle import OneProcessGenerator
+from kvferry.tools.oracle import OneProcessGenerator
 from kvferry.tools.recall.tasks import TASKS
 
 METHODS = ("full", "rocketkv", "rdkv")
@@ -134,14 +134,17 @@ def our_step(
         batch.append(tuple(layer.place(buffer, tensors) for layer, tensors in layers))
     token_ids = torch.full((batch_size,), 7)
     num_appended = 0
-    attention = BatchAttention.of(spec, batch, [0] * batch_size)
+    slots = SlotAttention(spec, batch_size, batch[0][0].regions["keys"])
+    for slot, caches in enumerate(batch):
+        slots.place(slot, caches, 0)
+    attention = BatchAttention(slots, batch_size)
     active = torch.ones(batch_size, dtype=torch.int64)
 
     def step() -> None:
         nonlocal num_appended, token_ids
         positions = torch.full((batch_size,), min(num_tokens + num_appended, spec.max_model_len - 1))
         token_ids = model.decode(token_ids, positions, attention=attention).argmax(-1)
-        for error in attention.errors.values():
+        for error in slots.errors.values():
             raise error
         num_appended += 1
         attention.advance(active)

@@ -28,7 +28,7 @@ from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.oracle import CapturedPrompt, Continuation, OneProcessGenerator
+from kvferry.tools.oracle import CapturedPrompt, Continuation, OneProcessGenerator
 from kvferry.tools.recall.tasks import TASKS
 
 WIDTHS = {"joint": "0,2,4,8,16", "tri-state": "0,4,16", "evict-only": "0,16", "quant-only": "2,4,8,16"}

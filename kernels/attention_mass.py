@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvferry.kernels.dense_decode.triton_kernel import dot_dtype
+from kvferry.kernels.descriptors import MAX_SPLITS, choose_num_splits
 from kvferry.kernels.dispatch import interpreting
 from kvferry.kernels.split_attention import LOG2_E
-from kvferry.kernels.split_workspace import MAX_SPLITS, choose_num_splits
 
 
 @triton.jit
@@ -92,6 +92,8 @@ def _column_sums_kernel(
         lse = tl.load(lse_ptr + row, mask=i < unit_rows, other=0.0)
         logits = tl.dot(k, tl.trans(q), input_precision="ieee") * scale_log2 - lse[None, :]
         position = num_tokens - window + i % window
+        # at most 0 but for rounding, which is without bound where logits are large; NaN stays
+        logits = tl.where(logits > 0, 0.0, logits)
         seen = (t[:, None] <= position[None, :]) & (i[None, :] < unit_rows)
         sums += tl.sum(tl.exp2(tl.where(seen, logits, float("-inf"))), 1)
     tl.store(out_ptr + unit.to(tl.int64) * num_tokens + t, sums, mask=t < num_tokens)

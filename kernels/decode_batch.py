@@ -3,26 +3,44 @@
 A batch is a number of slots, each a sequence or empty, in every layer. `DenseBatch`, `HsaBatch` and
 `TriZoneBatch` attend for all slots of their kind in a layer: by one launch through descriptors if a Triton
 kernel supports them, else one slot after another in torch. A step never reads a number from the device, so it
-can be captured: lengths are stored on the device and grow there.
+can be captured: lengths are stored on the device and grow there. A sequence joins and leaves alone: the other
+slots' descriptors stay as they are.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels.descriptors import LENGTH
 from kvferry.kernels.dispatch import path_for
-from kvferry.kernels.split_workspace import SplitWorkspace, split_workspace
 
 Alone = Callable[[int, Callable[[], Tensor]], Tensor | None]
 """(slot, attend) -> the result of `attend`; None if the slot has failed, now or before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """One tensor's place in a buffer: its offset in bytes, shape and dtype."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @cached_property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """The region of a uint8 buffer as a typed tensor; writes go to the buffer."""
+        return buffer[self.offset : self.offset + self.size_bytes].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +60,20 @@ class BatchShape:
         """(slot, KV head) pairs."""
         return self.num_slots * self.num_kv_heads
 
-    def workspace(self, num_slots: int) -> SplitWorkspace:
-        """Scratch for split kernels. Args: num_slots: splits of all heads together."""
-        sizes = {"group_size": self.group_size, "head_dim": self.head_dim, "num_heads": self.num_heads}
-        return split_workspace(num_slots=num_slots, device=self.device, **sizes)
+    def of_slots(self, num_slots: int) -> BatchShape:
+        """The same with another number of slots."""
+        return replace(self, num_slots=num_slots)
+
+
+class NewToken(NamedTuple):
+    """One slot's part of a step: queries `[H_kv, G, D]`, key and value `[H_kv, D]`, the row that they become,
+    and the softmax scale."""
+
+    queries: Tensor
+    key: Tensor
+    value: Tensor
+    position: int
+    scaling: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,69 +89,85 @@ class CachedRows:
     values: Tensor
     length: int
 
-    def append(self, key: Tensor, value: Tensor, *, position: int) -> tuple[Tensor, Tensor]:
-        """Write a row. Args: key, value `[H_kv, D]`. Returns: K and V up to it, `[H_kv, position + 1, D]`.
+    def append(self, token: NewToken) -> tuple[Tensor, Tensor]:
+        """Write a row. Returns: K and V up to it, `[H_kv, position + 1, D]`.
 
         Raises: IndexError: there is no such row.
         """
-        self.keys.select(1, position).copy_(key)
-        self.values.select(1, position).copy_(value)
-        return self.keys.narrow(1, 0, position + 1), self.values.narrow(1, 0, position + 1)
+        self.keys.select(1, token.position).copy_(token.key)
+        self.values.select(1, token.position).copy_(token.value)
+        length = token.position + 1
+        return self.keys.narrow(1, 0, length), self.values.narrow(1, 0, length)
 
 
 Rows = TypeVar("Rows", bound=CachedRows)
+Scratch = TypeVar("Scratch")
+Fields = tuple[list[int], list[int]]
+"""A descriptor: the fields of a slot's first head in one layer, and the increments from head to head."""
 
 
 class HeadTables:
     """Descriptors (`descriptors.py`) of every layer, slot and KV head, int64 `[L, S * H_kv, F]`.
 
-    A slot without rows in a layer, and one that is not active, has length 0 there.
+    A slot without rows in a layer, and one that is not active, has length 0 there. A slot is written alone:
+    the others stay as they are.
 
     Args: empty: the fields of a head without rows, length 0; kernels may divide by some of them.
     """
 
     def __init__(self, shape: BatchShape, empty: Sequence[int]) -> None:
-        self._shape = shape
-        self._empty = list(empty)
+        self._num_kv_heads = shape.num_kv_heads
+        self._none = (list(empty), [0] * len(empty))
         size = (shape.num_layers, shape.num_heads)
-        self._table = torch.tensor(self._empty, device=shape.device).repeat(*size, 1)
+        self._table = torch.tensor(self._none[0], device=shape.device).repeat(*size, 1)
         self._lengths = torch.zeros(size, dtype=torch.int64, device=shape.device)
         self._grows = torch.zeros(size, dtype=torch.int64, device=shape.device)
 
-    def fill(self, layers: Sequence[Mapping[int, tuple[Sequence[int], Sequence[int]]]]) -> None:
-        """Write a batch's descriptors before its first step; the memory stays the same.
+    def place(self, slot: int, layers: Mapping[int, Fields]) -> None:
+        """Write a slot's descriptors before its first step; the memory stays the same.
 
-        Args: layers: for each, by slot: the fields of its first head, and the increments from head to head.
-            Lengths include the first step's row.
+        Args: layers: by layer. Lengths include the first step's row. Other layers have no rows.
         """
-        shape = self._shape
-        none = (self._empty, [0] * len(self._empty))
-        placed = [[members.get(slot, none) for slot in range(shape.num_slots)] for members in layers]
-        first, step = torch.tensor(placed, dtype=torch.int64).unbind(2)
-        heads = torch.arange(shape.num_kv_heads)[:, None]
-        table = (first[:, :, None] + heads * step[:, :, None]).flatten(1, 2)
-        self._table.copy_(table, non_blocking=True)
-        self._lengths.copy_(table[..., LENGTH], non_blocking=True)
-        self._grows.copy_((table[..., LENGTH] > 0).long(), non_blocking=True)
+        first, step = torch.tensor(
+            [layers.get(layer, self._none) for layer in range(len(self._table))], dtype=torch.int64
+        ).unbind(1)
+        heads = torch.arange(self._num_kv_heads)[:, None]
+        table = first[:, None] + heads * step[:, None]
+        rows = slice(slot * self._num_kv_heads, (slot + 1) * self._num_kv_heads)
+        self._table[:, rows].copy_(table, non_blocking=True)
+        self._lengths[:, rows].copy_(table[..., LENGTH], non_blocking=True)
+        self._grows[:, rows].copy_((table[..., LENGTH] > 0).long(), non_blocking=True)
 
     def advance(self, active: Tensor) -> None:
         """See `SlotBatch.advance`."""
-        heads = active[:, None].expand(-1, self._shape.num_kv_heads).reshape(1, -1)
-        self._lengths += self._grows * heads
-        torch.mul(self._lengths, heads, out=self._table[..., LENGTH])
+        heads = self._of_heads(active)
+        self._lengths[:, : len(heads)] += self._grows[:, : len(heads)] * heads
+        self.show(active)
 
-    def layer(self, layer: int) -> Tensor:
-        """int64 `[S * H_kv, F]`."""
-        return self._table[layer]
+    def show(self, active: Tensor) -> None:
+        """See `SlotBatch.show`."""
+        heads = self._of_heads(active)
+        torch.mul(self._lengths[:, : len(heads)], heads, out=self._table[:, : len(heads), LENGTH])
+
+    def layer(self, layer: int, num_slots: int) -> Tensor:
+        """The first slots' descriptors, int64 `[num_slots * H_kv, F]`."""
+        return self._table[layer, : num_slots * self._num_kv_heads]
+
+    def _of_heads(self, active: Tensor) -> Tensor:
+        return active[:, None].expand(-1, self._num_kv_heads).reshape(-1)
 
 
-class SlotBatch(ABC, Generic[Rows]):
+class SlotBatch(ABC, Generic[Rows, Scratch]):
     """Decode attention of a batch's slots of one kind, which is a subclass.
 
-        made: every slot empty ──fill──► every layer once ──advance──► every layer once ...
+        made: every slot empty ──► every layer once ──advance──► every layer once ──advance──► ...
+                                     place, remove: between steps, one slot at a time
+
+    A step runs over the first slots; how many, and the scratch memory for them, may change from step to step.
 
     Args:
         op: as `dispatch.py` names it.
+        shape: of the largest batch.
         base: the buffer that descriptors count from, one-dimensional in the rows' dtype; the arena.
         is_launched: whether Triton kernels run it, so that a step does not wait for the device.
         empty: see `HeadTables`.
@@ -133,95 +177,125 @@ class SlotBatch(ABC, Generic[Rows]):
         self, op: str, shape: BatchShape, base: Tensor, *, is_launched: bool, empty: Sequence[int]
     ) -> None:
         self.is_launched = is_launched
-        self._op, self._shape, self._base = op, shape, base
-        self._layers: Sequence[Mapping[int, Rows]] = ()
-        self._num_steps = 1
+        self.op, self._shape, self._base = op, shape, base
+        self._layers: list[dict[int, Rows]] = [{} for _ in range(shape.num_layers)]
+        self._placed_at: dict[int, int] = {}
+        self._num_steps = 0
         if is_launched:
             size = (shape.num_slots, shape.num_kv_heads, shape.group_size, shape.head_dim)
             self._tables = HeadTables(shape, empty)
             self._output = torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
-    def fill(self, layers: Sequence[Mapping[int, Rows]]) -> None:
-        """Set the batch before its first step. Args: layers: for each, the rows of this kind's slots."""
-        self._layers = layers
-        self._num_steps = 1
+    def place(self, slot: int, layers: Mapping[int, Rows]) -> None:
+        """Place a sequence in an empty slot. Args: layers: its rows in the layers that are of this kind."""
+        self._placed_at[slot] = self._num_steps
+        for layer, rows in layers.items():
+            self._layers[layer][slot] = rows
         if self.is_launched:
-            self._tables.fill(
-                [{slot: self._fields(rows) for slot, rows in layer.items()} for layer in layers]
-            )
+            self._tables.place(slot, {layer: self._fields(rows) for layer, rows in layers.items()})
 
-    def release(self) -> None:
-        """Drop all references to the batch."""
-        self._layers = ()
+    def remove(self, slot: int) -> None:
+        """Empty a slot, and drop all references to its sequence."""
+        del self._placed_at[slot]
+        for layer in self._layers:
+            layer.pop(slot, None)
+        if self.is_launched:
+            self._tables.place(slot, {})
 
     def advance(self, active: Tensor) -> None:
-        """The next step: one more row in every slot that is active. Args: active: int64 `[S]`, 0 or 1."""
+        """The next step: one more row in every slot that is active.
+
+        Args: active: int64 `[n]`, 0 or 1, of the first slots.
+        """
         self._num_steps += 1
         if self.is_launched:
             self._tables.advance(active)
 
+    def show(self, active: Tensor) -> None:
+        """Change which slots the next step is for. Args: as in `advance`."""
+        if self.is_launched:
+            self._tables.show(active)
+
+    @abstractmethod
+    def size(self) -> Hashable:
+        """What the scratch memory depends on besides the number of slots; for the sequences placed now."""
+
+    @abstractmethod
+    def scratch(self, num_slots: int) -> Scratch:
+        """Scratch memory for steps over the first slots, while `size()` stays the same."""
+
     def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, alone: Alone
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scaling: float,
+        alone: Alone,
+        scratch: Scratch | None,
     ) -> Tensor:
         """Append a row to every slot of this kind and attend.
 
-        Args: queries `[S, H_kv, G, D]`; keys, values `[S, H_kv, D]`; alone: runs one slot's part, used if no
-            kernel runs them all.
+        Args:
+            queries `[S, H_kv, G, D]`; keys, values `[S, H_kv, D]`, of the first S slots.
+            alone: runs one slot's part, used if no kernel runs them all.
+            scratch: for S slots; needed if kernels run the op.
         Returns: `[S, H_kv, G, D]`, zero in the other slots; valid until the next call.
         """
-        path_for(self._op, self._shape.device)
-        if self.is_launched:
-            self._launch(layer, queries.contiguous(), keys.contiguous(), values.contiguous(), scaling)
-            return self._output
-        members = self._layers[layer]
+        path_for(self.op, self._shape.device)
+        if scratch is not None:
+            output = self._output[: len(queries)]
+            inputs = (queries.contiguous(), keys.contiguous(), values.contiguous())
+            self._launch(layer, *inputs, scaling, scratch, output)
+            return output
         by_slot = list(zip(queries.unbind(0), keys.unbind(0), values.unbind(0), strict=True))
         attended: dict[int, Tensor] = {}
-        for slot, rows in members.items():
-            attend_one = partial(self._attend_one, layer, slot, rows, *by_slot[slot], scaling=scaling)
-            output = alone(slot, attend_one)
-            if output is not None:
-                attended[slot] = output
+        for slot, rows in self._layers[layer].items():
+            position = rows.length + self._num_steps - self._placed_at[slot]
+            token = NewToken(*by_slot[slot], position, scaling)
+            output_one = alone(slot, partial(self._attend_one, layer, slot, rows, token))
+            if output_one is not None:
+                attended[slot] = output_one
         if len(attended) == len(by_slot):
-            return torch.stack(list(attended.values())) if len(attended) > 1 else attended[0].unsqueeze(0)
+            in_order = [attended[slot] for slot in range(len(by_slot))]
+            return torch.stack(in_order) if len(in_order) > 1 else in_order[0].unsqueeze(0)
         outputs = torch.zeros_like(queries)
-        for slot, output in attended.items():
-            outputs[slot] = output
+        for slot, output_one in attended.items():
+            outputs[slot] = output_one
         return outputs
 
-    def _fields(self, rows: Rows) -> tuple[list[int], list[int]]:
-        """A descriptor, as `HeadTables.fill` takes it."""
+    def _fields(self, rows: Rows) -> Fields:
         return row_fields(self._base, rows)
 
     @abstractmethod
-    def _attend_one(
-        self,
-        layer: int,
-        slot: int,
-        rows: Rows,
-        queries: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-    ) -> Tensor:
-        """Append and attend for one slot in torch. Args: queries `[H_kv, G, D]`; key, value `[H_kv, D]`."""
+    def _attend_one(self, layer: int, slot: int, rows: Rows, token: NewToken) -> Tensor:
+        """Append a row and attend for one slot in torch. Returns: `[H_kv, G, D]`."""
 
     @abstractmethod
-    def _launch(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        """Append and attend for all slots into `_output`; the arguments are contiguous."""
+    def _launch(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        scratch: Scratch,
+        output: Tensor,
+    ) -> None:
+        """Append and attend for the first slots into `output`; all tensors are contiguous."""
 
 
-def elements_from(base: Tensor, tensor: Tensor) -> int:
-    """Elements from the start of one tensor to the start of another, which may be in another storage."""
-    return (tensor.data_ptr() - base.data_ptr()) // base.element_size()
+def row_fields(base: Tensor, rows: CachedRows, *others: Tensor) -> Fields:
+    """K offset, V offset, length after the first step, and the offsets of other tensors.
 
-
-def row_fields(base: Tensor, rows: CachedRows) -> tuple[list[int], list[int]]:
-    """K offset, V offset, length after the first step: of the first head, and the increments per head."""
-    return (
-        [elements_from(base, rows.keys), elements_from(base, rows.values), rows.length + 1],
-        [rows.keys.stride(0), rows.values.stride(0), 0],
-    )
+    Offsets are in elements from the start of `base`, which may be in another storage.
+    """
+    start, size = base.data_ptr(), base.element_size()
+    keys, values = rows.keys, rows.values
+    first = [(keys.data_ptr() - start) // size, (values.data_ptr() - start) // size, rows.length + 1]
+    first += [(its.data_ptr() - start) // size for its in others]
+    return first, [keys.stride(0), values.stride(0), 0, *(its.stride(0) for its in others)]
 
 
 def in_buckets(number: int, *, least: int = 1) -> int:

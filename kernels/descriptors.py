@@ -1,4 +1,6 @@
-"""Descriptors: where each (sequence, KV head) of a batch has its rows, as one int64 table on the device.
+"""What a batched decode kernel finds its rows by, and the scratch memory of split decode attention.
+
+Descriptors: where each (sequence, KV head) of a batch has its rows, as one int64 table on the device.
 
 A decode kernel is launched once for a batch. Row `b * H_kv + h` of the table describes KV head h of sequence
 b, so sequences and heads of any lengths share one launch, and a captured step finds new lengths in the same
@@ -7,11 +9,18 @@ are multiples of 16 bytes.
 
 With a page table, row r of a head is at `offset + table[sequence, r // page_rows] + (r % page_rows) *
 row_stride`; without one, at `offset + r * row_stride`.
+
+Splits: a decode kernel divides a head's rows into splits. Each writes a normalised partial output and its
+log2-sum-exp to a workspace; the last to finish adds them up and resets the head's counter to zero. Allocated
+once and reused by every layer and step (a captured step must not allocate); kernels on one stream may share
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,15 +30,57 @@ KEY_OFFSET, VALUE_OFFSET, LENGTH = range(3)
 ROW_FIELDS = 3
 ALIGNMENT_BYTES = 16
 """K and V rows start at multiples of this, so that kernels can load 16 bytes at a time."""
+MAX_SPLITS = 64
+"""Splits of one head at most; the last one reads all their parts in one tile."""
+CTAS_PER_SM = 4
+_INTERPRETED_SPLITS = 2
 
 
-def uniform_heads(
-    *, key_stride: int, value_stride: int, lengths: Sequence[int], device: torch.device
-) -> Tensor:
-    """A table of evenly spaced heads in two buffers.
+def uniform_heads(keys: Tensor, values: Tensor) -> Tensor:
+    """A table of the heads of one sequence's K and V `[H_kv, n, D]`, each counted from its own start.
 
-    Args: key_stride, value_stride: elements from one head to the next; lengths: rows in use of each head.
-    Returns: int64 `[heads, ROW_FIELDS]`.
+    Returns: int64 `[H_kv, ROW_FIELDS]`.
     """
-    rows = [(h * key_stride, h * value_stride, length) for h, length in enumerate(lengths)]
-    return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+    num_kv_heads, length, _ = keys.shape
+    rows = [(h * keys.stride(0), h * values.stride(0), length) for h in range(num_kv_heads)]
+    return torch.tensor(rows, dtype=torch.int64).to(keys.device, non_blocking=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitWorkspace:
+    """Scratch of one shape.
+
+    Attributes:
+        partial: float32 `[slots, G, D]`, normalised outputs of splits.
+        lse: float32 `[slots, G]`, log2 of the splits' softmax denominators, -inf for a split without rows.
+        counters: int32 `[heads]`, splits done; zero between launches.
+    """
+
+    partial: Tensor
+    lse: Tensor
+    counters: Tensor
+
+
+def split_workspace(output: Tensor, num_slots: int) -> SplitWorkspace:
+    """Scratch for one shape of output.
+
+    Args: output `[..., G, D]`, a head for each (sequence, KV head); num_slots: splits of all heads together.
+    """
+    *heads, group_size, head_dim = output.shape
+    new = partial(torch.empty, dtype=torch.float32, device=output.device)
+    return SplitWorkspace(
+        partial=new(num_slots, group_size, head_dim),
+        lse=new(num_slots, group_size),
+        counters=torch.zeros(math.prod(heads), dtype=torch.int32, device=output.device),
+    )
+
+
+def choose_num_splits(num_heads: int, device: torch.device) -> int:
+    """Splits per head so that all heads together fill the device a few times; fixed for a batch bucket.
+
+    Independent of lengths, which are read on the device: short heads leave their last splits idle.
+    """
+    if device.type != "cuda":
+        return _INTERPRETED_SPLITS
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(max(-(-CTAS_PER_SM * num_sms // num_heads), 1), MAX_SPLITS)

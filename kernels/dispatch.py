@@ -7,6 +7,9 @@ took (`calls`). Triton is looked for at the first use, never at import: a CPU in
     mode "torch"    torch everywhere
     mode "triton"   Triton, on CUDA or in its interpreter (TRITON_INTERPRET=1); an error if it cannot run a
     call
+
+Also the argument checks that ops share. `check_*` raise ValueError with the name, the value and what is
+allowed. `*_problem` return why a Triton kernel cannot run a call, or None.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ from contextlib import contextmanager
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
+
+from kvferry.kernels.descriptors import ALIGNMENT_BYTES
 
 KernelMode = Literal["auto", "torch", "triton"]
 KernelPath = Literal["triton", "interpreter", "torch"]
@@ -40,6 +46,10 @@ TORCH_OPS = (
     "sparq",
 )
 """Ops that have only a torch implementation."""
+
+MAX_GROUP_SIZE = 16
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class KernelUnavailable(RuntimeError):
@@ -177,3 +187,107 @@ def _triton_path(device: torch.device) -> KernelPath:
             "interpret its kernels on the CPU"
         )
     return "triton"
+
+
+def check_size(name: str, value: int, low: int, high: int | None = None) -> None:
+    """Require low <= value <= high; `high` None: no upper limit."""
+    if value < low or (high is not None and value > high):
+        allowed = f"at least {low}" if high is None else f"{low} to {high}"
+        raise ValueError(f"{name} is {value}; it must be {allowed}")
+
+
+def check_same_kind(**tensors: Tensor) -> None:
+    """Require one floating dtype and one device."""
+    first, *others = tensors.values()
+    if not first.is_floating_point() or any(tensor.dtype != first.dtype for tensor in others):
+        found = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
+        raise ValueError(f"dtypes must be floating and agree: {found}")
+    if any(tensor.device != first.device for tensor in others):
+        found = ", ".join(f"{name} {tensor.device}" for name, tensor in tensors.items())
+        raise ValueError(f"devices must agree: {found}")
+
+
+def check_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, *, least: int = 1, prefix: str = "", rows: str = "n"
+) -> None:
+    """Require queries `[H_kv, G, D]` and keys and values `[H_kv, n, D]`, n >= least, of one dtype and device.
+
+    Args: prefix, rows: in messages, before "keys" and "values", and instead of "n".
+    """
+    shape = keys.shape
+    if (
+        queries.ndim != 3
+        or len(shape) != 3
+        or values.shape != shape
+        or (shape[0], shape[2]) != (queries.shape[0], queries.shape[2])
+        or shape[1] < least
+    ):
+        raise ValueError(
+            f"queries {tuple(queries.shape)}, {prefix}keys {tuple(shape)} and {prefix}values "
+            f"{tuple(values.shape)} must be [H_kv, G, D], [H_kv, {rows}, D] and [H_kv, {rows}, D] with "
+            f"{rows} at least {least}"
+        )
+    check_same_kind(**{"queries": queries, f"{prefix}keys": keys, f"{prefix}values": values})
+
+
+def check_new_row(keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
+    """Require one token's key and value `[H_kv, D]` of keys and values `[H_kv, cap, D]`."""
+    expected = (keys.shape[0], keys.shape[2])
+    if values.shape != keys.shape or key.shape != expected or value.shape != expected:
+        raise ValueError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [H_kv, D] of keys "
+            f"{tuple(keys.shape)} and values {tuple(values.shape)}"
+        )
+
+
+def check_scores(queries: Tensor, keys: Tensor, *, rows: str) -> None:
+    """Require queries `[H_kv, G, rows, D]` and keys `[H_kv, T, D]` of one dtype and device."""
+    fits = queries.ndim == 4 and keys.ndim == 3
+    if not fits or (keys.shape[0], keys.shape[2]) != (queries.shape[0], queries.shape[3]):
+        raise ValueError(
+            f"queries have shape {tuple(queries.shape)} and keys {tuple(keys.shape)}; "
+            f"expected [H_kv, G, {rows}, D] and [H_kv, T, D]"
+        )
+    if queries.dtype != keys.dtype or queries.device != keys.device:
+        raise ValueError(
+            f"queries are {queries.dtype} on {queries.device}, keys {keys.dtype} on {keys.device}; "
+            "they must agree"
+        )
+
+
+def shape_problem(dtype: torch.dtype, group_size: int, head_dim: int) -> str | None:
+    """Whether a kernel supports queries of this dtype and shape."""
+    if dtype not in DTYPES:
+        return f"dtype is {dtype}; it must be one of {', '.join(str(d) for d in DTYPES)}"
+    if group_size > MAX_GROUP_SIZE:
+        return f"there are {group_size} query heads per KV head; there must be at most {MAX_GROUP_SIZE}"
+    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        return f"head_dim is {head_dim}; it must be a multiple of 8 up to {MAX_HEAD_DIM}"
+    return None
+
+
+def alignment_problem(**tensors: Tensor) -> str | None:
+    """Whether rows of these `[H, n, D]` tensors can be read 16 bytes at a time."""
+    for name, tensor in tensors.items():
+        size, strides = tensor.element_size(), tensor.stride()
+        aligned = strides[-1] == 1
+        for extent, stride in zip(tensor.shape[:-1], strides[:-1], strict=True):
+            aligned &= extent <= 1 or stride * size % ALIGNMENT_BYTES == 0
+        if not aligned:
+            return f"{name} has strides {strides}; rows must start at multiples of {ALIGNMENT_BYTES} bytes"
+        if tensor.data_ptr() % ALIGNMENT_BYTES:
+            return f"{name} does not start at a multiple of {ALIGNMENT_BYTES} bytes"
+    return None
+
+
+def attention_problem(queries: Tensor, keys: Tensor, values: Tensor, *, prefix: str = "") -> str | None:
+    """Whether a kernel supports queries `[H_kv, G, D]` and rows `[H_kv, n, D]`; see `check_attention`."""
+    problem = shape_problem(queries.dtype, queries.shape[1], queries.shape[2])
+    if problem is None and keys.shape[1] > 1 and keys.stride(1) != values.stride(1):
+        problem = f"rows of {prefix}keys and {prefix}values have strides {keys.stride(1)}, {values.stride(1)}"
+    return problem or alignment_problem(**{f"{prefix}keys": keys, f"{prefix}values": values})
+
+
+def scores_problem(queries: Tensor, keys: Tensor) -> str | None:
+    """Whether a kernel supports scores of `[H_kv, T, D]` keys by `[H_kv, G, W, D]` queries."""
+    return shape_problem(queries.dtype, 1, queries.shape[3]) or alignment_problem(keys=keys)

@@ -1,4 +1,4 @@
-"""Triton building blocks of split decode attention: one online-softmax step, and combining the splits.
+"""Triton building blocks of decode attention: appending rows, an online-softmax step, combining splits.
 
 Shared by `dense_decode`, `hsa` and `trizone`; imported only by their Triton modules, because it imports
 Triton. Tiles: BLOCK_G = G padded to 16 (rows beyond G are zeros), BLOCK_D = D padded to a power of two,
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2_E = 1.4426950408889634
 MIN_BLOCK_G = 16
+_SPLITS_AT_ONCE = tl.constexpr(16)
+"""A constant, so that no kernel is compiled again for another number of splits."""
 
 
 @triton.jit
@@ -57,7 +60,7 @@ def log_sum(highest, total):
 @triton.jit
 def finish_split(
     acc, highest, total, partial_ptr, lse_ptr, counter_ptr, out_ptr, bh, slot, first_slot, num_slots, g, d,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Write a head's output if it has one split; else write this split's part, and combine if it is the last.
 
@@ -73,7 +76,7 @@ def finish_split(
         tl.store(partial_ptr + (slot * G + g[:, None]).to(tl.int64) * D + d[None, :], out, mask=mask)
         tl.store(lse_ptr + slot * G + g, log_sum(highest, total), mask=g < G)
         combine_if_last(
-            partial_ptr, lse_ptr, counter_ptr, out_ptr, bh, first_slot, num_slots, d, G, D, BLOCK_SPLITS
+            partial_ptr, lse_ptr, counter_ptr, out_ptr, bh, first_slot, num_slots, d, G, D
         )  # fmt: skip
 
 
@@ -88,23 +91,62 @@ def store_part(partial_ptr, slot, value, g, channel, ok, G: tl.constexpr, D: tl.
 @triton.jit
 def combine_if_last(
     partial_ptr, lse_ptr, counter_ptr, out_ptr, bh, first_slot, num_slots, d,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Count this split; the last of the head's `num_slots` adds up their parts and resets the counter."""
     # all threads must have written their parts before one of them counts the split
     tl.debug_barrier()
     done = tl.atomic_add(counter_ptr + bh, 1, sem="acq_rel")
     if done == num_slots - 1:
-        split = tl.arange(0, BLOCK_SPLITS)
-        there = split < num_slots
         for head in range(0, G):
-            row = (first_slot + split) * G + head
-            lse = tl.load(lse_ptr + row, mask=there, other=float("-inf"))
-            highest = tl.max(lse, 0)
-            weight = tl.exp2(lse - tl.where(highest == float("-inf"), 0.0, highest))
-            total = tl.sum(weight, 0)
-            mask = there[:, None] & (d[None, :] < D)
-            part = tl.load(partial_ptr + row.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0)
-            out = tl.sum(part * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+            highest, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
+            out = tl.zeros_like(d).to(tl.float32)
+            for first in range(0, num_slots, _SPLITS_AT_ONCE):
+                split = first + tl.arange(0, _SPLITS_AT_ONCE)
+                there = split < num_slots
+                row = (first_slot + split) * G + head
+                lse = tl.load(lse_ptr + row, mask=there, other=float("-inf"))
+                new_highest = tl.maximum(highest, tl.max(lse, 0))
+                # no split with a row yet: -inf - -inf would be NaN
+                base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+                weight, shrink = tl.exp2(lse - base), tl.exp2(highest - base)
+                mask = there[:, None] & (d[None, :] < D)
+                part = tl.load(partial_ptr + row.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0)
+                total = total * shrink + tl.sum(weight, 0)
+                out = out * shrink + tl.sum(part * weight[:, None], 0)
+                highest = new_highest
+            out /= tl.where(total > 0, total, 1.0)
             tl.store(out_ptr + (bh * G + head) * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
         tl.store(counter_ptr + bh, 0)
+
+
+@triton.jit
+def _append_rows_kernel(
+    key_ptr, value_ptr, buffer_ptr, heads_ptr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    bh = tl.program_id(0).to(tl.int64)
+    entry = heads_ptr + bh * FIELDS
+    length = tl.load(entry + 2)
+    d = tl.arange(0, BLOCK_D)
+    mask = (d < D) & (length > 0)
+    row = (length - 1) * D + d
+    key = tl.load(key_ptr + bh * D + d, mask=mask, other=0.0)
+    value = tl.load(value_ptr + bh * D + d, mask=mask, other=0.0)
+    tl.store(buffer_ptr + tl.load(entry) + row, key, mask=mask)
+    tl.store(buffer_ptr + tl.load(entry + 1) + row, value, mask=mask)
+
+
+def append_rows(buffer: Tensor, heads: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Write row `length - 1` of every head that has a length, in one launch.
+
+    Args:
+        buffer: the buffer that offsets count from, in the rows' dtype; rows are D elements apart.
+        heads: int64 `[B * H_kv, F]`, see `descriptors.py`; lengths include the new row.
+        keys, values: contiguous `[B, H_kv, D]`.
+    """
+    head_dim = keys.shape[2]
+    _append_rows_kernel[(heads.shape[0],)](
+        keys, values, buffer, heads,
+        D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), FIELDS=heads.shape[1], num_warps=1,
+    )  # fmt: skip

@@ -5,5 +5,5 @@ from pathlib import Path
 DEMO_MODEL = Path(__file__).parent / "demo"
 DEMO_EXAMPLE = DEMO_MODEL / "example.json"
 """A request to the demo model that shows compression: a body for POST /v1/chat/completions."""
-SHIPPED_CURVES = Path(__file__).parent / "calibration"
-"""Quality curves of the shipped models."""
+SHIPPED_CALIBRATION = Path(__file__).parent / "calibration"
+"""Quality curves and RDKV's distortion tables of the shipped models."""

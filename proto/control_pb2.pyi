@@ -41,26 +41,26 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
-class _HistoryWay:
+class _HistorySource:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _HistoryWayEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HistoryWay.ValueType], _builtins.type):
+class _HistorySourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HistorySource.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    HISTORY_WAY_UNSPECIFIED: _HistoryWay.ValueType  # 0
+    HISTORY_SOURCE_UNSPECIFIED: _HistorySource.ValueType  # 0
     """The session has no history."""
-    HISTORY_WAY_RECOMPUTE: _HistoryWay.ValueType  # 1
-    HISTORY_WAY_FETCH: _HistoryWay.ValueType  # 2
-    HISTORY_WAY_DELTA: _HistoryWay.ValueType  # 3
+    HISTORY_SOURCE_RECOMPUTE: _HistorySource.ValueType  # 1
+    HISTORY_SOURCE_FETCH: _HistorySource.ValueType  # 2
+    HISTORY_SOURCE_DELTA: _HistorySource.ValueType  # 3
 
-class HistoryWay(_HistoryWay, metaclass=_HistoryWayEnumTypeWrapper): ...
+class HistorySource(_HistorySource, metaclass=_HistorySourceEnumTypeWrapper): ...
 
-HISTORY_WAY_UNSPECIFIED: HistoryWay.ValueType  # 0
+HISTORY_SOURCE_UNSPECIFIED: HistorySource.ValueType  # 0
 """The session has no history."""
-HISTORY_WAY_RECOMPUTE: HistoryWay.ValueType  # 1
-HISTORY_WAY_FETCH: HistoryWay.ValueType  # 2
-HISTORY_WAY_DELTA: HistoryWay.ValueType  # 3
-Global___HistoryWay: _TypeAlias = HistoryWay  # noqa: Y015
+HISTORY_SOURCE_RECOMPUTE: HistorySource.ValueType  # 1
+HISTORY_SOURCE_FETCH: HistorySource.ValueType  # 2
+HISTORY_SOURCE_DELTA: HistorySource.ValueType  # 3
+Global___HistorySource: _TypeAlias = HistorySource  # noqa: Y015
 
 class _ReuseSource:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -251,22 +251,29 @@ class Budget(_message.Message):
 
     TOKENS_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
+    FLOOR_TOKENS_FIELD_NUMBER: _builtins.int
     tokens: _builtins.int
     retention: _builtins.float
+    floor_tokens: _builtins.int
     def __init__(
         self,
         *,
         tokens: _builtins.int | None = ...,
         retention: _builtins.float | None = ...,
+        floor_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_retention", b"_retention", "_tokens", b"_tokens", "retention", b"retention", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_floor_tokens", b"_floor_tokens", "_retention", b"_retention", "_tokens", b"_tokens", "floor_tokens", b"floor_tokens", "retention", b"retention", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retention", b"_retention", "_tokens", b"_tokens", "retention", b"retention", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_floor_tokens", b"_floor_tokens", "_retention", b"_retention", "_tokens", b"_tokens", "floor_tokens", b"floor_tokens", "retention", b"retention", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__floor_tokens: _TypeAlias = _typing.Literal["floor_tokens"]  # noqa: Y015
+    _WhichOneofArgType__floor_tokens: _TypeAlias = _typing.Literal["_floor_tokens", b"_floor_tokens"]  # noqa: Y015
     _WhichOneofReturnType__retention: _TypeAlias = _typing.Literal["retention"]  # noqa: Y015
     _WhichOneofArgType__retention: _TypeAlias = _typing.Literal["_retention", b"_retention"]  # noqa: Y015
     _WhichOneofReturnType__tokens: _TypeAlias = _typing.Literal["tokens"]  # noqa: Y015
     _WhichOneofArgType__tokens: _TypeAlias = _typing.Literal["_tokens", b"_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__floor_tokens) -> _WhichOneofReturnType__floor_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retention) -> _WhichOneofReturnType__retention | None: ...
     @_typing.overload
@@ -721,12 +728,12 @@ class PrefillRequest(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
     DOCUMENT_FIELD_NUMBER: _builtins.int
-    KEPT_BINS_FIELD_NUMBER: _builtins.int
+    RETAINED_BINS_FIELD_NUMBER: _builtins.int
     HAS_HISTORY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model_fingerprint: _builtins.str
     probe: _builtins.bool
-    kept_bins: _builtins.int
+    retained_bins: _builtins.int
     has_history: _builtins.bool
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -749,12 +756,12 @@ class PrefillRequest(_message.Message):
         session: Global___SessionKey | None = ...,
         probe: _builtins.bool = ...,
         document: Global___SessionKey | None = ...,
-        kept_bins: _builtins.int = ...,
+        retained_bins: _builtins.int = ...,
         has_history: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_session", b"_session", "document", b"document", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_session", b"_session", "document", b"document", "has_history", b"has_history", "kept_bins", b"kept_bins", "model_fingerprint", b"model_fingerprint", "probe", b"probe", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_session", b"_session", "document", b"document", "has_history", b"has_history", "model_fingerprint", b"model_fingerprint", "probe", b"probe", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retained_bins", b"retained_bins", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__document: _TypeAlias = _typing.Literal["document"]  # noqa: Y015
     _WhichOneofArgType__document: _TypeAlias = _typing.Literal["_document", b"_document"]  # noqa: Y015
@@ -779,8 +786,8 @@ class FirstToken(_message.Message):
     COMPRESS_S_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     REUSE_SOURCE_FIELD_NUMBER: _builtins.int
-    KEPT_FIELD_NUMBER: _builtins.int
-    HISTORY_WAY_FIELD_NUMBER: _builtins.int
+    RETAINED_FRACTIONS_FIELD_NUMBER: _builtins.int
+    HISTORY_SOURCE_FIELD_NUMBER: _builtins.int
     HISTORY_TIER_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     reused_tokens: _builtins.int
@@ -789,12 +796,12 @@ class FirstToken(_message.Message):
     compress_s: _builtins.float
     queue_s: _builtins.float
     reuse_source: Global___ReuseSource.ValueType
-    history_way: Global___HistoryWay.ValueType
+    history_source: Global___HistorySource.ValueType
     history_tier: _builtins.str
     @_builtins.property
     def token(self) -> Global___SampledToken: ...
     @_builtins.property
-    def kept(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def retained_fractions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
         self,
         *,
@@ -806,13 +813,13 @@ class FirstToken(_message.Message):
         compress_s: _builtins.float = ...,
         queue_s: _builtins.float = ...,
         reuse_source: Global___ReuseSource.ValueType = ...,
-        kept: _abc.Iterable[_builtins.float] | None = ...,
-        history_way: Global___HistoryWay.ValueType = ...,
+        retained_fractions: _abc.Iterable[_builtins.float] | None = ...,
+        history_source: Global___HistorySource.ValueType = ...,
         history_tier: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compress_s", b"compress_s", "full_bytes", b"full_bytes", "history_tier", b"history_tier", "history_way", b"history_way", "kept", b"kept", "method", b"method", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "reuse_source", b"reuse_source", "reused_tokens", b"reused_tokens", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compress_s", b"compress_s", "full_bytes", b"full_bytes", "history_source", b"history_source", "history_tier", b"history_tier", "method", b"method", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "retained_fractions", b"retained_fractions", "reuse_source", b"reuse_source", "reused_tokens", b"reused_tokens", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -918,6 +925,44 @@ class CommitTurnRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommitTurnRequest: _TypeAlias = CommitTurnRequest  # noqa: Y015
+
+@_typing.final
+class RedirectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def ticket(self) -> Global___Ticket: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        ticket: Global___Ticket | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RedirectRequest: _TypeAlias = RedirectRequest  # noqa: Y015
+
+@_typing.final
+class RedirectResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RedirectResponse: _TypeAlias = RedirectResponse  # noqa: Y015
 
 @_typing.final
 class FinishRequest(_message.Message):

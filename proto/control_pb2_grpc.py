@@ -243,6 +243,11 @@ class PrefillStub:
                 request_serializer=kvferry_dot_proto_dot_control__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=kvferry_dot_proto_dot_control__pb2.PrefillEvent.FromString,
                 _registered_method=True)
+        self.Redirect = channel.unary_unary(
+                '/kvferry.control.v1.Prefill/Redirect',
+                request_serializer=kvferry_dot_proto_dot_control__pb2.RedirectRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_control__pb2.RedirectResponse.FromString,
+                _registered_method=True)
         self.CommitTurn = channel.unary_unary(
                 '/kvferry.control.v1.Prefill/CommitTurn',
                 request_serializer=kvferry_dot_proto_dot_control__pb2.CommitTurnRequest.SerializeToString,
@@ -275,6 +280,13 @@ class PrefillServicer:
 
     def Prefill(self, request, context):
         """Run a prompt, compress its KV and ship it to the decode worker that issued the ticket.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Redirect(self, request, context):
+        """Ship a running request's KV to another reservation, without running the prompt again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -321,6 +333,11 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=kvferry_dot_proto_dot_control__pb2.PrefillRequest.FromString,
                     response_serializer=kvferry_dot_proto_dot_control__pb2.PrefillEvent.SerializeToString,
+            ),
+            'Redirect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Redirect,
+                    request_deserializer=kvferry_dot_proto_dot_control__pb2.RedirectRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_control__pb2.RedirectResponse.SerializeToString,
             ),
             'CommitTurn': grpc.unary_unary_rpc_method_handler(
                     servicer.CommitTurn,
@@ -375,6 +392,33 @@ class Prefill:
             '/kvferry.control.v1.Prefill/Prefill',
             kvferry_dot_proto_dot_control__pb2.PrefillRequest.SerializeToString,
             kvferry_dot_proto_dot_control__pb2.PrefillEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Redirect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.control.v1.Prefill/Redirect',
+            kvferry_dot_proto_dot_control__pb2.RedirectRequest.SerializeToString,
+            kvferry_dot_proto_dot_control__pb2.RedirectResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -96,6 +96,8 @@ class PrefillStub:
     def __new__(cls, channel: _aio.Channel) -> PrefillAsyncStub: ...
     Prefill: _grpc.UnaryStreamMultiCallable[_control_pb2.PrefillRequest, _control_pb2.PrefillEvent]
     """Run a prompt, compress its KV and ship it to the decode worker that issued the ticket."""
+    Redirect: _grpc.UnaryUnaryMultiCallable[_control_pb2.RedirectRequest, _control_pb2.RedirectResponse]
+    """Ship a running request's KV to another reservation, without running the prompt again."""
     CommitTurn: _grpc.UnaryUnaryMultiCallable[_control_pb2.CommitTurnRequest, _control_pb2.HistoryInfo]
     """Publish the history that a turn staged as the session's record."""
     AbortTurn: _grpc.UnaryUnaryMultiCallable[_control_pb2.AbortTurnRequest, _control_pb2.AbortTurnResponse]
@@ -111,6 +113,8 @@ class PrefillAsyncStub(PrefillStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_control_pb2.PrefillRequest, _control_pb2.PrefillEvent]  # type: ignore[assignment]
     """Run a prompt, compress its KV and ship it to the decode worker that issued the ticket."""
+    Redirect: _aio.UnaryUnaryMultiCallable[_control_pb2.RedirectRequest, _control_pb2.RedirectResponse]  # type: ignore[assignment]
+    """Ship a running request's KV to another reservation, without running the prompt again."""
     CommitTurn: _aio.UnaryUnaryMultiCallable[_control_pb2.CommitTurnRequest, _control_pb2.HistoryInfo]  # type: ignore[assignment]
     """Publish the history that a turn staged as the session's record."""
     AbortTurn: _aio.UnaryUnaryMultiCallable[_control_pb2.AbortTurnRequest, _control_pb2.AbortTurnResponse]  # type: ignore[assignment]
@@ -129,6 +133,14 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_control_pb2.PrefillEvent], _abc.AsyncIterator[_control_pb2.PrefillEvent]]:
         """Run a prompt, compress its KV and ship it to the decode worker that issued the ticket."""
+
+    @_abc_1.abstractmethod
+    def Redirect(
+        self,
+        request: _control_pb2.RedirectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.RedirectResponse, _abc.Awaitable[_control_pb2.RedirectResponse]]:
+        """Ship a running request's KV to another reservation, without running the prompt again."""
 
     @_abc_1.abstractmethod
     def CommitTurn(

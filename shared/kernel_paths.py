@@ -5,12 +5,12 @@ Between the services' options and `kernels/dispatch.py`, which decides. Knows no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.dispatch import KernelMode, KernelPath, KernelUnavailable
@@ -62,7 +62,7 @@ def shown_paths(role: Role, device: torch.device) -> dict[str, str]:
     return {**kernel_paths(role, device), **steps}
 
 
-class KernelCalls:
+class KernelCalls(Collector):
     """`kvferry_<role>_kernel_calls_total{op,path}`: every op with the path it takes now, and any it took.
 
     A count of zero says which path a call would take. One process's count: two services in one process share
@@ -73,18 +73,12 @@ class KernelCalls:
         self._role: Role = role
         self._device = device
 
-    def register(self, registry: CollectorRegistry) -> None:
-        registry.register(self)
-
     def collect(self) -> Iterator[CounterMetricFamily]:
         family = CounterMetricFamily(
             f"kvferry_{self._role}_kernel_calls", "Kernel calls by the path they took", labels=("op", "path")
         )
-        counts = dispatch.calls()
-        for op, path in self._pairs(counts):
-            family.add_metric((op, path), counts.get((op, path), 0))
+        planned = dict.fromkeys(kernel_paths(self._role, self._device).items(), 0)
+        taken = {pair: count for pair, count in dispatch.calls().items() if pair[0] in OPS[self._role]}
+        for pair, count in sorted((planned | taken).items()):
+            family.add_metric(pair, count)
         yield family
-
-    def _pairs(self, taken: Iterable[tuple[str, KernelPath]]) -> list[tuple[str, KernelPath]]:
-        planned = set(kernel_paths(self._role, self._device).items())
-        return sorted(planned | {(op, path) for op, path in taken if op in OPS[self._role]})

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import TextIO
 
 import structlog
 from structlog.contextvars import bound_contextvars, merge_contextvars
@@ -127,14 +127,10 @@ def _adopt(handler: logging.Handler, level: int) -> None:
 
 
 def _hide_secrets(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    for key in event.keys() & _SECRET_KEYS:
-        event[key] = "[hidden]"
+    """Hide secrets in an event and one level deeper, such as in a dict of headers."""
     for key, value in event.items():
-        if isinstance(value, dict):
-            event[key] = _hide_in(value)
+        if key in _SECRET_KEYS:
+            event[key] = "[hidden]"
+        elif isinstance(value, dict):
+            event[key] = {k: "[hidden]" if str(k).lower() in _SECRET_KEYS else v for k, v in value.items()}
     return event
-
-
-def _hide_in(values: dict[Any, Any]) -> dict[Any, Any]:
-    """Hide secrets one level deeper, such as in a dict of headers."""
-    return {k: "[hidden]" if str(k).lower() in _SECRET_KEYS else v for k, v in values.items()}

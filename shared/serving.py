@@ -14,7 +14,7 @@ import socket
 import socketserver
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import structlog
@@ -70,7 +70,7 @@ def check_free(option: str, value: str) -> None:
 # ---- metrics over HTTP -----------------------------------------------------------------------------------
 
 
-class MetricsServer:
+class MetricsServer(ThreadingHTTPServer):
     """A running metrics endpoint: an HTTP server and its thread, and a short-lived thread for each request.
 
     Made by `serve_metrics`.
@@ -79,27 +79,31 @@ class MetricsServer:
     def __init__(
         self, registry: CollectorRegistry, host: str, port: int, is_ready: Callable[[], bool] | None
     ) -> None:
-        bound = {"registry": registry, "is_ready": staticmethod(is_ready) if is_ready else None}
-        handler = type("Handler", (_MetricsHandler,), bound)
-        server = _HttpServerV6 if ":" in host else _HttpServer
-        self._server = server((host, port), handler)
+        self.registry = registry
+        self.is_ready = is_ready
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _MetricsHandler)
         self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="metrics-http", daemon=True
+            target=self.serve_forever, kwargs={"poll_interval": 0.1}, name="metrics-http", daemon=True
         )
         self._thread.start()
+
+    def server_bind(self) -> None:
+        # HTTPServer's own method looks up the host by DNS, which can take seconds and is not needed.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     @property
     def address(self) -> str:
         """host:port as bound."""
-        host, port = self._server.socket.getsockname()[:2]
-        return format_address(str(host), int(port))
+        return format_address(self.server_name, self.server_port)
 
     def close(self) -> None:
         """Stop listening and end the thread. Idempotent."""
         if self._thread.is_alive():
-            self._server.shutdown()
+            self.shutdown()
             self._thread.join(timeout=_REQUEST_TIMEOUT_S)
-        self._server.server_close()
+        self.server_close()
 
 
 def serve_metrics(
@@ -119,41 +123,25 @@ def serve_metrics(
         raise ConfigurationError(f"metrics_listen is {listen!r}; it cannot be bound: {error}") from error
 
 
-class _HttpServer(socketserver.ThreadingMixIn, HTTPServer):
-    daemon_threads = True
-    block_on_close = False
-
-    def server_bind(self) -> None:
-        # HTTPServer's own method looks up the host by DNS, which can take seconds and is not needed.
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-
-class _HttpServerV6(_HttpServer):
-    address_family = socket.AF_INET6
-
-
 class _MetricsHandler(BaseHTTPRequestHandler):
-    registry: CollectorRegistry
-    is_ready: Callable[[], bool] | None
+    server: MetricsServer
     timeout = _REQUEST_TIMEOUT_S
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/metrics":
             encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-            self._reply(200, content_type, encode(self.registry))
+            self._reply(200, content_type, encode(self.server.registry))
         elif path == "/health":
             self._reply(200, "application/json", b'{"status": "ok"}')
-        elif path == "/ready" and self.is_ready is not None:
-            if self.is_ready():
+        elif path == "/ready" and self.server.is_ready is not None:
+            if self.server.is_ready():
                 self._reply(200, "application/json", b'{"status": "ready"}')
             else:
                 self._reply(503, "application/json", b'{"status": "not ready"}')
         else:
-            self._reply(
-                404, "text/plain; charset=utf-8", b"paths: /metrics, /health, and /ready of workers\n"
-            )
+            allowed = b"paths: /metrics, /health, and /ready of workers\n"
+            self._reply(404, "text/plain; charset=utf-8", allowed)
 
     def _reply(self, status: int, content_type: str, body: bytes) -> None:
         self.send_response(status)
@@ -191,16 +179,11 @@ def announce_ready(path: str, info: Mapping[str, str]) -> None:
 async def wait_for_signal() -> signal.Signals:
     """Wait for SIGINT or SIGTERM and return it. A second signal has its usual effect and ends the process."""
     loop = asyncio.get_running_loop()
-    received: asyncio.Future[signal.Signals] = loop.create_future()
-
-    def receive(number: signal.Signals) -> None:
-        if not received.done():
-            received.set_result(number)
-
+    received: asyncio.Queue[signal.Signals] = asyncio.Queue()
     for number in _SIGNALS:
-        loop.add_signal_handler(number, receive, number)
+        loop.add_signal_handler(number, received.put_nowait, number)
     try:
-        return await received
+        return await received.get()
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)

@@ -115,7 +115,7 @@ async def start_service(
     )
     choose_kernels(settings.kernels, model.device)
     service, registry = await build(model, transport)
-    KernelCalls(role, model.device).register(registry)
+    registry.register(KernelCalls(role, model.device))
     stack.push_async_callback(lambda: close_within(_CLOSE_TIMEOUT_S, f"{role} service", service.close()))
     await service.start()
     server = serve_metrics(registry, settings.metrics_listen, is_ready=lambda: service.is_ready)

@@ -19,8 +19,8 @@ from hsa_cases import HsaSize, hsa_cases
 from packed_cases import pack_case, trizone_case
 from score_cases import chunk_case, window_case
 
-from kvferry.kernels.hsa.descriptors import MAX_PAGES
-from kvferry.kernels.split_workspace import MAX_SPLITS
+from kvferry.kernels.descriptors import MAX_SPLITS
+from kvferry.kernels.hsa.batch import MAX_PAGES
 
 ARCHITECTURES = (80, 90)
 HEAD_DIMS = (64, 96, 128, 256)

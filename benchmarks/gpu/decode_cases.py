@@ -1,6 +1,6 @@
 """Decode end to end: milliseconds a token and memory of whole steps, by method, context and batch.
 
-A step is the decode service's own (`services/decode/step_runner.py`): the whole model, attention to caches
+A step is the decode service's own (`services/decode/step.py`): the whole model, attention to caches
 in one arena, sampling, captured where that can be. Caches are filled with random rows in the method's own
 layout; packed prompts are packed once, from random K and V, by the method itself. Prefill is not in it.
 """
@@ -17,11 +17,9 @@ from timing import Clock
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvferry.services.decode.step import StepInput
-from kvferry.services.decode.step_runner import StepRunner
-from kvferry.shared.cache.layout import LayerLayout, SequenceLayout, sequence_layout
-from kvferry.shared.compression.compress import compress_layer
-from kvferry.shared.compression.formats import make_formats
+from kvferry.services.decode.step import StepInput, StepRunner
+from kvferry.shared.cache.arena import LayerLayout, SequenceLayout, sequence_layout
+from kvferry.shared.compression.formats import compress_layer, make_formats
 from kvferry.shared.compression.formats.evicting import Evicting
 from kvferry.shared.compression.formats.interface import LayerCache, Tensors
 from kvferry.shared.compression.formats.rdkv import Rdkv
@@ -193,18 +191,19 @@ class DecodeBench:
         ]
         params = SamplingParams(max_tokens=resolved.max_new_tokens, temperature=0.0)
         vocab_size = self._model.spec.vocab_size
-        inputs = [
-            StepInput(
-                token_id=1 + i % (vocab_size - 1),
-                position=case.context,
-                num_left=resolved.max_new_tokens - 1,
-                stop_ids=frozenset(),
-                sampler=SequenceSampler(params, (1,), vocab_size),
+        runner = StepRunner(self._model, self._clock.step_device(), max_batch_size=batch_size, warn=_refuse)
+        for i, layers in enumerate(caches):
+            runner.join(
+                StepInput(
+                    caches=layers,
+                    num_appended=0,
+                    token_id=1 + i % (vocab_size - 1),
+                    position=case.context,
+                    num_left=resolved.max_new_tokens - 1,
+                    stop_ids=frozenset(),
+                    sampler=SequenceSampler(params, (1,), vocab_size),
+                )
             )
-            for i in range(batch_size)
-        ]
-        runner = StepRunner(self._model, self._clock.step_device(), warn=_refuse)
-        runner.place(caches, [0] * batch_size, inputs)
         return runner
 
     def _filled(self, layer: LayerLayout, resolved: ResolvedPlan, buffer: Tensor) -> LayerCache:

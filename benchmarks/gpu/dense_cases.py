@@ -6,9 +6,9 @@ import torch
 from case import Case, Device, Model, attend_all, tolerance_of
 from torch import Tensor
 
-from kvferry.kernels import append_rows as append
+from kvferry.kernels import split_attention as append
 from kvferry.kernels.dense_decode import triton_kernel as dense_decode
-from kvferry.kernels.split_workspace import choose_num_splits, split_workspace
+from kvferry.kernels.descriptors import choose_num_splits, split_workspace
 
 
 def dense_case(
@@ -29,14 +29,8 @@ def dense_case(
         device=device,
     )
     splits = choose_num_splits(batch_size * heads, device)
-    workspace = split_workspace(
-        num_heads=batch_size * heads,
-        num_slots=batch_size * heads * splits,
-        group_size=group,
-        head_dim=head_dim,
-        device=device,
-    )
     output = torch.full_like(queries, torch.nan)
+    workspace = split_workspace(output, batch_size * heads * splits)
     flat = arena.view(-1)
 
     def launch() -> Tensor:

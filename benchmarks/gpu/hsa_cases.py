@@ -12,11 +12,9 @@ from case import Case, Device, Model, attend_all, tolerance_of
 from torch import Tensor
 
 from kvferry.kernels.hsa import triton_kernel as hsa
-from kvferry.kernels.hsa.descriptors import HsaScratch, PageSizes, hsa_scratch
-from kvferry.kernels.hsa.gather_attend import _gather_attend_kernel
+from kvferry.kernels.hsa.batch import HsaScratch, SparseSize
 from kvferry.kernels.hsa.page_scores import _score_pages_kernel, _score_rows_kernel
-from kvferry.kernels.hsa.token_selection import _select_tokens_kernel
-from kvferry.kernels.split_workspace import choose_num_splits
+from kvferry.kernels.hsa.token_selection import _gather_attend_kernel, _select_tokens_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +63,7 @@ class HsaInputs:
         self.highest, self.lowest = page_extremes(rows[:, 0], page_size, padded)
         step, extremes = length * head_dim, head_dim * padded
         whole = [rows.flatten(1)]
-        self.page_sizes = PageSizes.of([page_size])
-        if self.page_sizes.more:
+        if page_size > 1:
             whole += [each.mT.flatten(1) for each in (self.highest, self.lowest)]
         self.arena = torch.cat([part.to(model.dtype) for part in whole], dim=1)
         places = (0, step, 2 * step, 2 * step + extremes)
@@ -79,19 +76,17 @@ class HsaInputs:
             for h in range(num_heads)
         ]  # fmt: skip
         self.table = torch.tensor(table, device=device)
-        self.splits = choose_num_splits(num_heads, device)
-        self.scratch: HsaScratch = hsa_scratch(
-            num_heads=num_heads,
-            group_size=group,
-            head_dim=head_dim,
+        launches = SparseSize(
             max_pages=padded,
             max_tokens=min(size.num_tokens, length),
-            num_splits=self.splits,
-            device=device,
+            max_channels=size.num_channels,
+            pages_of_one=page_size == 1,
+            larger_pages=page_size > 1,
         )
         shape = (size.batch_size, model.num_kv_heads)
         self.batch = self.queries.view(*shape, group, head_dim)
         self.output = torch.full_like(self.batch, torch.nan)
+        self.scratch = HsaScratch.of(launches, self.output)
         self.new = tuple(rows[:, i, -1].reshape(*shape, head_dim).contiguous() for i in range(2))
         self._done = 0
 
@@ -102,9 +97,8 @@ class HsaInputs:
             self.batch,
             self.arena.view(-1),
             self.table,
-            max_channels=self.size.num_channels,
-            page_sizes=self.page_sizes,
-            scratch=self.scratch,
+            self.scratch,
+            scaling=self.model.head_dim**-0.5,
             new_keys=self.new[0],
             new_values=self.new[1],
         )
@@ -115,7 +109,7 @@ class HsaInputs:
         if self._done < 1:
             self.score()
         self._done = 2
-        hsa.select_tokens(self.table, self.scratch, group_size=self.model.group_size)
+        hsa.select_tokens(self.table, self.scratch)
         return self.scratch.tokens
 
     def attend(self) -> Tensor:
@@ -126,9 +120,8 @@ class HsaInputs:
             self.batch,
             self.arena.view(-1),
             self.table,
+            self.scratch,
             scaling=self.model.head_dim**-0.5,
-            scratch=self.scratch,
-            num_splits=self.splits,
             output=self.output,
         )
         return self.output.flatten(0, 1)
@@ -177,7 +170,7 @@ def hsa_cases(
     """
     inputs = HsaInputs(model, size, device, seed)
     element, heads = inputs.arena.element_size(), inputs.num_heads
-    channels_read = size.num_channels if inputs.page_sizes.more else model.head_dim
+    channels_read = size.num_channels if size.page_size > 1 else model.head_dim
     score_bytes = heads * element * inputs.num_pages * channels_read
     select_bytes = 4 * heads * (model.group_size * inputs.num_pages + size.num_tokens)
     attend_bytes = heads * element * 2 * min(size.num_tokens, size.length) * model.head_dim

@@ -7,14 +7,13 @@ from case import Case, Device, Model, attend_all, tolerance_of
 from torch import Tensor
 
 from kvferry.kernels import dispatch
+from kvferry.kernels.descriptors import choose_num_splits
 from kvferry.kernels.packed import PackedLayer, pack_layer, unpack_layer, view_packed_layer
 from kvferry.kernels.packed import triton_kernel as pack
-from kvferry.kernels.packed.key_packing import _key_ranges_kernel, _pack_keys_kernel
-from kvferry.kernels.packed.value_packing import _pack_values_kernel
-from kvferry.kernels.split_workspace import choose_num_splits, split_workspace
+from kvferry.kernels.packed.packing_kernels import _key_ranges_kernel, _pack_keys_kernel, _pack_values_kernel
 from kvferry.kernels.trizone import triton_kernel as trizone
-from kvferry.kernels.trizone.scaled_queries import STATISTICS, _prologue_kernel
-from kvferry.kernels.trizone.work_list import balanced_item_bytes, work_list
+from kvferry.kernels.trizone.scaled_queries import _prologue_kernel
+from kvferry.kernels.trizone.work_list import work_list
 
 
 def trizone_case(
@@ -37,20 +36,11 @@ def trizone_case(
         device=device,
     )
     programs = 4 * choose_num_splits(1, device) if device.type == "cuda" else 8
-    work = work_list(layers, codes, row_splits=1, item_bytes=balanced_item_bytes(layers, programs))
+    work = work_list(layers, codes, row_splits=1, num_programs=programs // batch_size).to(codes.device)
     queries = torch.randn(batch_size, heads, group, head_dim, generator=generator, device=device)
     queries = queries.to(model.dtype)
-    num_entries, block_d = work.entries.shape[0], 1 << (head_dim - 1).bit_length()
-    scaled = torch.empty(num_entries, 16, block_d, dtype=torch.float16, device=device)
-    statistics = torch.empty(num_entries, 16, STATISTICS, device=device)
-    workspace = split_workspace(
-        num_heads=batch_size * heads,
-        num_slots=work.items.shape[0],
-        group_size=group,
-        head_dim=head_dim,
-        device=device,
-    )
     output = torch.full_like(queries, torch.nan)
+    scratch = trizone.TriZoneScratch.of(output, work.entries.shape[0], work.items.shape[0])
 
     def launch() -> Tensor:
         trizone.trizone_decode_batch(
@@ -62,9 +52,7 @@ def trizone_case(
             work,
             row_stride=head_dim,
             scaling=head_dim**-0.5,
-            scaled=scaled,
-            statistics=statistics,
-            workspace=workspace,
+            scratch=scratch,
             output=output,
         )
         return output

@@ -15,8 +15,8 @@ from timing import Clock
 from torch import Tensor
 
 from kvferry.services.prefill.host_copies import Arrived, HostCopies
-from kvferry.shared.compression.compress import WaitingLayer, compress_layer, compress_waiting, measure_layer
-from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.compress import WaitingLayer, compress_waiting, measure_layer
+from kvferry.shared.compression.formats import compress_layer, make_formats
 from kvferry.shared.compression.formats.interface import LayerFormat, Tensors
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured

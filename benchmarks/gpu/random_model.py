@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from kvferry.shared.model.attention import ATTENTION_NAME, attention_forward
-from kvferry.shared.model.bridge import TransformersModel
+from kvferry.shared.model.bridge import ATTENTION_NAME, TransformersModel, attention_forward
 from kvferry.shared.model.rotary import find_key_rotation
 from kvferry.shared.model.spec import DTypeName, ModelSpec
+from kvferry.shared.model.support import probe_attention
 
 INITIAL_DEVIATION = 0.02
 
@@ -96,4 +96,5 @@ def random_model(shape: Shape, device: torch.device, *, max_model_len: int) -> T
         dtype=shape.dtype,
         eos_token_ids=(),
     )
-    return TransformersModel(model, spec, find_key_rotation(model, TransformersModel(model, spec)))
+    _, keys = probe_attention(TransformersModel(model, spec))
+    return TransformersModel(model, spec, find_key_rotation(model, keys))

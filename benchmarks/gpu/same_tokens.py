@@ -16,17 +16,16 @@ from timing import Clock
 from torch import Tensor
 
 from kvferry.kernels import dispatch
-from kvferry.services.decode.step import StepInput
-from kvferry.services.decode.step_runner import StepRunner
-from kvferry.shared.cache.layout import sequence_layout
+from kvferry.services.decode.step import StepInput, StepRunner
+from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.oracle import Continuation, OneProcessGenerator
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
+from kvferry.tools.oracle import Continuation, OneProcessGenerator
 
 PROMPT_TOKENS = 200
 BUDGET_TOKENS = 64
@@ -103,13 +102,15 @@ class TokenComparison:
         runner = _runner(model, self._clock)
         params = SamplingParams(max_tokens=self._num_tokens + 1, temperature=0.0)
         given = StepInput(
+            caches=caches,
+            num_appended=0,
             token_id=first,
             position=PROMPT_TOKENS,
             num_left=self._num_tokens,
             stop_ids=frozenset(),
             sampler=SequenceSampler(params, (1,), model.spec.vocab_size),
         )
-        runner.place([caches], [0], [given])
+        runner.join(given)
         tokens = [first]
         for _ in range(self._num_tokens):
             flight = runner.launch()
@@ -145,4 +146,4 @@ def _runner(model: TransformersModel, clock: Clock) -> StepRunner:
     def refuse(reason: str) -> None:
         raise RuntimeError(f"a step that should be captured cannot be: {reason}")
 
-    return StepRunner(model, clock.step_device(), warn=refuse)
+    return StepRunner(model, clock.step_device(), max_batch_size=1, warn=refuse)

@@ -16,7 +16,8 @@ from typing import Protocol
 
 import torch
 
-from kvferry.services.decode.step_device import CpuDevice, CudaDevice, StepDevice
+from kvferry.services.decode.cuda_device import CudaDevice
+from kvferry.services.decode.step import StepDevice
 from kvferry.services.prefill.host_copies import HostCopies, host_copies
 
 FLUSH_BYTES = 512 << 20
@@ -138,7 +139,7 @@ class CudaClock:
         return time.perf_counter() - begin_s
 
 
-class RepeatingDevice(CpuDevice):
+class RepeatingDevice(StepDevice):
     """Takes the path of a device that captures: what is repeated is the step's function itself."""
 
     captures = True

@@ -147,6 +147,8 @@ TRANSFER = Dashboard(
             Query(expr=rate("kv_transfer_bytes_total", "kind"), legend="{{kind}}"),)),
         Panel(title="Not shipped because decode had retained it", unit="Bps", stacked=True, queries=(
             Query(expr=or_zero(rate("kv_delta_saved_bytes_total", "method")), legend="{{method}}"),)),
+        Panel(title="Sent again after a lost connection", unit="Bps", stacked=True, queries=(
+            Query(expr=or_zero(rate("kv_resent_bytes_total", "method")), legend="{{method}}"),)),
         Panel(title="Transfer against compute, per prompt", unit="s",
               about="Blocks are sent while later layers are computed.", queries=(
                   mean("prefill_seconds", "prefill"),
@@ -191,8 +193,8 @@ DECODE = Dashboard(
         Panel(title="Last block to first step", unit="s", queries=quantiles("admission_seconds")),
         Panel(title="Decode steps by path", unit="cps", stacked=True,
               about="CUDA graph, or eager: on a CPU, or with an attention that has no kernel.", queries=(
-                  Query(expr=f"sum by (path, because) (rate(kvferry_decode_steps_total{RATE}))",
-                        legend="{{path}} {{because}}"),)),
+                  Query(expr=f"sum by (path, reason) (rate(kvferry_decode_steps_total{RATE}))",
+                        legend="{{path}} {{reason}}"),)),
         Panel(title="Reservations refused", unit="cps", queries=(
             Query(expr=or_zero(rate("admission_rejected_total", "reason", where="")), legend="{{reason}}"),)),
     ),

@@ -75,6 +75,8 @@ def _chunk_scores_kernel(
                 q = _load_rows(query_ptr, start, i, rows, D, d, D, DOT)
                 lse = tl.load(scratch + g * rows + i, mask=i < rows, other=0.0)
                 logits = tl.dot(k, tl.trans(q), input_precision="ieee") * scale_log2 - lse[None, :]
+                # at most 0 but for rounding, which is without bound where logits are large; NaN stays
+                logits = tl.where(logits > 0, 0.0, logits)
                 sums += tl.sum(tl.exp2(tl.where(i[None, :] < rows, logits, float("-inf"))), 1)
         tl.store(out_ptr + head.to(tl.int64) * num_tokens + first + t, sums * share, mask=t < count)
 

@@ -4,45 +4,47 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvferry.kernels.checks import shape_problem
-from kvferry.kernels.decode_batch import BatchShape, CachedRows, SlotBatch
-from kvferry.kernels.dense_decode.torch_path import dense_decode
-from kvferry.kernels.descriptors import ROW_FIELDS
-from kvferry.kernels.dispatch import planned_path
-from kvferry.kernels.split_workspace import choose_num_splits
+from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewToken, SlotBatch
+from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_splits, split_workspace
+from kvferry.kernels.dispatch import planned_path, shape_problem
+from kvferry.kernels.torch_attention import attend_rows
 
 
-class DenseBatch(SlotBatch[CachedRows]):
+class DenseBatch(SlotBatch[CachedRows, SplitWorkspace]):
     """A `SlotBatch` by dense attention."""
 
     def __init__(self, shape: BatchShape, base: Tensor) -> None:
         problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim)
         is_launched = planned_path("dense_decode", shape.device, problem) != "torch"
         super().__init__("dense_decode", shape, base, is_launched=is_launched, empty=[0] * ROW_FIELDS)
-        if is_launched:
-            self._num_splits = choose_num_splits(shape.num_heads, shape.device)
-            self._workspace = shape.workspace(shape.num_heads * self._num_splits)
 
-    def _attend_one(
+    def size(self) -> None:
+        """See `SlotBatch.size`: it depends on nothing else."""
+
+    def scratch(self, num_slots: int) -> SplitWorkspace:
+        """See `SlotBatch.scratch`."""
+        num_heads = num_slots * self._shape.num_kv_heads
+        num_splits = choose_num_splits(num_heads, self._shape.device)
+        return split_workspace(self._output[:num_slots], num_heads * num_splits)
+
+    def _attend_one(self, layer: int, slot: int, rows: CachedRows, token: NewToken) -> Tensor:
+        return attend_rows(token.queries, *rows.append(token), scaling=token.scaling)
+
+    def _launch(
         self,
         layer: int,
-        slot: int,
-        rows: CachedRows,
         queries: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
+        keys: Tensor,
+        values: Tensor,
         scaling: float,
-    ) -> Tensor:
-        keys, values = rows.append(key, value, position=rows.length + self._num_steps - 1)
-        return dense_decode(queries, keys, values, scaling=scaling)
-
-    def _launch(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        scratch: SplitWorkspace,
+        output: Tensor,
+    ) -> None:
         # a CPU install has no Triton
-        from kvferry.kernels.append_rows import append_rows
         from kvferry.kernels.dense_decode.triton_kernel import dense_decode_batch
+        from kvferry.kernels.split_attention import append_rows
 
-        heads = self._tables.layer(layer)
+        heads = self._tables.layer(layer, len(queries))
         append_rows(self._base, heads, keys, values)
         dense_decode_batch(
             queries,
@@ -51,7 +53,7 @@ class DenseBatch(SlotBatch[CachedRows]):
             heads,
             row_stride=self._shape.head_dim,
             scaling=scaling,
-            workspace=self._workspace,
-            num_splits=self._num_splits,
-            output=self._output,
+            workspace=scratch,
+            num_splits=len(scratch.lse) // len(heads),
+            output=output,
         )

@@ -11,7 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvferry.kernels.descriptors import ALIGNMENT_BYTES, uniform_heads
+from kvferry.kernels.descriptors import (
+    ALIGNMENT_BYTES,
+    SplitWorkspace,
+    choose_num_splits,
+    split_workspace,
+    uniform_heads,
+)
 from kvferry.kernels.dispatch import interpreting
 from kvferry.kernels.split_attention import (
     LOG2_E,
@@ -21,7 +27,6 @@ from kvferry.kernels.split_attention import (
     load_queries,
     split_range,
 )
-from kvferry.kernels.split_workspace import SplitWorkspace, choose_num_splits, split_workspace
 
 MIN_SPLIT_BYTES = 32 << 10
 """K and V bytes of a split at least."""
@@ -35,7 +40,7 @@ def _dense_decode_kernel(
     query_ptr, key_ptr, value_ptr, heads_ptr, page_table_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr,
     scale_log2, stride_row, num_kv_heads, max_pages,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, PAGE_ROWS: tl.constexpr, ALIGN: tl.constexpr,
+    MIN_TILES: tl.constexpr, PAGE_ROWS: tl.constexpr, ALIGN: tl.constexpr,
     FIELDS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     bh, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -64,7 +69,7 @@ def _dense_decode_kernel(
             highest, total, acc = attend_tile(q, k, v, ok, highest, total, acc, scale_log2)
         finish_split(
             acc, highest, total, partial_ptr, lse_ptr, counter_ptr, out_ptr, bh,
-            bh * num_splits + split, bh * num_splits, active, g, d, G, D, BLOCK_SPLITS,
+            bh * num_splits + split, bh * num_splits, active, g, d, G, D,
         )  # fmt: skip
 
 
@@ -104,7 +109,6 @@ def dense_decode_batch(
         workspace.partial, workspace.lse, workspace.counters, output,
         scaling * LOG2_E, row_stride, num_kv_heads, 0 if page_table is None else page_table.shape[1],
         G=group_size, BLOCK_G=MIN_BLOCK_G, D=head_dim, BLOCK_D=block_d, BLOCK_N=block_n,
-        BLOCK_SPLITS=triton.next_power_of_2(num_splits),
         MIN_TILES=max(MIN_SPLIT_BYTES // (block_n * row_bytes), 1),
         PAGE_ROWS=0 if page_table is None else page_rows, ALIGN=ALIGNMENT_BYTES // queries.element_size(),
         FIELDS=heads.shape[1], DOT=dot_dtype(queries.dtype), num_warps=decode_warps(block_d), num_stages=3,
@@ -112,32 +116,19 @@ def dense_decode_batch(
     )  # fmt: skip
 
 
-def dense_decode(
-    queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, num_splits: int | None = None
-) -> Tensor:
+def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float) -> Tensor:
     """One sequence of `dense_decode_batch`; `__init__.py` checks arguments."""
-    num_kv_heads, group_size, head_dim = queries.shape
-    splits = choose_num_splits(num_kv_heads, queries.device) if num_splits is None else num_splits
+    num_kv_heads = queries.shape[0]
+    splits = choose_num_splits(num_kv_heads, queries.device)
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)
     dense_decode_batch(
         queries.contiguous()[None],
         keys,
         values,
-        uniform_heads(
-            key_stride=keys.stride(0),
-            value_stride=values.stride(0),
-            lengths=[keys.shape[1]] * num_kv_heads,
-            device=queries.device,
-        ),
+        uniform_heads(keys, values),
         row_stride=keys.stride(1),
         scaling=scaling,
-        workspace=split_workspace(
-            num_heads=num_kv_heads,
-            num_slots=num_kv_heads * splits,
-            group_size=group_size,
-            head_dim=head_dim,
-            device=queries.device,
-        ),
+        workspace=split_workspace(output, num_kv_heads * splits),
         num_splits=splits,
         output=output[None],
     )

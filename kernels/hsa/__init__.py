@@ -1,30 +1,30 @@
 """Hybrid sparse attention (HSA), RocketKV section 3.4: page extremes, append, attend.
 
 The receiver builds the page extremes of the received keys when a transfer commits; the decode engine appends
-one row and attends once per layer and step. `reference.py` is the same maths in plain float32.
+one row and attends once per layer and step.
 
-Legend: H_kv KV heads, G query heads per KV head, n rows in use, cap rows allocated, D head_dim, P page_size,
-k1 num_channels, k2 num_tokens. Rows at n and beyond, and pages beyond ceil(n / P), are never read and may
-have any content.
+Legend, beside that of `kernels`: P page_size, k1 num_channels, k2 num_tokens. Pages beyond ceil(n / P) are
+never read and may have any content.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from kvferry.kernels.checks import (
+from kvferry.kernels.dispatch import (
     alignment_problem,
     check_attention,
     check_new_row,
     check_same_kind,
     check_size,
+    path_for,
     shape_problem,
 )
-from kvferry.kernels.dispatch import path_for
 from kvferry.kernels.hsa import torch_path
-from kvferry.kernels.hsa.descriptors import MAX_PAGES
+from kvferry.kernels.hsa.batch import MAX_PAGES
 
 
 def num_pages(length: int, page_size: int) -> int:
@@ -94,55 +94,29 @@ def attend(
     """Attend exactly to the k2 tokens that page extremes rank highest, chosen per KV head (Algorithm 1).
 
     I1 = top-k1 channels of sum_G |q|; per channel Kmax where sum_G q >= 0, else Kmin; a page's logit of head
-    g is q_g . estimate over I1 / sqrt(D |q_I1|_1 / |q|_1); softmax over tokens per head, mean over G, top-k2.
-    The lowest index wins ties. Up to k2 rows, all are attended.
+    g is scaling * q_g . estimate over I1 / sqrt(|q_I1|_1 / |q|_1); softmax over tokens per head, mean over G,
+    top-k2.
 
-    Deviation: the newest token is always among the k2.
+    Deviation: the paper has 1/sqrt(D) for scaling, which it equals in most models.
 
-    Args:
-        queries: `[H_kv, G, D]`.
-        keys, values: `[H_kv, cap, D]`, the queries' dtype.
+    Args: as in `kernels`.
         page_max, page_min: `[H_kv, ceil(cap / P), D]`; the keys where P is 1.
-        length: n, rows in use, 1 to cap.
         num_channels: k1, 1 to D.
-        num_tokens: k2, at least 1.
-        scaling: the softmax scale of the exact attention.
-
-    Returns: `[H_kv, G, D]` in the queries' dtype.
-    Raises: ValueError: shapes or dtypes do not fit together, or a size is out of range.
     """
     check_attention(queries, keys, values)
     check_pages(keys, page_max, page_min, length=length, page_size=page_size)
     check_size("num_channels", num_channels, 1, keys.shape[2])
     check_size("num_tokens", num_tokens, 1)
     unsupported = partial(_unsupported, queries, keys, values, page_max, page_min, page_size)
-    if path_for("hsa", queries.device, unsupported) != "torch":
-        # a CPU install has no Triton
-        from kvferry.kernels.hsa import triton_kernel
+    path = path_for("hsa", queries.device, unsupported)
+    cache = keys[:, :length], values[:, :length], page_max, page_min
+    sizes: dict[str, Any] = {"page_size": page_size, "num_channels": num_channels, "num_tokens": num_tokens}
+    if path == "torch":
+        return torch_path.attend(queries, *cache, **sizes, scaling=scaling)
+    # a CPU install has no Triton
+    from kvferry.kernels.hsa import triton_kernel
 
-        return triton_kernel.attend(
-            queries,
-            keys,
-            values,
-            page_max,
-            page_min,
-            length=length,
-            page_size=page_size,
-            num_channels=num_channels,
-            num_tokens=num_tokens,
-            scaling=scaling,
-        )
-    return torch_path.attend(
-        queries,
-        keys[:, :length],
-        values[:, :length],
-        page_max,
-        page_min,
-        page_size=page_size,
-        num_channels=num_channels,
-        num_tokens=num_tokens,
-        scaling=scaling,
-    )
+    return triton_kernel.attend(queries, *cache, **sizes, scaling=scaling)
 
 
 def check_pages(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: int, page_size: int) -> None:

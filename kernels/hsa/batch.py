@@ -1,31 +1,33 @@
-"""Hybrid sparse attention of a batch: any lengths, page sizes and budgets share a layer's three launches."""
+"""Hybrid sparse attention of a batch: any lengths, page sizes and budgets share a layer's three launches.
+
+Page extremes of a head are stored channel by channel, because a step reads only the highest-ranked channels:
+page p of channel c is at `offset + c * channel_stride + p`. The stride is a multiple of 16 bytes. Pages of
+one token have no extremes: their keys are read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
+import torch
 from torch import Tensor
 
-from kvferry.kernels.checks import shape_problem
 from kvferry.kernels.decode_batch import (
     Alone,
     BatchShape,
     CachedRows,
+    Fields,
+    NewToken,
     SlotBatch,
-    elements_from,
     in_buckets,
     row_fields,
 )
-from kvferry.kernels.dispatch import planned_path
-from kvferry.kernels.hsa.descriptors import (
-    BLOCK_PAGES,
-    FIELDS,
-    MAX_PAGES,
-    PAGE_SIZE,
-    PageSizes,
-    hsa_scratch,
-)
+from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_splits, split_workspace
+from kvferry.kernels.dispatch import planned_path, shape_problem
 from kvferry.kernels.hsa.torch_path import (
     CacheViews,
     RankedQueries,
@@ -33,8 +35,14 @@ from kvferry.kernels.hsa.torch_path import (
     rank_channels,
     update_page_extremes,
 )
-from kvferry.kernels.split_workspace import choose_num_splits
 
+FIELDS = ROW_FIELDS + 6
+MAX_OFFSET, MIN_OFFSET, CHANNEL_STRIDE, PAGE_SIZE, NUM_CHANNELS, NUM_TOKENS = range(ROW_FIELDS, FIELDS)
+"""Columns: Kmax and Kmin of the first page and channel, elements between channels, P, k1, k2."""
+MAX_PAGES = 8192
+"""Pages of one head: one program selects among all of them."""
+BLOCK_PAGES = 128
+"""Pages that one program scores."""
 _EMPTY = [int(column == PAGE_SIZE) for column in range(FIELDS)]
 """A head without rows. Its page size is 1, because kernels divide by it."""
 
@@ -59,22 +67,75 @@ class SparseRows(CachedRows):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseSize:
-    """Sizes of the scratch memory, powers of two, and the launches needed; one size, one set of grids."""
+    """Sizes of a batch's launches, powers of two; equal sizes have equal grids.
+
+    Attributes:
+        max_pages, max_tokens, max_channels: the most pages, min(k2, n) and k1 of a head.
+        pages_of_one, larger_pages: which there are; each kind has its own launch.
+    """
 
     max_pages: int
     max_tokens: int
     max_channels: int
-    page_sizes: PageSizes
+    pages_of_one: bool
+    larger_pages: bool
 
     @classmethod
-    def of(cls, layers: Sequence[Mapping[int, SparseRows]]) -> SparseSize:
-        """The size for a batch whose sequences reach their full length."""
-        every = [rows for layer in layers for rows in layer.values()]
+    def of(cls, rows: SparseRows) -> SparseSize:
+        """For one sequence at its full length."""
         return cls(
-            max_pages=in_buckets(max(rows.page_max.shape[1] for rows in every), least=BLOCK_PAGES),
-            max_tokens=in_buckets(max(min(rows.num_tokens, rows.keys.shape[1]) for rows in every)),
-            max_channels=in_buckets(max(rows.num_channels for rows in every)),
-            page_sizes=PageSizes.of(rows.page_size for rows in every),
+            max_pages=in_buckets(rows.page_max.shape[1], least=BLOCK_PAGES),
+            max_tokens=in_buckets(min(rows.num_tokens, rows.keys.shape[1])),
+            max_channels=in_buckets(rows.num_channels),
+            pages_of_one=rows.page_size == 1,
+            larger_pages=rows.page_size > 1,
+        )
+
+    def __or__(self, other: SparseSize) -> SparseSize:
+        """For both."""
+        return SparseSize(
+            max_pages=max(self.max_pages, other.max_pages),
+            max_tokens=max(self.max_tokens, other.max_tokens),
+            max_channels=max(self.max_channels, other.max_channels),
+            pages_of_one=self.pages_of_one or other.pages_of_one,
+            larger_pages=self.larger_pages or other.larger_pages,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HsaScratch:
+    """What the launches of a batch pass to one another.
+
+    Attributes:
+        scores: float32 `[heads, G, max_pages]`, logits of pages in units of log2.
+        partial: float32 `[heads, blocks, G, 2]`, maximum and sum of each block of pages.
+        tokens: int32 `[heads, max_tokens]`, chosen rows, the newest last.
+        counts: int32 `[heads]`, how many there are.
+        splits: of the attention over them; num_splits a head.
+    """
+
+    size: SparseSize
+    scores: Tensor
+    partial: Tensor
+    tokens: Tensor
+    counts: Tensor
+    splits: SplitWorkspace
+    num_splits: int
+
+    @classmethod
+    def of(cls, size: SparseSize, output: Tensor) -> HsaScratch:
+        """Args: output `[..., G, D]`, a head for each (sequence, KV head)."""
+        *heads, group_size, _ = output.shape
+        num_heads, device = math.prod(heads), output.device
+        blocks, num_splits = -(-size.max_pages // BLOCK_PAGES), choose_num_splits(num_heads, device)
+        return cls(
+            size=size,
+            scores=torch.empty(num_heads, group_size, size.max_pages, dtype=torch.float32, device=device),
+            partial=torch.empty(num_heads, blocks, group_size, 2, dtype=torch.float32, device=device),
+            tokens=torch.empty(num_heads, size.max_tokens, dtype=torch.int32, device=device),
+            counts=torch.empty(num_heads, dtype=torch.int32, device=device),
+            splits=split_workspace(output, num_heads * num_splits),
+            num_splits=num_splits,
         )
 
 
@@ -83,110 +144,115 @@ def is_too_long(rows: SparseRows) -> bool:
     return rows.page_max.shape[1] > MAX_PAGES
 
 
-class HsaBatch(SlotBatch[SparseRows]):
-    """A `SlotBatch` by `hsa.append_row` and `hsa.attend`.
+def sparse_fields(base: Tensor, rows: SparseRows) -> Fields:
+    """As `row_fields`, for this kernel's descriptors."""
+    first, step = row_fields(base, rows, rows.page_max, rows.page_min)
+    first += [rows.page_max.stride(2), rows.page_size, rows.num_channels, rows.num_tokens]
+    return first, [*step, 0, 0, 0, 0]
 
-    Args: size: of every batch that it attends.
-    """
 
-    def __init__(self, shape: BatchShape, base: Tensor, size: SparseSize) -> None:
+class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
+    """A `SlotBatch` by `hsa.append_row` and `hsa.attend`."""
+
+    def __init__(self, shape: BatchShape, base: Tensor) -> None:
         problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim)
         is_launched = planned_path("hsa", shape.device, problem) != "torch"
         super().__init__("hsa", shape, base, is_launched=is_launched, empty=_EMPTY)
-        self._max_channels, self._page_sizes = size.max_channels, size.page_sizes
-        self._views: list[dict[int, CacheViews]] = []
+        self._sizes: dict[int, SparseSize] = {}
+        self._views: dict[tuple[int, int], CacheViews] = {}
         self._ranked: dict[int, RankedQueries] = {}
-        if is_launched:
-            self._num_splits = choose_num_splits(shape.num_heads, shape.device)
-            self._scratch = hsa_scratch(
-                num_heads=shape.num_heads,
-                group_size=shape.group_size,
-                head_dim=shape.head_dim,
-                max_pages=size.max_pages,
-                max_tokens=size.max_tokens,
-                num_splits=self._num_splits,
-                device=shape.device,
-            )
 
-    def fill(self, layers: Sequence[Mapping[int, SparseRows]]) -> None:
-        """See `SlotBatch.fill`."""
-        super().fill(layers)
-        if not self.is_launched:
-            self._views = [{} for _ in layers]
-            for views, layer in zip(self._views, layers, strict=True):
-                for slot, rows in layer.items():
-                    views[slot] = CacheViews.of(rows.keys, rows.values, rows.page_max, rows.page_min)
+    def place(self, slot: int, layers: Mapping[int, SparseRows]) -> None:
+        """See `SlotBatch.place`."""
+        super().place(slot, layers)
+        if self.is_launched:
+            self._sizes[slot] = reduce(or_, set(map(SparseSize.of, layers.values())))
+            return
+        for layer, rows in layers.items():
+            self._views[layer, slot] = CacheViews.of(rows.keys, rows.values, rows.page_max, rows.page_min)
 
-    def release(self) -> None:
-        """See `SlotBatch.release`."""
-        super().release()
-        self._views, self._ranked = [], {}
+    def remove(self, slot: int) -> None:
+        """See `SlotBatch.remove`."""
+        super().remove(slot)
+        self._sizes.pop(slot, None)
+        self._ranked = {}
+        for layer in range(self._shape.num_layers):
+            self._views.pop((layer, slot), None)
+
+    def size(self) -> SparseSize:
+        """See `SlotBatch.size`."""
+        return reduce(or_, self._sizes.values())
+
+    def scratch(self, num_slots: int) -> HsaScratch:
+        """See `SlotBatch.scratch`."""
+        return HsaScratch.of(self.size(), self._output[:num_slots])
 
     def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, alone: Alone
-    ) -> Tensor:
-        """See `SlotBatch.attend`; in torch the channels of several slots are ranked together."""
-        if not self.is_launched:
-            members = self._layers[layer]
-            self._ranked = _rank_together(members, queries) if len(members) > 1 else {}
-        return super().attend(layer, queries, keys, values, scaling=scaling, alone=alone)
-
-    def _attend_one(
         self,
         layer: int,
-        slot: int,
-        rows: SparseRows,
         queries: Tensor,
-        key: Tensor,
-        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
         *,
         scaling: float,
+        alone: Alone,
+        scratch: HsaScratch | None,
     ) -> Tensor:
-        position = rows.length + self._num_steps - 1
-        keys, values = rows.append(key, value, position=position)
+        """See `SlotBatch.attend`; in torch the channels of several slots are ranked together."""
+        if scratch is None:
+            members = self._layers[layer]
+            self._ranked = _rank_together(members, queries, scaling) if len(members) > 1 else {}
+        return super().attend(layer, queries, keys, values, scaling=scaling, alone=alone, scratch=scratch)
+
+    def _attend_one(self, layer: int, slot: int, rows: SparseRows, token: NewToken) -> Tensor:
+        keys, values = rows.append(token)
         extremes = rows.page_max, rows.page_min
-        update_page_extremes(*extremes, key, position=position, page_size=rows.page_size)
+        update_page_extremes(*extremes, token.key, position=token.position, page_size=rows.page_size)
         return attend(
-            queries,
+            token.queries,
             keys,
             values,
             *extremes,
             page_size=rows.page_size,
             num_channels=rows.num_channels,
             num_tokens=rows.num_tokens,
-            scaling=scaling,
+            scaling=token.scaling,
             ranked=self._ranked.get(slot),
-            views=self._views[layer][slot],
+            views=self._views[layer, slot],
         )
 
-    def _fields(self, rows: SparseRows) -> tuple[list[int], list[int]]:
-        first, step = row_fields(self._base, rows)
-        extremes = (rows.page_max, rows.page_min)
-        first += [elements_from(self._base, tensor) for tensor in extremes]
-        step += [tensor.stride(0) for tensor in extremes]
-        first += [rows.page_max.stride(2), rows.page_size, rows.num_channels, rows.num_tokens]
-        return first, [*step, 0, 0, 0, 0]
+    def _fields(self, rows: SparseRows) -> Fields:
+        return sparse_fields(self._base, rows)
 
-    def _launch(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+    def _launch(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        scratch: HsaScratch,
+        output: Tensor,
+    ) -> None:
         # a CPU install has no Triton
         from kvferry.kernels.hsa.triton_kernel import append_and_attend_batch
 
+        heads = self._tables.layer(layer, len(queries))
         append_and_attend_batch(
             queries,
             self._base,
-            self._tables.layer(layer),
-            max_channels=self._max_channels,
-            page_sizes=self._page_sizes,
+            heads,
+            scratch,
             scaling=scaling,
-            scratch=self._scratch,
-            num_splits=self._num_splits,
-            output=self._output,
+            output=output,
             new_keys=keys,
             new_values=values,
         )
 
 
-def _rank_together(members: Mapping[int, SparseRows], queries: Tensor) -> dict[int, RankedQueries]:
+def _rank_together(
+    members: Mapping[int, SparseRows], queries: Tensor, scaling: float
+) -> dict[int, RankedQueries]:
     """By slot: `rank_channels` of all sequences that read equally many channels, by one call.
 
     Args: queries `[S, H_kv, G, D]`.
@@ -196,7 +262,7 @@ def _rank_together(members: Mapping[int, SparseRows], queries: Tensor) -> dict[i
     for num_channels in {rows.num_channels for rows in members.values()}:
         slots = sorted(slot for slot, rows in members.items() if rows.num_channels == num_channels)
         of_slots = queries if len(slots) == queries.shape[0] else queries[slots]
-        ranked = rank_channels(of_slots.flatten(0, 1), num_channels=num_channels)
+        ranked = rank_channels(of_slots.flatten(0, 1), num_channels=num_channels, scaling=scaling)
         for i, slot in enumerate(slots):
             found[slot] = ranked.heads(i * num_kv_heads, (i + 1) * num_kv_heads)
     return found

@@ -30,11 +30,13 @@ def _rank_channels(
 ):
     """Of each channel: its rank by sum_G |q|, the lowest first among equals, and sum_G q: `[BLOCK_D]` each.
 
-    Compares all pairs, which is faster than a sort. Channels at D and beyond rank last.
+    Compares all pairs, which is faster than a sort. Channels at D and beyond rank last. A NaN counts as
+    infinity, because ranks become addresses: they must be a permutation.
     """
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     columns = load_queries(query_ptr, bh, g, d, G, D, tl.float32)
-    weight = tl.where(d < D, tl.sum(tl.abs(columns), 0), -1.0)
+    weight = tl.sum(tl.abs(columns), 0)
+    weight = tl.where(d < D, tl.where(weight == weight, weight, float("inf")), -1.0)
     ahead = (weight[:, None] > weight[None, :]) | (
         (weight[:, None] == weight[None, :]) & (d[:, None] < d[None, :])
     )
@@ -45,12 +47,12 @@ def _rank_channels(
 def _temperature(
     query_ptr, bh, kept, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """SparQ's `sqrt(D |q_I1|_1 / |q|_1)` of each query head, 1 for a head that is zero on I1: `[BLOCK_G]`."""
+    """SparQ's `sqrt(|q_I1|_1 / |q|_1)` of each query head, 1 for a head that is zero on I1: `[BLOCK_G]`."""
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     size = tl.abs(load_queries(query_ptr, bh, g, d, G, D, tl.float32))
     whole = tl.sum(size, 1)
     part = tl.sum(tl.where(kept[None, :], size, 0.0), 1)
-    return tl.where(part > 0, tl.sqrt(D * part / tl.where(whole > 0, whole, 1.0)), 1.0)
+    return tl.where(part > 0, tl.sqrt(part / tl.where(whole > 0, whole, 1.0)), 1.0)
 
 
 @triton.jit
@@ -102,9 +104,9 @@ def _write_scores(
 @triton.jit
 def _score_pages_kernel(
     query_ptr, arena_ptr, new_key_ptr, new_value_ptr, heads_ptr, score_ptr, partial_ptr, max_pages,
-    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K1: tl.constexpr,
-    BLOCK_P: tl.constexpr, APPEND: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
-    DOT: tl.constexpr,
+    scale_log2, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_K1: tl.constexpr, BLOCK_P: tl.constexpr, APPEND: tl.constexpr, FIELDS: tl.constexpr,
+    ALIGN: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     bh, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     entry, length, page_size, num_channels = _head(heads_ptr, bh, FIELDS)
@@ -113,7 +115,7 @@ def _score_pages_kernel(
     if (page_size > 1) & (block * BLOCK_P < num_pages):
         g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
         rank, direction = _rank_channels(query_ptr, bh, G, BLOCK_G, D, BLOCK_D)
-        scale = 1.4426950408889634 / _temperature(query_ptr, bh, rank < num_channels, G, BLOCK_G, D, BLOCK_D)
+        scale = scale_log2 / _temperature(query_ptr, bh, rank < num_channels, G, BLOCK_G, D, BLOCK_D)
         # the channel of each rank, and which extreme it reads
         r = tl.arange(0, BLOCK_K1)
         here = rank[None, :] == r[:, None]
@@ -153,8 +155,8 @@ def _score_pages_kernel(
 @triton.jit
 def _score_rows_kernel(
     query_ptr, arena_ptr, new_key_ptr, new_value_ptr, heads_ptr, score_ptr, partial_ptr, max_pages,
-    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
-    APPEND: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr, DOT: tl.constexpr,
+    scale_log2, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr, APPEND: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     bh, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     entry, length, page_size, num_channels = _head(heads_ptr, bh, FIELDS)
@@ -163,7 +165,7 @@ def _score_rows_kernel(
         inside = d < D
         rank, _ = _rank_channels(query_ptr, bh, G, BLOCK_G, D, BLOCK_D)
         kept = rank < num_channels
-        scale = 1.4426950408889634 / _temperature(query_ptr, bh, kept, G, BLOCK_G, D, BLOCK_D)
+        scale = scale_log2 / _temperature(query_ptr, bh, kept, G, BLOCK_G, D, BLOCK_D)
         # at least half of the channels are chosen where a page is one token, so whole rows are read
         q = tl.where(kept[None, :], load_queries(query_ptr, bh, g, d, G, D, DOT), 0.0).to(DOT)
         p = block * BLOCK_P + tl.arange(0, BLOCK_P)

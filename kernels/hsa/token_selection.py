@@ -1,6 +1,7 @@
-"""HSA's second launch in Triton: the k2 tokens whose pages score highest.
+"""HSA's second and third launch in Triton: choose k2 tokens by their pages' scores, attend to them exactly.
 
     _select_tokens_kernel  (head): softmax over tokens, mean over the group, top-k2 without a sort
+    _gather_attend_kernel  (head, split): rows gathered by token, combined by the last split
 
 Imported only by `triton_kernel.py`, because it imports Triton.
 """
@@ -10,13 +11,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvferry.kernels.split_attention import attend_tile, finish_split, load_queries, split_range
+
 
 @triton.jit
 def _page_keys(
     score_ptr, partial_ptr, bh, p, num_pages, block_pages, max_pages, num_blocks,
     G: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Each page's share of one token, mean over the group, as an integer of the same order; -1 beyond."""
+    """Each page's share of one token, mean over the group, as an integer of the same order; -1 beyond.
+
+    A score that is not finite counts as 0: its bits would be no number of that order.
+    """
     b = tl.arange(0, BLOCK_B)
     used = b < tl.cdiv(num_pages, block_pages)
     score = tl.zeros_like(p).to(tl.float32)
@@ -29,7 +35,8 @@ def _page_keys(
         row = score_ptr + (bh * G + head).to(tl.int64) * max_pages + p
         logits = tl.load(row, mask=p < num_pages, other=float("-inf"))
         score += tl.exp2(logits - top) / denominator
-    return tl.where(p < num_pages, (score / G).to(tl.int32, bitcast=True), -1)
+    score = tl.where((score > 0) & (score < float("inf")), score / G, 0.0)
+    return tl.where(p < num_pages, score.to(tl.int32, bitcast=True), -1)
 
 
 @triton.jit
@@ -66,7 +73,46 @@ def _select_tokens_kernel(
         before = tl.cumsum(equal, 0) - equal
         take = above + tl.minimum(equal, tl.maximum(left - before, 0))
         place = tl.cumsum(take, 0) - take
+        # `take` adds up to `wanted`; this keeps the stores in bounds whatever the scores were
+        take = tl.minimum(take, wanted - place)
         for j in range(0, page_size):
             tl.store(tokens + place + j, p * page_size + j, mask=j < take)
         tl.store(tokens + wanted, length - 1)
     tl.store(count_ptr + bh, wanted + 1)
+
+
+@triton.jit
+def _gather_attend_kernel(
+    query_ptr, arena_ptr, heads_ptr, token_ptr, count_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr,
+    scale_log2, max_tokens,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    MIN_TILES: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    bh, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    key_offset = tl.multiple_of(tl.load(heads_ptr + bh * FIELDS), ALIGN)
+    value_offset = tl.multiple_of(tl.load(heads_ptr + bh * FIELDS + 1), ALIGN)
+    last = tl.load(heads_ptr + bh * FIELDS + 2).to(tl.int32) - 1
+    count = tl.load(count_ptr + bh)
+    begin, end, active = split_range(tl.cdiv(count, BLOCK_N), split, num_splits, MIN_TILES)
+    if split < active:
+        g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+        q = load_queries(query_ptr, bh, g, d, G, D, DOT)
+        highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        for tile in range(begin, end):
+            i = tile * BLOCK_N + n
+            ok = i < count
+            token = tl.load(token_ptr + bh.to(tl.int64) * max_tokens + i, mask=ok, other=0)
+            # whatever was selected, only this head's rows are read
+            token = tl.minimum(tl.maximum(token, 0), last)
+            at = token.to(tl.int64)[:, None] * D + d[None, :]
+            mask = ok[:, None] & (d[None, :] < D)
+            k = tl.load(arena_ptr + key_offset + at, mask=mask, other=0.0).to(DOT)
+            v = tl.load(arena_ptr + value_offset + at, mask=mask, other=0.0).to(DOT)
+            highest, total, acc = attend_tile(q, k, v, ok, highest, total, acc, scale_log2)
+        finish_split(
+            acc, highest, total, partial_ptr, lse_ptr, counter_ptr, out_ptr, bh,
+            bh * num_splits + split, bh * num_splits, active, g, d, G, D,
+        )  # fmt: skip

@@ -11,8 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvferry.kernels.dense_decode.torch_path import dense_decode
-from kvferry.kernels.top_tokens import JointRows, attend_tokens, head_starts, top_indices, top_tokens
+from kvferry.kernels.torch_attention import (
+    JointRows,
+    attend_rows,
+    attend_tokens,
+    head_starts,
+    top_indices,
+    top_tokens,
+)
 
 MIN_MAGNITUDE = 1e-30
 """Added to norms, so that none is zero."""
@@ -51,7 +57,7 @@ class RankedQueries:
 
     Attributes:
         channels: I1, int64 `[H_kv, k1]`.
-        queries: float32 `[H_kv, G, k1]`, divided by the temperature.
+        queries: float32 `[H_kv, G, k1]`, times the softmax scale, divided by the temperature.
         below: bool `[H_kv, k1]`, whether Kmin is read for the channel, not Kmax.
     """
 
@@ -66,7 +72,7 @@ class RankedQueries:
         )
 
 
-def rank_channels(queries: Tensor, *, num_channels: int) -> RankedQueries:
+def rank_channels(queries: Tensor, *, num_channels: int, scaling: float) -> RankedQueries:
     """The first part of step 2 of Algorithm 1, for the KV heads of one sequence or of several.
 
     With so few numbers the time is that of loading an operator's code: of two equal ones, the one that the
@@ -81,10 +87,10 @@ def rank_channels(queries: Tensor, *, num_channels: int) -> RankedQueries:
     q_kept = q.gather(2, index)
     # a sum of -0.0 has only zeros, with which the extreme does not matter
     below = q_kept.sum(1).signbit()
-    # 1 / temperature, sqrt(|q|_1 / (D |q_I1|_1)); a head that is zero on I1 has logits of zero with any
-    # temperature but zero
+    # scaling / temperature, the temperature sqrt(|q_I1|_1 / |q|_1); a head that is zero on I1 has logits of
+    # zero with any temperature but zero
     l1_kept = torch.linalg.vector_norm(q_kept, 1, -1, True).add_(MIN_MAGNITUDE)
-    shrink = torch.div(l1_kept, magnitudes.mean(-1, keepdim=True)).rsqrt_()
+    shrink = torch.div(l1_kept, magnitudes.sum(-1, keepdim=True)).rsqrt_().mul_(scaling)
     return RankedQueries(channels=channels, queries=q_kept.mul_(shrink), below=below)
 
 
@@ -203,10 +209,10 @@ def attend(
     """
     length = keys.shape[1]
     if length <= num_tokens:
-        return dense_decode(queries, keys, values, scaling=scaling)
+        return attend_rows(queries, keys, values, scaling=scaling)
     views = views or CacheViews.of(keys, values, page_max, page_min)
     selected = select_tokens(
-        ranked or rank_channels(queries, num_channels=num_channels),
+        ranked or rank_channels(queries, num_channels=num_channels, scaling=scaling),
         page_max,
         page_min,
         length=length,

@@ -5,35 +5,31 @@ Offsets count elements of each region's dtype from the start of one buffer, whic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-from kvferry.kernels.packed.key_words import WIDTHS
 from kvferry.kernels.packed.layer import PackedLayer
+from kvferry.kernels.packed.layout import OFFSET_BYTES
 
 FIELDS = 20
 """Columns: the caller's number, channels of each width (4), tokens of each width (4), then offsets of
-key_words (int16), channels (int16), key scales, key minima, value scales, value minima (float32), values 2,
-4, 8 (int16), values 16 (float16), positions (int32)."""
+key_words (int16), channels (int16), key scales, key minima, value scales, value minima (float16), values 2,
+4, 8 (int16), values 16 (float16), and the offset of the positions, which only packing reads, from a tensor
+of its own."""
 
 
-def packed_entry(layer: PackedLayer, h: int, base: Tensor, number: int) -> list[int]:
-    """The row of head h.
+FIRST_OFFSET = 9
 
-    Args: base: the tensor that offsets count from; the layer's buffer is a multiple of 16 bytes from it.
+
+def packed_entries(layers: Sequence[PackedLayer], base: Tensor) -> Tensor:
+    """The rows of all heads of these layers, int64 `[layers, H_kv, FIELDS]` on the host; column 0 is 0.
+
+    Args: base: the tensor that offsets count from; the layers' buffers are multiples of 16 bytes from it.
     """
-    regions, counts = layer.layout.regions[h], layer.layout.heads[h]
-    start = layer.buffer.data_ptr() - base.data_ptr()
-
-    def place(name: str, size: int) -> int:
-        return (start + regions[name].offset) // size
-
-    return [
-        number,
-        *counts.channels,
-        *counts.tokens,
-        place("key_words", 2),
-        place("channels", 2),
-        *(place(name, 4) for name in ("key_scales", "key_minima", "value_scales", "value_minima")),
-        *(place(f"values_{width}", 2) for width in WIDTHS),
-        place("positions", 4),
-    ]
+    start = base.data_ptr()
+    entries = torch.stack([layer.layout.entries for layer in layers])
+    starts = torch.tensor([layer.buffer.data_ptr() - start for layer in layers])
+    entries[:, :, FIRST_OFFSET:-1] += starts[:, None, None] // OFFSET_BYTES
+    return entries

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.packed.key_words import BLOCK_TOKENS, WIDTHS, key_blocks
-from kvferry.kernels.packed.tiles import FieldProducts, RowProducts, Tiles, field_scales, scratch, tile_rows
+from kvferry.kernels.packed.tiles import Tiles, field_scales, scratch, tile_rows
 
 Blocks = tuple[Tensor, int]
 """Some neighbouring blocks, uint8 `[num_blocks, block bytes]`, and their R."""
@@ -43,13 +43,8 @@ def plan_key_products(
     if not any(num_channels):
         if num_tokens:
             tiles.reserve(0)
-            empty = RowProducts(
-                weights=weights,
-                codes=tiles.floats(0, num_tokens),
-                addend=bias,
-                target=products[:, :num_tokens],
-            )
-            tiles.multiply(empty)
+            empty = tiles.floats(0, num_tokens)
+            tiles.then(torch.addmm, bias, weights, empty, out=products[:, :num_tokens])
         return
     start = 0
     for run in _runs(words, num_channels, num_tokens):
@@ -104,14 +99,9 @@ def _plan_fields(
         )
         part = target[:, start : start + num_blocks * 8 * lanes].view(ordered.shape)
         base = part if addend is target else addend.view(-1, *[1] * 5)
-        tiles.multiply(
-            FieldProducts(
-                weights=weights.expand(per_byte * num_blocks, -1, -1),
-                codes=fields.flatten(0, 1),
-                products=products,
-                sums=((base, ordered, scales, part),),
-            )
-        )
+        of_fields = weights.expand(per_byte * num_blocks, -1, -1)
+        tiles.then(torch.bmm, of_fields, fields.flatten(0, 1), out=products)
+        tiles.then(torch.addcmul, base, ordered, scales, out=part)
         start += num_blocks * 8 * lanes
 
 
@@ -130,4 +120,4 @@ def _plan_halves(
         stop = start + len(blocks) * 8 * lanes
         tiles.convert(halves.transpose(0, 1), floats[:, start:stop].view(count, len(blocks), 8 * lanes))
         start = stop
-    tiles.multiply(RowProducts(weights=weights, codes=floats, addend=addend, target=target))
+    tiles.then(torch.addmm, addend, weights, floats, out=target)

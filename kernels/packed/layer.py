@@ -19,8 +19,17 @@ from torch import Tensor
 
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
 from kvferry.kernels.packed.key_words import WIDTHS, half_tiles, key_tiles
-from kvferry.kernels.packed.layout import HeadCounts, PackedLayout
+from kvferry.kernels.packed.layout import OFFSET_BYTES, HeadCounts, PackedLayout
 from kvferry.kernels.packed.value_rows import unpack_value_rows
+
+ENTRY_FIELDS = 20
+"""Columns of `packed_entries`: the caller's number, channels of each width (4), tokens of each width (4), and
+offsets of key_words (int16), channels (int16), key scales, key minima, value scales, value minima (float16),
+values 2, 4, 8 (int16), values 16 (float16), and the offset of the positions, which only packing reads, from a
+tensor of its own. Offsets count from the start of one buffer, which may contain many layers."""
+_FIRST_OFFSET = 9
+SCALE_EXPONENT = 13
+"""float16 represents p * s down to 2^-24; near the top of its range only negligible weights are lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +39,11 @@ class PackedHead:
     Attributes:
         key_words: uint8, see `key_words.py`.
         values_2, values_4, values_8: uint8 `[n_w, row bytes]`, see `value_rows.py`.
-        key_scales, key_minima: float32, of the channels below 16 bits.
-        value_scales, value_minima: float32, of the tokens below 16 bits.
+        key_scales, key_minima: float16, of the channels below 16 bits.
+        value_scales, value_minima: float16, of the tokens below 16 bits.
         values_16: float16 `[n_16, D]`, zone B.
         channels: int16, the retained K channels in packed order.
-        positions: int32, the retained tokens in packed order.
+        positions: uint16 or int32, the retained tokens in packed order.
     """
 
     counts: HeadCounts
@@ -94,11 +103,13 @@ class PackedLayer:
         return {}
 
     @cached_property
-    def largest_value_scales(self) -> tuple[float, ...]:
-        """Of each head, 1.0 where it has none. Read from the device once."""
+    def value_exponents(self) -> Tensor:
+        """The exponent that brings each head's largest value scale near 2^SCALE_EXPONENT: int64 `[H_kv]`, on
+        the host. `check_packed_layer` computes it, so that a batch takes the layer without reading scales."""
         one = torch.ones((), device=self.buffer.device)
-        scales = [head.value_scales for head in self.heads]
-        return tuple(torch.stack([s.max() if s.numel() else one for s in scales]).tolist())
+        scales = [head.value_scales.float() for head in self.heads]
+        largest = torch.stack([its.max() if its.numel() else one for its in scales]).cpu()
+        return (SCALE_EXPONENT - torch.frexp(largest).exponent.long()).clamp(-100, 100)
 
 
 def view_packed_layer(layout: PackedLayout, buffer: Tensor) -> PackedLayer:
@@ -115,7 +126,7 @@ def view_packed_layer(layout: PackedLayout, buffer: Tensor) -> PackedLayer:
     if layout.size_bytes and buffer.data_ptr() % ALIGNMENT_BYTES:
         raise ValueError(f"the buffer must start at a multiple of {ALIGNMENT_BYTES} bytes")
     typed: dict[torch.dtype, Tensor] = {}
-    for dtype in (torch.uint8, torch.int16, torch.int32, torch.float16, torch.float32):
+    for dtype in (torch.uint8, torch.int16, torch.uint16, torch.int32, torch.float16):
         typed[dtype] = buffer.view(dtype)
     heads = []
     for counts, regions in zip(layout.heads, layout.regions, strict=True):
@@ -151,8 +162,8 @@ def check_packed_layer(packed: PackedLayer, num_prompt_tokens: int) -> None:
     num_channels, num_tokens = zip(*map(counts, packed.heads), strict=True)
     _check_index("channels", channels, num_channels, packed.layout.head_dim)
     _check_index("positions", positions, num_tokens, num_prompt_tokens)
-    _check_scales(key_scales, key_minima, num_channels)
-    _check_scales(value_scales, value_minima, num_tokens)
+    _check_scales(key_scales, key_minima)
+    _check_scales(value_scales, value_minima)
     bad = _first_head(~torch.cat(halves).isfinite().all(1), list(map(len, halves)))
     for h, head in enumerate(packed.heads):
         for tile in half_tiles(head.key_words, head.counts.channels, head.counts.num_tokens, max_blocks=64):
@@ -160,6 +171,7 @@ def check_packed_layer(packed: PackedLayer, num_prompt_tokens: int) -> None:
                 bad = h
     if bad is not None:
         raise ValueError(f"what head {bad} keeps at 16 bits must be finite")
+    _ = packed.value_exponents, packed.layout.entries  # computed now, not when a batch takes the layer
 
 
 def _check_index(name: str, parts: tuple[Tensor, ...], counts: Sequence[Sequence[int]], limit: int) -> None:
@@ -183,15 +195,11 @@ def _check_index(name: str, parts: tuple[Tensor, ...], counts: Sequence[Sequence
         raise ValueError(f"{name} of head {head} must be distinct, ascending by width and below {limit}")
 
 
-def _check_scales(
-    scales: tuple[Tensor, ...], minima: tuple[Tensor, ...], counts: Sequence[Sequence[int]]
-) -> None:
-    """Require scales above 0, and that neither a minimum nor the largest code is beyond float32."""
-    coded = torch.tensor(counts)[:, :3].flatten()
-    levels = torch.tensor([3.0, 15.0, 255.0]).repeat(len(counts)).repeat_interleave(coded)
+def _check_scales(scales: tuple[Tensor, ...], minima: tuple[Tensor, ...]) -> None:
+    """Require scales above 0, and finite scales and minima."""
     scale, minimum = torch.cat(scales), torch.cat(minima)
-    finite = minimum.isfinite() & (scale * levels.to(scale.device) + minimum).isfinite()
-    head = _first_head(~((scale > 0) & finite), list(map(len, scales)))
+    # float16 values: no code times a scale is beyond float32
+    head = _first_head(~((scale > 0) & scale.isfinite() & minimum.isfinite()), list(map(len, scales)))
     if head is not None:
         raise ValueError(f"scales of head {head} must be finite and positive, and minima finite")
 
@@ -218,3 +226,17 @@ def _unpack_head(head: PackedHead, head_dim: int) -> tuple[Tensor, Tensor, Tenso
     ]
     low = torch.cat(rows) * head.value_scales[:, None] + head.value_minima[:, None]
     return keys, torch.cat([low, head.values_16.float()]), head.positions.long()
+
+
+def packed_entries(layers: Sequence[PackedLayer], base: Tensor) -> Tensor:
+    """The places of all heads' regions as rows that Triton kernels read.
+
+    Returns: int64 `[layers, H_kv, ENTRY_FIELDS]` on the host; column 0 is 0.
+
+    Args: base: the tensor that offsets count from; the layers' buffers are multiples of 16 bytes from it.
+    """
+    start = base.data_ptr()
+    entries = torch.stack([layer.layout.entries for layer in layers])
+    starts = torch.tensor([layer.buffer.data_ptr() - start for layer in layers])
+    entries[:, :, _FIRST_OFFSET:-1] += starts[:, None, None] // OFFSET_BYTES
+    return entries

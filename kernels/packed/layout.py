@@ -5,9 +5,9 @@ views its arena bytes with it. Kinds follow one another, so that each is shipped
 every region starts at a multiple of `ALIGNMENT_BYTES`:
 
     codes:  head 0: key_words | values 2 | values 4 | values 8;  head 1: ...     uint8
-    scales: head 0: key scales | key minima | value scales | value minima; ...   float32
+    scales: head 0: key scales | key minima | value scales | value minima; ...   float16
     rows:   head 0: values 16; ...                                               float16 (zone B)
-    index:  head 0: channels int16 | positions int32; ...
+    index:  head 0: channels int16 | positions uint16, int32 if T > 65536; ...
 
 A head's tokens are sorted by V width 2, 4, 8, 16 and by position within a width; its channels by K width and
 by number within a width. `key_words.py` and `value_rows.py` define the order of the codes. Any change to
@@ -25,14 +25,24 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from kvferry.kernels.decode_batch import Region
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
 from kvferry.kernels.packed.key_words import WIDTHS, key_code_bytes
 from kvferry.kernels.packed.value_rows import value_row_bytes
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
+"""2: scales and minima in float16, positions in 16 bits where these suffice."""
+MAX_SHORT_POSITIONS = 1 << 16
 Kind = Literal["codes", "scales", "rows", "index"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _REGIONS_PER_HEAD = 11
+ENTRY_REGIONS = (
+    "key_words", "channels", "key_scales", "key_minima", "value_scales", "value_minima",
+    *(f"values_{width}" for width in WIDTHS),
+)  # fmt: skip
+"""The regions that kernels are given offsets of."""
+OFFSET_BYTES = 2
+"""The unit of these offsets: the regions are read as int16 or float16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,27 +71,11 @@ class HeadCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Region:
-    """One tensor's place in a buffer: its offset in bytes, shape and dtype."""
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @cached_property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def view(self, buffer: Tensor) -> Tensor:
-        """The region of a uint8 buffer as a typed tensor; writes go to the buffer."""
-        return buffer[self.offset : self.offset + self.size_bytes].view(self.dtype).view(self.shape)
-
-
-@dataclass(frozen=True, kw_only=True)
 class PackedLayout:
     """All regions of a layer.
 
     Attributes:
+        num_tokens: T, of which positions are.
         heads: one entry a KV head.
         regions: for each head, its regions by the names of `PackedHead`.
         kinds: (offset, size in bytes with the padding between regions) of each kind; they tile the layer.
@@ -89,28 +83,39 @@ class PackedLayout:
     """
 
     head_dim: int
+    num_tokens: int
     heads: tuple[HeadCounts, ...]
     regions: tuple[dict[str, Region], ...]
     kinds: dict[Kind, tuple[int, int]]
     size_bytes: int
 
+    @cached_property
+    def entries(self) -> Tensor:
+        """Each head as a row for kernels, with offsets from the start of the layer; see `packed_entries`."""
+        rows = []
+        for counts, regions in zip(self.heads, self.regions, strict=True):
+            offsets = [regions[name].offset // OFFSET_BYTES for name in ENTRY_REGIONS]
+            rows.append([0, *counts.channels, *counts.tokens, *offsets, 0])
+        return torch.tensor(rows, dtype=torch.int64)
 
-def packed_layout(heads: Sequence[HeadCounts], head_dim: int) -> PackedLayout:
+
+def packed_layout(heads: Sequence[HeadCounts], head_dim: int, *, num_tokens: int) -> PackedLayout:
     """Lay out one layer. Recent layouts are cached: each end of a transfer needs one several times.
 
+    Args: num_tokens: T, of the prompt or segment before packing.
     Raises:
         ValueError: a head has more channels than `head_dim`.
     """
-    return _packed_layout(tuple(heads), head_dim)
+    return _packed_layout(tuple(heads), head_dim, num_tokens)
 
 
 @lru_cache(maxsize=64)
-def _packed_layout(heads: tuple[HeadCounts, ...], head_dim: int) -> PackedLayout:
+def _packed_layout(heads: tuple[HeadCounts, ...], head_dim: int, num_tokens: int) -> PackedLayout:
     shapes = []
     for head in heads:
         if head.num_channels > head_dim:
             raise ValueError(f"a packed head has {head.num_channels} channels; head_dim is {head_dim}")
-        shapes.append(_head_shapes(head, head_dim))
+        shapes.append(_head_shapes(head, head_dim, num_tokens))
     regions: tuple[dict[str, Region], ...] = tuple([{} for _ in heads])
     kinds: dict[Kind, tuple[int, int]] = {}
     offset = 0
@@ -122,7 +127,18 @@ def _packed_layout(heads: tuple[HeadCounts, ...], head_dim: int) -> PackedLayout
                 size_bytes = math.prod(shape) * dtype.itemsize
                 offset += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         kinds[kind] = (start, offset - start)
-    return PackedLayout(head_dim=head_dim, heads=heads, regions=regions, kinds=kinds, size_bytes=offset)
+    return PackedLayout(
+        head_dim=head_dim,
+        num_tokens=num_tokens,
+        heads=heads,
+        regions=regions,
+        kinds=kinds,
+        size_bytes=offset,
+    )
+
+
+def _position_dtype(num_tokens: int) -> torch.dtype:
+    return torch.uint16 if num_tokens <= MAX_SHORT_POSITIONS else torch.int32
 
 
 def max_packed_bytes(*, num_tokens: int, budget_tokens: int, num_kv_heads: int, head_dim: int) -> int:
@@ -136,14 +152,14 @@ def max_packed_bytes(*, num_tokens: int, budget_tokens: int, num_kv_heads: int, 
     retained = min(num_tokens, 8 * budget)
     # V: 2 B D bytes, and up to a byte a row where D is no multiple of 4. K: 2 B D, and 7 padding tokens.
     codes_and_rows = 4 * budget * head_dim + retained + 14 * head_dim
-    scales = 8 * (retained + head_dim)
-    index = 4 * retained + 2 * head_dim
+    scales = 4 * (retained + head_dim)
+    index = _position_dtype(num_tokens).itemsize * retained + 2 * head_dim
     head_bytes = codes_and_rows + scales + index + _REGIONS_PER_HEAD * ALIGNMENT_BYTES
     return num_kv_heads * (-(-head_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
 
 
 def _head_shapes(
-    head: HeadCounts, head_dim: int
+    head: HeadCounts, head_dim: int, num_tokens: int
 ) -> dict[Kind, list[tuple[str, tuple[int, ...], torch.dtype]]]:
     """Names, shapes and dtypes of one head's regions by kind, in their order."""
     coded_channels, coded_tokens = sum(head.channels[:3]), sum(head.tokens[:3])
@@ -155,14 +171,14 @@ def _head_shapes(
     return {
         "codes": codes,
         "scales": [
-            ("key_scales", (coded_channels,), torch.float32),
-            ("key_minima", (coded_channels,), torch.float32),
-            ("value_scales", (coded_tokens,), torch.float32),
-            ("value_minima", (coded_tokens,), torch.float32),
+            ("key_scales", (coded_channels,), torch.float16),
+            ("key_minima", (coded_channels,), torch.float16),
+            ("value_scales", (coded_tokens,), torch.float16),
+            ("value_minima", (coded_tokens,), torch.float16),
         ],
         "rows": [("values_16", (head.tokens[3], head_dim), torch.float16)],
         "index": [
             ("channels", (head.num_channels,), torch.int16),
-            ("positions", (head.num_tokens,), torch.int32),
+            ("positions", (head.num_tokens,), _position_dtype(num_tokens)),
         ],
     }

@@ -11,8 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvferry.kernels.checks import shape_problem
-from kvferry.kernels.dispatch import path_for
+from kvferry.kernels.dispatch import path_for, shape_problem
 from kvferry.kernels.packed.key_words import WIDTHS, pack_key_words
 from kvferry.kernels.packed.layer import PackedHead, PackedLayer, view_packed_layer
 from kvferry.kernels.packed.layout import HeadCounts, packed_layout
@@ -29,15 +28,15 @@ def pack_layer(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tenso
         value_bits: uint8 `[H_kv, T]`, the same widths; a token of 0 bits is dropped, with its K.
 
     Raises:
-        ValueError: shapes do not fit together, another width, or a retained value that is not finite (in
-            float16 for 16 bits).
+        ValueError: shapes do not fit together, another width, or a retained value that is not finite in
+            float16).
     """
     _check_pack(keys, values, key_bits, value_bits)
     heads = []
     for widths, tokens in zip(_counts(key_bits), _counts(value_bits), strict=True):
         # without tokens there are no channels to store
         heads.append(HeadCounts(channels=widths if any(tokens) else (0, 0, 0, 0), tokens=tokens))
-    layout = packed_layout(heads, keys.shape[2])
+    layout = packed_layout(heads, keys.shape[2], num_tokens=keys.shape[1])
     packed = view_packed_layer(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8, device=keys.device))
     by_torch = path_for("pack", keys.device, partial(_unsupported, keys, values)) == "torch"
     channel_order = key_bits.sort(dim=1, stable=True).indices
@@ -83,7 +82,7 @@ def _pack_keys(head: PackedHead, rows: Tensor) -> None:
     coded = sum(counts[:3])
     parts = [rows.new_zeros(0, rows.shape[1], dtype=torch.uint8)] * 3
     if coded:
-        codes, scales, minima = quantise_rows(rows[:coded], _widths(counts, rows.device))
+        codes, scales, minima = quantise_rows(rows[:coded], _widths(counts, rows.device), half=True)
         head.key_scales.copy_(scales)
         head.key_minima.copy_(minima)
         parts = list(torch.split(codes, list(counts[:3])))
@@ -95,7 +94,7 @@ def _pack_values(head: PackedHead, rows: Tensor) -> None:
     counts = head.counts.tokens
     coded = sum(counts[:3])
     if coded:
-        codes, scales, minima = quantise_rows(rows[:coded], _widths(counts, rows.device))
+        codes, scales, minima = quantise_rows(rows[:coded], _widths(counts, rows.device), half=True)
         head.value_scales.copy_(scales)
         head.value_minima.copy_(minima)
         parts = torch.split(codes, list(counts[:3]))

@@ -12,12 +12,14 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
+Operation = Callable[[], object]
 TILE_ELEMENTS = 1 << 17
 """Codes unpacked at a time: 512 KiB of float32, a part of a core's second-level cache."""
 
@@ -57,46 +59,19 @@ def tile_rows(row_elements: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FieldProducts:
-    """Products with the fields of bytes, and their sums into the target, whose order differs.
-
-    Attributes:
-        weights, codes, products: `products = weights @ codes`, three-dimensional.
-        sums: (addend, ordered, scales, target): `target = addend + ordered * scales`, in this sequence;
-        ordered is a view
-            of the products in the target's order.
-    """
-
-    weights: Tensor
-    codes: Tensor
-    products: Tensor
-    sums: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowProducts:
-    """`target = addend + weights @ codes`, two-dimensional."""
-
-    weights: Tensor
-    codes: Tensor
-    addend: Tensor
-    target: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
 class Tile:
     """Codes that are unpacked together, and their products.
 
     Attributes:
-        masked: bytes, masks, and out: the bytes' fields under the masks.
+        unpacking: operations that write the bytes' fields.
         packed, floats: codes or fields, and out: the same as float32.
-        products: in their order.
+        products: operations on the floats, in their order.
     """
 
-    masked: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    unpacking: list[Operation] = field(default_factory=list)
     packed: list[Tensor] = field(default_factory=list)
     floats: list[Tensor] = field(default_factory=list)
-    products: list[FieldProducts | RowProducts] = field(default_factory=list)
+    products: list[Operation] = field(default_factory=list)
 
 
 class Tiles:
@@ -110,17 +85,12 @@ class Tiles:
     def run(self) -> None:
         """Unpack and multiply tile by tile; in one function, because a step calls it for every layer."""
         for tile in self.tiles:
-            for octets, masks, fields in tile.masked:
-                torch.bitwise_and(octets, masks, out=fields)
+            for unpack in tile.unpacking:
+                unpack()
             if tile.floats:
                 torch._foreach_copy_(tile.floats, tile.packed)
-            for product in tile.products:
-                if isinstance(product, RowProducts):
-                    torch.addmm(product.addend, product.weights, product.codes, out=product.target)
-                    continue
-                torch.bmm(product.weights, product.codes, out=product.products)
-                for addend, ordered, scales, target in product.sums:
-                    torch.addcmul(addend, ordered, scales, out=target)
+            for multiply in tile.products:
+                multiply()
 
     def reserve(self, num_codes: int) -> None:
         """Start a new tile unless the next `num_codes` codes, unpacked together, fit into this one."""
@@ -151,14 +121,15 @@ class Tiles:
             self.convert(octets, floats[0])
             return floats
         fields = scratch("fields", shape, self._device, dtype=torch.uint8, first=self._used)
-        self.tiles[-1].masked.append((octets, _masks(bits, octets.ndim, octets.device), fields))
+        masks = _masks(bits, octets.ndim, octets.device)
+        self.tiles[-1].unpacking.append(partial(torch.bitwise_and, octets, masks, out=fields))
         floats = self.floats(*shape)
         self.convert(fields, floats)
         return floats
 
-    def multiply(self, products: FieldProducts | RowProducts) -> None:
-        """Plan products with codes of the current tile."""
-        self.tiles[-1].products.append(products)
+    def then(self, operation: Callable[..., object], *args: Tensor, out: Tensor) -> None:
+        """Plan an operation on the current tile's floats, after those planned before."""
+        self.tiles[-1].products.append(partial(operation, *args, out=out))
 
 
 @functools.cache

@@ -1,8 +1,5 @@
 """Quantising and packing a layer in Triton: ranges of K channels, K words, V rows; three launches a layer.
 
-    key_packing.py    _key_ranges_kernel, _pack_keys_kernel
-    value_packing.py  _pack_values_kernel
-
 Heads have different numbers of tokens at different widths; items have about equal bytes. The result equals
 the torch path's bit by bit: ranges are exact, divisions and roundings are IEEE's.
 """
@@ -14,12 +11,15 @@ import triton
 from torch import Tensor
 
 from kvferry.kernels.dispatch import interpreting
-from kvferry.kernels.packed.entries import FIELDS, packed_entry
-from kvferry.kernels.packed.key_packing import _key_ranges_kernel, _pack_keys_kernel
 from kvferry.kernels.packed.key_words import BLOCK_TOKENS, WIDTHS
-from kvferry.kernels.packed.layer import PackedLayer
+from kvferry.kernels.packed.layer import ENTRY_FIELDS, PackedLayer, packed_entries
 from kvferry.kernels.packed.layout import Kind
-from kvferry.kernels.packed.value_packing import _pack_values_kernel
+from kvferry.kernels.packed.packing_kernels import (
+    _key_ranges_kernel,
+    _pack_keys_kernel,
+    _pack_values_kernel,
+)
+from kvferry.kernels.quantise import half_headers
 
 ITEM_BYTES = 64 << 10
 """Bytes that an item reads, about."""
@@ -37,38 +37,40 @@ def fill(packed: PackedLayer, keys: Tensor, values: Tensor) -> None:
         keys, values: `[H_kv, T, D]`, rows' elements contiguous.
 
     Raises:
-        ValueError: a retained value is not finite (in float16 for 16 bits).
+        ValueError: a retained value is not finite in float16.
     """
     if not packed.buffer.numel():
         return
     device, buffer = keys.device, packed.buffer
-    rows = [packed_entry(packed, h, buffer, h) for h in range(len(packed.heads))]
-    entries = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
-    words, ints, floats, halves = (
-        buffer.view(dtype) for dtype in (torch.int16, torch.int32, torch.float32, torch.float16)
-    )
-    _fill_key_ranges(packed, keys, ints, entries)
+    (entries,) = packed_entries([packed], buffer)
+    entries[:, 0] = torch.arange(len(packed.heads))
+    positions = torch.cat([head.positions.to(torch.int32) for head in packed.heads])
+    counts = torch.tensor([head.counts.num_tokens for head in packed.heads])
+    entries[:, ENTRY_FIELDS - 1] = counts.cumsum(0) - counts
+    entries = entries.to(device, non_blocking=True)
+    words, halves = (buffer.view(dtype) for dtype in (torch.int16, torch.float16))
+    _fill_key_ranges(packed, keys, positions, entries)
     key_items, value_items = _items(packed, keys.element_size())
     if key_items:
         _pack_keys_kernel[(len(key_items),)](
-            keys, words, ints, floats, entries, torch.tensor(key_items, dtype=torch.int32).to(device),
-            keys.stride(0), keys.stride(1), BLOCK_C=32, FIELDS=FIELDS, num_warps=4,
+            keys, words, positions, halves, entries, torch.tensor(key_items, dtype=torch.int32).to(device),
+            keys.stride(0), keys.stride(1), BLOCK_C=32, FIELDS=ENTRY_FIELDS, num_warps=4,
         )  # fmt: skip
         head_dim = packed.layout.head_dim
         block_d = triton.next_power_of_2(head_dim)
         _pack_values_kernel[(len(value_items),)](
-            values, buffer, halves, ints, floats, entries,
+            values, buffer, halves, positions, halves, entries,
             torch.tensor(value_items, dtype=torch.int32).to(device), values.stride(0), values.stride(1),
-            D=head_dim, BLOCK_D=block_d, BLOCK_T=_tile_tokens(block_d), FIELDS=FIELDS, num_warps=4,
+            D=head_dim, BLOCK_D=block_d, BLOCK_T=_tile_tokens(block_d), FIELDS=ENTRY_FIELDS, num_warps=4,
         )  # fmt: skip
-    checked: tuple[tuple[Kind, torch.dtype], ...] = (("scales", torch.float32), ("rows", torch.float16))
-    for kind, dtype in checked:
+    checked: tuple[Kind, ...] = ("scales", "rows")
+    for kind in checked:
         start, size = packed.layout.kinds[kind]
-        if not bool(buffer[start : start + size].view(dtype).isfinite().all()):
+        if not bool(buffer[start : start + size].view(torch.float16).isfinite().all()):
             raise ValueError("rows have a value that is not finite, or too large for its width")
 
 
-def _fill_key_ranges(packed: PackedLayer, keys: Tensor, ints: Tensor, entries: Tensor) -> None:
+def _fill_key_ranges(packed: PackedLayer, keys: Tensor, positions: Tensor, entries: Tensor) -> None:
     """Write the scales and minima of K's coded channels."""
     num_heads, block_d = len(packed.heads), max(triton.next_power_of_2(keys.shape[2]), 16)
     chunk = 512
@@ -76,9 +78,9 @@ def _fill_key_ranges(packed: PackedLayer, keys: Tensor, ints: Tensor, entries: T
     num_chunks = max(triton.cdiv(longest, chunk), 1)
     ranges = torch.empty(num_heads, num_chunks, 2, block_d, dtype=torch.float32, device=keys.device)
     _key_ranges_kernel[(num_heads, num_chunks)](
-        keys, ints, entries, ranges, keys.stride(0), keys.stride(1),
+        keys, positions, entries, ranges, keys.stride(0), keys.stride(1),
         D=keys.shape[2], BLOCK_D=block_d, BLOCK_T=_tile_tokens(block_d), CHUNK=chunk,
-        FIELDS=FIELDS, num_warps=4,
+        FIELDS=ENTRY_FIELDS, num_warps=4,
     )  # fmt: skip
     lowest, highest = ranges[:, :, 0].amin(1), ranges[:, :, 1].amax(1)
     for h, head in enumerate(packed.heads):
@@ -90,12 +92,11 @@ def _fill_key_ranges(packed: PackedLayer, keys: Tensor, ints: Tensor, entries: T
                 if not bool((low.half().isfinite() & high.half().isfinite()).all()):
                     raise ValueError("a 16-bit value is not finite in float16; all must be within +-65504")
                 break
-            span = high - low
-            if not bool(span.isfinite().all()):
-                raise ValueError("a key is not finite, or keys' range is beyond float32; all must be finite")
-            scales = span / (2**width - 1)
-            head.key_scales[start : start + count] = torch.where(scales > 0, scales, 1.0)
-            head.key_minima[start : start + count] = low
+            scales, minima = half_headers(low, high, 2**width - 1)
+            if not bool((scales.isfinite() & minima.isfinite()).all()):
+                raise ValueError("a key is not finite in float16; all must be within +-65504")
+            head.key_scales[start : start + count] = scales
+            head.key_minima[start : start + count] = minima
             start += count
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed.tiles import FieldProducts, RowProducts, Tiles, field_scales, scratch, tile_rows
+from kvferry.kernels.packed.tiles import Tiles, field_scales, scratch, tile_rows
 
 
 def value_row_bytes(bits: int, head_dim: int) -> int:
@@ -84,22 +84,18 @@ def _plan_fields(tiles: Tiles, weights: Tensor, packed: Tensor, bits: int, outpu
     scales = field_scales(bits, packed.device)
     if per_byte * row_bytes == head_dim:
         part = output.view(group_size, per_byte, row_bytes)
-        sums = [(part, products.transpose(0, 1), scales, part)]
+        sums = [(part, products.transpose(0, 1), scales)]
     else:
         # the last channels of the last fields are padding
         parts = torch.split(output, row_bytes, dim=1)
-        sums = [(part, products[p, :, : part.shape[1]], scales[p], part) for p, part in enumerate(parts)]
+        sums = [(part, products[p, :, : part.shape[1]], scales[p]) for p, part in enumerate(parts)]
     for start in range(0, len(packed), max_tokens):
         tile = packed[start : start + max_tokens]
         tiles.reserve(per_byte * tile.numel())
-        tiles.multiply(
-            FieldProducts(
-                weights=weights[:, start : start + max_tokens].expand(per_byte, -1, -1),
-                codes=tiles.fields(tile, bits),
-                products=products,
-                sums=sums,
-            )
-        )
+        of_fields = weights[:, start : start + max_tokens].expand(per_byte, -1, -1)
+        tiles.then(torch.bmm, of_fields, tiles.fields(tile, bits), out=products)
+        for part, ordered, of_part in sums:
+            tiles.then(torch.addcmul, part, ordered, of_part, out=part)
 
 
 def _plan_rows(tiles: Tiles, weights: Tensor, rows: Sequence[Tensor], output: Tensor) -> None:
@@ -116,6 +112,4 @@ def _plan_rows(tiles: Tiles, weights: Tensor, rows: Sequence[Tensor], output: Te
             if lower < upper:
                 tiles.convert(packed[lower - first : upper - first], floats[lower - start : upper - start])
             first += len(packed)
-        tiles.multiply(
-            RowProducts(weights=weights[:, start:stop], codes=floats, addend=output, target=output)
-        )
+        tiles.then(torch.addmm, output, weights[:, start:stop], floats, out=output)

@@ -2,7 +2,6 @@
 
 The decode engine calls this once per layer and step, with the packed prompt as received (zone A: K of all
 retained tokens and V below 16 bits; zone B: float16 V rows) and the rows of the new tokens (zone C).
-`reference.py` dequantises everything and attends densely.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
-from kvferry.kernels.checks import attention_problem, check_attention
-from kvferry.kernels.dispatch import path_for
+from kvferry.kernels.dispatch import attention_problem, check_attention, path_for
 from kvferry.kernels.packed import PackedLayer
 from kvferry.kernels.trizone import torch_path
 
@@ -27,17 +25,8 @@ def trizone_decode(
     scaled, and the second sum is one bias per query head. V likewise:
     `sum_t (p_t s_t) code_t + sum_t p_t min_t`.
 
-    Args:
-        queries: post-RoPE `[H_kv, G, D]`, channels in the model's order.
+    Args: as in `kernels`; the queries' channels are in the model's order.
         packed: the layer; heads may have different numbers of tokens.
-        new_keys, new_values: `[H_kv, m, D]`, m >= 0, the queries' dtype, at any strides.
-        scaling: the softmax scale.
-
-    Returns:
-        `[H_kv, G, D]` in the queries' dtype; accumulated in float32.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit together, or a head has nothing to attend to.
     """
     return trizone_decode_segments(queries, (packed,), new_keys, new_values, scaling=scaling)
 

@@ -3,31 +3,36 @@ per layer (append, prologue, attend)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvferry.kernels.checks import shape_problem
-from kvferry.kernels.decode_batch import BatchShape, CachedRows, SlotBatch, in_buckets
-from kvferry.kernels.descriptors import ROW_FIELDS
-from kvferry.kernels.dispatch import planned_path
+from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewToken, SlotBatch, in_buckets
+from kvferry.kernels.descriptors import ROW_FIELDS, choose_num_splits
+from kvferry.kernels.dispatch import planned_path, shape_problem
 from kvferry.kernels.packed import PackedLayer
-from kvferry.kernels.split_workspace import choose_num_splits
 from kvferry.kernels.trizone.torch_path import trizone_decode_segments
 from kvferry.kernels.trizone.work_list import (
     ENTRY_FIELDS,
+    FIRST_ITEM_COLUMN,
+    HEAD_COLUMN,
     ITEM_FIELDS,
     KIND_IDLE,
+    SOURCE_COLUMN,
     WorkList,
-    balanced_item_bytes,
     work_list,
 )
+
+if TYPE_CHECKING:
+    from kvferry.kernels.trizone.triton_kernel import TriZoneScratch
 
 ROWS_PER_SPLIT = 1024
 """New rows that one program attends to at most, up to `MAX_ROW_SPLITS` programs."""
 MAX_ROW_SPLITS = 8
+_IDLE = torch.tensor([KIND_IDLE] + [0] * (ITEM_FIELDS - 1), dtype=torch.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,119 +43,137 @@ class PackedRows(CachedRows):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedSize:
-    """Grids of a batch's launches, powers of two: entries and items of the longest layer, and of a head."""
+class PackedScratch:
+    """Work lists of every layer, and what a layer's launches pass to one another."""
 
-    num_entries: int
-    num_items: int
-    num_items_per_head: int
-
-    @classmethod
-    def of(cls, works: Sequence[WorkList]) -> PackedSize:
-        return cls(
-            num_entries=in_buckets(max(work.entries.shape[0] for work in works)),
-            num_items=in_buckets(max(work.items.shape[0] for work in works)),
-            num_items_per_head=in_buckets(max(work.max_items_per_head for work in works)),
-        )
+    works: tuple[WorkList, ...]
+    launches: TriZoneScratch
 
 
-def packed_work(
-    shape: BatchShape, base: Tensor, layers: Sequence[Mapping[int, PackedRows]]
-) -> tuple[WorkList, ...]:
-    """Each layer's work list, on the host.
-
-    Args: base: uint8, the buffer that offsets count from; layers: for each, its packed slots.
-    """
-    splits = choose_num_splits(shape.num_heads, shape.device)
-    works = []
-    for members in layers:
-        sequences = [[members[slot].packed] if slot in members else [] for slot in range(shape.num_slots)]
-        capacity = max((rows.keys.shape[1] for rows in members.values()), default=1)
-        works.append(
-            work_list(
-                sequences,
-                base,
-                row_splits=min(max(-(-capacity // ROWS_PER_SPLIT), 1), MAX_ROW_SPLITS),
-                item_bytes=balanced_item_bytes(sequences, shape.num_heads * splits),
-                num_kv_heads=shape.num_kv_heads,
-            )
-        )
-    return tuple(works)
-
-
-class TriZoneBatch(SlotBatch[PackedRows]):
+class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
     """A `SlotBatch` by attention on packed bytes.
 
-    Args:
-        codes: the arena as uint8.
-        size: of the launches; None if torch runs the op.
+    A slot has H_kv entries and a fixed number of items in every layer's work list; unused items are idle. If
+    a sequence needs more items than that, all slots get more.
+
+    Args: codes: the arena as uint8.
     """
 
-    def __init__(self, shape: BatchShape, base: Tensor, codes: Tensor, size: PackedSize | None) -> None:
-        super().__init__("trizone", shape, base, is_launched=size is not None, empty=[0] * ROW_FIELDS)
-        self._codes = codes
-        if size is not None:
-            self._allocate(size)
-
-    @staticmethod
-    def is_launchable(shape: BatchShape) -> bool:
-        """Whether a Triton kernel supports such batches."""
+    def __init__(self, shape: BatchShape, base: Tensor, codes: Tensor) -> None:
         problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim)
-        return planned_path("trizone", shape.device, problem) != "torch"
+        is_launched = planned_path("trizone", shape.device, problem) != "torch"
+        super().__init__("trizone", shape, base, is_launched=is_launched, empty=[0] * ROW_FIELDS)
+        self._codes = codes
+        self._num_items = 0
+        if is_launched:
+            size = (shape.num_layers, shape.num_heads, ENTRY_FIELDS)
+            self._entries = torch.zeros(size, dtype=torch.int64, device=shape.device)
+            self._items = torch.zeros(shape.num_layers, 0, ITEM_FIELDS, dtype=torch.int32)
 
-    def take_up(self, works: Sequence[WorkList]) -> None:
-        """Needed besides `fill` if kernels run the op. Args: works: `packed_work` of the batch."""
-        self._entries.zero_()
-        self._items.copy_(self._idle)
-        for layer, work in enumerate(works):
-            self._entries[layer, : work.entries.shape[0]].copy_(work.entries, non_blocking=True)
-            self._items[layer, : work.items.shape[0]].copy_(work.items, non_blocking=True)
+    def place(self, slot: int, layers: Mapping[int, PackedRows]) -> None:
+        """See `SlotBatch.place`."""
+        super().place(slot, layers)
+        if self.is_launched:
+            self._place_work(slot, layers)
 
-    def _attend_one(
-        self,
-        layer: int,
-        slot: int,
-        rows: PackedRows,
-        queries: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-    ) -> Tensor:
-        keys, values = rows.append(key, value, position=rows.length + self._num_steps - 1)
-        return trizone_decode_segments(queries, (rows.packed,), keys, values, scaling=scaling)
+    def remove(self, slot: int) -> None:
+        """See `SlotBatch.remove`."""
+        super().remove(slot)
+        if self.is_launched:
+            self._of_slot(self._entries, slot).zero_()
+            self._of_slot(self._items, slot).copy_(_IDLE.expand(self._num_items, -1), non_blocking=True)
 
-    def _allocate(self, size: PackedSize) -> None:
+    def size(self) -> int:
+        """See `SlotBatch.size`: the items of a slot, a power of two."""
+        return self._num_items
+
+    def scratch(self, num_slots: int) -> PackedScratch:
+        """See `SlotBatch.scratch`."""
         # a CPU install has no Triton
-        from kvferry.kernels.split_attention import MIN_BLOCK_G
-        from kvferry.kernels.trizone.scaled_queries import STATISTICS
+        from kvferry.kernels.trizone.triton_kernel import TriZoneScratch
 
-        shape, device = self._shape, self._shape.device
-        per_layer = (shape.num_layers, size.num_entries, ENTRY_FIELDS)
-        self._entries = torch.zeros(per_layer, dtype=torch.int64, device=device)
-        self._idle = torch.tensor([KIND_IDLE] + [0] * (ITEM_FIELDS - 1), dtype=torch.int32).to(device)
-        self._items = self._idle.repeat(shape.num_layers, size.num_items, 1)
-        self._works = [
+        shape = self._shape.of_slots(num_slots)
+        works = tuple(
             WorkList(
-                entries=self._entries[layer],
-                items=self._items[layer],
-                num_heads=shape.num_heads,
-                max_items_per_head=size.num_items_per_head,
+                entries=self._entries[layer, : shape.num_heads],
+                items=self._items[layer, : num_slots * self._num_items],
             )
             for layer in range(shape.num_layers)
-        ]
-        block_d = in_buckets(shape.head_dim, least=MIN_BLOCK_G)
-        per_query = (size.num_entries, MIN_BLOCK_G)
-        self._scaled = torch.empty(*per_query, block_d, dtype=torch.float16, device=device)
-        self._statistics = torch.empty(*per_query, STATISTICS, dtype=torch.float32, device=device)
-        self._workspace = shape.workspace(size.num_items)
+        )
+        items = num_slots * self._num_items
+        launches = TriZoneScratch.of(self._output[:num_slots], shape.num_heads, items)
+        return PackedScratch(works=works, launches=launches)
 
-    def _launch(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+    def _place_work(self, slot: int, layers: Mapping[int, PackedRows]) -> None:
+        """Write a slot's entries and items."""
+        if not layers:
+            return
+        heads, shape = self._shape.num_kv_heads, self._shape.of_slots(in_buckets(slot + 1))
+        packed = [rows.packed for rows in layers.values()]
+        capacity = max(rows.keys.shape[1] for rows in layers.values())
+        programs = heads * choose_num_splits(shape.num_heads, shape.device)
+        work = work_list(
+            [[its] for its in packed],
+            self._codes,
+            row_splits=min(max(-(-capacity // ROWS_PER_SPLIT), 1), MAX_ROW_SPLITS),
+            num_programs=programs,
+        )
+        # the work list counts the sequence's layers as sequences: back to one layer each
+        of_layer = work.items[:, HEAD_COLUMN].long() // heads
+        num_items = torch.bincount(of_layer, minlength=len(packed))
+        first = num_items.cumsum(0) - num_items
+        self._give_items(int(num_items.max()))
+        items, entries = work.items, work.entries.view(len(packed), heads, -1)
+        shift = (slot * heads - of_layer * heads).int()
+        items[:, SOURCE_COLUMN] += shift
+        items[:, HEAD_COLUMN] += shift
+        items[:, FIRST_ITEM_COLUMN] += (slot * self._num_items - first[of_layer]).int()
+        padded = _IDLE.repeat(len(packed), self._num_items, 1)
+        padded[of_layer, torch.arange(len(items)) - first[of_layer]] = items
+        entries[:, :, 0] = slot * heads + torch.arange(heads)
+        numbers = torch.tensor(list(layers))
+        for table, rows in ((self._entries, entries), (self._items, padded)):
+            of_slot = self._of_slot(table, slot)
+            of_slot.index_copy_(0, numbers.to(shape.device), rows.to(shape.device, non_blocking=True))
+
+    def _give_items(self, num_items: int) -> None:
+        """Give every slot at least this many items."""
+        if num_items <= self._num_items:
+            return
+        shape, former = self._shape, self._num_items
+        self._num_items = in_buckets(num_items)
+        placed = self._items
+        self._items = _IDLE.to(shape.device).repeat(shape.num_layers, shape.num_slots * self._num_items, 1)
+        if former:
+            slots = torch.arange(shape.num_slots, dtype=torch.int32, device=shape.device)
+            wider = self._items.view(shape.num_layers, shape.num_slots, self._num_items, -1)
+            wider[:, :, :former] = placed.view(shape.num_layers, shape.num_slots, former, -1)
+            wider[..., FIRST_ITEM_COLUMN] += slots[:, None] * (self._num_items - former)
+
+    def _of_slot(self, table: Tensor, slot: int) -> Tensor:
+        """A slot's part of every layer's rows."""
+        per_slot = table.shape[1] // self._shape.num_slots
+        return table[:, slot * per_slot : (slot + 1) * per_slot]
+
+    def _attend_one(self, layer: int, slot: int, rows: PackedRows, token: NewToken) -> Tensor:
+        keys, values = rows.append(token)
+        return trizone_decode_segments(token.queries, (rows.packed,), keys, values, scaling=token.scaling)
+
+    def _launch(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        scratch: PackedScratch,
+        output: Tensor,
+    ) -> None:
         # a CPU install has no Triton
-        from kvferry.kernels.append_rows import append_rows
+        from kvferry.kernels.split_attention import append_rows
         from kvferry.kernels.trizone.triton_kernel import trizone_decode_batch
 
-        heads = self._tables.layer(layer)
+        heads = self._tables.layer(layer, len(queries))
         append_rows(self._base, heads, keys, values)
         trizone_decode_batch(
             queries,
@@ -158,11 +181,9 @@ class TriZoneBatch(SlotBatch[PackedRows]):
             self._base,
             heads,
             self._codes,
-            self._works[layer],
+            scratch.works[layer],
             row_stride=self._shape.head_dim,
             scaling=scaling,
-            scaled=self._scaled,
-            statistics=self._statistics,
-            workspace=self._workspace,
-            output=self._output,
+            scratch=scratch.launches,
+            output=output,
         )

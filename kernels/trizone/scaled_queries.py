@@ -41,11 +41,13 @@ def _prologue_kernel(
     kept = coded + tl.load(row + 4)
     g, c = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     channel = tl.load(half_words_ptr + tl.load(row + 10) + c, mask=c < kept, other=0).to(tl.int32)
+    # a packed index is checked when it is received; this keeps reads in bounds whatever the bytes are
+    channel = tl.minimum(tl.maximum(channel, 0), D - 1)
     mask = (g[:, None] < G) & (c[None, :] < kept)
     q = tl.load(query_ptr + (bh * G + g[:, None]) * D + channel[None, :], mask=mask, other=0.0)
     q = q.to(tl.float32) * scale_log2
-    scale = tl.load(floats_ptr + tl.load(row + 11) + c, mask=c < coded, other=0.0)
-    minimum = tl.load(floats_ptr + tl.load(row + 12) + c, mask=c < coded, other=0.0)
+    scale = tl.load(floats_ptr + tl.load(row + 11) + c, mask=c < coded, other=0.0).to(tl.float32)
+    minimum = tl.load(floats_ptr + tl.load(row + 12) + c, mask=c < coded, other=0.0).to(tl.float32)
     # a code under the lowest mask reads as code / 1024
     of_codes = q * (scale * 1024.0)[None, :]
     of_halves = tl.where(c[None, :] >= coded, q, 0.0)

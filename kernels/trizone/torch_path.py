@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from kvferry.kernels.decode_batch import in_buckets
 from kvferry.kernels.packed import PackedLayer
 from kvferry.kernels.packed.key_products import padded_tokens, plan_key_products
-from kvferry.kernels.packed.tiles import Tiles, scratch
+from kvferry.kernels.packed.tiles import Operation, Tiles, scratch
 from kvferry.kernels.packed.value_rows import plan_value_products
 
 MIN_WEIGHT = 1e-30
@@ -40,40 +40,6 @@ def trizone_decode_segments(
     if plan is None or not plan.fits(segments, queries.shape[1], num_new, scaling):
         plans[thread] = plan = DecodePlan(segments, queries.shape[1], num_new, scaling)
     return plan.attend(queries.float(), new_keys.float(), new_values.float()).to(queries.dtype)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Keys:
-    """Zone A's logits of one segment.
-
-    Attributes:
-        channels: int64 `[H_kv, G, C]`, of `PackedLayer.query_tables`.
-        scales, minima: as in `query_tables`, times the softmax scale.
-        queries: out, `[H_kv, G, C]`: the queries' channels in packed order, times scales.
-        bias: out, `[H_kv, G, 1]`: the minima's part.
-    """
-
-    channels: Tensor
-    scales: Tensor
-    minima: Tensor
-    queries: Tensor
-    bias: Tensor
-    tiles: Tiles
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Scales:
-    """The scales of zone A's values, of heads with equal counts.
-
-    Attributes:
-        weights: in place, `[h, G, n]`, times scales `[h, 1, n]`.
-        minima: `[h, n, 1]`; sums: in place, `[h, G, 1]`, the minima's part, equal for all channels.
-    """
-
-    weights: Tensor
-    scales: Tensor
-    minima: Tensor
-    sums: Tensor
 
 
 class DecodePlan:
@@ -111,7 +77,7 @@ class DecodePlan:
             self._plan_keys(segment, of_segment)
             for segment, of_segment in zip(segments, starts, strict=False)
         ]
-        self._scales: list[_Scales] = []
+        self._scaling_of_values: list[Operation] = []
         self._values = Tiles(device)
         for segment, of_segment in zip(segments, starts, strict=False):
             self._plan_values(segment, of_segment)
@@ -128,11 +94,10 @@ class DecodePlan:
     def attend(self, queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
         """A step. Args: float32; queries `[H_kv, G, D]`. Returns: float32 `[H_kv, G, D]`."""
         num_new = new_keys.shape[1]
-        for keys in self._keys:
-            torch.gather(queries, 2, keys.channels, out=keys.queries)
-            torch.bmm(keys.queries, keys.minima, out=keys.bias)
-            keys.queries.mul_(keys.scales)
-            keys.tiles.run()
+        for gather, scale_and_multiply in self._keys:
+            gather(queries)
+            for operation in scale_and_multiply:
+                operation()
         for idle in self._idle:
             idle.fill_(-torch.inf)
         new_logits = self._logits.narrow(2, 0, num_new)
@@ -141,9 +106,8 @@ class DecodePlan:
         torch.threshold_(self._weights, MIN_WEIGHT, 0.0)
         torch.bmm(self._weights.narrow(2, 0, num_new), new_values, out=self._attended)
         self._minima.zero_()
-        for scales in self._scales:
-            scales.sums.baddbmm_(scales.weights, scales.minima)
-            scales.weights.mul_(scales.scales)
+        for operation in self._scaling_of_values:
+            operation()
         self._values.run()
         return self._attended + self._minima
 
@@ -155,7 +119,10 @@ class DecodePlan:
             starts.append([start + count for start, count in zip(starts[-1], counts, strict=True)])
         return starts
 
-    def _plan_keys(self, segment: PackedLayer, starts: Sequence[int]) -> _Keys:
+    def _plan_keys(
+        self, segment: PackedLayer, starts: Sequence[int]
+    ) -> tuple[Callable[[Tensor], object], list[Operation]]:
+        """Zone A's logits: an operation that brings queries into packed order, and those that follow it."""
         tables, device = segment.query_tables, segment.buffer.device
         num_kv_heads, _, most = tables.channels.shape
         queries = scratch("queries", (num_kv_heads, self._group_size, most), device)
@@ -172,14 +139,12 @@ class DecodePlan:
                 bias=bias[h],
                 products=self._logits[h, :, start : start + padded_tokens(counts.num_tokens)],
             )
-        return _Keys(
-            channels=tables.channels.expand(-1, self._group_size, -1),
-            scales=tables.scales * self._scaling,
-            minima=tables.minima * self._scaling,
-            queries=queries,
-            bias=bias,
-            tiles=tiles,
-        )
+        channels = tables.channels.expand(-1, self._group_size, -1)
+        return partial(torch.gather, dim=2, index=channels, out=queries), [
+            partial(torch.bmm, queries, tables.minima * self._scaling, out=bias),
+            partial(queries.mul_, tables.scales * self._scaling),
+            tiles.run,
+        ]
 
     def _plan_values(self, segment: PackedLayer, starts: Sequence[int]) -> None:
         """Zones A's and B's values."""
@@ -187,14 +152,12 @@ class DecodePlan:
             coded = len(segment.heads[heads.start].value_scales)
             begin = self._room + starts[heads.start]
             if coded:
-                self._scales.append(
-                    _Scales(
-                        weights=self._weights[heads.start : heads.stop, :, begin : begin + coded],
-                        scales=_stacked(segment, heads, "value_scales")[:, None],
-                        minima=_stacked(segment, heads, "value_minima")[:, :, None],
-                        sums=self._minima[heads.start : heads.stop],
-                    )
-                )
+                weights = self._weights[heads.start : heads.stop, :, begin : begin + coded]
+                scales = _stacked(segment, heads, "value_scales").float()[:, None]
+                minima = _stacked(segment, heads, "value_minima").float()[:, :, None]
+                # the minima's part is equal for all channels
+                add_minima = partial(self._minima[heads.start : heads.stop].baddbmm_, weights, minima)
+                self._scaling_of_values += [add_minima, partial(weights.mul_, scales)]
         for h, head in enumerate(segment.heads):
             begin = self._room + starts[h]
             weights = self._weights[h, :, begin : begin + head.counts.num_tokens]

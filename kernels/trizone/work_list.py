@@ -1,4 +1,4 @@
-"""The work list of a batch's packed attention: divided by bytes, not by heads, when sequences join the batch.
+"""The work list of packed attention: divided by bytes, not by heads, when a sequence joins the batch.
 
 An entry is one packed head of one packed layer. An item is one program's share: some token blocks of one
 entry with one V width, its last short block, or a split of a head's unpacked rows. Heads have different
@@ -8,138 +8,161 @@ and so their partial results, are contiguous.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed import PackedHead, PackedLayer
-from kvferry.kernels.packed.entries import FIELDS, packed_entry
+from kvferry.kernels.descriptors import MAX_SPLITS
+from kvferry.kernels.packed import PackedLayer
 from kvferry.kernels.packed.key_words import BLOCK_TOKENS, WIDTHS
+from kvferry.kernels.packed.layer import ENTRY_FIELDS as LAYER_FIELDS
+from kvferry.kernels.packed.layer import packed_entries
 from kvferry.kernels.packed.value_rows import value_row_bytes
-from kvferry.kernels.split_workspace import MAX_SPLITS
 
-ENTRY_FIELDS = FIELDS + 1
-"""Columns of an entry: those of `packed.entries`, the output head first, and the exponent that brings the
+ENTRY_FIELDS = LAYER_FIELDS + 1
+"""Columns of an entry: those of `packed_entries`, the output head first, and the exponent that brings the
 largest value scale near 2^13."""
 ITEM_FIELDS = 7
 """Columns of an item: kind, entry or head, begin, end, head, the head's first item and number of items."""
+_, SOURCE_COLUMN, _, _, HEAD_COLUMN, FIRST_ITEM_COLUMN, _ = range(ITEM_FIELDS)
 KIND_ROWS = 4
 """An item's kind: 0 to 3 for V of `WIDTHS`, or this for unpacked rows."""
 KIND_TAIL = 5
 """An item's kind: the last, shorter token block of an entry, whatever the widths in it."""
 KIND_IDLE = 6
 """An item's kind: padding of a fixed grid."""
-SCALE_EXPONENT = 13
-"""float16 represents p * s down to 2^-24; near the top of its range only negligible weights are lost."""
 MIN_ITEM_BYTES = 32 << 10
+
+
+_KINDS = (KIND_ROWS, 0, 1, 2, 3, KIND_TAIL)
+"""The kinds of an entry's items, in their order."""
+_KIND_OF_COLUMN, _WIDTHS = torch.tensor(_KINDS), torch.tensor(WIDTHS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkList:
-    """int64 `[entries, ENTRY_FIELDS]` and int32 `[items, ITEM_FIELDS]` on the device, and host-side sizes."""
+    """int64 `[entries, ENTRY_FIELDS]` and int32 `[items, ITEM_FIELDS]`."""
 
     entries: Tensor
     items: Tensor
-    num_heads: int
-    max_items_per_head: int
+
+    def to(self, device: torch.device) -> WorkList:
+        """A copy on a device."""
+        return WorkList(
+            entries=self.entries.to(device, non_blocking=True),
+            items=self.items.to(device, non_blocking=True),
+        )
 
 
 def work_list(
-    layers: Sequence[Sequence[PackedLayer]],
+    sequences: Sequence[Sequence[PackedLayer]],
     base: Tensor,
     *,
     row_splits: int,
+    num_programs: int | None = None,
     item_bytes: int = MIN_ITEM_BYTES,
-    num_items: int | None = None,
-    num_entries: int | None = None,
-    num_kv_heads: int | None = None,
 ) -> WorkList:
-    """The list of one batch and layer.
+    """The list of one layer of a batch, on the host.
 
     Args:
-        layers: for each sequence, its packed layers (any number; all of H_kv heads). Where it has none, its
-            heads attend to their unpacked rows, of which there may be none: their output is zero then.
+        sequences: for each, its packed layers (one at least; all of H_kv heads).
         base: the tensor that offsets count from; every layer's buffer is on its device, a multiple of 16
-        bytes
-            from it.
+            bytes from it.
         row_splits: splits of each head's unpacked rows, at least 1.
-        item_bytes: bytes that one item should read.
-        num_items, num_entries: pad with idle items and empty entries to these numbers, for fixed grids.
-        num_kv_heads: H_kv; that of the first sequence's layers if not given.
+        num_programs: how many items a sequence should have, about.
+        item_bytes: the least bytes that an item should read.
 
     Raises:
-        ValueError: a head has more items than `MAX_SPLITS`, or the batch more than num_items or num_entries.
+        ValueError: a head has more items than `MAX_SPLITS`.
     """
-    entries: list[list[int]] = []
-    items: list[list[int]] = []
-    longest, head_base = 0, 0
-    heads_each = len(layers[0][0].heads) if num_kv_heads is None else num_kv_heads
-    for sequence in layers:
-        for h in range(heads_each):
-            own = [[KIND_ROWS, head_base + h, split, row_splits] for split in range(row_splits)]
-            for layer in sequence:
-                own += _zone_items(layer.heads[h], layer.layout.head_dim, len(entries), item_bytes)
-                entries.append(_entry(layer, h, base, head_base + h))
-            longest = max(longest, len(own))
-            first_item = len(items)
-            items += [[*item, head_base + h, first_item, len(own)] for item in own]
-        head_base += heads_each
+    layers = [layer for its in sequences for layer in its]
+    num_heads, head_dim = len(layers[0].heads), layers[0].layout.head_dim
+    # a head's entries follow one another
+    of_layers = torch.tensor([i for i, its in enumerate(sequences) for _ in its])
+    heads, order = (of_layers[:, None] * num_heads + torch.arange(num_heads)).flatten().sort(stable=True)
+    entries = packed_entries(layers, base).flatten(0, 1)[order]
+    exponents = torch.stack([layer.value_exponents for layer in layers]).flatten()[order]
+    entries[:, 0] = heads
+    channels, tokens = entries[:, 1:5], entries[:, 5:9]
+    starts_head = torch.ones_like(heads)
+    starts_head[1:] = heads[1:] != heads[:-1]
+    wanted = torch.tensor(item_bytes)
+    if num_programs is not None:
+        balanced = _balanced(channels, tokens, head_dim, heads // num_heads, num_programs)
+        wanted = balanced.clamp(min=item_bytes)
+    items = _zone_items(channels, tokens, head_dim, wanted)
+    # an item per split of the head's rows goes before those of its first entry
+    splits, zero = starts_head * row_splits, torch.zeros_like(starts_head)
+    rows = (splits, zero, splits, torch.ones_like(zero))
+    counts, first, last, per_item = (
+        torch.cat([of_rows[:, None], of_zones], 1) for of_rows, of_zones in zip(rows, items, strict=True)
+    )
+    per_head = torch.zeros(int(heads[-1]) + 1, dtype=torch.int64).index_add_(0, heads, counts.sum(1))
+    longest = int(per_head.max())
     if longest > MAX_SPLITS:
         raise ValueError(
             f"item_bytes is {item_bytes}; it makes {longest} items of a head, more than {MAX_SPLITS}"
         )
-    items += [[KIND_IDLE] + [0] * (ITEM_FIELDS - 1)] * _missing("num_items", num_items, len(items))
-    entries += [[0] * ENTRY_FIELDS] * _missing("num_entries", num_entries, len(entries))
+    flat = counts.flatten()
+    group = torch.arange(len(flat)).repeat_interleave(flat)
+    within = torch.arange(len(group)) - (flat.cumsum(0) - flat)[group]
+    entry, kind = group // len(_KINDS), _KIND_OF_COLUMN[group % len(_KINDS)]
+    begin, step, head = first.flatten()[group], per_item.flatten()[group], heads[group // len(_KINDS)]
+    is_rows = kind == KIND_ROWS
+    begin = begin + within * step
+    end = torch.where(is_rows, row_splits, torch.minimum(begin + step, last.flatten()[group]))
+    columns = (
+        kind, torch.where(is_rows, head, entry), begin, end, head,
+        (per_head.cumsum(0) - per_head)[head], per_head[head],
+    )  # fmt: skip
     return WorkList(
-        entries=torch.tensor(entries, dtype=torch.int64).to(base.device, non_blocking=True),
-        items=torch.tensor(items, dtype=torch.int32).to(base.device, non_blocking=True),
-        num_heads=head_base,
-        max_items_per_head=longest,
+        entries=torch.cat([entries, exponents[:, None]], 1),
+        items=torch.stack(columns, 1).to(torch.int32),
     )
 
 
-def balanced_item_bytes(layers: Sequence[Sequence[PackedLayer]], num_programs: int) -> int:
-    """Item bytes for about `num_programs` items per batch and at most `MAX_SPLITS` per head."""
-    codes = [head for sequence in layers for layer in sequence for head in layer.heads]
-    sizes = [_head_bytes(head) for head in codes]
-    return max(MIN_ITEM_BYTES, sum(sizes) // max(num_programs, 1), max(sizes, default=0) // (MAX_SPLITS // 4))
+def _balanced(
+    channels: Tensor, tokens: Tensor, head_dim: int, of_sequence: Tensor, num_programs: int
+) -> Tensor:
+    """Item bytes of each entry for about `num_programs` items per sequence, `MAX_SPLITS` per head at most."""
+    key_bytes = tokens.sum(1) * (channels * _WIDTHS).sum(1) // 8
+    sizes = key_bytes + (tokens * _row_bytes(head_dim)).sum(1)
+    zeros = torch.zeros(int(of_sequence[-1]) + 1, dtype=torch.int64)
+    total = zeros.index_add(0, of_sequence, sizes)
+    largest = zeros.scatter_reduce(0, of_sequence, sizes, "amax")
+    return torch.maximum(total // max(num_programs, 1), largest // (MAX_SPLITS // 4))[of_sequence]
 
 
-def _missing(name: str, wanted: int | None, there: int) -> int:
-    """The number to pad with."""
-    if wanted is not None and wanted < there:
-        raise ValueError(f"{name} is {wanted}; it must be at least {there}")
-    return 0 if wanted is None else wanted - there
+@cache
+def _row_bytes(head_dim: int) -> Tensor:
+    """Bytes of a token's V by width, int64 `[4]`."""
+    return torch.tensor(
+        [2 * head_dim if width == 16 else value_row_bytes(width, head_dim) for width in WIDTHS]
+    )
 
 
-def _head_bytes(head: PackedHead) -> int:
-    parts = (head.key_words, head.values_2, head.values_4, head.values_8, head.values_16)
-    return sum(part.numel() * part.element_size() for part in parts)
-
-
-def _zone_items(head: PackedHead, head_dim: int, entry: int, item_bytes: int) -> list[list[int]]:
+def _zone_items(
+    channels: Tensor, tokens: Tensor, head_dim: int, item_bytes: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Runs of full token blocks with one V width (a block with two widths is in an item of each), and the
-    rest."""
-    items: list[list[int]] = []
-    key_bytes = BLOCK_TOKENS * sum(w * c for w, c in zip(WIDTHS, head.counts.channels, strict=True)) // 8
-    full, start = head.counts.num_tokens // BLOCK_TOKENS, 0
-    for kind, (width, count) in enumerate(zip(WIDTHS, head.counts.tokens, strict=True)):
-        if count:
-            row_bytes = 2 * head_dim if width == 16 else value_row_bytes(width, head_dim)
-            per_item = max(item_bytes // (key_bytes + BLOCK_TOKENS * row_bytes), 1)
-            first, last = start // BLOCK_TOKENS, min(-(-(start + count) // BLOCK_TOKENS), full)
-            items += [
-                [kind, entry, begin, min(begin + per_item, last)] for begin in range(first, last, per_item)
-            ]
-        start += count
-    if start % BLOCK_TOKENS:
-        items.append([KIND_TAIL, entry, full, full + 1])
-    return items
+    rest.
 
-
-def _entry(layer: PackedLayer, h: int, base: Tensor, head: int) -> list[int]:
-    exponent = SCALE_EXPONENT - math.frexp(layer.largest_value_scales[h])[1]
-    return [*packed_entry(layer, h, base, head), min(max(exponent, -100), 100)]
+    Args: channels, tokens: int64 `[E, 4]`, counts by width; item_bytes: int64 `[E]` or one for all.
+    Returns: int64 `[E, 5]`, for each V width and the tail: number of items, first block, block after the
+        last, blocks per item.
+    """
+    ends = tokens.cumsum(1)
+    full = ends[:, -1:] // BLOCK_TOKENS
+    first = (ends - tokens) // BLOCK_TOKENS
+    last = torch.minimum((ends + BLOCK_TOKENS - 1) // BLOCK_TOKENS, full)
+    key_bytes = BLOCK_TOKENS * (channels * _WIDTHS).sum(1, keepdim=True) // 8
+    block_bytes = key_bytes + BLOCK_TOKENS * _row_bytes(head_dim)
+    per_item = (item_bytes.view(-1, 1) // block_bytes.clamp(min=1)).clamp(min=1)
+    counts = torch.where(tokens > 0, (last - first + per_item - 1) // per_item, 0).clamp(min=0)
+    tail = (ends[:, -1:] % BLOCK_TOKENS > 0).long()
+    beside = ((counts, tail), (first, full), (last, full + 1), (per_item, torch.ones_like(full)))
+    counts, first, last, per_item = (torch.cat(its, 1) for its in beside)
+    return counts, first, last, per_item

@@ -34,6 +34,11 @@ class DecodeConfig(WorkerSettings):
     admission_wait_s: Annotated[Seconds, TIMEOUTS] = Field(
         10.0, ge=0, description="how long a request waits for arena memory before it is refused (arena_full)"
     )
+    elastic_budget: Annotated[bool, CAPACITY] = Field(
+        False,
+        description="when arena memory is short, serve a request that states a min_token_budget with a "
+        "smaller budget, down to that, instead of letting it wait",
+    )
     lease_s: Annotated[Seconds, TIMEOUTS] = Field(
         120.0, gt=0, description="how long a reservation waits for its transfer to complete"
     )
@@ -45,9 +50,6 @@ class DecodeConfig(WorkerSettings):
         ge=0,
         description="how long a session's KV is retained after a turn, so that the next turn ships only what "
         "is new; 0 disables retention",
-    )
-    sweep_interval_s: Annotated[Seconds, TIMEOUTS] = Field(
-        0.25, gt=0, description="interval between checks for expired leases"
     )
     history_timeout_s: Annotated[Seconds, HISTORY] = Field(
         30.0, gt=0, description="how long returning one turn's generated KV may take"

@@ -2,25 +2,28 @@
 
 Takes complete sequences from the receiver, runs them together step by step, and puts each token into its
 request's stream. Finished sequences go to the history return. Sequences of any length and method share a
-batch, and no result depends on the other sequences. A step samples on the model's device (`step.py`). If
-steps are captured, the next one runs while this thread handles the last one's tokens: stop strings, delivery,
-admission.
+batch, and no result depends on the other sequences. If steps are captured (`step.py`), the next one runs
+while this thread handles the last one's tokens: stop strings, delivery, admission.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import structlog
 import torch
 
+from kvferry.services.decode.cuda_device import step_device
+from kvferry.services.decode.lanes import LaunchedSteps, StepLanes
+from kvferry.services.decode.memory import SequenceMemory
 from kvferry.services.decode.sequence import Sequence, SequenceState
-from kvferry.services.decode.step import StepInput
-from kvferry.services.decode.step_device import StepDevice, step_device
-from kvferry.services.decode.step_runner import Flight, StepRunner
+from kvferry.services.decode.step import LaunchedStep, StepDevice, StepInput, StepRunner
+from kvferry.shared.cache.arena import Allocation
 from kvferry.shared.control.messages import FinishReason, GenerationFinished, TokenGenerated
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
 from kvferry.shared.metrics import DecodeMetrics
@@ -32,6 +35,14 @@ _IDLE_WAIT_S = 0.25
 _CLOSE_TIMEOUT_S = 30.0
 _MAX_FAILED_STEPS = 3
 _STEP_TIMEOUT_S = 60.0
+_MEMORY_POLL_S = 0.005
+
+
+class _LaunchedBatch(NamedTuple):
+    """A step, and the slots of the sequences that it was launched with."""
+
+    step: LaunchedStep | LaunchedSteps
+    slots: dict[Sequence, int]
 
 
 class DecodeEngine:
@@ -45,6 +56,7 @@ class DecodeEngine:
     before it releases any of their bytes.
 
     Args:
+        memory: gives running sequences room for their rows.
         on_finished: takes a sequence whose completion has ended and whose generated KV is to be returned to
             prefill (RETURNING).
         device: runs the steps; by default, made for the model's device.
@@ -57,21 +69,27 @@ class DecodeEngine:
         *,
         max_batch_size: int,
         clock: Callable[[], float],
+        memory: SequenceMemory,
         on_finished: Callable[[Sequence], None],
         device: StepDevice | None = None,
     ) -> None:
         self._model = model
-        self._runner = StepRunner(model, device or step_device(model.device), warn=_warn_of_capture)
+        device = device or step_device(model.device)
+        self._runner = (StepLanes if device.captures else StepRunner)(
+            model, device, max_batch_size=max_batch_size, warn=_warn_of_capture
+        )
         self._metrics = metrics
         self._max_batch_size = max_batch_size
         self._clock = clock
+        self._memory = memory
         self._on_finished = on_finished
+        self._num_arrived = 0
         self._condition = threading.Condition()
         self._inbox: deque[tuple[Sequence, SampledToken]] = deque()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
-        self._placed: list[Sequence] = []
-        self._flight: Flight | None = None
+        self._slots: dict[Sequence, tuple[int, Allocation]] = {}
+        self._in_flight: _LaunchedBatch | None = None
         self._last_step_s = clock()
         self._stopping = False
         self._failed_steps = 0
@@ -119,7 +137,7 @@ class DecodeEngine:
         try:
             while self._await_work():
                 try:
-                    self._turn()
+                    self._iterate()
                 except Exception as error:  # a failed step must not end the engine
                     _log.exception("decode step failed", batch_size=len(self._running))
                     self._failed_steps += 1
@@ -136,40 +154,86 @@ class DecodeEngine:
             self._heartbeat_s = self._clock()
             return not self._stopping
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         with self._condition:
             arrived, self._inbox = self._inbox, deque()
         while arrived:
             self._begin(*arrived.popleft())
-        cancelled = [s for s in (*self._waiting, *self._running) if s.cancelled]
-        if cancelled:
-            self._settle()
-        for sequence in cancelled:
-            sequence.close()
-        self._waiting = deque(s for s in self._waiting if s.state is not SequenceState.CLOSED)
-        self._running = [s for s in self._running if s.state is not SequenceState.CLOSED]
-        self._cut_off()
-        while self._waiting and len(self._running) < self._max_batch_size:
+        self._end_early()
+        while self._waiting and len(self._running) < self._max_batch_size and self._load(self._waiting[0]):
             self._join(self._waiting.popleft())
         self._show_batch_size(len(self._running))
         if self._running:
             self._step()
         if not self._running:
-            self._land()
-            self._release()
+            self._finish_step()
+            self._place()
+        self._share_memory()
 
-    def _cut_off(self) -> None:
-        """Finish the sequences that must end with the tokens they have."""
-        if not any(sequence.cut_off for sequence in (*self._waiting, *self._running)):
+    # ---- memory ------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Give every running sequence room for the rows of its next step, the oldest first. Those for which
+        there is no memory wait on the host."""
+        num_steps = 1 + (self._in_flight is not None)
+        if not any(sequence.lacks_room(num_steps) for sequence in self._running):
             return
-        self._land()
-        for sequence in [s for s in (*self._waiting, *self._running) if s.cut_off]:
-            self._finish(sequence, "length")
-        self._waiting = deque(s for s in self._waiting if not s.cut_off)
-        self._running = [s for s in self._running if not s.cut_off]
+        self._finish_step()
+        for sequence in sorted(self._running, key=_arrival):
+            if sequence.is_in_arena:
+                self._memory.make_room(sequence, self._others(sequence))
+        self._await_memory()
+
+    def _load(self, sequence: Sequence) -> bool:
+        """Bring a sequence back to the arena if it was swapped out. Returns whether it is there."""
+        if not sequence.is_in_arena:
+            self._finish_step()
+            self._memory.make_room(sequence, self._others(sequence))
+            self._await_memory()
+        return sequence.is_in_arena
+
+    def _await_memory(self) -> None:
+        """Let the running sequences that were swapped out wait."""
+        swapped = [sequence for sequence in self._running if not sequence.is_in_arena]
+        for sequence in swapped:
+            sequence.state = SequenceState.READY
+        self._running = [sequence for sequence in self._running if sequence.is_in_arena]
+        self._waiting = deque(sorted((*self._waiting, *swapped), key=_arrival))
+
+    def _others(self, sequence: Sequence | None = None) -> list[Sequence]:
+        """The engine's other sequences in the arena."""
+        return [its for its in (*self._waiting, *self._running) if its is not sequence and its.is_in_arena]
+
+    def _share_memory(self) -> None:
+        """Admit requests again once no sequence is swapped out, and make a range for the first of them."""
+        self._memory.admit_again(self._waiting)
+        if self._memory.wants_compaction(self._others()):
+            self._finish_step()
+            self._memory.compact_for_queue(self._others())
+        elif self._waiting and not self._running and not self._inbox:
+            time.sleep(_MEMORY_POLL_S)
+
+    # ---- steps -------------------------------------------------------------------------------------------
+
+    def _end_early(self) -> None:
+        """Close cancelled sequences, and finish those that must end with the tokens they have."""
+        ending = [its for its in (*self._waiting, *self._running) if its.cancelled or its.cut_off]
+        if not ending:
+            return
+        self._finish_step()
+        for sequence in ending:
+            if sequence.state in (SequenceState.READY, SequenceState.RUNNING):
+                if sequence.cancelled:
+                    sequence.close()
+                else:
+                    self._finish(sequence, "length")
+        self._waiting = deque(s for s in self._waiting if s.state is SequenceState.READY)
+        self._running = [s for s in self._running if s.state is SequenceState.RUNNING]
 
     def _begin(self, sequence: Sequence, first_token: SampledToken) -> None:
         """Count the token that prefill sampled; it may already end the completion."""
+        self._num_arrived += 1
+        sequence.arrival = self._num_arrived
         self._waiting.append(sequence)
         try:
             sequence.sampler.observe(first_token.token_id)
@@ -192,65 +256,75 @@ class DecodeEngine:
 
         If steps run ahead, handle the previous step's tokens instead, while the new step runs.
         """
-        if self._placed != self._running:
-            self._land()
-            if not self._running:
-                return
-            self._place()
-        if self._flight is not None and all(sequence.num_left <= 1 for sequence in self._running):
-            flight = None  # the in-flight step gives every sequence its last token
+        self._make_room()
+        self._place()
+        if not self._running:
+            return
+        if self._in_flight is not None and all(sequence.num_left <= 1 for sequence in self._running):
+            launched = None  # the in-flight step gives every sequence its last token
         else:
-            flight = self._launch()
-        if self._runner.runs_ahead:
-            flight, self._flight = self._flight, flight
-        if flight is not None:
-            self._take_up(flight)
+            launched = self._launch()
+        previous, self._in_flight = self._in_flight, launched
+        if previous is not None:
+            self._handle_tokens(previous)
+        if not self._runner.runs_ahead:
+            self._finish_step()
 
     def _place(self) -> None:
-        """Place the running sequences as the batch. No step may be in flight."""
-        batch = list(self._running)
-        inputs = [
-            StepInput(
-                token_id=sequence.last_token_id,
-                position=sequence.position,
-                num_left=sequence.num_left,
-                stop_ids=sequence.stop_token_ids,
-                sampler=sequence.sampler,
-            )
-            for sequence in batch
-        ]
-        self._runner.place([s.caches for s in batch], [s.num_appended for s in batch], inputs)
-        self._placed = batch
+        """Give every running sequence a slot, and no other; the other slots stay as they are."""
+        self._vacate()
+        spare = self._runner.spare_slot
+        if spare is not None and len(self._slots) == len(self._running):
+            self._finish_step()
+            self._vacate(spare)
+        for sequence in self._running:
+            if sequence not in self._slots:
+                given = StepInput(
+                    caches=sequence.caches,
+                    num_appended=sequence.num_appended,
+                    token_id=sequence.last_token_id,
+                    position=sequence.position,
+                    num_left=sequence.num_left,
+                    stop_ids=sequence.stop_token_ids,
+                    sampler=sequence.sampler,
+                )
+                self._slots[sequence] = self._runner.join(given), sequence.allocation
 
-    def _release(self) -> None:
-        self._runner.release()
-        self._placed = []
+    def _vacate(self, spare: int | None = None) -> None:
+        """Empty the slots of sequences that have ended or moved, and the spare one."""
+        for sequence, (slot, allocation) in list(self._slots.items()):
+            is_running = sequence.state is SequenceState.RUNNING and sequence.is_in_arena
+            if not is_running or sequence.allocation is not allocation or slot == spare:
+                del self._slots[sequence]
+                self._runner.leave(slot)
 
-    def _launch(self) -> Flight:
-        if self._flight is None:
+    def _launch(self) -> _LaunchedBatch:
+        if self._in_flight is None:
             self._last_step_s = self._clock()
-        flight = self._runner.launch()
-        self._metrics.decode_steps.labels(flight.path.name, flight.path.because).inc()
-        return flight
+        step = self._runner.launch()
+        for path in step.paths:
+            self._metrics.decode_steps.labels(path.name, path.reason).inc()
+        return _LaunchedBatch(step, {sequence: slot for sequence, (slot, _) in self._slots.items()})
 
-    def _settle(self) -> None:
+    def _await_step(self) -> None:
         """Wait for the in-flight step; its tokens are handled later."""
-        if self._flight is not None:
-            self._flight.wait(_STEP_TIMEOUT_S)
+        if self._in_flight is not None:
+            self._in_flight.step.wait(_STEP_TIMEOUT_S)
 
-    def _land(self) -> None:
+    def _finish_step(self) -> None:
         """Wait for the in-flight step and handle its tokens."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            self._take_up(flight)
+        launched, self._in_flight = self._in_flight, None
+        if launched is not None:
+            self._handle_tokens(launched)
 
-    def _take_up(self, flight: Flight) -> None:
+    def _handle_tokens(self, launched: _LaunchedBatch) -> None:
         """Handle a step's tokens, for the sequences that are still running."""
-        flight.wait(_STEP_TIMEOUT_S)
+        step = launched.step
+        step.wait(_STEP_TIMEOUT_S)
         self._failed_steps = 0
-        batch = [(i, s) for i, s in enumerate(self._placed) if s.state is SequenceState.RUNNING]
-        slots = flight.drawn()
-        drawn = [self._take(sequence, flight, slot, slots[slot]) for slot, sequence in batch]
+        batch = [(slot, s) for s, slot in launched.slots.items() if s.state is SequenceState.RUNNING]
+        slots = step.drawn()
+        drawn = [self._take(sequence, step, slot, *slots[slot]) for slot, sequence in batch]
         # metrics first, so that a client that has read its stream's end finds its steps counted
         now_s = self._clock()
         self._metrics.decode_step.labels(self._model.spec.name).observe(now_s - self._last_step_s)
@@ -262,18 +336,23 @@ class DecodeEngine:
         self._running = [s for s in self._running if s.state is SequenceState.RUNNING]
 
     def _take(
-        self, sequence: Sequence, flight: Flight, slot: int, drawn: tuple[int, bool, bool]
+        self,
+        sequence: Sequence,
+        step: LaunchedStep | LaunchedSteps,
+        slot: int,
+        token_id: int,
+        is_valid: int,
+        is_active: int,
     ) -> tuple[SampledToken, FinishReason | None] | None:
         """The sequence's next token, and why the completion ends with it if it does; None if it failed."""
-        token_id, is_valid, is_active = drawn
         assert is_active, f"the step ended sequence {sequence.request.request_id} and the host did not"
         sequence.num_appended += 1
         try:
-            if slot in flight.errors:
-                raise flight.errors[slot]
+            if (error := step.error(slot)) is not None:
+                raise error
             if not is_valid:
                 raise sequence.sampler.refusal()
-            token = sequence.sampler.accept(token_id, flight.logits(slot))
+            token = sequence.sampler.accept(token_id, step.logits(slot))
             return token, sequence.take(token)
         except Exception as failure:  # an error of one sequence must not fail the batch
             self._fail(sequence, failure)
@@ -291,7 +370,9 @@ class DecodeEngine:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a completion. Bytes are released before the reader gets the end, unless KV must be returned."""
-        self._settle()
+        self._await_step()
+        if not sequence.request.probe:
+            self._memory.observe(sequence.num_tokens)
         finished = GenerationFinished(
             finish_reason=reason,
             num_tokens=sequence.num_tokens,
@@ -313,14 +394,13 @@ class DecodeEngine:
         if not isinstance(error, KvferryError):
             _log.error("sequence failed", request_id=sequence.request.request_id, exc_info=error)
             error = KvferryError(f"decoding the sequence failed: {error}", reason="sequence_failed")
-        self._settle()
+        self._await_step()
         sequence.close(error)
 
     def _close_all(self, error: KvferryError) -> None:
         with contextlib.suppress(KvferryError, RuntimeError):  # a lost device does not write any more
-            self._settle()
-        self._flight = None
-        self._release()
+            self._await_step()
+        self._in_flight = None
         with self._condition:
             arrived, self._inbox = self._inbox, deque()
         for sequence in (*(s for s, _ in arrived), *self._waiting, *self._running):
@@ -328,15 +408,22 @@ class DecodeEngine:
                 sequence.close(error)
         self._waiting.clear()
         self._running = []
+        self._slots = {}
+        self._runner.reset()
+        self._share_memory()
         self._show_batch_size(0)
 
     def _show_batch_size(self, num_sequences: int) -> None:
         self._metrics.batch_size.labels(self._model.spec.name).set(num_sequences)
 
 
-def _warn_of_capture(reason: str) -> None:
-    _log.warning("a decode step cannot be captured; it runs eagerly", reason=reason)
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
 
 
 def _closed() -> WorkerUnavailable:
     return WorkerUnavailable("the decode worker is shutting down", reason="closed")
+
+
+def _warn_of_capture(reason: str) -> None:
+    _log.warning("a decode step cannot be captured; it runs eagerly", reason=reason)

@@ -1,23 +1,33 @@
 """The decode worker's block sink: writes a prompt's compressed KV from the wire into the arena.
 
 Place in the request's path: between the block server's thread and the engine. Accepts a transfer only if its
-generation, model and plan match a reservation that has not ended; a refusal names the field that differs.
-The engine gets only complete transfers.
+generation, model and plan match a reservation that has not ended; a refusal names the field that differs. The
+layer's format decides where a tensor's bytes go and checks them; blocks may split tensors at any byte. The
+engine gets only complete transfers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from kvferry.services.decode.cache_writer import ArenaCopier, CacheWriter
-from kvferry.services.decode.scheduler import Reservations
-from kvferry.services.decode.sequence import Sequence, SequenceState
-from kvferry.shared.cache.arena import ByteArena
-from kvferry.shared.cache.layout import sequence_layout
+import numpy as np
+import torch
+from opentelemetry.trace import Span
+from torch import Tensor
+
+from kvferry.services.decode.sequence import PinnedRows, Reservations, Sequence, SequenceState
+from kvferry.shared.cache.arena import ByteArena, SequenceLayout, sequence_layout
+from kvferry.shared.cache.delta import DeltaLayer
 from kvferry.shared.compression.compress import with_layer_rows
 from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.interface import InvalidTensors, LayerCache, LayerFormat
 from kvferry.shared.compression.formats.rows import RowsCache
-from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
+from kvferry.shared.compression.interface import TensorSpec
+from kvferry.shared.compression.plan import is_measured, plan_digest
 from kvferry.shared.control.messages import TransferAccepted
 from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, TransferFailed
 from kvferry.shared.metrics import DecodeMetrics
@@ -34,14 +44,141 @@ from kvferry.shared.wire.messages import (
 )
 
 
+class ArenaCopier:
+    """Copies payloads from the transport's memory into the arena, on CUDA through pinned memory.
+
+    Used only by the receiver's thread.
+    """
+
+    def __init__(self, max_payload_bytes: int, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self._pinned = torch.empty(max_payload_bytes, dtype=torch.uint8, pin_memory=True) if on_cuda else None
+        self._payload = np.empty(0, np.uint8)
+
+    def load(self, payload: memoryview) -> None:
+        """Set the payload that `copy` reads from until the next call."""
+        self._payload = np.frombuffer(payload, np.uint8)
+        if self._pinned is not None:
+            self._pinned.numpy()[: payload.nbytes] = self._payload
+
+    def copy(self, target: Tensor, offset: int) -> None:
+        """Fill `target`, uint8 `[n]` in the arena, with the payload's bytes starting at `offset`."""
+        end = offset + target.numel()
+        if self._pinned is not None:
+            target.copy_(self._pinned[offset:end])
+        else:
+            # Not `copy_`: torch would split the block among its threads and wait for busy cores.
+            target.numpy()[:] = self._payload[offset:end]
+
+
+class CacheWriter:
+    """Writes one sequence's layers, in order.
+
+        begin_layer ──► write ... write ──last byte──► the layer is checked and opened ──► begin_layer ...
+
+    Args:
+        buffer: the sequence's arena bytes, uint8 `[layout.size_bytes or more]`.
+        copier: shared with the other transfers of the receiver's thread.
+        pinned: rows of the session's last turns that are not sent again; None if everything is sent.
+    """
+
+    def __init__(
+        self, layout: SequenceLayout, buffer: Tensor, copier: ArenaCopier, *, pinned: PinnedRows | None = None
+    ) -> None:
+        self._layout = layout
+        self._buffer = buffer
+        self._copier = copier
+        self._pinned = pinned
+        self._caches: list[LayerCache] = []
+        self._regions: Mapping[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._pieces: list[Tensor] = []
+        self._missing_bytes = 0
+
+    def begin_layer(self, header: LayerHeader) -> None:
+        """Start the next layer.
+
+        Raises:
+            TransferFailed, ProtocolMismatch: it is not the next layer, or its tensors are not those of its
+                format.
+        """
+        layer = len(self._caches)
+        if header.layer != layer or layer == len(self._layout.layers) or self._missing_bytes:
+            raise TransferFailed(f"layer {header.layer} was sent; layer {layer} is expected", reason="order")
+        specs = {
+            its.name: TensorSpec(shape=its.shape, dtype=getattr(torch, its.dtype)) for its in header.tensors
+        }
+        self._regions = self._layout.layers[layer].views(self._buffer)
+        try:
+            self._tensors = self._format(layer).receive(specs, self._regions)
+        except InvalidTensors as error:
+            raise _failed(layer, error) from error
+        self._pieces = [_as_bytes(its) for its in self._tensors.values()]
+        self._missing_bytes = sum(its.size_bytes for its in specs.values())
+        self._open_when_complete()
+
+    def write(self, header: BlockHeader, payload: memoryview) -> None:
+        """Write one block of the current layer.
+
+        Raises: TransferFailed, ProtocolMismatch: the layer is now complete, and its content is invalid.
+        """
+        pieces, done = self._pieces[header.tensor], 0
+        self._copier.load(payload)
+        while done < payload.nbytes:
+            piece, within = divmod(header.offset + done, pieces.shape[1])
+            count = min(payload.nbytes - done, pieces.shape[1] - within)
+            self._copier.copy(pieces[piece, within : within + count], done)
+            done += count
+        self._missing_bytes -= done
+        self._open_when_complete()
+
+    def finish(self) -> tuple[LayerCache, ...]:
+        """All layers. Raises: TransferFailed: a layer is missing or incomplete."""
+        if len(self._caches) != len(self._layout.layers):
+            raise TransferFailed(
+                f"layer {len(self._caches)} is incomplete: {self._missing_bytes} bytes are missing",
+                reason="incomplete",
+            )
+        return tuple(self._caches)
+
+    def _open_when_complete(self) -> None:
+        if self._missing_bytes:
+            return
+        layer = len(self._caches)
+        try:
+            self._caches.append(self._format(layer).open(self._regions, self._tensors))
+        except InvalidTensors as error:
+            raise _failed(layer, error) from error
+        self._tensors, self._pieces = {}, []
+
+    def _format(self, layer: int) -> LayerFormat | DeltaLayer:
+        fmt = self._layout.layers[layer].format
+        if self._pinned is None:
+            return fmt
+        return DeltaLayer(fmt, layer, self._pinned.chain, [layers[layer] for layers in self._pinned.layers])
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """View a tensor as uint8 `[pieces, bytes]` with contiguous pieces: one, or one per KV head."""
+    if tensor.is_contiguous():
+        return tensor.view(-1).view(torch.uint8)[None]
+    size = (tensor.shape[0], math.prod(tensor.shape[1:]))
+    return tensor.as_strided(size, (tensor.stride(0), 1)).view(torch.uint8)
+
+
+def _failed(layer: int, error: InvalidTensors) -> TransferFailed:
+    kind = ProtocolMismatch if error.reason == "layout_version" else TransferFailed
+    return kind(f"layer {layer}: {error}", reason=error.reason)
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Incoming:
     """An open transfer. Used only by the block server's thread."""
 
-    def __init__(self, sequence: Sequence, writer: CacheWriter, manifest: Manifest, started_s: float) -> None:
-        self.sequence = sequence
-        self.writer = writer
-        self.started_s = started_s
-        self.span = begin("receive", context_of({"traceparent": manifest.traceparent}))
+    sequence: Sequence
+    writer: CacheWriter
+    started_s: float
+    span: Span
 
 
 class CacheReceiver:
@@ -79,45 +216,27 @@ class CacheReceiver:
         except KvferryError as error:
             self._metrics.receive_failed.labels(error.reason).inc()
             raise
-        self._incoming[manifest.key] = _Incoming(sequence, writer, manifest, self._clock())
+        span = begin("receive", context_of({"traceparent": manifest.traceparent}))
+        self._incoming[manifest.key] = _Incoming(
+            sequence=sequence, writer=writer, started_s=self._clock(), span=span
+        )
 
     def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
         """See `BlockSink.begin_layer`."""
-        writer = self._find(key).writer
-        self._write(key, lambda: writer.begin_layer(header))
+        with self._in_transfer(key) as incoming:
+            incoming.writer.begin_layer(header)
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
         """See `BlockSink.write`."""
-        writer = self._find(header.key).writer
-        self._write(header.key, lambda: writer.write(header, payload))
-
-    def _write(self, key: TransferKey, write: Callable[[], None]) -> None:
-        """Run `write` under the sequence's lock. Raises: LeaseExpired: the reservation has ended."""
-        sequence = self._find(key).sequence
-        with sequence.lock:
-            if sequence.state is not SequenceState.IN_TRANSFER:
-                self._metrics.late_blocks.inc()
-                raise self._ended(key)
-            try:
-                write()
-            except KvferryError as error:
-                sequence.close(error)
-                raise
+        with self._in_transfer(header.key) as incoming:
+            incoming.writer.write(header, payload)
 
     def commit(self, end: EndRecord) -> None:
         """See `BlockSink.commit`."""
-        incoming = self._find(end.key)
-        sequence = incoming.sequence
-        with sequence.lock:
-            if sequence.state is not SequenceState.IN_TRANSFER:
-                raise self._ended(end.key)
-            try:
-                first_token = self._checked_first_token(end, sequence)
-                sequence.caches = incoming.writer.finish()
-            except KvferryError as error:
-                sequence.close(error)
-                raise
-            caches = sequence.caches
+        with self._in_transfer(end.key) as incoming:
+            sequence = incoming.sequence
+            first_token = self._first_token(end, sequence)
+            caches = sequence.caches = incoming.writer.finish()
             if all(cache.format.is_plain and isinstance(cache, RowsCache) for cache in caches):
                 sequence.positions = tuple(its.positions for its in caches if isinstance(its, RowsCache))
             sequence.release_retained()
@@ -137,10 +256,29 @@ class CacheReceiver:
             return
         self._metrics.receive_failed.labels(reason).inc()
         incoming.span.end()
-        error = TransferFailed(f"the transfer of the prompt's KV failed: {reason}", reason=reason)
         with incoming.sequence.lock:
             if incoming.sequence.state is SequenceState.IN_TRANSFER:
-                incoming.sequence.close(error)
+                message = f"the transfer of the prompt's KV failed: {reason}"
+                incoming.sequence.close(TransferFailed(message, reason=reason))
+
+    @contextlib.contextmanager
+    def _in_transfer(self, key: TransferKey) -> Iterator[_Incoming]:
+        """An open transfer, under its sequence's lock. An error closes the sequence.
+
+        Raises: LeaseExpired: the transfer or its reservation has ended.
+        """
+        incoming = self._incoming.get(key)
+        sequence = incoming.sequence if incoming is not None else None
+        with sequence.lock if sequence is not None else contextlib.nullcontext():
+            if incoming is None or sequence is None or sequence.state is not SequenceState.IN_TRANSFER:
+                self._metrics.late_blocks.inc()
+                reservation = f"transfer {key.transfer_id:#x}, generation {key.generation}"
+                raise LeaseExpired(f"the reservation of {reservation} has ended", reason="reservation_ended")
+            try:
+                yield incoming
+            except KvferryError as error:
+                sequence.close(error)
+                raise
 
     def _accept(self, manifest: Manifest) -> tuple[Sequence, CacheWriter]:
         sequence = self._reservations.find(manifest.key)
@@ -152,98 +290,72 @@ class CacheReceiver:
                     reason="reservation_used",
                 )
             try:
-                measured = self._measured(manifest, sequence)
                 self._check(manifest, sequence)
-                if measured is not sequence.resolved:
-                    self._lay_out(sequence, measured)
+                self._lay_out_measured(manifest, sequence)
             except KvferryError as error:
                 sequence.close(error)
                 raise
             self._arena.advance(sequence.allocation, "in_transfer")
             sequence.state = SequenceState.IN_TRANSFER
             sequence.manifest = manifest
-            if not manifest.is_delta:
+            pinned, depth = sequence.pinned, manifest.retained_depth
+            if not manifest.retained_transfer_id or pinned is None:
                 sequence.release_retained()
-            writer = CacheWriter(
-                sequence.layout,
-                self._arena.buffer(sequence.allocation),
-                self._copier,
-                retained=sequence.retained.first(manifest.retained_depth, manifest.retained_tokens)
-                if sequence.retained
-                else None,
-                retained_layers=sequence.retained_layers[: manifest.retained_depth],
-            )
-        return sequence, writer
+                pinned = None
+            else:
+                chain = pinned.chain.first(depth, manifest.retained_tokens)
+                pinned = replace(pinned, chain=chain, layers=pinned.layers[:depth])
+            buffer = self._arena.buffer(sequence.allocation)
+            return sequence, CacheWriter(sequence.layout, buffer, self._copier, pinned=pinned)
 
-    def _find(self, key: TransferKey) -> _Incoming:
-        incoming = self._incoming.get(key)
-        if incoming is None:
-            self._metrics.late_blocks.inc()
-            raise self._ended(key)
-        return incoming
-
-    def _ended(self, key: TransferKey) -> LeaseExpired:
-        return LeaseExpired(
-            f"the reservation of transfer {key.transfer_id:#x}, generation {key.generation} has ended",
-            reason="reservation_ended",
-        )
-
-    def _lay_out(self, sequence: Sequence, measured: ResolvedPlan) -> None:
-        """Lay the measured rows out in the reserved bytes, which suffice for any measured rows."""
-        formats = make_formats(self._spec, measured, returns_generated=sequence.request.store_history)
+    def _lay_out_measured(self, manifest: Manifest, sequence: Sequence) -> None:
+        """Lay the rows that prefill measured out in the reserved bytes, which suffice for any division."""
+        if not is_measured(sequence.resolved):
+            return
+        try:
+            sequence.plan = with_layer_rows(sequence.resolved, manifest.layer_rows)
+        except ValueError as error:
+            message = f"the manifest's layer_rows: {error}"
+            raise ProtocolMismatch(message, reason="manifest_layer_rows") from error
+        with_room = replace(sequence.plan, max_new_tokens=sequence.room)
+        formats = make_formats(self._spec, with_room, returns_generated=sequence.request.store_history)
         sequence.layout = sequence_layout(formats)
         size_bytes, reserved_bytes = sequence.layout.size_bytes, sequence.allocation.size_bytes
         assert size_bytes <= reserved_bytes, (size_bytes, reserved_bytes)
 
-    def _measured(self, manifest: Manifest, sequence: Sequence) -> ResolvedPlan:
-        """The sequence's plan, with the manifest's rows per layer if prefill measures them."""
-        if not is_measured(sequence.resolved):
-            return sequence.resolved
-        try:
-            return with_layer_rows(sequence.resolved, manifest.layer_rows)
-        except ValueError as error:
-            raise ProtocolMismatch(
-                f"the manifest's layer_rows: {error}", reason="manifest_layer_rows"
-            ) from error
-
     def _check(self, manifest: Manifest, sequence: Sequence) -> None:
+        """Raises: ProtocolMismatch: the manifest is not of the transfer that was reserved for."""
         spec, resolved = self._spec, sequence.resolved
-        expected: dict[str, tuple[object, object]] = {
-            "purpose": (manifest.purpose, "cache"),
-            "model_fingerprint": (manifest.model_fingerprint, spec.fingerprint),
-            "dtype": (manifest.dtype, spec.dtype),
-            "num_kv_heads": (manifest.num_kv_heads, spec.num_kv_heads),
-            "head_dim": (manifest.head_dim, spec.head_dim),
-            "start": (manifest.start, 0),
-            "num_tokens": (manifest.num_tokens, resolved.num_prompt_tokens),
-            "num_layers": (manifest.num_layers, spec.num_layers),
-            "plan_digest": (manifest.plan_digest, plan_digest(resolved)),
-            "layer_rows": (manifest.layer_rows, manifest.layer_rows if is_measured(resolved) else ()),
+        expected: dict[str, Any] = {
+            "purpose": "cache",
+            "model_fingerprint": spec.fingerprint,
+            "dtype": spec.dtype,
+            "num_kv_heads": spec.num_kv_heads,
+            "head_dim": spec.head_dim,
+            "start": 0,
+            "num_tokens": resolved.num_prompt_tokens,
+            "num_layers": spec.num_layers,
+            "plan_digest": plan_digest(resolved),
         }
-        if manifest.is_delta:
-            retained = sequence.retained
-            expected |= {
-                "retained_transfer_id": (
-                    manifest.retained_transfer_id,
-                    retained.transfer_id if retained else 0,
-                ),
-                "retained_tokens": (
-                    min(manifest.retained_tokens, retained.num_tokens if retained else 0),
-                    manifest.retained_tokens,
-                ),
-                "retained_depth": (
-                    max(1, min(manifest.retained_depth, retained.depth if retained else 0)),
-                    manifest.retained_depth,
-                ),
-            }
-        for name, (sent, own) in expected.items():
+        if not is_measured(resolved):
+            expected["layer_rows"] = ()
+        if manifest.retained_transfer_id:
+            chain = sequence.pinned.chain if sequence.pinned is not None else None
+            transfer_id, num_tokens, depth = (
+                (chain.transfer_id, chain.num_tokens, chain.depth) if chain is not None else (0, 0, 0)
+            )
+            expected["retained_transfer_id"] = transfer_id
+            expected["retained_tokens"] = min(manifest.retained_tokens, num_tokens)
+            expected["retained_depth"] = max(1, min(manifest.retained_depth, depth))
+        for name, own in expected.items():
+            sent = getattr(manifest, name)
             if sent != own:
                 raise ProtocolMismatch(
                     f"the manifest's {name} is {sent!r}; this worker expects {own!r}",
                     reason=f"manifest_{name}",
                 )
 
-    def _checked_first_token(self, end: EndRecord, sequence: Sequence) -> SampledToken:
+    def _first_token(self, end: EndRecord, sequence: Sequence) -> SampledToken:
         token, index = end.first_token, sequence.request.sampling.first_index
         if token is None or token.index != index or not 0 <= token.token_id < self._spec.vocab_size:
             raise TransferFailed(

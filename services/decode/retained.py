@@ -1,25 +1,33 @@
-"""KV that stays in the arena between a session's turns, so that the next transfer can leave it out.
+"""What becomes of a finished sequence's KV: retained in the arena, and returned to prefill.
 
-A selection is freed when its session's lease ends, when the session is dropped or its next turn does not
-extend it, or when a reservation needs the bytes. Pinned selections are freed only after they are unpinned.
-Eviction begins with the oldest selection of the least recently used session.
+Last stage of a request. A session's KV stays in the arena between its turns, so that the next transfer can
+leave it out (`RetainedSelections`). The generated tokens' KV goes to the prefill worker, for the session's
+history (`HistoryReturner`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 from torch import Tensor
 
-from kvferry.services.decode.sequence import Sequence, SequenceState
+from kvferry.services.decode.sequence import PinnedRows, Sequence, SequenceState
 from kvferry.shared.cache.arena import Allocation, ByteArena
 from kvferry.shared.cache.delta import Positions, RetainedChain, RetainedRows
-from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS, Manifest
+from kvferry.shared.control.messages import HistoryReturned, SessionKey, Ticket
+from kvferry.shared.errors import KvferryError
+from kvferry.shared.metrics import DecodeMetrics
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS, EndRecord, Manifest, NamedTensor
+from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -46,6 +54,11 @@ class RetainedSelection:
     num_users: int = 0
     listed: bool = True
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether its bytes can be freed: nobody uses it, and nobody can find it."""
+        return not self.listed and self.num_users == 0
+
     def retained_rows(self, num_tokens: int) -> RetainedRows:
         """The rows that a prompt with the same first `num_tokens` tokens can reuse."""
         return RetainedRows(
@@ -62,6 +75,13 @@ class RetainedSelection:
         differs = np.flatnonzero(prompt[:length] != self.token_ids[:length])
         return int(differs[0]) if differs.size else length
 
+    def is_extended_by(self, manifest: Manifest) -> bool:
+        """Whether the transfer left out these rows and its prompt begins with this whole prompt."""
+        return (
+            manifest.retained_transfer_id == self.transfer_id
+            and manifest.retained_tokens >= self.num_prompt_tokens
+        )
+
 
 @dataclass(eq=False, kw_only=True)
 class _Chain:
@@ -74,11 +94,11 @@ class _Chain:
 class RetainedSelections:
     """The selections of all sessions, at most `MAX_RETAINED_SELECTIONS` per session. Thread-safe.
 
-        RETURNING ──keep──► listed ──lease, drop, evict, not extended──► freed
+        RETURNING ─retain──► listed ──lease, drop, evict, not extended──► freed
                               │ pin ▲ unpin                │ pinned: unlisted, freed at the last unpin
                               └─► pinned ──────────────────┘
 
-    `evict` skips pinned selections.
+    Eviction begins with the oldest selection of the least recently used session, and skips pinned ones.
 
     Args:
         retain_s: how long a session's selections stay after a turn; 0 retains none.
@@ -106,14 +126,19 @@ class RetainedSelections:
         with self._lock:
             return self._spare_bytes()
 
-    def keep(self, sequence: Sequence) -> bool:
+    def retain(self, sequence: Sequence) -> bool:
         """Retain a finished sequence's bytes. Returns False, and takes nothing, if they cannot be reused."""
         session, manifest = sequence.request.session, sequence.manifest
         with sequence.lock:
-            wanted = self._retain_s > 0 and session is not None and not sequence.cancelled
-            if not wanted or session is None or sequence.state is not SequenceState.RETURNING:
-                return False
-            if manifest is None or len(sequence.positions) != len(sequence.caches):
+            if (
+                session is None
+                or manifest is None
+                or self._retain_s == 0
+                or sequence.cancelled
+                or not sequence.is_in_arena
+                or sequence.state is not SequenceState.RETURNING
+                or len(sequence.positions) != len(sequence.caches)
+            ):
                 return False
             num_tokens = sequence.resolved.num_prompt_tokens + sequence.num_appended
             token_ids = (*sequence.request.prompt_token_ids, *sequence.token_ids)[:num_tokens]
@@ -130,20 +155,16 @@ class RetainedSelections:
         with self._lock:
             former = self._chains.pop(session, None)
             earlier = former.selections if former is not None else []
-            stays = bool(earlier) and _extends(manifest, earlier[0])
-            kept = [selection, *earlier][: MAX_RETAINED_SELECTIONS if stays else 1]
-            self._chains[session] = _Chain(selections=kept, lease_until_s=self._clock() + self._retain_s)
-            freed = self._unlist(earlier[len(kept) - 1 :])
+            stays = bool(earlier) and earlier[0].is_extended_by(manifest)
+            selections = [selection, *earlier][: MAX_RETAINED_SELECTIONS if stays else 1]
+            lease_until_s = self._clock() + self._retain_s
+            self._chains[session] = _Chain(selections=selections, lease_until_s=lease_until_s)
+            freed = self._unlist(earlier[len(selections) - 1 :])
         self._free(freed)
         return True
 
-    def pin(
-        self, session: SessionKey | None, prompt_token_ids: tuple[int, ...]
-    ) -> tuple[tuple[RetainedSelection, ...], RetainedChain] | None:
-        """Pin the session's selections until `unpin`.
-
-        Returns: the selections and the rows that the prompt can reuse; None if there are none.
-        """
+    def pin(self, session: SessionKey | None, prompt_token_ids: tuple[int, ...]) -> PinnedRows | None:
+        """Pin the session's rows that the prompt can reuse; None if there are none."""
         with self._lock:
             chain = self._chains.get(session) if session is not None else None
             selections = tuple(chain.selections) if chain is not None else ()
@@ -152,16 +173,12 @@ class RetainedSelections:
                 return None
             for selection in selections:
                 selection.num_users += 1
-            chain_rows = RetainedChain(selections=tuple(its.retained_rows(num_tokens) for its in selections))
-            return selections, chain_rows.first(chain_rows.depth, num_tokens)
-
-    def unpin(self, selections: tuple[RetainedSelection, ...]) -> None:
-        """Release a reservation's pin; frees the selections that are unlisted and unused."""
-        with self._lock:
-            for selection in selections:
-                selection.num_users -= 1
-            freed = [selection for selection in selections if _is_unused(selection)]
-        self._free(freed)
+        rows = RetainedChain(selections=tuple(its.retained_rows(num_tokens) for its in selections))
+        return PinnedRows(
+            chain=rows.first(rows.depth, num_tokens),
+            layers=tuple(selection.rows for selection in selections),
+            unpin=lambda: self._unpin(selections),
+        )
 
     def touch(self, session: SessionKey | None) -> None:
         """Mark the session as most recently used, so that its selections are evicted last."""
@@ -218,31 +235,133 @@ class RetainedSelections:
             self._chains.clear()
         self._free(freed)
 
+    def _unpin(self, selections: tuple[RetainedSelection, ...]) -> None:
+        with self._lock:
+            for selection in selections:
+                selection.num_users -= 1
+            freed = [selection for selection in selections if selection.is_unused]
+        self._free(freed)
+
     def _spare_bytes(self) -> int:
-        return sum(
-            selection.allocation.size_bytes
-            for chain in self._chains.values()
-            for selection in chain.selections
-            if selection.num_users == 0
-        )
+        every = (selection for chain in self._chains.values() for selection in chain.selections)
+        return sum(its.allocation.size_bytes for its in every if its.num_users == 0)
 
     def _unlist(self, selections: list[RetainedSelection]) -> list[RetainedSelection]:
         """Hide these from new reservations; returns the unpinned ones, whose bytes can be freed now."""
         for selection in selections:
             selection.listed = False
-        return [selection for selection in selections if _is_unused(selection)]
+        return [selection for selection in selections if selection.is_unused]
 
     def _free(self, selections: list[RetainedSelection]) -> None:
         for selection in selections:
             self._release(selection.allocation)
 
 
-def _extends(manifest: Manifest, former: RetainedSelection) -> bool:
-    """Whether the transfer left out rows of `former` and its prompt begins with all of that one's prompt."""
-    return manifest.retained_transfer_id == former.transfer_id and former.retained_rows(0).is_extended_by(
-        manifest.retained_tokens
-    )
+class HistoryReturner:
+    """A pool of threads that return the generated tokens' KV of finished sequences to prefill.
 
+    Rows are first copied to the host (those packed during decode were copied then), and the arena bytes are
+    released or retained, so a slow peer blocks no decode memory; a sequence that waits for a thread still
+    occupies its arena bytes. If a return fails, the next turn prefills these tokens again; the client does
+    not see an error.
 
-def _is_unused(selection: RetainedSelection) -> bool:
-    return not selection.listed and selection.num_users == 0
+    Args:
+        timeout_s: limit on each wait for room in the send buffer, and on the wait for the acknowledgement.
+        retained: takes over a sequence's bytes if its session's next turn can reuse them.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        sender: BlockSender,
+        metrics: DecodeMetrics,
+        *,
+        num_threads: int,
+        timeout_s: float,
+        retained: RetainedSelections,
+    ) -> None:
+        self._retained = retained
+        self._spec = spec
+        self._sender = sender
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvferry-history-return")
+
+    def submit(self, sequence: Sequence) -> None:
+        """Return the generated KV of a RETURNING sequence, then close it."""
+        if sequence.num_appended == 0 or sequence.manifest is None or not sequence.manifest.history_endpoint:
+            self._retained.retain(sequence)
+            self._end(sequence, num_tokens=0)
+        else:
+            self._pool.submit(self._return, sequence, sequence.manifest)
+
+    def close(self) -> None:
+        """End the threads. Drops returns that have not begun. Cancel all sequences first. Idempotent."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _return(self, sequence: Sequence, manifest: Manifest) -> None:
+        num_tokens = 0
+        try:
+            with sequence.lock:
+                if sequence.state is SequenceState.CLOSED:
+                    return
+                rows = [cache.generated_rows(sequence.num_appended) for cache in sequence.caches]
+                if not self._retained.retain(sequence):
+                    sequence.release_bytes()
+            self._ship(sequence, manifest, rows)
+            num_tokens = sequence.num_appended
+        except KvferryError as error:
+            _log.warning("history not returned", request_id=sequence.request.request_id, error=error.message)
+        except Exception:
+            _log.exception("history not returned", request_id=sequence.request.request_id)
+        finally:
+            if num_tokens == 0:
+                self._retained.drop(sequence.request.session, transfer_id=sequence.key.transfer_id)
+            self._end(sequence, num_tokens=num_tokens)
+
+    def _end(self, sequence: Sequence, *, num_tokens: int) -> None:
+        if sequence.close():
+            sequence.events.put(HistoryReturned(num_tokens=num_tokens))
+
+    def _ship(self, sequence: Sequence, manifest: Manifest, rows: list[tuple[Tensor, Tensor]]) -> None:
+        outgoing = self._open(sequence, manifest)
+        with sequence.lock:
+            sequence.outgoing = outgoing
+            if sequence.cancelled:
+                outgoing.abort("the request was cancelled")
+        try:
+            for layer, tensors in enumerate(rows):
+                named = zip(("keys", "values"), tensors, strict=True)
+                outgoing.send_layer(
+                    layer, [NamedTensor(name=name, tensor=its, kind="rows") for name, its in named]
+                )
+            outgoing.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0))
+            outgoing.wait(self._timeout_s)
+        finally:
+            outgoing.abort("the return failed")  # no effect once acknowledged
+        if not sequence.request.probe:
+            sent_bytes = outgoing.bytes_by_kind["rows"]
+            self._metrics.history_returned_bytes.labels(self._spec.name).inc(sent_bytes)
+
+    def _open(self, sequence: Sequence, manifest: Manifest) -> OutgoingTransfer:
+        ticket = Ticket(
+            endpoint=manifest.history_endpoint,
+            transfer_id=manifest.key.transfer_id,
+            generation=manifest.key.generation,
+            credit_bytes=manifest.history_credit_bytes,
+            lease_s=self._timeout_s,
+            reserved_bytes=0,
+        )
+        returned = Manifest(
+            purpose="history",
+            key=manifest.key,
+            request_id=sequence.request.request_id,
+            model_fingerprint=self._spec.fingerprint,
+            dtype=self._spec.dtype,
+            num_layers=self._spec.num_layers,
+            num_kv_heads=self._spec.num_kv_heads,
+            head_dim=self._spec.head_dim,
+            start=sequence.resolved.num_prompt_tokens,
+            num_tokens=sequence.num_appended,
+        )
+        return self._sender.open(ticket, returned, timeout_s=self._timeout_s)

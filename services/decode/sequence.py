@@ -11,23 +11,27 @@ import contextlib
 import enum
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
+import structlog
+from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span
 from torch import Tensor
 
-from kvferry.shared.cache.arena import Allocation
+from kvferry.shared.cache.arena import Allocation, SequenceLayout
 from kvferry.shared.cache.delta import Positions, RetainedChain
-from kvferry.shared.cache.layout import SequenceLayout
 from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.control.messages import FinishReason, GenerateEvent, GenerateRequest
-from kvferry.shared.errors import DeadlineExceeded, KvferryError
+from kvferry.shared.errors import DeadlineExceeded, KvferryError, LeaseExpired
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry import begin, current_context
 from kvferry.shared.wire.messages import Manifest, TransferKey
-from kvferry.shared.wire.transfer import OutgoingTransfer
+from kvferry.shared.wire.sender import OutgoingTransfer
+
+_log = structlog.get_logger(__name__)
 
 
 class EventStream:
@@ -74,6 +78,21 @@ class SequenceState(enum.Enum):
     CLOSED = "closed"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PinnedRows:
+    """A session's retained rows that a transfer may leave out.
+
+    Attributes:
+        layers: for each selection of `chain`, each layer's K and V `[H_kv, cap, D]` in the arena.
+        unpin: to be called once.
+    """
+
+    chain: RetainedChain
+    layers: tuple[tuple[tuple[Tensor, Tensor], ...], ...]
+    unpin: Callable[[], None]
+
+
+@dataclass(eq=False, kw_only=True)
 class Sequence:
     """State of one request. `lock` guards `state`, the arena bytes and `outgoing`.
 
@@ -87,59 +106,53 @@ class Sequence:
         RETURNING               any thread that holds `lock`, until the history return has copied the rows
                                 and released the bytes or handed them over; after that, its thread closes
 
-    Args:
+    Attributes:
         layout: of the plan; if prefill measures rows per layer, of their mean until the manifest is accepted.
-        release: frees the allocation; called at most once, under `lock`, and not after `hand_over_bytes`.
-        forget: removes the sequence from the worker's tables; called exactly once, at closing.
+        room: new tokens for which the layout has room; `memory.py` adds more.
         assembler: finds stop strings; None if there are none.
         stop_token_ids: ids that end the completion, including the model's own unless they are ignored.
+        release: frees the allocation; called at most once, under `lock`, and not after `hand_over_bytes`.
+        forget: removes the sequence from the worker's tables; called exactly once, at closing.
+        cut_off: whether the completion must end with the tokens it has.
+        arrival: grows from sequence to sequence in the order in which the engine received them.
+        pinned: the session's retained rows, until the transfer has arrived.
+        positions: the tokens of each layer's rows; empty if the rows cannot be reused by the next turn.
+        is_in_arena: whether it has arena bytes: not if it is swapped to the host or has released them.
+        span: the current stage; `enter_stage` ends it and begins the next.
     """
 
-    def __init__(
-        self,
-        *,
-        request: GenerateRequest,
-        resolved: ResolvedPlan,
-        layout: SequenceLayout,
-        key: TransferKey,
-        allocation: Allocation,
-        events: EventStream,
-        sampler: SequenceSampler,
-        assembler: TextAssembler | None,
-        stop_token_ids: frozenset[int],
-        release: Callable[[Allocation], None],
-        forget: Callable[[Sequence], None],
-    ) -> None:
-        self.lock = threading.RLock()
-        self.state = SequenceState.RESERVED
-        self.cancelled = False
-        self.cut_off = False
-        """Whether the completion must end with the tokens it has."""
-        self.request = request
-        self.resolved = resolved
-        self.layout = layout
-        self.key = key
-        self.allocation = allocation
-        self.events = events
-        self.sampler = sampler
-        self.manifest: Manifest | None = None
-        self.caches: tuple[LayerCache, ...] = ()
-        self.outgoing: OutgoingTransfer | None = None
-        self.positions: tuple[Positions | None, ...] = ()
-        self.retained: RetainedChain | None = None
-        self.retained_layers: tuple[tuple[tuple[Tensor, Tensor], ...], ...] = ()
-        self.token_ids: list[int] = []
-        self.num_appended = 0
-        self.committed_s: float | None = None
-        self.trace_context = current_context()
-        self.span: Span = INVALID_SPAN
-        """The current stage; `enter_stage` ends it and begins the next."""
-        self._assembler = assembler
-        self.stop_token_ids = stop_token_ids
-        self._release = release
-        self._forget = forget
-        self._holds_bytes = True
-        self._unpin: Callable[[], None] | None = None
+    request: GenerateRequest
+    resolved: ResolvedPlan
+    layout: SequenceLayout
+    room: int
+    key: TransferKey
+    allocation: Allocation
+    events: EventStream
+    sampler: SequenceSampler
+    assembler: TextAssembler | None
+    stop_token_ids: frozenset[int]
+    release: Callable[[Allocation], None]
+    forget: Callable[[Sequence], None]
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    state: SequenceState = SequenceState.RESERVED
+    cancelled: bool = False
+    cut_off: bool = False
+    arrival: int = 0
+    manifest: Manifest | None = None
+    caches: tuple[LayerCache, ...] = ()
+    outgoing: OutgoingTransfer | None = None
+    pinned: PinnedRows | None = None
+    positions: tuple[Positions | None, ...] = ()
+    token_ids: list[int] = field(default_factory=list)
+    num_appended: int = 0
+    committed_s: float | None = None
+    is_in_arena: bool = True
+    trace_context: Context = field(default_factory=current_context)
+    span: Span = INVALID_SPAN
+
+    def __post_init__(self) -> None:
+        self.plan = self.resolved
+        """`resolved` with the rows per layer that prefill measured, if it measures them."""
 
     @property
     def num_tokens(self) -> int:
@@ -163,7 +176,7 @@ class Sequence:
     def take(self, token: SampledToken) -> FinishReason | None:
         """Add a token to the completion. Returns why the completion ends with it, or None."""
         self.token_ids.append(token.token_id)
-        stopped = self._assembler is not None and self._assembler.push(token.token_id).stopped
+        stopped = self.assembler is not None and self.assembler.push(token.token_id).stopped
         if stopped or token.token_id in self.stop_token_ids:
             return "stop"
         return "length" if self.num_left <= 0 else None
@@ -173,43 +186,45 @@ class Sequence:
         self.span.end()
         self.span = begin(name, self.trace_context) if name else INVALID_SPAN
 
+    def lacks_room(self, num_steps: int) -> bool:
+        """Whether the rows of the next `num_steps` steps do not fit; the last new token never gets a row."""
+        num_rows = min(self.num_appended + num_steps, self.resolved.max_new_tokens - 1)
+        return num_rows > self.room - 1
+
+    def move(self, layout: SequenceLayout, room: int, allocation: Allocation | None, buffer: Tensor) -> None:
+        """Copy the layers to other memory and continue there. The caller releases the former allocation.
+
+        Args: allocation: of `buffer`; None if that is host memory.
+        """
+        with self.lock:
+            for cache, layer in zip(self.caches, layout.layers, strict=True):
+                cache.move(layer.format, layer.views(buffer))
+            self.is_in_arena = allocation is not None
+            if allocation is not None:
+                self.allocation = allocation
+            self.layout, self.room = layout, room
+
     def release_bytes(self) -> None:
         """Drop the views of the arena bytes, then release the bytes. Idempotent."""
         with self.lock:
             self.caches = ()
-            if self._holds_bytes:
-                self._holds_bytes = False
-                self._release(self.allocation)
+            if self.is_in_arena:
+                self.is_in_arena = False
+                self.release(self.allocation)
 
     def hand_over_bytes(self) -> Allocation:
         """Transfer the arena bytes to the caller, which must free them. Call once, under `lock`."""
-        assert self._holds_bytes, self.state
+        assert self.is_in_arena, self.state
         self.caches = ()
-        self._holds_bytes = False
+        self.is_in_arena = False
         return self.allocation
-
-    def use_retained(
-        self,
-        retained: RetainedChain,
-        *,
-        retained_layers: tuple[tuple[tuple[Tensor, Tensor], ...], ...],
-        unpin: Callable[[], None],
-    ) -> None:
-        """Pin the session's retained rows for this sequence's transfer.
-
-        Args:
-            retained_layers: for each selection, each layer's K and V `[H_kv, cap, D]`.
-            unpin: called once, by `release_retained`.
-        """
-        self.retained, self.retained_layers, self._unpin = retained, retained_layers, unpin
 
     def release_retained(self) -> None:
         """Unpin the session's retained rows. Idempotent."""
         with self.lock:
-            unpin, self._unpin = self._unpin, None
-            self.retained, self.retained_layers = None, ()
-        if unpin is not None:
-            unpin()
+            pinned, self.pinned = self.pinned, None
+        if pinned is not None:
+            pinned.unpin()
 
     def close(self, error: KvferryError | None = None) -> bool:
         """End the sequence: release its bytes and pins, remove it from the tables, pass on the error if any.
@@ -223,7 +238,7 @@ class Sequence:
             self.enter_stage("")
             self.release_retained()
             self.release_bytes()
-            self._forget(self)
+            self.forget(self)
         if error is not None:
             self.events.put(error)
         return True
@@ -239,7 +254,63 @@ class Sequence:
             if self.state in (SequenceState.RESERVED, SequenceState.IN_TRANSFER):
                 self.close()
             elif self.state is SequenceState.RETURNING:
-                if self._holds_bytes:
+                if self.is_in_arena:
                     self.close()
                 elif self.outgoing is not None:
                     self.outgoing.abort("the request was cancelled")
+
+
+class Reservations:
+    """All sequences from admission until they close, by transfer id. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sequences: dict[int, Sequence] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        with self._lock:
+            self._sequences[sequence.key.transfer_id] = sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        with self._lock:
+            self._sequences.pop(sequence.key.transfer_id, None)
+
+    def find(self, key: TransferKey) -> Sequence:
+        """The sequence with this key.
+
+        Raises:
+            LeaseExpired: there is none, or it has another generation.
+        """
+        with self._lock:
+            sequence = self._sequences.get(key.transfer_id)
+        if sequence is None or sequence.key != key:
+            raise LeaseExpired(
+                f"no reservation for transfer {key.transfer_id:#x}, generation {key.generation} exists",
+                reason="unknown_transfer",
+            )
+        return sequence
+
+    def all(self) -> tuple[Sequence, ...]:
+        with self._lock:
+            return tuple(self._sequences.values())
+
+    def expire(self, now_s: float, on_expired: Callable[[], None]) -> None:
+        """Close the sequences whose transfer is not complete at the end of their lease.
+
+        Args: now_s: by the arena's clock; on_expired: called for each, before its error is passed on.
+        """
+        for sequence in self.all():
+            with sequence.lock:
+                late = now_s >= sequence.allocation.lease_until_s
+                if not late or sequence.state not in (SequenceState.RESERVED, SequenceState.IN_TRANSFER):
+                    continue
+                request_id, state = sequence.request.request_id, sequence.state.value
+                on_expired()
+                sequence.close(
+                    LeaseExpired(
+                        f"request {request_id} was still {state} when its lease ended: the prompt's KV did "
+                        "not arrive in time",
+                        reason="lease_expired",
+                    )
+                )
+            _log.warning("lease expired", request_id=request_id, state=state)

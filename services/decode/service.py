@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import replace
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -19,15 +21,12 @@ from prometheus_client.metrics_core import Metric
 
 from kvferry.services.decode.config import DecodeConfig, arena_size_bytes
 from kvferry.services.decode.engine import DecodeEngine
-from kvferry.services.decode.history_return import HistoryReturner
+from kvferry.services.decode.memory import Scheduler, SequenceMemory
 from kvferry.services.decode.receiver import CacheReceiver
-from kvferry.services.decode.retained import RetainedSelections
-from kvferry.services.decode.scheduler import LeaseSweeper, Reservations, Scheduler
-from kvferry.services.decode.sequence import EventStream, Sequence
-from kvferry.shared.cache.arena import Allocation, ByteArena
-from kvferry.shared.cache.layout import measured_limit_bytes, sequence_layout
-from kvferry.shared.compression.formats import make_formats
-from kvferry.shared.compression.plan import is_measured
+from kvferry.services.decode.retained import HistoryReturner, RetainedSelections
+from kvferry.services.decode.sequence import EventStream, Reservations, Sequence
+from kvferry.shared.cache.arena import ByteArena, measured_limit_bytes
+from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, is_measured
 from kvferry.shared.compression.presets import method_names
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import (
@@ -60,6 +59,8 @@ from kvferry.shared.wire.receiver import BlockServer, BlockSink
 from kvferry.shared.wire.sender import BlockSender
 
 _log = structlog.get_logger(__name__)
+SWEEP_INTERVAL_S = 0.25
+_CLOSE_TIMEOUT_S = 10.0
 
 
 class DecodeService:
@@ -72,6 +73,7 @@ class DecodeService:
         model: loaded; after `start`, only the engine's thread uses it.
         server_factory: makes the block server when the service starts.
         sender: returns generated KV to prefill; closed with the service.
+        sweep_interval_s: interval between checks for expired leases.
     """
 
     def __init__(
@@ -84,9 +86,12 @@ class DecodeService:
         server_factory: Callable[[BlockSink], BlockServer],
         sender: BlockSender,
         clock: Callable[[], float] = time.monotonic,
+        sweep_interval_s: float = SWEEP_INTERVAL_S,
     ) -> None:
         self._config = config
+        self._clock = clock
         self._spec = model.spec
+        self._kernel_paths = shown_paths("decode", model.device)
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._instance_id = secrets.token_hex(8)
@@ -96,7 +101,10 @@ class DecodeService:
         )
         self._reservations = Reservations()
         self._retained = RetainedSelections(
-            self._arena, retain_s=config.retain_s, clock=clock, release=self._release
+            self._arena,
+            retain_s=config.retain_s,
+            clock=clock,
+            release=lambda allocation: self._scheduler.release(allocation),
         )
         self._scheduler = Scheduler(
             self._arena,
@@ -104,6 +112,12 @@ class DecodeService:
             admission_wait_s=config.admission_wait_s,
             lease_s=config.lease_s,
             evict=self._retained.evict,
+        )
+        self._memory = SequenceMemory(
+            self._spec,
+            self._arena,
+            self._scheduler,
+            on_swapped_out=metrics.preempted.labels(self._spec.name).inc,
         )
         self._sender = sender
         self._returner = HistoryReturner(
@@ -119,21 +133,18 @@ class DecodeService:
             metrics,
             max_batch_size=config.max_batch_size,
             clock=clock,
+            memory=self._memory,
             on_finished=self._returner.submit,
         )
-        self._sweeper = LeaseSweeper(
-            self._reservations,
-            self._arena,
-            interval_s=config.sweep_interval_s,
-            clock=clock,
-            on_expired=metrics.leases_expired.inc,
-            retained=self._retained,
-        )
+        self._sweep_interval_s = sweep_interval_s
+        self._stop_sweeping = threading.Event()
+        self._sweeper = threading.Thread(target=self._sweep, name="kvferry-lease-sweeper", daemon=True)
         self._receiver = CacheReceiver(
             self._spec, self._arena, self._reservations, metrics, clock=clock, submit=self._engine.submit
         )
         self._server_factory = server_factory
         self._server: BlockServer | None = None
+        metrics.waiting.set_function(lambda: self._scheduler.num_waiting)
         self.registry = _ArenaRegistry(metrics.registry, self._arena)
         """For `/metrics`: the bytes by arena state in one response always sum to the arena's size."""
 
@@ -179,7 +190,7 @@ class DecodeService:
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         sequence, lease_s = await self._admit(request, timeout_s)
-        retained = sequence.retained
+        chain = sequence.pinned.chain if sequence.pinned is not None else None
         try:
             yield TicketIssued(
                 ticket=Ticket(
@@ -190,9 +201,9 @@ class DecodeService:
                     lease_s=lease_s,
                     reserved_bytes=sequence.allocation.size_bytes,
                     plan=sequence.resolved,
-                    retained_transfer_id=retained.transfer_id if retained is not None else 0,
-                    retained_tokens=retained.num_tokens if retained is not None else 0,
-                    retained_depth=retained.depth if retained is not None else 0,
+                    retained_transfer_id=chain.transfer_id if chain is not None else 0,
+                    retained_tokens=chain.num_tokens if chain is not None else 0,
+                    retained_depth=chain.depth if chain is not None else 0,
                 )
             )
             last = HistoryReturned if request.store_history else GenerationFinished
@@ -230,76 +241,80 @@ class DecodeService:
             total_bytes=self._arena.size_bytes,
             model=self._spec,
             methods=method_names(),
-            kernel_paths=shown_paths("decode", self._arena.device),
+            kernel_paths=self._kernel_paths,
         )
 
     async def _admit(self, request: GenerateRequest, timeout_s: float) -> tuple[Sequence, float]:
         """Validate and reserve. Everything that can fail runs before the bytes are reserved."""
         self._check(request)
-        resolved = resolve_plan(
-            request.plan,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            max_new_tokens=request.sampling.max_tokens,
-            num_layers=self._spec.num_layers,
-            head_dim=self._spec.head_dim,
-        )
-        formats = make_formats(self._spec, resolved, returns_generated=request.store_history)
-        layout = sequence_layout(formats)
+        plans = [self._resolve(request, plan) for plan in self._acceptable(request.plan)]
+        room = self._memory.first_room(request.sampling.max_tokens)
+        layouts = [self._memory.layout(plan, room, returns_generated=request.store_history) for plan in plans]
+        sizes_bytes = [
+            measured_limit_bytes(layout) if is_measured(plan) else layout.size_bytes
+            for plan, layout in zip(plans, layouts, strict=True)
+        ]
         sampler = SequenceSampler(request.sampling, request.prompt_token_ids, self._spec.vocab_size)
         assembler = self._assembler(request)
         model_ends = () if request.sampling.ignore_eos else self._spec.eos_token_ids
         events = EventStream()
         self._retained.touch(request.session)
         try:
+            if room < request.sampling.max_tokens:
+                self._memory.check_fits(plans[-1], returns_generated=request.store_history)
             with stage("admit"):
                 allocation = await self._scheduler.reserve(
-                    measured_limit_bytes(layout) if is_measured(resolved) else layout.size_bytes,
+                    sizes_bytes[0],
                     owner=request.request_id,
                     timeout_s=timeout_s,
+                    smaller=tuple(sizes_bytes[1:]),
                 )
         except (CapacityExceeded, InvalidRequest) as error:
             if not request.probe:
                 self._metrics.admission_rejected.labels(error.reason).inc()
             raise
+        chosen = next(i for i, size in enumerate(sizes_bytes) if size <= allocation.size_bytes)
+        layout = layouts[chosen]
         sequence = Sequence(
             request=request,
-            resolved=resolved,
+            resolved=plans[chosen],
             layout=layout,
+            room=room,
             key=TransferKey(transfer_id=secrets.randbits(64), generation=allocation.generation),
             allocation=allocation,
             events=events,
             sampler=sampler,
             assembler=assembler,
             stop_token_ids=frozenset((*model_ends, *request.sampling.stop_token_ids)),
-            release=self._release,
+            release=self._scheduler.release,
             forget=self._reservations.remove,
         )
-        self._pin_retained(sequence)
+        # only plain rows can be reused
+        if all(layer.format.is_plain for layer in layout.layers):
+            sequence.pinned = self._retained.pin(request.session, request.prompt_token_ids)
         self._reservations.add(sequence)
         return sequence, min(self._config.lease_s, timeout_s)
 
-    def _pin_retained(self, sequence: Sequence) -> None:
-        """Pin the session's retained KV if this plan can reuse it."""
-        if not all(layer.format.is_plain for layer in sequence.layout.layers):
-            return
-        pinned = self._retained.pin(sequence.request.session, sequence.request.prompt_token_ids)
-        if pinned is not None:
-            selections, retained = pinned
-            sequence.use_retained(
-                retained,
-                retained_layers=tuple(selection.rows for selection in selections),
-                unpin=lambda: self._retained.unpin(selections),
-            )
+    def _acceptable(self, plan: CompressionPlan) -> tuple[CompressionPlan, ...]:
+        """The plan as requested, then with smaller budgets if this worker may use them."""
+        smaller = plan.budget.smaller() if self._config.elastic_budget else ()
+        return plan, *(replace(plan, budget=budget) for budget in smaller)
 
-    def _release(self, allocation: Allocation) -> None:
-        self._scheduler.release(allocation)
+    def _resolve(self, request: GenerateRequest, plan: CompressionPlan) -> ResolvedPlan:
+        return resolve_plan(
+            plan,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_new_tokens=request.sampling.max_tokens,
+            num_layers=self._spec.num_layers,
+            head_dim=self._spec.head_dim,
+        )
 
     def _check(self, request: GenerateRequest) -> None:
         if self._closed or self._server is None:
             raise WorkerUnavailable("the decode worker is not running", reason="closed")
         if request.model_fingerprint != self._spec.fingerprint:
             raise ProtocolMismatch(
-                f"the request is for model {request.model_fingerprint!r}; this worker holds "
+                f"the request is for model {request.model_fingerprint!r}; this worker has "
                 f"{self._spec.fingerprint!r} ({self._spec.name})",
                 reason="model_fingerprint",
             )
@@ -334,8 +349,22 @@ class DecodeService:
             sequence.events.put(WorkerUnavailable("the decode worker is shutting down", reason="closed"))
         self._returner.close()
         self._sender.close()
-        self._sweeper.close()
+        self._stop_sweeping.set()
+        if self._sweeper.ident is not None:
+            self._sweeper.join(_CLOSE_TIMEOUT_S)
         self._retained.close()
+
+    def _sweep(self) -> None:
+        """Free the memory of leases that have ended. It has its own thread, so this works even if the event
+        loop or the engine is stuck."""
+        while not self._stop_sweeping.wait(self._sweep_interval_s):
+            try:
+                self._retained.expire()
+                self._reservations.expire(self._clock(), self._metrics.leases_expired.inc)
+                if not self._reservations.all():
+                    self._arena.check_integrity()
+            except Exception:
+                _log.exception("sweep failed")
 
     def _show_arena(self, bytes_by_state: dict[str, int]) -> None:
         for state in ARENA_STATES:

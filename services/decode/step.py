@@ -1,27 +1,80 @@
-"""One decode step over buffers with constant addresses, so that it can be captured and replayed as a graph.
+"""Decode steps over buffers with constant addresses, and what runs them: as CUDA graphs or eagerly.
 
     token_ids, positions, active, left, stop_ids, descriptors ──► model ──► sampling ──► next step's values
 
-The host places a batch and launches steps, and may launch the next one before it reads a step's tokens. If
-batched kernels run the whole step, it never waits for the device: lengths, positions, finished completions
-and sampled tokens stay on it. Requests and their streams are handled in `engine.py`.
+The engine places sequences and launches steps, and may launch the next one before it reads a step's tokens.
+If batched kernels run the whole step, it never waits for the device: lengths, positions, finished completions
+and sampled tokens stay on it. All steps share the slots' buffers; every shape (number of slots, kernels,
+sampling) has its own scratch memory and graph, and the most recently used ones are cached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvferry.kernels import dispatch
 from kvferry.kernels.decode_batch import in_buckets
-from kvferry.services.decode.attention import BatchAttention, Members
+from kvferry.services.decode.attention import BatchAttention, SlotAttention
+from kvferry.shared.compression.formats.interface import LayerCache
+from kvferry.shared.errors import KvferryError
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.sampling.batch import BatchSampler
-from kvferry.shared.sampling.sampler import Flavour, SequenceSampler
+from kvferry.shared.sampling.sampler import BatchSampler, SequenceSampler
 
+MAX_SHAPES = 24
+"""Limit on cached shapes, each with its memory and graph."""
+_POLL_S = 50e-6
 _NO_TOKEN = -1
+
+
+class StepDevice:
+    """The device on which one thread runs steps. This class is for a CPU, where a step is done on return.
+
+    Attributes: captures: whether `capture` makes steps faster.
+    """
+
+    captures = False
+
+    def scope(self) -> AbstractContextManager[object]:
+        """A context whose device work runs in order."""
+        return nullcontext()
+
+    def follow(self) -> None:
+        """Make what other threads have written so far visible to later work in the scope."""
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Capture the device work of `run`. Returns a function that replays it without the Python code.
+
+        `run` may be called for this, so it must have no lasting effect at that time.
+
+        Raises: RuntimeError: `run` cannot be captured.
+        """
+        return run
+
+    def fetch(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Callable[[], bool]]:
+        """Begin to copy tensors to the host. Returns the copies and a function that says if they are done."""
+        return tuple(tensor.clone() for tensor in tensors), lambda: True
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPath:
+    """How a step runs.
+
+    Attributes:
+        name: "graph" or "eager".
+        reason: why a step runs eagerly: the names of the formats and attentions without a batched kernel,
+            else "cpu", "capture_failed", or "torch" if kernels are off or do not support the model; "" for a
+            graph.
+    """
+
+    name: dispatch.StepPathName
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +82,14 @@ class StepInput:
     """State of one sequence when it is placed.
 
     Attributes:
+        caches: its layers, which have `num_appended` rows beside the prompt's.
         token_id: the last sampled token, which runs next at `position`.
         num_left: tokens that may still be sampled, at least 1.
         stop_ids: ids that end the completion.
     """
 
+    caches: tuple[LayerCache, ...]
+    num_appended: int
     token_id: int
     position: int
     num_left: int
@@ -41,85 +97,148 @@ class StepInput:
     sampler: SequenceSampler
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """What a step's memory and launches depend on. Batches of one shape share a `DecodeStep` and a graph."""
+class BatchSlots:
+    """State of a batch's slots on the device, in buffers that stay in place.
 
-    members: Hashable
-    flavour: Flavour
-    num_stop_ids: int
+        empty ──place──► in the batch, active ──completion ended──► inactive: nothing is written for it
+          ▲                    │                                        │
+          └──────────────── remove ─────────────────────────────────────┘
 
-    @classmethod
-    def of(cls, members: Members, inputs: Sequence[StepInput]) -> StepShape:
-        return cls(
-            members=members.signature,
-            flavour=Flavour.of([given.sampler.params for given in inputs]),
-            num_stop_ids=in_buckets(max(len(given.stop_ids) for given in inputs)),
-        )
+    A step runs over the first slots. Placing or removing a sequence writes its own slot only.
+
+    Attributes:
+        numbers: int64 `[4, S]`: the last token, its position, whether the slot is active, and how many tokens
+            may still be sampled.
+        stop_ids: int64 `[S, n]`, filled up with -1.
+        logits: float32 `[S, V]`, of the last step.
+
+    Args: num_slots: S; arena: any part of the memory that all sequences are in.
+    """
+
+    def __init__(self, model: LanguageModel, num_slots: int, arena: Tensor) -> None:
+        spec, device = model.spec, model.device
+        self.attention = SlotAttention(spec, num_slots, arena)
+        self.sampler = BatchSampler(num_slots, spec.vocab_size, device)
+        self.numbers = torch.zeros(4, num_slots, dtype=torch.int64, device=device)
+        self.stop_ids = torch.full((num_slots, 1), _NO_TOKEN, device=device)
+        self.logits = torch.zeros(num_slots, spec.vocab_size, device=device)
+        self._inputs: dict[int, StepInput] = {}
+
+    @property
+    def num_slots(self) -> int:
+        """The slots up to the last that has a sequence."""
+        return max(self._inputs, default=-1) + 1
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._inputs)
+
+    @property
+    def wants_logits(self) -> bool:
+        return any(given.sampler.params.logprobs is not None for given in self._inputs.values())
+
+    def free_slot(self) -> int:
+        """The first empty slot."""
+        return next(slot for slot in range(len(self._inputs) + 1) if slot not in self._inputs)
+
+    def place(self, slot: int, given: StepInput) -> None:
+        """Place a sequence in an empty slot."""
+        self.attention.place(slot, given.caches, given.num_appended)
+        self.sampler.place(slot, given.sampler)
+        numbers = torch.tensor([given.token_id, given.position, 1, given.num_left])
+        self.numbers[:, slot].copy_(numbers, non_blocking=True)
+        width = self.stop_ids.shape[1]
+        if len(given.stop_ids) > width:
+            more = (0, in_buckets(len(given.stop_ids)) - width)
+            self.stop_ids = torch.nn.functional.pad(self.stop_ids, more, value=_NO_TOKEN)
+        stop_ids = torch.full(self.stop_ids.shape[1:], _NO_TOKEN)
+        stop_ids[: len(given.stop_ids)] = torch.tensor(sorted(given.stop_ids))
+        self.stop_ids[slot].copy_(stop_ids, non_blocking=True)
+        self._inputs[slot] = given
+
+    def remove(self, slot: int) -> None:
+        """Empty a slot."""
+        del self._inputs[slot]
+        self.attention.remove(slot)
+        self.sampler.remove(slot)
+        self.numbers[:, slot].zero_()
+
+    def shape(self, num_slots: int) -> Hashable:
+        """What a step over the first slots is made for. Equal shapes share a `DecodeStep` and its graph."""
+        return num_slots, self.attention.signature(), self.sampler.flavour, self.stop_ids.shape[1]
 
 
 class DecodeStep:
-    """The buffers of one shape, and the step over them.
-
-        created, slots empty ──place──► run ──► run ──► ...     a slot whose completion has ended is
-                    ▲                                   │       inactive: nothing is written for it
-                    └────────────── place ──────────────┘
+    """A step over the first slots of a batch, for one shape of it.
 
     Attributes:
-        attention: of the placed batch.
         drawn: int64 `[3, S]`, of the last step: the token, whether one could be drawn from the logits, and
             whether the slot was active.
         logits: float32 `[S, V]` of the last step.
     """
 
-    def __init__(self, model: LanguageModel, members: Members, shape: StepShape) -> None:
-        num_slots, vocab_size, device = members.shape.num_slots, model.spec.vocab_size, model.device
+    def __init__(self, model: LanguageModel, slots: BatchSlots, num_slots: int) -> None:
         self._model = model
-        self.attention = BatchAttention(members)
-        self._sampler = BatchSampler(num_slots, vocab_size, device, shape.flavour)
-
-        def zeros(*size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int64, device=device)
-
-        self._token_ids, self._positions, self._active, self._left = (zeros(num_slots) for _ in range(4))
-        self._stop_ids = zeros(num_slots, shape.num_stop_ids) + _NO_TOKEN
-        self.drawn = zeros(3, num_slots)
-        self.logits = torch.zeros(num_slots, vocab_size, device=device)
+        self._slots = slots
+        self.attention = BatchAttention(slots.attention, num_slots)
+        self._flavour = slots.sampler.flavour
+        self._token_ids, self._positions, self._active, self._left = slots.numbers[:, :num_slots].unbind(0)
+        self._stop_ids = slots.stop_ids[:num_slots]
+        self.drawn = torch.zeros(3, num_slots, dtype=torch.int64, device=model.device)
+        self.logits = slots.logits[:num_slots]
+        self._replay: Callable[[], None] | None = None
+        self._calls: dict[tuple[str, dispatch.KernelPath], int] = {}
+        self._eager_reason = "torch"
 
     @property
-    def is_launched(self) -> bool:
-        """Whether `run` never waits for the device, so that it can be captured and run ahead of the host."""
-        return self.attention.is_launched
+    def is_captured(self) -> bool:
+        return self._replay is not None
 
-    def place(self, members: Members, inputs: Sequence[StepInput]) -> None:
-        """Place a batch of this shape. Sequences take the first slots."""
-        num_slots, width = self._stop_ids.shape
-        empty = [0] * (num_slots - len(inputs))
-        for buffer, values in (
-            (self._token_ids, [given.token_id for given in inputs]),
-            (self._positions, [given.position for given in inputs]),
-            (self._active, [1] * len(inputs)),
-            (self._left, [given.num_left for given in inputs]),
-        ):
-            buffer.copy_(torch.tensor(values + empty), non_blocking=True)
-        stop_ids = torch.full((num_slots, width), _NO_TOKEN)
-        for slot, given in enumerate(inputs):
-            stop_ids[slot, : len(given.stop_ids)] = torch.tensor(sorted(given.stop_ids))
-        self._stop_ids.copy_(stop_ids, non_blocking=True)
-        self.attention.place(members)
-        self._sampler.place([given.sampler for given in inputs])
+    @property
+    def path(self) -> StepPath:
+        if self._replay is not None:
+            return StepPath(name="graph")
+        unbatched = self._slots.attention.unbatched_names
+        return StepPath(name="eager", reason=",".join(unbatched) or self._eager_reason)
 
-    def prepare(self) -> None:
-        """Host work before each `run` or replay."""
-        self._sampler.refill()
-        self._sampler.count()
+    def prepare_on(self, device: StepDevice, *, warn: Callable[[str], None]) -> None:
+        """Capture the step if that makes it faster. The runs that this takes change no slot: all of them are
+        inactive meanwhile."""
+        if not device.captures:
+            self._eager_reason = "cpu"
+        if not device.captures or not self.attention.is_launched:
+            return
+        active = self._active.clone()
+        self._active.zero_()
+        self.attention.show(self._active)
+        try:
+            self._replay = device.capture(self._run_recorded)
+        except Exception as error:  # Triton's compiler has its own errors; the step runs without a graph
+            warn(f"{type(error).__name__}: {error}")
+            self._eager_reason = "capture_failed"
+        self._active.copy_(active)
+        self.attention.show(self._active)
+
+    def launch(self) -> None:
+        """Replay the step's graph, or run it if it has none."""
+        self._slots.sampler.refill()
+        if self._replay is None:
+            self.run()
+            return
+        self._replay()
+        dispatch.count(self._calls)
+
+    def _run_recorded(self) -> None:
+        with dispatch.recording() as calls:
+            self.run()
+        self._calls = dict(calls)
 
     def run(self) -> None:
-        """Sample a token for every active slot into `drawn`; update the other buffers for the next step."""
+        """Sample a token for every active slot into `drawn`; update the slots for the next step."""
         active = self._active
         logits = self._model.decode(self._token_ids, self._positions, attention=self.attention)
         self.logits.copy_(logits)
-        tokens, valid = self._sampler.sample(self.logits, active)
+        tokens, valid = self._slots.sampler.sample(self.logits, active, self._flavour)
         self.drawn[0].copy_(tokens)
         self.drawn[1].copy_(valid)
         self.drawn[2].copy_(active)
@@ -129,3 +248,144 @@ class DecodeStep:
         self._left -= active
         active.mul_(valid & ~stopped & (self._left > 0))
         self.attention.advance(active)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchedStep:
+    """A step that has been launched. Its results are valid after `wait`.
+
+    Attributes:
+        host_drawn: int64 `[3, S]` on the host, as `DecodeStep.drawn`.
+        host_logits: float32 `[S, V]` on the host, or None if no sequence needs them.
+        errors: of slots whose attention failed; only an eager step has any.
+    """
+
+    host_drawn: Tensor
+    host_logits: Tensor | None
+    is_done: Callable[[], bool]
+    path: StepPath
+    errors: dict[int, Exception]
+
+    @property
+    def paths(self) -> list[StepPath]:
+        return [self.path]
+
+    def drawn(self) -> dict[int, list[int]]:
+        """By slot: the token, whether one could be drawn, and whether the slot was active."""
+        return dict(enumerate(self.host_drawn.T.tolist()))
+
+    def logits(self, slot: int) -> Tensor | None:
+        """float32 `[V]`; None if no sequence needs logits."""
+        return None if self.host_logits is None else self.host_logits[slot]
+
+    def error(self, slot: int) -> Exception | None:
+        """Why the slot's attention failed."""
+        return self.errors.get(slot)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the device has finished the step. Raises: KvferryError: timeout_s has passed."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.is_done():
+            if time.monotonic() > deadline_s:
+                raise KvferryError(f"a decode step took more than {timeout_s} s", reason="step_timeout")
+            time.sleep(_POLL_S)
+
+
+class StepRunner:
+    """Places sequences in slots and launches steps over them, on one thread.
+
+        join, leave ──► launch ──► launch ──► join, leave ──► launch ──► ...
+
+    A slot stays as it is while others are placed and removed, also while a step is in flight: what is written
+    comes after that step.
+
+    Args:
+        model: on the device; used by no other thread.
+        max_batch_size: sequences that may be placed at the same time.
+        warn: called with the reason if a capture fails.
+    """
+
+    def __init__(
+        self, model: LanguageModel, device: StepDevice, *, max_batch_size: int, warn: Callable[[str], None]
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._max_batch_size = max_batch_size
+        self._warn = warn
+        self._steps: OrderedDict[Hashable, DecodeStep] = OrderedDict()
+        self._slots: BatchSlots | None = None
+        self._step: DecodeStep | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return self._slots.num_sequences if self._slots is not None else 0
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the batch's next step may be launched before this one's tokens are read."""
+        return self._step is not None and self._step.is_captured
+
+    @property
+    def spare_slot(self) -> int | None:
+        """A slot whose sequence would better leave and join again: the step would have fewer slots."""
+        slots = self._slots
+        if slots is None or slots.num_slots <= self._num_slots(slots.num_sequences):
+            return None
+        return slots.num_slots - 1
+
+    def join(self, given: StepInput) -> int:
+        """Place a sequence. Returns its slot."""
+        with self._device.scope():
+            self._device.follow()
+            if self._slots is None:
+                arena = next(iter(given.caches[0].regions.values()))
+                self._slots = BatchSlots(self._model, self._num_slots(self._max_batch_size), arena)
+            slot = self._slots.free_slot()
+            self._slots.place(slot, given)
+        self._step = None
+        return slot
+
+    def leave(self, slot: int) -> None:
+        """Remove a sequence, and drop all references to it."""
+        assert self._slots is not None, "nothing has been placed"
+        with self._device.scope():
+            self._slots.remove(slot)
+        self._step = None
+
+    def reset(self) -> None:
+        """Forget all slots and steps, whatever state a failure has left them in. No step may be in flight."""
+        self._slots = self._step = None
+        self._steps.clear()
+
+    def launch(self) -> LaunchedStep:
+        """Launch a step: one token for every sequence of the batch that has not ended."""
+        assert self._slots is not None, "nothing has been placed"
+        with self._device.scope():
+            if self._step is None:
+                self._step = self._find_step(self._slots)
+            step = self._step
+            step.launch()
+            wanted = (step.drawn, step.logits) if self._slots.wants_logits else (step.drawn,)
+            (drawn, *logits), is_done = self._device.fetch(wanted)
+        return LaunchedStep(
+            host_drawn=drawn,
+            host_logits=logits[0] if logits else None,
+            is_done=is_done,
+            path=step.path,
+            errors=dict(self._slots.attention.errors),
+        )
+
+    def _find_step(self, slots: BatchSlots) -> DecodeStep:
+        num_slots = self._num_slots(slots.num_slots)
+        shape = slots.shape(num_slots)
+        if shape not in self._steps:
+            self._steps[shape] = DecodeStep(self._model, slots, num_slots)
+            self._steps[shape].prepare_on(self._device, warn=self._warn)
+            if len(self._steps) > MAX_SHAPES:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end(shape)
+        return self._steps[shape]
+
+    def _num_slots(self, num_sequences: int) -> int:
+        """Rounded up, one graph serves batches of many sizes; without graphs, empty slots only cost time."""
+        return in_buckets(num_sequences) if self._device.captures else num_sequences

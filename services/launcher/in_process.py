@@ -45,11 +45,7 @@ class InProcessStack:
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
         self._open = AsyncExitStack()
-        self._addresses: dict[str, str] = {}
-
-    @property
-    def addresses(self) -> dict[str, str]:
-        return dict(self._addresses)
+        self.addresses: dict[str, str] = {}
 
     async def start(self) -> None:
         config = self._config
@@ -75,7 +71,7 @@ class InProcessStack:
             tokenizer=await asyncio.to_thread(ChatTokenizer.load, config.model),
         )
         address = await self._open.enter_async_context(http_server(app, router_config))
-        self._addresses = {"address": address, **metrics}
+        self.addresses = {"address": address, **metrics}
 
     async def close(self) -> None:
         await self._open.aclose()

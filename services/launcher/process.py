@@ -35,6 +35,8 @@ class ServiceProcess:
     """A service's process. Used by the launcher's event loop only.
 
     It is the leader of a new session, so that a terminal's Ctrl-C reaches the launcher alone.
+
+    Attributes: addresses: what the service wrote into its ready file: `address`, `metrics`, ...
     """
 
     def __init__(self, role: str, *, settings: Mapping[str, str], ready_file: Path) -> None:
@@ -44,12 +46,7 @@ class ServiceProcess:
         self._ready_file = ready_file
         self._process: Process | None = None
         self._stop = asyncio.Event()
-        self._addresses: dict[str, str] = {}
-
-    @property
-    def addresses(self) -> dict[str, str]:
-        """What the service wrote into its ready file: `address`, `metrics`, ..."""
-        return dict(self._addresses)
+        self.addresses: dict[str, str] = {}
 
     @property
     def pid(self) -> int:
@@ -66,19 +63,23 @@ class ServiceProcess:
         """
         with contextlib.suppress(FileNotFoundError):
             self._ready_file.unlink()
+        settings = self._settings | {"ready_file": str(self._ready_file)}
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "kvferry.services.launcher.child", self.role),
             stdin=PIPE,
-            env=os.environ | self._variables(),
+            env=os.environ | {variable_name(field): value for field, value in settings.items()},
             start_new_session=True,
         )
         try:
             async with asyncio.timeout(timeout_s):
-                self._addresses = await self._until_ready(self._process)
+                while not self._ready_file.exists():
+                    self._check_running(self._process)
+                    await asyncio.sleep(_POLL_S)
         except TimeoutError:
             await self._end(self._process, 0.0)
             raise DeadlineExceeded(f"{self.role} was not listening after {timeout_s:g} s") from None
+        self.addresses = json.loads(self._ready_file.read_text(encoding="utf-8"))
         return self.addresses
 
     def pin(self, **settings: str) -> None:
@@ -129,19 +130,8 @@ class ServiceProcess:
                 process.kill()
             await process.wait()
 
-    def _variables(self) -> dict[str, str]:
-        settings = self._settings | {"ready_file": str(self._ready_file)}
-        return {variable_name(field): value for field, value in settings.items()}
-
-    async def _until_ready(self, process: Process) -> dict[str, str]:
-        while not self._ready_file.exists():
-            if process.returncode is not None:
-                self._raise_for(process.returncode)
-            await asyncio.sleep(_POLL_S)
-        addresses: dict[str, str] = json.loads(self._ready_file.read_text(encoding="utf-8"))
-        return addresses
-
-    def _raise_for(self, code: int) -> None:
-        if code == EXIT_USAGE:
+    def _check_running(self, process: Process) -> None:
+        if process.returncode == EXIT_USAGE:
             raise ConfigurationError(f"{self.role} refused its settings, see above")
-        raise KvferryError(f"{self.role} ended with exit code {code} before it listened")
+        if process.returncode is not None:
+            raise KvferryError(f"{self.role} ended with exit code {process.returncode} before it listened")

@@ -18,7 +18,9 @@ from kvferry.services.launcher.config import CONFIGS, HIDDEN_FROM_SERVE, Role, S
 from kvferry.services.launcher.process import ServiceProcess
 from kvferry.shared.serving import announce_ready
 
-_LAUNCHER_ONLY = HIDDEN_FROM_SERVE | {"listen", "ready_file", "threads", "log_level", "shutdown_timeout_s"}
+_LAUNCHER_ONLY = HIDDEN_FROM_SERVE | {"listen", "ready_file", "threads"}
+_ALWAYS_GIVEN = ("log_level", "shutdown_timeout_s")
+"""`kvferry serve` has other defaults for these than the services."""
 _STOP_MARGIN_S = 1.0
 _MAX_IPC_PATH_BYTES = 107
 """The longest path of a Unix socket."""
@@ -49,14 +51,13 @@ class ProcessStack:
             self._start_worker("prefill", config.prefill_metrics_listen, prefill_threads),
             self._start_worker("decode", config.decode_metrics_listen, decode_threads),
         )
-        router = await self._start(
+        await self._start(
             "router",
             listen=config.listen,
             prefill_workers=prefill["address"],
             decode_workers=decode["address"],
             worker_metrics=f"{prefill['metrics']},{decode['metrics']}",
         )
-        self._processes["router"].pin(listen=router["address"])
         self._supervisors = [
             asyncio.create_task(process.supervise(self._announce)) for process in self._processes.values()
         ]
@@ -71,41 +72,35 @@ class ProcessStack:
         self._folder.cleanup()
 
     async def _start_worker(self, role: Role, metrics_listen: str, threads: int) -> dict[str, str]:
-        """Start a worker; restarted, it listens on the same addresses."""
-        addresses = await self._start(
+        path = Path(self._folder.name) / f"{role}.blocks"
+        fits = len(os.fsencode(path)) <= _MAX_IPC_PATH_BYTES
+        return await self._start(
             role,
             listen="127.0.0.1:0",
-            block_listen=self._block_endpoint(role),
+            block_listen=f"ipc://{path}" if fits else "tcp://127.0.0.1:0",
             metrics_listen=metrics_listen,
             threads=str(threads),
         )
-        self._processes[role].pin(listen=addresses["address"], metrics_listen=addresses["metrics"])
-        return addresses
 
     async def _start(self, role: Role, **chosen: str) -> dict[str, str]:
-        """Start a service with those of its options that the user has set, and what the launcher chose."""
+        """Start a service with those of its options that the user has set, and what the launcher chose.
+
+        Restarted, it listens on the same addresses.
+        """
         config = self._config
-        fields = CONFIGS[role].model_fields.keys() & config.model_fields_set - _LAUNCHER_ONLY
-        given = {field: str(getattr(config, field)) for field in fields}
-        self._processes[role] = ServiceProcess(
-            role,
-            settings={
-                **given,
-                "log_level": config.log_level,
-                "shutdown_timeout_s": str(config.shutdown_timeout_s),
-                **chosen,
-            },
-            ready_file=Path(self._folder.name) / f"{role}.ready",
-        )
-        return await self._processes[role].start(config.start_timeout_s)
+        set_by_user = CONFIGS[role].model_fields.keys() & config.model_fields_set - _LAUNCHER_ONLY
+        given = {field: str(getattr(config, field)) for field in {*set_by_user, *_ALWAYS_GIVEN}}
+        ready_file = Path(self._folder.name) / f"{role}.ready"
+        process = ServiceProcess(role, settings=given | chosen, ready_file=ready_file)
+        self._processes[role] = process
+        addresses = await process.start(config.start_timeout_s)
+        bound = {"listen": addresses["address"], "metrics_listen": addresses["metrics"]}
+        process.pin(**{field: bound[field] for field in bound.keys() & chosen})
+        return addresses
 
     def _announce(self) -> None:
         """Write the ready file again: after a restart a process id in it has changed."""
         announce_ready(self._config.ready_file, {"service": "serve", **self.addresses})
-
-    def _block_endpoint(self, role: Role) -> str:
-        path = Path(self._folder.name) / f"{role}.blocks"
-        return f"ipc://{path}" if len(os.fsencode(path)) <= _MAX_IPC_PATH_BYTES else "tcp://127.0.0.1:0"
 
 
 def divide_threads(requested: int, num_cpus: int | None = None) -> tuple[int, int]:

@@ -6,7 +6,7 @@ Starts a stack, waits until a probe request has succeeded, prints its addresses,
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import httpx
 
@@ -18,25 +18,11 @@ from kvferry.shared.errors import DeadlineExceeded
 from kvferry.shared.logging import setup_logging
 from kvferry.shared.serving import announce_ready, check_free, reachable, wait_for_signal
 
+if TYPE_CHECKING:
+    from kvferry.services.launcher.in_process import InProcessStack
+
 _POLL_S = 0.1
 _PROBE_TIMEOUT_S = 5.0
-
-
-class Stack(Protocol):
-    """Router, prefill and decode, connected to one another."""
-
-    async def start(self) -> None:
-        """Start all; returns when the router listens."""
-        ...
-
-    @property
-    def addresses(self) -> dict[str, str]:
-        """`address` (HTTP), `prefill_metrics`, `decode_metrics`, and of processes `{role}_pid`."""
-        ...
-
-    async def close(self) -> None:
-        """Stop all. Idempotent; also after a failed start."""
-        ...
 
 
 async def serve(config: ServeConfig) -> int:
@@ -68,7 +54,7 @@ async def serve(config: ServeConfig) -> int:
     return 0
 
 
-def _stack(config: ServeConfig) -> Stack:
+def _stack(config: ServeConfig) -> ProcessStack | InProcessStack:
     if config.in_process:
         # Imported here because torch takes seconds to import and the launcher needs it for nothing else.
         from kvferry.services.launcher.in_process import InProcessStack
@@ -77,7 +63,7 @@ def _stack(config: ServeConfig) -> Stack:
     return ProcessStack(config)
 
 
-async def _start(stack: Stack, config: ServeConfig) -> str:
+async def _start(stack: ProcessStack | InProcessStack, config: ServeConfig) -> str:
     """Start the stack and wait until it can serve; returns the model's public id."""
     try:
         async with asyncio.timeout(config.start_timeout_s):

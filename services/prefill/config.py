@@ -7,21 +7,27 @@ from typing import Annotated
 from pydantic import Field
 
 from kvferry.shared.config import HistoryBits, WorkerSettings
+from kvferry.shared.history.host_memory import available_memory_bytes
 from kvferry.shared.options import CAPACITY, HISTORY, TIMEOUTS, Bytes, Seconds
+
+_MEMORY_SHARE = 4
 
 
 class PrefillConfig(WorkerSettings):
     """Options of `kvferry prefill`; see `WorkerSettings` for the rest."""
 
     history_bytes: Annotated[Bytes, HISTORY] = Field(
-        4 << 30, ge=0, description="host memory for the KV history of sessions"
+        0,
+        ge=0,
+        description="host memory for the KV history of sessions; 0: a quarter of what is available at the "
+        "start, within a container's limit",
     )
     history_bits: Annotated[HistoryBits, HISTORY] = Field(
         "model",
         description="bits per value of stored history; model: as computed. Fewer bits cost accuracy",
     )
     history_redis: Annotated[str, HISTORY] = Field(
-        "", repr=False, description="URL of a Redis that also stores history; empty: host memory only"
+        "", repr=False, description="URL of a Redis that also stores history; empty: none"
     )
     history_redis_timeout_s: Annotated[Seconds, HISTORY] = Field(
         2.0, gt=0, description="timeout of one Redis call; a turn waits at most five times that"
@@ -29,8 +35,14 @@ class PrefillConfig(WorkerSettings):
     history_redis_bytes: Annotated[Bytes, HISTORY] = Field(
         0, ge=0, description="limit on history in Redis; 0: no limit"
     )
+    history_disk: Annotated[str, HISTORY] = Field(
+        "", description="folder that also stores history and outlives the worker; empty: none"
+    )
+    history_disk_bytes: Annotated[Bytes, HISTORY] = Field(
+        0, ge=0, description="limit on history in the folder; 0: nothing is stored there"
+    )
     history_ttl_s: Annotated[Seconds, HISTORY] = Field(
-        86_400.0, gt=0, description="how long history stays in Redis after a session's last turn"
+        86_400.0, gt=0, description="how long history stays on disk and in Redis after a session's last turn"
     )
     turn_lease_s: Annotated[Seconds, HISTORY] = Field(
         1800.0, gt=0, description="how long a staged turn may go without progress before it is dropped"
@@ -44,9 +56,8 @@ class PrefillConfig(WorkerSettings):
     buffer_bytes: Annotated[Bytes, CAPACITY] = Field(
         1 << 30, ge=1, description="host memory for blocks that are sent but not yet acknowledged"
     )
-    probe_interval_s: Annotated[Seconds, TIMEOUTS] = Field(
-        30.0, gt=0, description="interval at which an idle engine runs one token to check that it works"
-    )
-    ready_timeout_s: Annotated[Seconds, TIMEOUTS] = Field(
-        120.0, gt=0, description="not ready if no layer and no probe has finished for this long"
-    )
+
+
+def history_size_bytes(config: PrefillConfig) -> int:
+    """The size of host memory's history; see `PrefillConfig.history_bytes`."""
+    return config.history_bytes or available_memory_bytes() // _MEMORY_SHARE

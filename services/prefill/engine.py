@@ -1,4 +1,4 @@
-"""The prefill engine: one thread that owns the model and runs prompts one after another.
+"""The prefill engine: one thread that owns the model and runs prompts; a short one overtakes a long one.
 
 Place in the request's path: between the service, which submits jobs on the event loop and awaits their first
 token, and the block sender, whose own thread ships each layer while the next is computed. The service waits
@@ -16,24 +16,29 @@ from torch import Tensor
 
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.host_copies import host_copies
-from kvferry.services.prefill.job import JobQueue, PrefillJob
-from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
+from kvferry.services.prefill.job import PrefillJob, SessionTurns
+from kvferry.services.prefill.prompt_pass import LONG_TOKENS, PassTimes, PromptPass
 from kvferry.services.prefill.receiver import HistoryReceiver
-from kvferry.services.prefill.session_turns import SessionTurns
+from kvferry.services.prefill.schedule import Pauses, Schedule, Started
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
-from kvferry.shared.control.messages import FirstToken, SessionKey
-from kvferry.shared.errors import CapacityExceeded, HistoryMiss, KvferryError, WorkerUnavailable
+from kvferry.shared.control.messages import FirstToken
+from kvferry.shared.errors import CapacityExceeded, KvferryError, WorkerUnavailable
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.telemetry import carrier, stage
 from kvferry.shared.wire.messages import EndRecord, Manifest
-from kvferry.shared.wire.sender import BlockSender
-from kvferry.shared.wire.transfer import OutgoingTransfer
+from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
 
 log = structlog.get_logger(__name__)
 
 _JOIN_TIMEOUT_S = 30.0
+_PROBE_INTERVAL_S = 30.0
+"""An idle engine runs one token this often to check that it works."""
+_READY_TIMEOUT_S = 120.0
+"""The worker is not ready if no layer and no probe has finished for this long."""
+_PROJECTIONS = 4
+"""A token's projections take about as long as attending to this many times the layer's width of tokens."""
 _HISTORY_CREDIT_BYTES = 64 << 20
 """Credit for one turn's returned KV."""
 
@@ -49,16 +54,20 @@ class _ProbeObserver:
 
 
 class PrefillEngine:
-    """Runs jobs in fair order on one thread.
+    """Runs jobs on one thread, in the order of `schedule.py`.
 
-        submit ──► queue ──► run: begin turn, open transfer ──► layers ──► sample ──► end record ──► first
+        submit ──► waiting ──► run: begin turn, open transfer ──► layers ──► sample ──► end record ──► first
                                     │ error or cancelled
                                     └──► transfer aborted, turn dropped, error raised by `first`
 
     If the plan measures its layer budgets, the transfer is opened after the last layer.
 
-    An idle engine runs one token every `probe_interval_s`. It is ready if a layer or a probe has finished
-    within the last `ready_timeout_s`.
+    Between any two operations of a long pass a job that overtakes it is run to its end, as a call within
+    that pass (`_pause`). So no pass is computed differently from one that runs alone, whatever its method,
+    and those in mid-pass are a stack. A job that ends with an error ends in its own call.
+
+    An idle engine runs one token every `_PROBE_INTERVAL_S`. It is ready if a layer or a probe has finished
+    within the last `_READY_TIMEOUT_S`.
     """
 
     def __init__(
@@ -79,12 +88,11 @@ class PrefillEngine:
         self._config = config
         self._clock = clock
         self._copies = host_copies(model.device)
-        self._turns = SessionTurns(
-            spec=model.spec, store=store, receiver=receiver, metrics=metrics, config=config
+        self.turns = SessionTurns(
+            store=store, receiver=receiver, metrics=metrics, is_exact=config.history_bits == "model"
         )
         self._condition = threading.Condition()
-        self._queue = JobQueue()
-        self._running: PrefillJob | None = None
+        self._schedule = Schedule()
         self._stopping = False
         self._history_endpoint = ""
         self._last_progress_s: float | None = None
@@ -96,14 +104,14 @@ class PrefillEngine:
         self._thread.start()
 
     def close(self) -> None:
-        """Fail waiting jobs, cancel the running one and end the thread; blocks until its layer is done.
-        Idempotent."""
+        """Fail waiting jobs, cancel those in mid-pass and end the thread; blocks until a short pass is done,
+        or a layer of a long one. Idempotent."""
         with self._condition:
             self._stopping = True
-            running = self._running
+            started = self._schedule.started
             self._condition.notify_all()
-        if running is not None:
-            running.cancel(WorkerUnavailable("the prefill worker is shutting down", reason="shutdown"))
+        for its in started:
+            its.job.cancel(WorkerUnavailable("the prefill worker is shutting down", reason="closed"))
         if self._thread.ident is not None:
             self._thread.join(_JOIN_TIMEOUT_S)
 
@@ -111,16 +119,12 @@ class PrefillEngine:
     def ready(self) -> bool:
         """Whether a layer or a probe has finished recently."""
         last_s = self._last_progress_s
-        return (
-            self._thread.is_alive()
-            and last_s is not None
-            and self._clock() - last_s < self._config.ready_timeout_s
-        )
+        return self._thread.is_alive() and last_s is not None and self._clock() - last_s < _READY_TIMEOUT_S
 
     @property
     def num_waiting(self) -> int:
         with self._condition:
-            return len(self._queue)
+            return len(self._schedule)
 
     def submit(self, job: PrefillJob) -> None:
         """Queue a job; the engine resolves its `first`.
@@ -129,22 +133,24 @@ class PrefillEngine:
             CapacityExceeded: too many jobs are waiting.
             WorkerUnavailable: the engine is stopped.
         """
+        job.work = self._work(job)
         with self._condition:
             if self._stopping or not self._thread.is_alive():
-                raise WorkerUnavailable("the prefill engine is stopped", reason="stopped")
-            if len(self._queue) >= self._config.max_waiting:
+                raise WorkerUnavailable("the prefill engine is stopped", reason="closed")
+            num_waiting = len(self._schedule)
+            if num_waiting >= self._config.max_waiting:
                 raise CapacityExceeded(
-                    f"{len(self._queue)} requests wait for prefill; at most {self._config.max_waiting} may",
+                    f"{num_waiting} requests wait for prefill; at most {self._config.max_waiting} may",
                     reason="queue_full",
                     retry_after_s=1.0,
                 )
-            self._queue.push(job)
+            self._schedule.push(job)
             self._condition.notify_all()
 
     def withdraw(self, job: PrefillJob) -> None:
         """Remove a job from the queue if it is still waiting."""
         with self._condition:
-            self._queue.remove(job)
+            self._schedule.remove(job)
 
     # ---- the engine thread -------------------------------------------------------------------------------
 
@@ -152,25 +158,37 @@ class PrefillEngine:
         try:
             with torch.inference_mode(), self._copies.scope():
                 self._probe()
-                while (job := self._next()) is not None:
-                    self._run(job)
+                while (started := self._next()) is not None:
+                    self._run(started)
         except Exception:
             log.exception("prefill engine stopped")
         finally:
             self._fail_waiting()
 
-    def _next(self) -> PrefillJob | None:
+    def _next(self) -> Started | None:
         """Wait for the next job, and probe the model while there is none. Returns None when stopping."""
         while True:
             with self._condition:
-                if not self._stopping and not len(self._queue):
-                    self._condition.wait(self._config.probe_interval_s)
+                if not self._stopping and not self._schedule.has_waiting:
+                    self._condition.wait(_PROBE_INTERVAL_S)
                 if self._stopping:
                     return None
-                if len(self._queue):
-                    self._running = self._queue.pop()
-                    return self._running
+                started = self._schedule.start_next(self._clock())
+            if started is not None:
+                return started
             self._probe()
+
+    def _pause(self, job: PrefillJob) -> None:
+        """Between two operations of a long pass: end it if it was cancelled; run a job that overtakes it."""
+        job.check_cancelled()
+        self._copies.pace()
+        if not self._schedule.has_waiting or self._stopping:
+            return
+        with self._condition:
+            overtaking = self._schedule.overtake(self._clock())
+        if overtaking is not None:
+            self._run(overtaking)
+            job.check_cancelled()
 
     def _probe(self) -> None:
         token = torch.zeros(1, dtype=torch.int64, device=self._model.device)
@@ -180,14 +198,26 @@ class PrefillEngine:
     def _progress(self) -> None:
         self._last_progress_s = self._clock()
 
-    def _run(self, job: PrefillJob) -> None:
+    def _layer_done(self, started: Started, layer: int) -> None:
+        started.fraction = (layer + 1) / self._model.spec.num_layers
+        self._progress()
+
+    def _work(self, job: PrefillJob) -> float:
+        """A prompt's work, in arbitrary units: its tokens' projections, and their attention."""
+        spec = self._model.spec
+        num_tokens = len(job.request.prompt_token_ids)
+        num_new = num_tokens - self.turns.expected_reuse(job.request)
+        return num_new * (_PROJECTIONS * spec.num_heads * spec.head_dim + num_tokens - num_new / 2)
+
+    def _run(self, started: Started) -> None:
+        job, is_whole = started.job, False
         try:
             if not job.first.set_running_or_notify_cancel():
                 return
             job.check_cancelled()
             job.queue_span.end()
             with stage("prefill", job.trace_context, prompt_tokens=job.resolved.num_prompt_tokens):
-                first = self._prefill(job)
+                first = self._prefill(started)
             job.check_cancelled()
         except KvferryError as error:
             self._give_up(job, error)
@@ -196,90 +226,69 @@ class PrefillEngine:
             self._give_up(job, KvferryError(f"request {job.request.request_id} failed in prefill"))
         else:
             job.first.set_result(first)
+            is_whole = True
         finally:
             with self._condition:
-                self._running = None
+                self._schedule.finish(self._clock(), is_whole=is_whole)
 
     def _give_up(self, job: PrefillJob, error: KvferryError) -> None:
         self._receiver.forget(job.request.request_id, job.key)
-        job.fail(job.cause(error))
+        # Without the traceback, whose frames refer to the pass's tensors.
+        job.fail(job.cause(error).with_traceback(None))
 
-    def _prefill(self, job: PrefillJob) -> FirstToken:
-        request, resolved, spec = job.request, job.resolved, self._model.spec
-        begin_s = self._clock()
-        queue_s = begin_s - job.submitted_s
-        self._turns.begin(job)
+    def _prefill(self, started: Started) -> FirstToken:
+        job, spec = started.job, self._model.spec
+        request, is_long = job.request, job.resolved.num_prompt_tokens >= LONG_TOKENS
+        self.turns.begin(job)
         layers = PromptPass(
-            resolved=resolved,
-            formats=job.formats,
-            open_transfer=lambda measured: self._open(job, measured),
-            turn=job.turn,
-            retained=job.retained,
+            job,
             model=self._model,
-            check=job.check_cancelled,
-            progress=self._progress,
-            clock=self._clock,
             copies=self._copies,
-            kept_bins=request.kept_bins,
+            pauses=Pauses(lambda: self._pause(job)),
+            open_transfer=lambda measured: self._open(job, measured),
+            progress=lambda layer: self._layer_done(started, layer),
+            # Without the time for which it is overtaken.
+            clock=(lambda: started.ran_s(self._clock())) if is_long else self._clock,
         )
-        layers.begin()
-        logits = self._forward(job, layers)
-        layers.finish()
+        logits = layers.run(lambda miss: self.turns.missed(job, miss))
         assert job.transfer is not None
         token = job.sampler.sample(logits)
         job.transfer.finish(EndRecord(key=job.key, num_blocks=0, payload_bytes=0, first_token=token))
-        self._turns.end(job, layers)
-        turn = job.turn
+        self.turns.end(job, layers.positions)
+        turn, now_s = job.turn, self._clock()
         reused_by_tier = turn.reused_by_tier if turn is not None else {}
         first = FirstToken(
             token=token,
-            method=resolved.method,
-            reused_tokens=sum(reused_by_tier.values()),
+            method=job.resolved.method,
+            reused_tokens=job.num_reused,
             full_bytes=spec.kv_token_bytes * len(request.prompt_token_ids),
-            prefill_s=self._clock() - begin_s,
+            prefill_s=started.ran_s(now_s),
             compress_s=layers.times.compress_s,
-            queue_s=queue_s,
+            queue_s=now_s - job.submitted_s - started.ran_s(now_s),
             reuse_source=turn.reuse_source if turn is not None else "session",
-            kept=layers.kept_map.fractions() if layers.kept_map is not None else (),
-            history_way=job.history_way,
+            retained_fractions=layers.kept_map.fractions() if layers.kept_map is not None else (),
+            history_source=job.history_source,
             history_tier=next((tier for tier, count in reversed(reused_by_tier.items()) if count), ""),
         )
         if not request.probe:
+            self._metrics.prefill_tokens.labels(spec.name).inc(len(request.prompt_token_ids) - job.num_reused)
             self._observe(first, layers.times, reused_by_tier if turn is not None else None)
         return first
 
-    def forget(self, session: SessionKey) -> None:
-        """Forget the rows shipped for a dropped session. Any thread may call this."""
-        self._turns.forget(session)
-
     def _open(self, job: PrefillJob, measured: ResolvedPlan) -> OutgoingTransfer:
-        """Open the transfer of the final plan; the job owns it from now on."""
-        job.transfer = self._sender.open(
-            job.request.ticket, self._manifest(job, measured), timeout_s=self._config.transfer_timeout_s
-        )
-        job.check_cancelled()
-        return job.transfer
-
-    def _forward(self, job: PrefillJob, layers: PromptPass) -> Tensor:
-        """Run the tokens that are not cached; if loading the cached KV fails, run the whole prompt."""
-        try:
-            return self._pass(job, layers)
-        except HistoryMiss as miss:
-            job.check_cancelled()
-            self._turns.missed(job, miss)
-            return self._pass(job, layers)
-
-    def _pass(self, job: PrefillJob, layers: PromptPass) -> Tensor:
-        start = job.turn.reused_tokens if job.turn is not None else 0
-        new_ids = torch.tensor(job.request.prompt_token_ids[start:], dtype=torch.int64)
-        logits = self._model.prefill(new_ids.to(self._model.device), start=start, observer=layers)
-        if not job.request.probe:
-            self._metrics.prefill_tokens.labels(self._model.spec.name).inc(len(new_ids))
-        return logits
+        """Open the transfer of the final plan."""
+        with job.lock:
+            job.transfer = self._sender.open(
+                job.ticket,
+                self._manifest(job, measured),
+                timeout_s=self._config.transfer_timeout_s,
+                keeps_failed=not job.request.probe,
+            )
+            return job.transfer
 
     def _manifest(self, job: PrefillJob, measured: ResolvedPlan) -> Manifest:
         request, resolved, spec = job.request, job.resolved, self._model.spec
-        with_history = request.session is not None
+        with_history = request.session is not None and not request.session.is_implicit
         return Manifest(
             purpose="cache",
             key=job.key,
@@ -318,7 +327,7 @@ class PrefillEngine:
     def _fail_waiting(self) -> None:
         with self._condition:
             self._stopping = True
-            waiting = [self._queue.pop() for _ in range(len(self._queue))]
+            waiting = self._schedule.clear()
         for job in waiting:
             if job.first.set_running_or_notify_cancel():
-                job.fail(WorkerUnavailable("the prefill engine is stopped", reason="stopped"))
+                job.fail(WorkerUnavailable("the prefill engine is stopped", reason="closed"))

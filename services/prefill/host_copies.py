@@ -9,53 +9,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
+
+_OPERATIONS_AHEAD = 8
 
 Arrived = Callable[[], tuple[Tensor, ...]]
 """Waits for copies and returns them."""
 
 
-class HostCopies(Protocol):
-    """One thread's copies.
+class HostCopies:
+    """One thread's copies. This class serves tensors on the host, which it returns as they are.
 
     Attributes: layers_behind: how many layers the copies may lag behind the computation.
     """
 
-    layers_behind: int
-
-    def scope(self) -> AbstractContextManager[object]:
-        """The context in which the thread computes; on CUDA, its own stream."""
-        ...
-
-    def start(self, tensors: Sequence[Tensor]) -> Arrived:
-        """Begin to copy tensors, computed or still queued. They must not change until the copies are done."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until the device's queued computation is done, but not for copies."""
-        ...
-
-
-class CpuCopies:
-    """Implements `HostCopies` for tensors on the host, which it returns as they are."""
-
     layers_behind = 0
 
     def scope(self) -> AbstractContextManager[object]:
+        """The context in which the thread computes; on CUDA, its own stream."""
         return nullcontext()
 
     def start(self, tensors: Sequence[Tensor]) -> Arrived:
+        """Begin to copy tensors, computed or still queued. They must not change until the copies are done."""
         return lambda: tuple(tensors)
 
     def synchronize(self) -> None:
-        """A CPU has finished already."""
+        """Wait until the device's queued computation is done, but not for copies."""
+
+    def pace(self) -> None:
+        """Called between operations of a long pass: wait until the device has few of them left to do, so that
+        the next ones, which may be another prompt's, begin soon."""
 
 
-class PinnedCopies:
-    """Implements `HostCopies` for CUDA."""
+class PinnedCopies(HostCopies):
+    """Copies from CUDA to pinned memory."""
 
     layers_behind = 1
 
@@ -63,6 +52,8 @@ class PinnedCopies:
         self._device = device
         # Not the default stream: decode's receiver copies into the arena on it, and decode waits for that.
         self._computing, self._stream = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._num_operations = 0
+        self._earlier = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def scope(self) -> AbstractContextManager[object]:
         self._computing.wait_stream(torch.cuda.default_stream(self._device))
@@ -90,7 +81,14 @@ class PinnedCopies:
     def synchronize(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
 
+    def pace(self) -> None:
+        self._num_operations += 1
+        if self._num_operations % _OPERATIONS_AHEAD == 0:
+            self._earlier.synchronize()
+            self._earlier = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._earlier.record(torch.cuda.current_stream(self._device))
+
 
 def host_copies(device: torch.device) -> HostCopies:
     """Host copies for a model's device."""
-    return PinnedCopies(device) if device.type == "cuda" else CpuCopies()
+    return PinnedCopies(device) if device.type == "cuda" else HostCopies()

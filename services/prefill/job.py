@@ -1,21 +1,32 @@
-"""One request in the prefill engine, shared by the event loop and the engine's thread, and the queue of
-waiting requests."""
+"""One request in the prefill engine, shared by the event loop and the engine's thread, and the session's turn
+that it continues: what is cached of its prompt, and what decode retains of it."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import threading
 from concurrent.futures import Future
 
-from kvferry.shared.cache.delta import RetainedChain
-from kvferry.shared.compression.formats.interface import LayerFormat
-from kvferry.shared.compression.plan import ResolvedPlan
-from kvferry.shared.control.messages import FirstToken, HistoryWay, PrefillRequest
-from kvferry.shared.errors import KvferryError
+import structlog
+
+from kvferry.services.prefill.receiver import HistoryReceiver
+from kvferry.shared.cache.delta import Positions, RetainedChain, RetainedRows, ShippedSelections
+from kvferry.shared.compression.formats import make_formats, num_observed_queries
+from kvferry.shared.control.messages import FirstToken, HistorySource, PrefillRequest, Ticket
+from kvferry.shared.errors import HistoryMiss, KvferryError, TransferFailed
+from kvferry.shared.history.records import common_prefix
+from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
+from kvferry.shared.metrics import PrefillMetrics
+from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry import begin, current_context
 from kvferry.shared.wire.messages import TransferKey
-from kvferry.shared.wire.transfer import OutgoingTransfer
+from kvferry.shared.wire.sender import OutgoingTransfer
+
+log = structlog.get_logger(__name__)
+
+_SHIPPED_INDEX_BYTES = 256 << 20
+"""Host memory for the positions of shipped rows, over all sessions."""
 
 
 class PrefillJob:
@@ -30,42 +41,75 @@ class PrefillJob:
     checks for cancellation after attaching something and before each layer, and then ends that too.
 
     Attributes:
-        history_way: how the turn got its history; None if there was none.
+        work: how much computing its pass takes, in units of the engine's; set when it is submitted.
+        history_source: how the turn got its history; None if there was none.
+        ticket: decode's reservation; another one once `redirect` was called.
+        lock: held while the transfer is opened or redirected.
         retained: rows that decode retains and that need not be shipped; set before the transfer opens.
         saved_bytes: size of the rows that were not shipped for this reason.
     """
 
-    def __init__(
-        self,
-        *,
-        request: PrefillRequest,
-        resolved: ResolvedPlan,
-        formats: tuple[LayerFormat, ...],
-        sampler: SequenceSampler,
-        submitted_s: float,
-    ) -> None:
+    def __init__(self, request: PrefillRequest, spec: ModelSpec, *, submitted_s: float) -> None:
+        """Args: request: its ticket has a plan.
+
+        Raises: InvalidRequest: a token id or a sampling parameter is out of the model's range.
+        """
+        assert request.ticket.plan is not None
         self.request = request
-        self.resolved = resolved
-        self.formats = formats
-        self.sampler = sampler
+        self.resolved = request.ticket.plan
+        self.formats = make_formats(spec, self.resolved)
+        self.sampler = SequenceSampler(request.sampling, request.prompt_token_ids, spec.vocab_size)
         self.submitted_s = submitted_s
+        self.work = 0.0
         self.owner = request.session.owner if request.session is not None else ""
-        # Decode returns the generated KV under the same key.
-        self.key = TransferKey(transfer_id=request.ticket.transfer_id, generation=request.ticket.generation)
+        self.ticket = request.ticket
+        self.lock = threading.Lock()
         self.trace_context = current_context()
         self.queue_span = begin("queue")
         self.first: Future[FirstToken] = Future()
         self.transfer: OutgoingTransfer | None = None
         self.turn: StagedTurn | None = None
-        self.history_way: HistoryWay | None = None
+        self.history_source: HistorySource | None = None
         self.retained: RetainedChain | None = None
         self.saved_bytes = 0
         self._cancellation: KvferryError | None = None
+
+    @property
+    def key(self) -> TransferKey:
+        """The transfer's. Decode returns the generated KV under the same one."""
+        return TransferKey(transfer_id=self.ticket.transfer_id, generation=self.ticket.generation)
+
+    @property
+    def method(self) -> str:
+        return self.resolved.method
+
+    @property
+    def num_reused(self) -> int:
+        """How many of the prompt's first tokens the staged turn continues from."""
+        return self.turn.reused_tokens if self.turn is not None else 0
 
     def check_cancelled(self) -> None:
         """Raises the error that `cancel` was called with, if it was called."""
         if self._cancellation is not None:
             raise self._cancellation
+
+    def redirect(self, ticket: Ticket) -> None:
+        """Ship to another reservation. Any thread may call this.
+
+        Raises:
+            TransferFailed: it is for another plan, rows were left out that only the first worker retains, or
+                see `OutgoingTransfer.redirect` ("resend").
+        """
+        with self.lock:
+            if ticket.plan != self.resolved or self.retained is not None:
+                raise TransferFailed(
+                    f"request {self.request.request_id} cannot be shipped to another worker: its ticket must"
+                    " have the same plan, and no row may have been left out as retained",
+                    reason="resend",
+                )
+            if self.transfer is not None:
+                self.transfer.redirect(ticket)
+            self.ticket = ticket
 
     def cause(self, error: KvferryError) -> KvferryError:
         """Why the work ended: the cancellation if there was one, because it caused `error`."""
@@ -75,9 +119,14 @@ class PrefillJob:
         """Stop the work at any stage with this error and free its resources. Idempotent."""
         if self._cancellation is None:
             self._cancellation = error
-        self.abandon(error.reason)
+        self._abandon(error.reason)
 
-    def abandon(self, reason: str) -> None:
+    def fail(self, error: KvferryError) -> None:
+        """Free everything, then pass the error to the waiting request."""
+        self._abandon(error.reason)
+        self.first.set_exception(error)
+
+    def _abandon(self, reason: str) -> None:
         """End the transfer and the staged turn, if they are attached. Idempotent."""
         transfer, turn = self.transfer, self.turn
         if transfer is not None:
@@ -85,40 +134,108 @@ class PrefillJob:
         if turn is not None:
             turn.abort()
 
-    def fail(self, error: KvferryError) -> None:
-        """Free everything, then pass the error to the waiting request."""
-        self.abandon(error.reason)
-        self.first.set_exception(error)
 
+class SessionTurns:
+    """Begins the staged turn of a job, decides which of decode's retained rows need not be shipped, and
+    records what was shipped.
 
-class JobQueue:
-    """Waiting jobs: round-robin over owners, first come first served within one. Not thread-safe."""
+        begin ──► pass ──► end
+                   └─ HistoryMiss ──► missed ──► pass over the whole prompt
 
-    def __init__(self) -> None:
-        self._by_owner: OrderedDict[str, deque[PrefillJob]] = OrderedDict()
+    Stored history is always loaded, never recomputed. If decode retains rows of the session's last turns that
+    equal those of the history, only the other selected rows are shipped ("delta"), otherwise all of them
+    ("fetch"). "recompute" means that there was no history, or that loading it failed.
 
-    def __len__(self) -> int:
-        return sum(map(len, self._by_owner.values()))
+    Attributes: shipped: the rows that decode may retain. Any thread may use it.
+    """
 
-    def push(self, job: PrefillJob) -> None:
-        self._by_owner.setdefault(job.owner, deque()).append(job)
+    def __init__(
+        self, *, store: HistoryStore, receiver: HistoryReceiver, metrics: PrefillMetrics, is_exact: bool
+    ) -> None:
+        """Args: is_exact: whether the store returns rows bit for bit."""
+        self._store = store
+        self._receiver = receiver
+        self._metrics = metrics
+        self._is_exact = is_exact
+        self.shipped = ShippedSelections(max_bytes=_SHIPPED_INDEX_BYTES)
 
-    def pop(self) -> PrefillJob:
-        """Remove the next job; its owner goes to the end of the round. Raises IndexError if empty."""
-        if not self._by_owner:
-            raise IndexError("pop from an empty JobQueue")
-        owner, jobs = self._by_owner.popitem(last=False)
-        job = jobs.popleft()
-        if jobs:
-            self._by_owner[owner] = jobs
-        return job
+    def expected_reuse(self, request: PrefillRequest) -> int:
+        """How many of the prompt's first tokens will probably be cached: those that host memory has of the
+        session. Any thread may ask."""
+        record = self._store.record(request.session) if request.session is not None else None
+        return common_prefix(record.token_ids, request.prompt_token_ids[:-1]) if record is not None else 0
 
-    def remove(self, job: PrefillJob) -> bool:
-        """Remove a waiting job. Returns False if it is not waiting."""
-        jobs = self._by_owner.get(job.owner)
-        if jobs is None or job not in jobs:
-            return False
-        jobs.remove(job)
-        if not jobs:
-            del self._by_owner[job.owner]
-        return True
+    def begin(self, job: PrefillJob) -> None:
+        """Begin the staged turn if the request has a session; the job owns it from now on."""
+        request = job.request
+        if request.session is None:
+            return
+        num_observed = num_observed_queries(job.resolved, job.formats)
+        if request.session.is_implicit and (num_observed is None or not self._is_exact):
+            return  # with the stored rows the answer would be another one
+        turn = job.turn = self._store.begin(
+            request.session,
+            request.request_id,
+            request.prompt_token_ids,
+            method=job.resolved.method,
+            document=request.document,
+            num_observed=num_observed,
+            has_history=request.has_history,
+        )
+        if not request.session.is_implicit:
+            self._receiver.expect(
+                request.request_id,
+                job.key,
+                start=len(request.prompt_token_ids),
+                max_tokens=request.sampling.max_tokens,
+            )
+        if turn.reused_tokens:
+            job.retained = self._retained(job)
+            job.history_source = "fetch" if job.retained is None else "delta"
+            self._metrics.history_choices.labels(job.history_source, "order").inc()
+        elif request.has_history:
+            job.history_source = "recompute"
+
+    def missed(self, job: PrefillJob, miss: HistoryMiss) -> None:
+        """Count a failed load and restart the staged turn without cached KV."""
+        assert job.turn is not None
+        log.warning("history miss", request_id=job.request.request_id, reason=miss.reason)
+        self._metrics.history_miss.labels(miss.reason).inc()
+        job.turn.restart()
+        job.history_source = "recompute"
+        self._metrics.history_choices.labels("recompute", "miss").inc()
+
+    def end(self, job: PrefillJob, positions: dict[int, Positions | None]) -> None:
+        """After the last layer was passed to the sender: record the rows that decode will retain.
+
+        Args: positions: of the rows of each layer, if every format has plain rows.
+        """
+        session = job.request.session
+        if session is None or session.is_implicit:
+            return
+        if not all(fmt.is_plain for fmt in job.formats):
+            self.shipped.drop(session)
+            return
+        selection = RetainedRows(
+            transfer_id=job.key.transfer_id,
+            num_prompt_tokens=job.resolved.num_prompt_tokens,
+            num_tokens=job.resolved.num_prompt_tokens,
+            layers=tuple(positions[layer] for layer in range(len(job.formats))),
+        )
+        # Rows recomputed after a miss may differ from those of earlier turns.
+        self.shipped.put(session, selection, retained=job.retained if job.num_reused else None)
+
+    def _retained(self, job: PrefillJob) -> RetainedChain | None:
+        """Rows that decode retains from the last turns and that equal the history's rows bit for bit."""
+        session, ticket, turn = job.request.session, job.ticket, job.turn
+        if session is None or turn is None or turn.reuse_source != "session":
+            return None
+        exact = self._is_exact and all(fmt.is_plain for fmt in job.formats)
+        if not exact or ticket.retained_transfer_id == 0:
+            return None
+        return self.shipped.retained(
+            session,
+            transfer_id=ticket.retained_transfer_id,
+            num_tokens=min(ticket.retained_tokens, turn.reused_tokens),
+            depth=ticket.retained_depth,
+        )

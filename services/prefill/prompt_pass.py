@@ -1,23 +1,27 @@
-"""Handles each layer of one prompt: load history, compress, ship, stage.
+"""Handles each layer of one prompt: load history, compress, copy to the host, ship, stage.
 
 Place in the request's path: called by the model on the engine thread, layer by layer, while the sender's own
 thread sends earlier layers. After `layer_done` returns, a pass references only the tensors that are being
 copied to the host (`host_copies.py`; on CUDA, one layer's). If the plan measures its layer budgets, K and V
-of all layers wait on the host until `finish`.
+of all layers wait on the host until the end.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kvferry.services.prefill.host_copies import HostCopies
-from kvferry.shared.cache.delta import NEW_ROWS, Positions, RetainedChain, delta_tensors, layer_positions
-from kvferry.shared.compression.compress import WaitingLayer, allocate_rows, compress_layer, measure_layer
-from kvferry.shared.compression.formats import make_formats
+from kvferry.services.prefill.job import PrefillJob
+from kvferry.services.prefill.schedule import Pauses
+from kvferry.shared.cache.delta import NEW_ROWS, Positions, delta_tensors, layer_positions
+from kvferry.shared.compression.compress import WaitingLayer, allocate_rows, measure_layer
+from kvferry.shared.compression.formats import compress_layer, make_formats
 from kvferry.shared.compression.formats.interface import LayerFormat
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.kept import KeptMap
@@ -27,7 +31,10 @@ from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.telemetry import stage
 from kvferry.shared.wire.messages import NamedTensor
-from kvferry.shared.wire.transfer import OutgoingTransfer
+from kvferry.shared.wire.sender import OutgoingTransfer
+
+LONG_TOKENS = 512
+"""The pass of a prompt of at least this many tokens can be interrupted."""
 
 
 @dataclass(kw_only=True)
@@ -41,75 +48,96 @@ class PassTimes:
 
 
 class PromptPass:
-    """Implements `PrefillObserver` for one prompt; it may be run again from the start after a history miss.
+    """Implements `PrefillObserver` for one prompt.
 
-        begin ──► layer_done: compress, ship ──► ... ──► finish
-          └─────► layer_done: measure        ──► ... ──► finish: rows per layer, open, compress and ship each
-                  (measured layer budgets)
+        open ──► layer_done: compress, ship ──► ...
+        layer_done: measure ──► ... ──► open ──► compress, ship each      (measured layer budgets)
 
-    A second run ships only the layers that the first did not; those already sent are of the same prompt.
+    If a layer's history turns out lost, the whole prompt is run. This second run ships only the layers that
+    the first did not; those already sent are of the same prompt.
+
+    Attributes:
+        positions: of the rows of each layer shipped so far, as `RetainedRows.layers`.
+        kept_map: selected rows by parts of the prompt; None if the request wants none.
     """
 
     def __init__(
         self,
+        job: PrefillJob,
         *,
-        resolved: ResolvedPlan,
-        formats: tuple[LayerFormat, ...],
-        open_transfer: Callable[[ResolvedPlan], OutgoingTransfer],
-        turn: StagedTurn | None,
-        retained: RetainedChain | None,
         model: LanguageModel,
-        check: Callable[[], None],
-        progress: Callable[[], None],
-        clock: Callable[[], float],
         copies: HostCopies,
-        kept_bins: int = 0,
+        pauses: Pauses,
+        open_transfer: Callable[[ResolvedPlan], OutgoingTransfer],
+        progress: Callable[[int], None],
+        clock: Callable[[], float],
     ) -> None:
         """Args:
+        pauses: interrupt a long pass while it computes, but not while it loads, ships or stages.
         open_transfer: called once, with the plan to ship.
-        turn: the session's staged turn; None without a session.
-        retained: rows that decode retains; they are not shipped.
-        model: runs the prompt; computes pre-RoPE keys for methods that need them.
-        check: raises to stop the pass; called before and after each layer's attention.
-        progress: called after each layer.
-        copies: copies tensors to the host for shipping and staging.
-        kept_bins: number of parts of the prompt for which `kept_map` counts selected rows; 0: no map.
+        progress: called after each layer, with its number.
         """
         self.times = PassTimes()
-        self.kept_map = (
-            KeptMap(num_tokens=resolved.num_prompt_tokens, num_bins=kept_bins) if kept_bins else None
-        )
-        self._resolved = resolved
-        self._open_transfer = open_transfer
-        self._transfer: OutgoingTransfer | None = None
-        self._measured = is_measured(resolved)
-        self._formats = formats
-        self._waiting: dict[int, WaitingLayer] = {}
-        self._turn = turn
-        self._retained = retained
         self.positions: dict[int, Positions | None] = {}
-        """Of each layer shipped so far, as `RetainedRows.layers`."""
-        self.num_spared_rows = 0
-        """Rows, counted per KV head, that were not shipped because decode retains them."""
+        bins = job.request.retained_bins
+        self.kept_map = KeptMap(num_tokens=job.resolved.num_prompt_tokens, num_bins=bins) if bins else None
+        self._job = job
         self._model = model
-        self._device = model.device
-        self._check = check
+        self._copies = copies
+        self._pauses = pauses
+        self._open_transfer = open_transfer
         self._progress = progress
         self._clock = clock
-        self._copies = copies
+        self._measured = is_measured(job.resolved)
+        self._waiting: dict[int, WaitingLayer] = {}
         self._leaving: deque[Callable[[], None]] = deque()
         self._shipped_layers = 0
 
+    def run(self, on_miss: Callable[[HistoryMiss], None]) -> Tensor:
+        """Run, compress and ship the prompt's tokens that are not cached; of all if their KV does not load.
+
+        Args: on_miss: called if it does not, to restart the staged turn.
+        Returns: float32 logits `[V]` of the last token.
+        Raises: Cancelled, TransferFailed.
+        """
+        if not self._measured:
+            # Before the pass, to detect a refusal early; measured sizes are unknown yet.
+            self._job.transfer = self._open_transfer(self._job.resolved)
+            self._job.check_cancelled()
+        is_long = self._job.resolved.num_prompt_tokens >= LONG_TOKENS
+        with self._pauses if is_long else nullcontext():
+            try:
+                logits = self._forward()
+            except HistoryMiss as miss:
+                self._job.check_cancelled()
+                on_miss(miss)
+                logits = self._forward()
+            if self._measured:
+                self._ship_waiting()
+            self._hand_over(0)
+        return logits
+
+    def _forward(self) -> Tensor:
+        start = self._job.num_reused
+        new_ids = torch.tensor(self._job.request.prompt_token_ids[start:], dtype=torch.int64)
+        logits = self._model.prefill(new_ids.to(self._model.device), start=start, observer=self)
+        self._pauses.allowed = False
+        return logits
+
     def history(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """See `PrefillObserver.history`. Raises Cancelled, HistoryMiss."""
-        self._check()
-        if self._turn is None:
-            return None
+        self._job.check_cancelled()
+        self._pauses.allowed = False
+        loaded = self._load(self._job.turn, layer) if self._job.turn is not None else None
+        self._pauses.allowed = True
+        return loaded
+
+    def _load(self, turn: StagedTurn, layer: int) -> tuple[Tensor, Tensor] | None:
         begin_s = self._clock()
         try:
-            loaded = self._turn.load(layer)
+            loaded = turn.load(layer)
             if loaded is not None:
-                loaded = (loaded[0].to(self._device), loaded[1].to(self._device))
+                loaded = (loaded[0].to(self._model.device), loaded[1].to(self._model.device))
         except HistoryMiss:
             # Before the turn restarts: layers sent so far are not sent again, rows staged so far are dropped.
             self._hand_over(0)
@@ -120,7 +148,8 @@ class PromptPass:
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         """See `PrefillObserver.layer_done`. Raises Cancelled, TransferFailed."""
-        self._check()
+        self._job.check_cancelled()
+        self._pauses.allowed = False
         if self._measured or layer >= self._shipped_layers:
             inputs = LayerInputs(
                 layer=layer,
@@ -133,48 +162,41 @@ class PromptPass:
             if self._measured:
                 self._measure(inputs)
             else:
-                self._ship(self._resolved, self._formats[layer], inputs)
+                self._ship(self._job.resolved, self._job.formats[layer], inputs)
                 self._shipped_layers = layer + 1
-        if self._turn is not None:
-            self._stage(self._turn, layer, keys, values)
+        if self._job.turn is not None:
+            self._stage(self._job.turn, layer, keys, values)
         self._hand_over(self._copies.layers_behind)
-        self._progress()
+        self._progress(layer)
+        self._pauses.allowed = True
 
-    def begin(self) -> None:
-        """Open the transfer before the pass, to detect a refusal early, unless its sizes are unknown yet."""
-        if not self._measured:
-            self._transfer = self._open_transfer(self._resolved)
-
-    def finish(self) -> None:
-        """After the pass: compress the waiting layers and ship the rest. Raises Cancelled, TransferFailed."""
-        if not self._measured:
-            self._hand_over(0)
-            return
+    def _ship_waiting(self) -> None:
+        """After the pass: compress the measured layers and ship them."""
+        job = self._job
         waiting = [self._waiting.pop(layer) for layer in sorted(self._waiting)]
-        measured = allocate_rows(self._resolved, [layer.variance for layer in waiting])
-        self._check()
-        self._transfer = self._open_transfer(measured)
+        measured = allocate_rows(job.resolved, [layer.variance for layer in waiting])
+        job.check_cancelled()
+        job.transfer = self._open_transfer(measured)
         formats = make_formats(self._model.spec, measured)
         waiting.reverse()
         while waiting:
-            self._check()
+            job.check_cancelled()
             layer = waiting.pop()
-            inputs = self._on_device(layer.inputs)
+            device, host = self._model.device, layer.inputs
+            inputs = replace(host, keys=host.keys.to(device), values=host.values.to(device))
             self._ship(measured, formats[inputs.layer], inputs, layer.scores)
             self._hand_over(self._copies.layers_behind)
-            self._progress()
-        self._hand_over(0)
+            self._progress(inputs.layer)
 
     def _measure(self, inputs: LayerInputs) -> None:
         """Measure a layer whose number of rows depends on the other layers; its K and V wait on the host."""
         begin_s = self._clock()
-        waiting = measure_layer(self._resolved, inputs)
+        self._pauses.allowed = True
+        waiting = measure_layer(self._job.resolved, inputs)
+        self._pauses.allowed = False
         host = replace(waiting.inputs, keys=waiting.inputs.keys.cpu(), values=waiting.inputs.values.cpu())
         self._waiting[inputs.layer] = replace(waiting, inputs=host)
         self.times.compress_s += self._clock() - begin_s
-
-    def _on_device(self, inputs: LayerInputs) -> LayerInputs:
-        return replace(inputs, keys=inputs.keys.to(self._device), values=inputs.values.to(self._device))
 
     def _ship(
         self, resolved: ResolvedPlan, fmt: LayerFormat, inputs: LayerInputs, scores: Tensor | None = None
@@ -183,19 +205,21 @@ class PromptPass:
         self._copies.synchronize()
         begin_s = self._clock()
         with stage("compress", layer=inputs.layer):
+            self._pauses.allowed = True
             tensors = compress_layer(resolved, fmt, inputs, scores=scores)
+            self._pauses.allowed = False
         if self.kept_map is not None:
             self.kept_map.add(fmt.positions_by_head(tensors))
         self._copies.synchronize()
         compressed_s = self._clock()
         self.times.compress_s += compressed_s - begin_s
-        layer = inputs.layer
+        job, transfer, layer = self._job, self._job.transfer, inputs.layer
         if fmt.is_plain:
             self.positions[layer] = layer_positions(tensors)
-        if self._retained is not None:
+        if job.retained is not None:
             num_rows = tensors["keys"][:, :, 0].numel()
-            tensors = delta_tensors(tensors, layer, self._retained)
-            self.num_spared_rows += num_rows - int(tensors[NEW_ROWS].sum())
+            tensors = delta_tensors(tensors, layer, job.retained)
+            job.saved_bytes += 2 * self._model.spec.row_bytes * (num_rows - int(tensors[NEW_ROWS].sum()))
         names, kinds = list(tensors), {NEW_ROWS: "index", **fmt.kinds}
         arrived = self._copies.start(list(tensors.values()))
         self.times.pack_s += self._clock() - compressed_s
@@ -203,12 +227,12 @@ class PromptPass:
         def send() -> None:
             begin_s = self._clock()
             with stage("ship", layer=layer):
-                assert self._transfer is not None, "the pass was not begun"
+                assert transfer is not None, "the transfer is not open"
                 sent = [
                     NamedTensor(name=name, tensor=tensor, kind=kinds[name])
                     for name, tensor in zip(names, arrived(), strict=True)
                 ]
-                self._transfer.send_layer(layer, sent)
+                transfer.send_layer(layer, sent)
             self.times.pack_s += self._clock() - begin_s
 
         self._leaving.append(send)
@@ -227,6 +251,6 @@ class PromptPass:
 
     def _hand_over(self, layers_behind: int) -> None:
         """Ship and stage the copied tensors of all but the last `layers_behind` layers."""
-        per_layer = 1 if self._turn is None or self._measured else 2
+        per_layer = 1 if self._job.turn is None or self._measured else 2
         while len(self._leaving) > layers_behind * per_layer:
             self._leaving.popleft()()

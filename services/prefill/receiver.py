@@ -118,7 +118,8 @@ class HistoryReceiver:
         if header.tensors != expected:
             raise ProtocolMismatch(
                 f"layer {header.layer} of returned history has tensors {header.tensors}; {expected} are "
-                "expected"
+                "expected",
+                reason="layer_tensors",
             )
         incoming.layers.append({name: torch.empty(shape, dtype=self._dtype) for name in ("keys", "values")})
 
@@ -152,7 +153,8 @@ class HistoryReceiver:
         spec = self._spec
         if not 0 <= manifest.num_tokens <= expected.max_tokens:
             raise ProtocolMismatch(
-                f"returned history has {manifest.num_tokens} tokens; 0 to {expected.max_tokens} are expected"
+                f"returned history has {manifest.num_tokens} tokens; 0 to {expected.max_tokens} are expected",
+                reason="num_tokens",
             )
         agreed = {
             "purpose": (manifest.purpose, "history"),
@@ -165,4 +167,6 @@ class HistoryReceiver:
         }
         for what, (given, wanted) in agreed.items():
             if given != wanted:
-                raise ProtocolMismatch(f"returned history has {what} {given!r}; {wanted!r} is expected")
+                raise ProtocolMismatch(
+                    f"returned history has {what} {given!r}; {wanted!r} is expected", reason="manifest"
+                )

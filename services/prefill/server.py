@@ -4,15 +4,34 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from pathlib import Path
 
+import structlog
+import torch
 from prometheus_client import CollectorRegistry
 
-from kvferry.services.prefill.config import PrefillConfig
-from kvferry.services.prefill.history import build_store
+from kvferry.services.prefill.config import PrefillConfig, history_size_bytes
 from kvferry.services.prefill.service import PrefillService
+from kvferry.shared.history.disk_history import DiskHistory
+from kvferry.shared.history.redis_client import RedisLink, RedisOptions
+from kvferry.shared.history.redis_history import RedisHistory
+from kvferry.shared.history.redis_quota import RedisQuota
+from kvferry.shared.history.rows import RowPrecision
+from kvferry.shared.history.store import HistoryStore
+from kvferry.shared.history.stored_format import StoredShape
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.worker import BlockTransport, run_worker
+
+_COMMIT_TIMEOUT_S = 8.0
+"""How long a commit waits for Redis. Less than the router waits for a commit."""
+_TURN_TIMEOUTS = 5.0
+"""How long a turn waits for rows from Redis in total, as a multiple of one call's timeout."""
+_DISK_TURN_TIMEOUT_S = 30.0
+"""How long a turn waits for rows from disk in total."""
+
+log = structlog.get_logger(__name__)
 
 
 async def run(config: PrefillConfig) -> None:
@@ -35,3 +54,54 @@ async def build_service(
         clock=time.monotonic,
     )
     return service, metrics.registry
+
+
+def build_store(config: PrefillConfig, *, spec: ModelSpec, metrics: PrefillMetrics) -> HistoryStore:
+    """The history store: host memory, with or without disk and Redis. The caller closes it.
+
+    Raises: ConfigurationError: `history_redis` is not a Redis URL, or `history_disk` not a usable folder.
+    """
+
+    def count_failure(reason: str) -> None:
+        metrics.history_store_failed.labels(reason).inc()
+
+    shape = StoredShape(
+        fingerprint=spec.fingerprint,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        precision=RowPrecision(bits=config.history_bits, dtype=getattr(torch, spec.dtype)),
+    )
+    store = HistoryStore(
+        max_bytes=history_size_bytes(config),
+        num_layers=spec.num_layers,
+        turn_lease_s=config.turn_lease_s,
+        clock=time.monotonic,
+        precision=shape.precision,
+        on_miss=lambda reason: metrics.history_miss.labels(reason).inc(),
+    )
+    if config.history_disk and not config.history_disk_bytes:
+        log.warning("history is not stored on disk", history_disk=config.history_disk, history_disk_bytes=0)
+    if config.history_disk and config.history_disk_bytes:
+        disk = DiskHistory(
+            Path(config.history_disk),
+            max_bytes=config.history_disk_bytes,
+            shape=shape,
+            ttl_s=config.history_ttl_s,
+        )
+        # A commit does not wait for the disk: it is written behind.
+        store.add_tier(
+            disk, turn_timeout_s=_DISK_TURN_TIMEOUT_S, commit_timeout_s=0.0, on_failure=count_failure
+        )
+    if config.history_redis:
+        link = RedisLink(RedisOptions(url=config.history_redis, timeout_s=config.history_redis_timeout_s))
+        quota = RedisQuota(link, max_bytes=config.history_redis_bytes, ttl_s=config.history_ttl_s)
+        store.add_tier(
+            RedisHistory(link, quota, shape=shape, ttl_s=config.history_ttl_s),
+            turn_timeout_s=_TURN_TIMEOUTS * config.history_redis_timeout_s,
+            commit_timeout_s=_COMMIT_TIMEOUT_S,
+            on_failure=count_failure,
+        )
+    for tier, num_waiting in store.tier_waiting.items():
+        metrics.history_waiting.labels(tier).set_function(num_waiting)
+    return store

@@ -19,7 +19,6 @@ from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.engine import PrefillEngine
 from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.receiver import HistoryReceiver
-from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.kept import MAX_KEPT_BINS
 from kvferry.shared.compression.presets import method_names
 from kvferry.shared.compression.resolve import check_resolved
@@ -29,6 +28,7 @@ from kvferry.shared.control.messages import (
     HistoryInfo,
     PrefillEvent,
     PrefillRequest,
+    RedirectRequest,
     SessionKey,
     TransferDone,
     WorkerStatus,
@@ -48,7 +48,6 @@ from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.kernel_paths import shown_paths
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry import stage
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
@@ -87,6 +86,7 @@ class PrefillService:
         clock: monotonic seconds.
         """
         self._model = model
+        self._kernel_paths = shown_paths("prefill", model.device)
         self._store = store
         self._sender = sender
         self._server_factory = server_factory
@@ -131,7 +131,7 @@ class PrefillService:
                 await self._sweeper
             self._sweeper = None
         for job in tuple(self._jobs):
-            job.cancel(WorkerUnavailable("the prefill worker is shutting down", reason="shutdown"))
+            job.cancel(WorkerUnavailable("the prefill worker is shutting down", reason="closed"))
         await asyncio.to_thread(self._close_threads)
 
     def _close_threads(self) -> None:
@@ -157,16 +157,7 @@ class PrefillService:
         """
         self._validate(request)
         deadline_s = self._clock() + timeout_s
-        resolved = request.ticket.plan
-        assert resolved is not None, "validated"
-        sampler = SequenceSampler(request.sampling, request.prompt_token_ids, self._model.spec.vocab_size)
-        job = PrefillJob(
-            request=request,
-            resolved=resolved,
-            formats=make_formats(self._model.spec, resolved),
-            sampler=sampler,
-            submitted_s=self._clock(),
-        )
+        job = PrefillJob(request, self._model.spec, submitted_s=self._clock())
         self._engine.submit(job)
         self._jobs.add(job)
         finished = False
@@ -187,6 +178,20 @@ class PrefillService:
             self._jobs.discard(job)
             if not finished:
                 self._cancel(job, Cancelled(f"request {request.request_id} was given up"))
+
+    async def redirect(self, request: RedirectRequest, *, timeout_s: float) -> None:
+        """See `PrefillControl.redirect`."""
+        job = next((job for job in self._jobs if job.request.request_id == request.request_id), None)
+        if job is None:
+            raise TransferFailed(f"request {request.request_id!r} is not running here", reason="resend")
+        await self._in_thread(lambda: job.redirect(request.ticket), timeout_s)
+        if job.turn is not None:
+            self._receiver.expect(
+                request.request_id,
+                job.key,
+                start=len(job.request.prompt_token_ids),
+                max_tokens=job.request.sampling.max_tokens,
+            )
 
     async def commit_turn(self, request: CommitTurnRequest, *, timeout_s: float) -> HistoryInfo:
         """See `PrefillControl.commit_turn`.
@@ -219,7 +224,7 @@ class PrefillService:
 
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         """See `PrefillControl.drop_session`."""
-        self._engine.forget(session)
+        self._engine.turns.shipped.drop(session)
         return await self._in_thread(lambda: self._store.drop(session), timeout_s)
 
     async def status(self, *, timeout_s: float) -> WorkerStatus:
@@ -236,7 +241,7 @@ class PrefillService:
             total_bytes=self._store.max_bytes,
             model=self._model.spec,
             methods=method_names(),
-            kernel_paths=shown_paths("prefill", self._model.device),
+            kernel_paths=self._kernel_paths,
         )
 
     # ---- one request -------------------------------------------------------------------------------------
@@ -246,16 +251,17 @@ class PrefillService:
         if request.model_fingerprint != spec.fingerprint:
             raise ProtocolMismatch(
                 f"the request is for model {request.model_fingerprint}; this worker has {spec.fingerprint}",
-                reason="fingerprint",
+                reason="model_fingerprint",
             )
         if not prompt:
             raise InvalidRequest("the prompt has 0 tokens; it must have at least 1", param="prompt")
         max_tokens = request.sampling.max_tokens
         if max_tokens < 1:
             raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 1", param="max_tokens")
-        if not 0 <= request.kept_bins <= MAX_KEPT_BINS:
+        if not 0 <= request.retained_bins <= MAX_KEPT_BINS:
             raise InvalidRequest(
-                f"kept_bins is {request.kept_bins}; it must be 0 to {MAX_KEPT_BINS}", param="kv_kept_bins"
+                f"retained_bins is {request.retained_bins}; it must be 0 to {MAX_KEPT_BINS}",
+                param="kv_kept_bins",
             )
         if len(prompt) + max_tokens > spec.max_model_len:
             raise ContextLengthExceeded(
@@ -286,6 +292,7 @@ class PrefillService:
             by = (self._model.spec.name, first.method)
             for kind, size_bytes in sent.items():
                 self._metrics.kv_transfer_bytes.labels(*by, kind).inc(size_bytes)
+            self._metrics.kv_resent_bytes.labels(*by).inc(transfer.resent_bytes)
             self._metrics.kv_full_bytes.labels(*by).inc(first.full_bytes)
             self._metrics.kv_compression_ratio.labels(*by).observe(first.full_bytes / sum(sent.values()))
             self._metrics.transfer.labels(*by).observe(transfer_s)

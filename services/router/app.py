@@ -1,8 +1,8 @@
 """The router as an ASGI application, built from the parts that are passed in. There is no global state.
 
 http/        sockets, middleware, keys, errors
-api/         routes and the objects of answers
-completion/  a request: fields, prompt, plan, choices, documents
+api/         routes and the types of answers
+completion/  a request: fields, prompt and plan, choices, documents
 turn/        a turn over the workers: attempts, retries, worker pools, readiness
 sessions/    records, leases, quotas; in memory or in Redis
 """
@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Any
 
 import structlog
 from fastapi import FastAPI
@@ -23,22 +24,21 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvferry.services.router.api.routes import Routes
-from kvferry.services.router.api.session_routes import SessionRoutes
-from kvferry.services.router.completion.plans import PlanChooser
-from kvferry.services.router.completion.prompt import PromptBuilder
+from kvferry.services.router.api import completions, operations, sessions
+from kvferry.services.router.completion.inputs import PlanChooser, PromptBuilder
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.config import RouterConfig, split_list
-from kvferry.services.router.http.api_route import Authenticator
+from kvferry.services.router.http.body import Authenticator
 from kvferry.services.router.http.errors import error_response, from_framework
 from kvferry.services.router.http.middleware import LimitsMiddleware, RequestMiddleware
+from kvferry.services.router.sessions.implicit import ImplicitSessions
 from kvferry.services.router.sessions.redis_records import RedisRecords
-from kvferry.services.router.sessions.redis_store import RedisSessionStore, SessionStore
-from kvferry.services.router.sessions.store import MemorySessionStore
+from kvferry.services.router.sessions.redis_store import RedisSessionStore
+from kvferry.services.router.sessions.store import SessionStore
 from kvferry.services.router.turn.readiness import Readiness
 from kvferry.services.router.turn.turn import BackgroundTasks, TurnRunner
 from kvferry.services.router.turn.worker_pool import WorkerPool
-from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
+from kvferry.shared.control.messages import DecodeControl, PrefillControl
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.tokenizer import ChatTokenizer
@@ -102,6 +102,9 @@ def create_app(
         runner=runner,
         readiness=readiness,
         sessions=session_store(config, metrics, clock, timing),
+        implicit=ImplicitSessions(
+            max_per_key=config.implicit_sessions, ttl_s=config.implicit_session_ttl_s, clock=clock
+        ),
         prompts=PromptBuilder(tokenizer),
         plans=plans,
     )
@@ -130,10 +133,12 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
     )
-    auth = Authenticator(split_list(config.api_keys))
-    keyed, operations = Routes(services=services, auth=auth, started_at=int(clock())).routers()
-    for router in (keyed, SessionRoutes(services=services, auth=auth).router(), operations):
+    app.state.auth = Authenticator(split_list(config.api_keys))
+    app.state.services = services
+    app.state.started_at = int(clock())
+    for router in (completions.router, operations.keyed, sessions.router, operations.unkeyed):
         app.include_router(router)
+    app.include_router(operations.restricted)
     for refusal in (HTTPException, RequestValidationError):
         app.add_exception_handler(refusal, _refuse)
     app.add_middleware(
@@ -150,23 +155,21 @@ def session_store(
     config: RouterConfig, metrics: RouterMetrics, clock: Callable[[], float], timing: Timing
 ) -> SessionStore:
     """The sessions of this router, or of all that share its Redis. Opens nothing yet."""
-    local = MemorySessionStore(
-        ttl_s=config.session_ttl_s,
-        document_ttl_s=config.document_ttl_s,
-        wait_s=config.session_wait_s,
-        max_sessions=config.max_sessions,
-        clock=clock,
-    )
+    options: dict[str, Any] = {
+        "ttl_s": config.session_ttl_s,
+        "document_ttl_s": config.document_ttl_s,
+        "wait_s": config.session_wait_s,
+        "max_sessions": config.max_sessions,
+        "clock": clock,
+    }
     if not config.history_redis:
-        return local
-    options = RedisOptions(url=config.history_redis, timeout_s=config.history_redis_timeout_s)
+        return SessionStore(**options)
+    redis = RedisOptions(url=config.history_redis, timeout_s=config.history_redis_timeout_s)
     return RedisSessionStore(
-        RedisRecords(AsyncRedisLink(options), clock=clock),
-        local,
+        RedisRecords(AsyncRedisLink(redis), clock=clock),
         lease_s=timing.session_lease_s,
-        wait_s=config.session_wait_s,
-        clock=clock,
         on_event=lambda event: metrics.session_store_events.labels(event=event).inc(),
+        **options,
     )
 
 
@@ -187,7 +190,9 @@ async def _sweep(services: Services, interval_s: float) -> None:
         await asyncio.sleep(interval_s)
         try:
             for key in await services.sessions.remove_stale():
-                await services.drop(key)
+                await services.runner.drop(key)
+            for key, address in services.implicit.remove_stale():
+                await services.runner.drop(key, prefill_address=address)
         except Exception:
             # The top of the loop: it must go on, or sessions would stay for ever.
             log.exception("session sweep failed")

@@ -102,6 +102,13 @@ class RouterConfig(TracedSettings):
         2.0, gt=0, description="timeout of one Redis call"
     )
 
+    implicit_sessions: Annotated[int, HISTORY] = Field(
+        16, ge=0, description="prompts without a session id whose KV stays reusable, per API key; 0: none"
+    )
+    implicit_session_ttl_s: Annotated[Seconds, HISTORY] = Field(
+        600.0, gt=0, description="time after which such a prompt is dropped if none reuses it"
+    )
+
     request_timeout_s: Annotated[Seconds, TIMEOUTS] = Field(
         600.0, gt=0, description="deadline of a whole request"
     )

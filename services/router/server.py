@@ -11,7 +11,7 @@ from kvferry.services.router.http.server import http_server
 from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
-from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
+from kvferry.shared.control.messages import DecodeControl, PrefillControl
 from kvferry.shared.logging import setup_logging
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.serving import serve_until_signal
@@ -37,21 +37,16 @@ async def run(config: RouterConfig) -> None:
 
 def grpc_pools(config: RouterConfig) -> tuple[WorkerPool[PrefillControl], WorkerPool[DecodeControl]]:
     """The configured workers, over gRPC."""
-    prefill: WorkerPool[PrefillControl] = WorkerPool(
-        "prefill",
-        split_list(config.prefill_workers),
-        connect=GrpcPrefillClient,
-        disconnect=_close,
-        status_interval_s=config.status_interval_s,
+    prefill, decode = split_list(config.prefill_workers), split_list(config.decode_workers)
+    interval_s = config.status_interval_s
+    return (
+        WorkerPool(
+            "prefill", prefill, connect=GrpcPrefillClient, disconnect=_close, status_interval_s=interval_s
+        ),
+        WorkerPool(
+            "decode", decode, connect=GrpcDecodeClient, disconnect=_close, status_interval_s=interval_s
+        ),
     )
-    decode: WorkerPool[DecodeControl] = WorkerPool(
-        "decode",
-        split_list(config.decode_workers),
-        connect=GrpcDecodeClient,
-        disconnect=_close,
-        status_interval_s=config.status_interval_s,
-    )
-    return prefill, decode
 
 
 async def _close(client: object) -> None:

@@ -1,22 +1,29 @@
 """The byte arena: one uint8 tensor per device for the KV of all sequences of a decode worker.
 
 Admission reserves ranges of it, the receiver writes to them, and the engine reads and appends. The arena
-manages bytes, owners and states; it does not use layouts and never reads or writes the contents.
+manages bytes, owners and states and never reads or writes the contents. A sequence's layout places the
+regions of each layer's format in its range; decode computes it at admission, before any byte arrives:
+
+    sequence: | layer 0: region | region ... | layer 1: region | ... |      each aligned to ALIGNMENT_BYTES
 """
 
 from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from kvferry.shared.cache.layout import ALIGNMENT_BYTES, align
+from kvferry.kernels.decode_batch import Region
+from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, Tensors
+from kvferry.shared.compression.interface import TensorSpec
 from kvferry.shared.errors import CapacityExceeded, InvalidRequest, KvferryError
+
+ALIGNMENT_BYTES = 64
 
 AllocationState = Literal["reserved", "in_transfer", "running", "retained"]
 _NEXT_STATES: dict[AllocationState, tuple[AllocationState, ...]] = {
@@ -53,7 +60,8 @@ class ByteArena:
         | reserved | running |   free   | in_transfer |      free      |
 
         reserve ──► reserved ──► in_transfer ──► running ──► retained ──► free
-                        └──────────────┴────────────┴────────────────────► free
+           │            └──────────────┴────────────┴────────────────────► free
+           └──────── a running sequence moves ─────► running
 
     Free ranges are sorted by offset and never adjacent. Allocations and free ranges together tile the arena
     exactly, which `check_integrity` verifies. Only the owner of an allocation may read or write its range,
@@ -79,7 +87,7 @@ class ByteArena:
         self._clock = clock
         self._observer = observer
         self._free: list[tuple[int, int]] = [(0, self.size_bytes)] if self.size_bytes else []
-        self._held: dict[int, Allocation] = {}
+        self._allocations: dict[int, Allocation] = {}
         self._states: dict[int, AllocationState] = {}
         self._bytes = dict.fromkeys(("free", *get_args(AllocationState)), 0) | {"free": self.size_bytes}
         self._generation = 0
@@ -98,8 +106,27 @@ class ByteArena:
         with self.lock:
             return dict(self._bytes)
 
-    def reserve(self, size_bytes: int, *, owner: str, lease_s: float) -> Allocation:
+    @property
+    def largest_free_bytes(self) -> int:
+        """Bytes of the largest free range."""
+        with self.lock:
+            return max((size for _, size in self._free), default=0)
+
+    def can_be_lower(self, allocation: Allocation) -> bool:
+        """Whether the allocation would get a lower offset if it were freed and reserved again."""
+        with self.lock:
+            return any(
+                offset < allocation.offset
+                and (size >= allocation.size_bytes or offset + size == allocation.offset)
+                for offset, size in self._free
+            )
+
+    def reserve(
+        self, size_bytes: int, *, owner: str, lease_s: float, state: AllocationState = "reserved"
+    ) -> Allocation:
         """Take the first free range that is large enough.
+
+        Args: state: "running" for a sequence that has arrived already and moves.
 
         Raises:
             InvalidRequest: the size is larger than the whole arena.
@@ -116,10 +143,14 @@ class ByteArena:
                 generation=self._generation,
                 lease_until_s=self._clock() + lease_s,
             )
-            self._held[offset] = allocation
-            self._states[offset] = "reserved"
-            self._move(needed, "free", "reserved")
+            self._allocations[offset] = allocation
+            self._states[offset] = state
+            self._move(needed, "free", state)
             return allocation
+
+    def needed_bytes(self, size_bytes: int) -> int:
+        """The bytes that an allocation of this size takes."""
+        return max(align(size_bytes), ALIGNMENT_BYTES)
 
     def check_fits(self, size_bytes: int) -> int:
         """The bytes that an allocation of this size takes.
@@ -127,7 +158,7 @@ class ByteArena:
         Raises:
             InvalidRequest: they are more than the whole arena.
         """
-        needed = max(align(size_bytes), ALIGNMENT_BYTES)
+        needed = self.needed_bytes(size_bytes)
         if needed > self.size_bytes:
             raise InvalidRequest(
                 f"the request needs {needed} bytes of decode memory; the arena has {self.size_bytes} in all",
@@ -164,7 +195,7 @@ class ByteArena:
         """
         with self.lock:
             state = self._state_of(allocation)
-            del self._held[allocation.offset], self._states[allocation.offset]
+            del self._allocations[allocation.offset], self._states[allocation.offset]
             start, end = allocation.offset, allocation.offset + allocation.size_bytes
             i = bisect.bisect_left(self._free, (start, 0))
             if i < len(self._free) and self._free[i][0] == end:
@@ -190,7 +221,7 @@ class ByteArena:
         with self.lock:
             ranges = sorted(
                 [(offset, size, "free") for offset, size in self._free]
-                + [(a.offset, a.size_bytes, self._states[a.offset]) for a in self._held.values()]
+                + [(a.offset, a.size_bytes, self._states[a.offset]) for a in self._allocations.values()]
             )
             counted = dict.fromkeys(self._bytes, 0)
             end, previous = 0, ""
@@ -214,14 +245,14 @@ class ByteArena:
                 return offset
         raise CapacityExceeded(
             f"the request needs {needed} bytes of decode memory; {self.free_bytes} of {self.size_bytes} are "
-            f"free, the largest range {max((size for _, size in self._free), default=0)}",
+            f"free, the largest range {self.largest_free_bytes}",
             reason="arena_full",
         )
 
     def _state_of(self, allocation: Allocation) -> AllocationState:
-        if self._held.get(allocation.offset) != allocation:
+        if self._allocations.get(allocation.offset) != allocation:
             raise KvferryError(
-                f"allocation of {allocation.owner!r}, generation {allocation.generation}, is not held"
+                f"allocation of {allocation.owner!r}, generation {allocation.generation}, does not exist"
             )
         return self._states[allocation.offset]
 
@@ -233,3 +264,74 @@ class ByteArena:
     def _notify(self) -> None:
         if self._observer is not None:
             self._observer(dict(self._bytes))
+
+
+def align(size_bytes: int) -> int:
+    """The next multiple of ALIGNMENT_BYTES."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerLayout:
+    """One layer's format, and its regions by the names of `LayerFormat.regions`."""
+
+    format: LayerFormat
+    regions: Mapping[str, Region]
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Typed views of the regions.
+
+        Args: buffer: uint8, the sequence's bytes, aligned to ALIGNMENT_BYTES.
+        """
+        return {name: region.view(buffer) for name, region in self.regions.items()}
+
+    def place(self, buffer: Tensor, tensors: Tensors) -> LayerCache:
+        """Write a whole compressed prompt to the regions and open the layer, as if it had been received.
+
+        Args: buffer: as in `views`; tensors: as `LayerFormat.compress` returned them, on any device.
+        """
+        regions = self.views(buffer)
+        header = {name: TensorSpec(shape=tuple(its.shape), dtype=its.dtype) for name, its in tensors.items()}
+        places = self.format.receive(header, regions)
+        for name, place in places.items():
+            place.copy_(tensors[name])
+        return self.format.open(regions, places)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceLayout:
+    """All of a sequence's regions.
+
+    Attributes:
+        size_bytes: from the sequence's start to the end of the last region, a multiple of ALIGNMENT_BYTES.
+    """
+
+    layers: tuple[LayerLayout, ...]
+    size_bytes: int
+
+
+def sequence_layout(formats: tuple[LayerFormat, ...]) -> SequenceLayout:
+    """Place the regions of every layer one after another."""
+    layers, offset = [], 0
+    for fmt in formats:
+        regions = {}
+        for name, wanted in fmt.regions().items():
+            region = Region(offset=offset, shape=wanted.placed_shape, dtype=wanted.dtype)
+            offset += align(region.size_bytes)
+            regions[name] = region
+        layers.append(LayerLayout(format=fmt, regions=regions))
+    return SequenceLayout(layers=tuple(layers), size_bytes=offset)
+
+
+def measured_limit_bytes(layout: SequenceLayout) -> int:
+    """Bytes to reserve if prefill will measure how the layers divide the rows.
+
+    The total of K and V does not depend on the division. The auxiliary tensors of a layer grow by at most one
+    row's share (a started page), and the alignment of every region may change.
+    """
+    beside = 0
+    for layer in layout.layers:
+        shape = replace(layer.format.shape, max_new_tokens=1, returns_generated=False)
+        one_row = replace(layer.format, rows=1, shape=shape)
+        beside += sum(align(its.placed_bytes) + ALIGNMENT_BYTES for its in one_row.regions().values())
+    return layout.size_bytes + beside

@@ -6,6 +6,8 @@ from the layer's positions, so the rows need not be named on the wire.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +16,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvferry.shared.compression.attention.interface import TensorSpec
 from kvferry.shared.compression.formats.interface import (
     InvalidTensors,
     LayerCache,
@@ -23,6 +24,9 @@ from kvferry.shared.compression.formats.interface import (
     Tensors,
     check_index,
 )
+from kvferry.shared.compression.interface import TensorSpec
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS
 
 Positions = npt.NDArray[np.int32]
 RowNumbers = npt.NDArray[np.int64]
@@ -46,6 +50,11 @@ class RetainedRows:
     num_tokens: int
     layers: Sequence[Positions | None]
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the positions."""
+        return sum(layer.nbytes for layer in self.layers if layer is not None)
+
     def is_extended_by(self, num_tokens: int) -> bool:
         """Whether a prompt that shares `num_tokens` tokens begins with this whole prompt; the rows of both
         are then retained together."""
@@ -61,7 +70,7 @@ class RetainedChain:
         ...                                                          in the newer one's prompt
 
     Attributes:
-        selections: newest first, at least one, at most `wire.messages.MAX_RETAINED_SELECTIONS`.
+        selections: newest first, at least one, at most MAX_RETAINED_SELECTIONS.
     """
 
     selections: tuple[RetainedRows, ...]
@@ -102,16 +111,15 @@ class RetainedChain:
         for number in reversed(range(self.depth)):  # the newest one last: it overwrites
             retained = self.selections[number]
             kept, prompt = retained.layers[layer], retained.num_prompt_tokens
-            num_kept = prompt if kept is None else kept.shape[1]
             if kept is None:
-                which[:, : min(prompt, retained.num_tokens)] = number
-                rows[:, : min(prompt, retained.num_tokens)] = np.arange(min(prompt, retained.num_tokens))
-            else:
-                heads, numbers = np.nonzero(kept < retained.num_tokens)
-                which[heads, kept[heads, numbers]] = number
-                rows[heads, kept[heads, numbers]] = numbers
+                kept = all_positions(num_heads, prompt)
+            heads, numbers = np.nonzero(kept < retained.num_tokens)
+            which[heads, kept[heads, numbers]] = number
+            rows[heads, kept[heads, numbers]] = numbers
             which[:, prompt : retained.num_tokens] = number
-            rows[:, prompt : retained.num_tokens] = num_kept + np.arange(max(0, retained.num_tokens - prompt))
+            rows[:, prompt : retained.num_tokens] = kept.shape[1] + np.arange(
+                max(0, retained.num_tokens - prompt)
+            )
         tokens = np.minimum(positions, width).astype(np.int64)
         return np.take_along_axis(which, tokens, 1), np.take_along_axis(rows, tokens, 1)
 
@@ -209,3 +217,76 @@ class DeltaLayer:
         for name, target in zip(("keys", "values"), targets, strict=True):
             target[of_head, to_row] = tensors[name].to(target.device)
         return self._format.open(regions, {} if index is None else {"index": index})
+
+
+_Chain = tuple[RetainedRows, ...]
+"""A session's selections, newest first; each was shipped without rows that older ones have."""
+
+
+class ShippedSelections:
+    """The last selections shipped for each session. Thread-safe.
+
+    When they take too many bytes, the session that was shipped longest ago is removed first.
+
+    Args:
+        max_bytes: limit on the bytes of all positions; 0 stores none.
+    """
+
+    def __init__(self, *, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._chains: OrderedDict[SessionKey, _Chain] = OrderedDict()
+        self._size_bytes = 0
+
+    def put(self, session: SessionKey, selection: RetainedRows, *, retained: RetainedChain | None) -> None:
+        """Record a transfer as the session's newest.
+
+        Args: selection: its prompt's rows, `num_tokens` being all of them. retained: the rows that were left
+            out of it. Their selections stay recorded if the prompt
+            extends the newest one's prompt; all others of the session are removed.
+        """
+        with self._lock:
+            if self._max_bytes == 0:
+                return
+            chain: _Chain = (selection,)
+            if retained is not None and retained.selections[0].is_extended_by(retained.num_tokens):
+                chain += self._from(session, retained.transfer_id)[: retained.depth]
+            self._forget(session)
+            self._chains[session] = chain[:MAX_RETAINED_SELECTIONS]
+            self._size_bytes += _size_bytes(self._chains[session])
+            while self._size_bytes > self._max_bytes:
+                self._forget(next(iter(self._chains)))
+
+    def retained(
+        self, session: SessionKey, *, transfer_id: int, num_tokens: int, depth: int
+    ) -> RetainedChain | None:
+        """The rows that a decode worker retains of this transfer and earlier ones; None if it is unknown.
+
+        Args:
+            num_tokens: length of the prefix whose rows are still the same.
+            depth: how many transfers' rows the worker retains.
+        """
+        with self._lock:
+            chain = self._from(session, transfer_id)[:depth]
+        if not chain or num_tokens == 0:
+            return None
+        # Of the newest transfer, decode also retains rows of generated tokens.
+        newest = replace(chain[0], num_tokens=num_tokens)
+        return RetainedChain(selections=(newest, *chain[1:])).first(depth, num_tokens)
+
+    def drop(self, session: SessionKey) -> None:
+        with self._lock:
+            self._forget(session)
+
+    def _from(self, session: SessionKey, transfer_id: int) -> _Chain:
+        """The chain from this transfer on. Decode may not have retained the newer ones."""
+        chain = self._chains.get(session, ())
+        known = [selection.transfer_id for selection in chain]
+        return chain[known.index(transfer_id) :] if transfer_id in known else ()
+
+    def _forget(self, session: SessionKey) -> None:
+        self._size_bytes -= _size_bytes(self._chains.pop(session, ()))
+
+
+def _size_bytes(chain: _Chain) -> int:
+    return sum(selection.size_bytes for selection in chain)

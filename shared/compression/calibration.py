@@ -2,14 +2,17 @@
 
 Quality is a ratio y: a true answer's mean negative log-likelihood (NLL) with the full cache, over its NLL
 with the compressed one. A curve is fitted once per model and method from measured triples, for any method,
-and evaluated once per context. Pure functions: this module does not measure, run a model or store anything.
+and evaluated once per context, with an estimate of the context's NLL. Pure functions: this module does not
+measure, run a model or store anything.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,10 +24,11 @@ OVER_PREDICTION_WEIGHT = 4.0
 publish its weight."""
 _SMALL = 1e-8
 """With a slope nearer to 0 than this the curve is a straight line in float64."""
-_SMALL_IN_DERIVATIVE = 1e-4
 _LARGE = 30.0
 _STARTS = (-12.0, -4.0, -1.0, 1.0, 4.0, 12.0)
 _MAX_STEPS = 200
+CHUNK_TOKENS = 1024
+"""Tokens after which the code's counts are reset; otherwise a long context would have a lower NLL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +119,7 @@ def fit_calibration(
 ) -> Calibration:
     """Least squares of `f_b(rho) - y` over alpha and beta, with a larger weight for predicting too much.
 
-    Levenberg-Marquardt from several starts; deterministic. If all contexts have the same NLL, alpha is 0.
+    L-BFGS from several starts; deterministic. If all contexts have the same NLL, alpha is 0.
 
     Args: over_prediction_weight: weight of the squared errors where f > y; the others have weight 1.
     Raises: ConfigurationError: fewer than two observations have a retention strictly between 0 and 1; at 0
@@ -134,52 +138,69 @@ def fit_calibration(
     # b = gain * z + level with z-scored NLL, so that both parameters have the same scale
     z = (nll - centre) / spread if varies else torch.zeros_like(nll)
     design = torch.stack([z, torch.ones_like(z)], dim=1)
-    fits = [_descend(design, rho, quality, level, over_prediction_weight) for level in _STARTS]
-    _, (gain, level) = min(fits, key=lambda fit: fit[0])
+    fits = []
+    for start in _STARTS:
+        parameters = torch.tensor([0.0, start], dtype=torch.float64, requires_grad=True)
+        fits.append((_descend(parameters, design, rho, quality, over_prediction_weight), parameters.tolist()))
+    _, (gain, level) = min(fits)
     alpha = gain / float(spread) if varies else 0.0
     return Calibration(alpha=alpha, beta=level - alpha * float(centre))
 
 
-def _descend(
-    design: Tensor, rho: Tensor, quality: Tensor, level: float, weight: float
-) -> tuple[float, tuple[float, float]]:
-    """Loss and parameters (gain, level) of one Levenberg-Marquardt descent."""
-    parameters = torch.tensor([0.0, level], dtype=torch.float64)
-    loss, residuals, weights = _loss(design, rho, quality, parameters, weight)
-    damping = 1e-2
-    for _ in range(_MAX_STEPS):
-        jacobian = design * _slope_derivative(rho, design @ parameters)[:, None]
-        normal = jacobian.T @ (weights[:, None] * jacobian)
-        gradient = jacobian.T @ (weights * residuals)
-        damped = normal + damping * (
-            torch.diag(normal.diagonal()) + 1e-12 * torch.eye(2, dtype=torch.float64)
-        )
-        step = torch.linalg.solve(damped, gradient)
-        candidate = parameters - step
-        new_loss, new_residuals, new_weights = _loss(design, rho, quality, candidate, weight)
-        if new_loss < loss:
-            converged = loss - new_loss <= 1e-14 * loss
-            parameters, loss, residuals, weights = candidate, new_loss, new_residuals, new_weights
-            damping = max(damping / 4, 1e-10)
-        else:
-            converged = damping > 1e10
-            damping *= 8
-        if converged:
-            break
-    return loss, (float(parameters[0]), float(parameters[1]))
+def _descend(parameters: Tensor, design: Tensor, rho: Tensor, quality: Tensor, weight: float) -> float:
+    """Minimise the loss over (gain, level) in place; returns the loss."""
+
+    def loss() -> Tensor:
+        residuals = quality_curve(rho, design @ parameters) - quality
+        return (torch.where(residuals > 0, weight, 1.0) * residuals.square()).sum()
+
+    def evaluate() -> Tensor:
+        parameters.grad = None
+        value = loss()
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    optimiser = torch.optim.LBFGS(
+        [parameters],
+        max_iter=_MAX_STEPS,
+        tolerance_grad=1e-13,
+        tolerance_change=1e-15,
+        line_search_fn="strong_wolfe",
+    )
+    optimiser.step(evaluate)  # type: ignore[no-untyped-call]
+    return float(loss().detach())
 
 
-def _loss(
-    design: Tensor, rho: Tensor, quality: Tensor, parameters: Tensor, weight: float
-) -> tuple[float, Tensor, Tensor]:
-    residuals = quality_curve(rho, design @ parameters) - quality
-    weights = torch.where(residuals > 0, weight, 1.0).double()
-    return float((weights * residuals.square()).sum()), residuals, weights
+def estimate_context_nll(token_ids: Sequence[int], *, vocab_size: int) -> float:
+    """NLL(c): how hard a context is to predict, from its token ids alone; nats per token.
+
+    The code length of an adaptive bigram code, which learns each chunk's statistics from the tokens so far:
+    `p(t | s) = (n(s, t) + p(t)) / (n(s) + 1)` with `p(t) = (n(t) + 1 / V) / (n + 1)`; n are counts of earlier
+    tokens.
+
+    Deviation: Compactor (section 3.5) takes the mean NLL of the context under the model itself. Decode
+    reserves a sequence's memory before prefill has run a token, so the retention must be known earlier.
+    Curves are fitted and evaluated with this same estimate.
+
+    Args: token_ids: at least one. vocab_size: V, greater than every id.
+    """
+    assert token_ids
+    num_chunks = max(1, len(token_ids) // CHUNK_TOKENS)
+    ends = [len(token_ids) * i // num_chunks for i in range(num_chunks + 1)]
+    total = sum(_code_length(token_ids[start:end], vocab_size) for start, end in pairwise(ends))
+    return total / len(token_ids)
 
 
-def _slope_derivative(rho: Tensor, slope: Tensor) -> Tensor:
-    """`df/db = f (rho / (1 - e^{-b rho}) - 1 / (1 - e^{-b}))`, rho > 0; its limit where b is near 0."""
-    small = slope.abs() < _SMALL_IN_DERIVATIVE
-    safe = torch.where(small, 1.0, slope)
-    exact = quality_curve(rho, safe) * (1 / torch.expm1(-safe) - rho / torch.expm1(-safe * rho))
-    return torch.where(small, rho * (rho - 1) / 2, exact)
+def _code_length(token_ids: Sequence[int], vocab_size: int) -> float:
+    single: Counter[int] = Counter()
+    followed: Counter[int] = Counter()
+    pairs: Counter[tuple[int, int]] = Counter()
+    total, before = 0.0, -1
+    for num_before, token_id in enumerate(token_ids):
+        alone = (single[token_id] + 1 / vocab_size) / (num_before + 1)
+        total -= math.log((pairs[before, token_id] + alone) / (followed[before] + 1))
+        single[token_id] += 1
+        followed[before] += 1
+        pairs[before, token_id] += 1
+        before = token_id
+    return total

@@ -1,7 +1,6 @@
-"""Compresses a prompt layer by layer: the scorer scores a layer, then its format compresses it.
+"""Compresses a whole prompt, or one whose attention decides how many rows each layer retains.
 
-Called by prefill between two layers: full K and V in, named tensors out. If the prompt's attention decides
-how many rows each layer retains (a measured allocation), no layer is compressed before all are measured:
+With such a measured allocation, prefill compresses no layer before all are measured:
 
     prefill    measure_layer, layer by layer ──all──► allocate_rows ──► compress_layer, ship
     decode     the manifest's rows ──► with_layer_rows: total and bounds checked ──► layout
@@ -11,17 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from torch import Tensor
 
-from kvferry.shared.compression.allocation.attention_variance import variance_normalisation
-from kvferry.shared.compression.d2o.layer_budgets import attention_variance, layer_budgets
-from kvferry.shared.compression.formats import make_formats
-from kvferry.shared.compression.formats.interface import LayerFormat, Tensors
+from kvferry.shared.compression.d2o.layer_budgets import Normalisation, attention_variance, layer_budgets
+from kvferry.shared.compression.formats import compress_layer, make_formats
+from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, sharing_layers
 from kvferry.shared.compression.scorers import make_scorer
-from kvferry.shared.errors import KvferryError
 from kvferry.shared.model.spec import ModelSpec
 
 
@@ -46,16 +44,16 @@ def with_layer_rows(resolved: ResolvedPlan, layer_rows: Sequence[int]) -> Resolv
 
 
 def least_rows(resolved: ResolvedPlan) -> int:
-    """The fewest rows that a sharing layer may get: those that the scorer always selects, or the mean if that
-    is less."""
+    """The fewest rows that a sharing layer may get: those that its scores protect, at least 1.
+
+    Scores that depend on the number of rows protect no more rows than a layer has.
+    """
     scorer, sharing = resolved.plan.scorer, sharing_layers(resolved)
     assert scorer is not None, f"method {resolved.method} shares rows between layers without a scorer"
     assert sharing, "no layer shares"
-    window, sinks, recents = (scorer.params.get(name, 0) for name in ("window", "sinks", "recents"))
-    assert isinstance(window, int)
-    assert isinstance(sinks, int)
-    assert isinstance(recents, int)
-    return min(resolved.layers[sharing[0]].rows, max(window, sinks + recents, 1))
+    mean = resolved.layers[sharing[0]].rows
+    made = make_scorer(scorer, rows=mean)
+    return 1 if made.depends_on_rows else min(mean, max(made.protected_rows, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +77,14 @@ def measure_layer(resolved: ResolvedPlan, inputs: LayerInputs) -> WaitingLayer:
     assert scorer is not None, f"method {resolved.method} shares rows between layers without a scorer"
     inputs = inputs.with_sums()
     assert inputs.sums is not None
-    normalisation = variance_normalisation(resolved.plan.layer_allocation.params)
-    scores, made = None, make_scorer(scorer, rows=least_rows(resolved))
+    scores, made = None, make_scorer(scorer, rows=resolved.layers[inputs.layer].rows)
     if not made.depends_on_rows and resolved.layers[inputs.layer].rows < resolved.num_prompt_tokens:
         scores = made(inputs)
     # a clone, because an empty view would keep the memory of all queries
     no_queries = inputs.queries[:, :, :0].clone()
     return WaitingLayer(
         inputs=replace(inputs, queries=no_queries, unrotate=None),
-        variance=attention_variance(inputs.sums.variances, normalisation=normalisation),
+        variance=attention_variance(inputs.sums.variances, normalisation=_normalisation(resolved)),
         scores=scores,
     )
 
@@ -101,7 +98,7 @@ def allocate_rows(resolved: ResolvedPlan, variances: Sequence[float]) -> Resolve
         variances,
         num_tokens=resolved.num_prompt_tokens,
         rows=resolved.layers[sharing_layers(resolved)[0]].rows,
-        normalisation=variance_normalisation(resolved.plan.layer_allocation.params),
+        normalisation=_normalisation(resolved),
         exempt_layers=resolved.plan.skip_layers,
         least_rows=least_rows(resolved),
     )
@@ -132,26 +129,5 @@ def compress_waiting(
     )
 
 
-def compress_layer(
-    resolved: ResolvedPlan, fmt: LayerFormat, inputs: LayerInputs, *, scores: Tensor | None = None
-) -> Tensors:
-    """Compress one layer as the resolved plan says.
-
-    Args:
-        fmt: the layer's format.
-        inputs: K and V of the whole prompt (`T == resolved.num_prompt_tokens`), queries of its new tokens.
-        scores: of the plan's scorer, float32 `[H_kv, T]`, if they have been computed already.
-
-    Raises: KvferryError: K or V of a layer to pack or quantise are not finite, or out of the format's range.
-    """
-    num_tokens = inputs.keys.shape[1]
-    assert num_tokens == resolved.num_prompt_tokens, (num_tokens, resolved.num_prompt_tokens)
-    scorer = resolved.plan.scorer
-    if fmt.rows == num_tokens:
-        scores = None
-    elif scores is None and scorer is not None:
-        scores = make_scorer(scorer, rows=fmt.rows)(inputs)
-    try:
-        return fmt.compress(inputs, scores)
-    except ValueError as error:
-        raise KvferryError(f"layer {inputs.layer} cannot be packed: {error}", reason="packing") from error
+def _normalisation(resolved: ResolvedPlan) -> Normalisation:
+    return cast(Normalisation, resolved.plan.layer_allocation.params["normalisation"])

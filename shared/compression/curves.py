@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.shared.compression.calibration import Calibration, Observation
-from kvferry.shared.compression.context_nll import estimate_context_nll
+from kvferry.shared.compression.calibration import Calibration, Observation, estimate_context_nll
 from kvferry.shared.errors import ConfigurationError
 
 FORMAT = 1

@@ -12,15 +12,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvferry.shared.compression.interface import Method, ScorerFactory
+from kvferry.shared.compression.plan import Part
 from kvferry.shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from kvferry.shared.compression.formats.interface import LayerFormat
 
 GROUP = "kvferry.methods"
+_Entry = TypeVar("_Entry")
 
 
 @functools.cache
@@ -43,33 +45,25 @@ def installed_formats() -> Mapping[str, type[LayerFormat]]:
 
     Raises: ConfigurationError: as `installed_methods`; or two methods bring different formats of one name.
     """
-    formats: dict[str, type[LayerFormat]] = {}
-    for name, method in installed_methods().items():
-        if method.format is None:
-            continue
-        representation = method.plan.representation.name
-        if formats.setdefault(representation, method.format) is not method.format:
-            raise ConfigurationError(
-                f"method {name!r} brings a format {representation!r}; another method does too"
-            )
-    return formats
+    methods = installed_methods().items()
+    return _by_name("format", {name: (its.plan.representation, its.format) for name, its in methods})
 
 
 @functools.cache
 def installed_scorers() -> Mapping[str, ScorerFactory]:
-    """Scorers of the installed methods, by the name that their plans use.
+    """As `installed_formats`, for scorers."""
+    methods = installed_methods().items()
+    return _by_name("scorer", {name: (its.plan.scorer, its.scorer) for name, its in methods})
 
-    Raises: ConfigurationError: as `installed_methods`; or two methods bring different scorers of one name.
-    """
-    scorers: dict[str, ScorerFactory] = {}
-    for name, method in installed_methods().items():
-        if method.scorer is None or method.plan.scorer is None:
-            continue
-        if scorers.setdefault(method.plan.scorer.name, method.scorer) is not method.scorer:
+
+def _by_name(what: str, brought: Mapping[str, tuple[Part | None, _Entry | None]]) -> dict[str, _Entry]:
+    found: dict[str, _Entry] = {}
+    for method, (part, entry) in brought.items():
+        if part is not None and entry is not None and found.setdefault(part.name, entry) is not entry:
             raise ConfigurationError(
-                f"method {name!r} brings a scorer {method.plan.scorer.name!r}; another method does too"
+                f"method {method!r} brings a {what} {part.name!r}; another method does too"
             )
-    return scorers
+    return found
 
 
 def _load(entry: EntryPoint) -> Method:

@@ -1,18 +1,94 @@
-"""The interface of a compression method: a layer's inputs, the scorer, and methods of other packages."""
+"""The interface of a compression method: a layer's shape and inputs, scorers, methods of other packages."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from kvferry.kernels.column_sums import ColumnSums, column_sums
+from kvferry.kernels.descriptors import ALIGNMENT_BYTES
 from kvferry.shared.compression.plan import CompressionPlan, ParamValue
 
 if TYPE_CHECKING:
     from kvferry.shared.compression.formats.interface import LayerFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """Shape and dtype of a tensor that needs room.
+
+    Attributes:
+        aligned: whether kernels read the last dimension in pieces of ALIGNMENT_BYTES. Each slice along it
+            then begins at a multiple of that, and the padding between slices is not used.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    aligned: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor without padding."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def placed_shape(self) -> tuple[int, ...]:
+        """The shape with padding for alignment; the tensor itself comes first in each dimension."""
+        if not self.aligned:
+            return self.shape
+        *outer, length = self.shape
+        piece = max(ALIGNMENT_BYTES // self.dtype.itemsize, 1)
+        return (*outer, -(-length // piece) * piece)
+
+    @property
+    def placed_bytes(self) -> int:
+        return math.prod(self.placed_shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """What a layer's sizes depend on, besides its plan.
+
+    Attributes:
+        num_prompt_tokens: T, history included.
+        max_new_tokens: N; the last new token never gets a KV row.
+        group_size: G, query heads per KV head.
+        dtype: of K and V.
+        returns_generated: whether K and V of new tokens are wanted at the end, unmerged and in order.
+        fingerprint: of the served model.
+    """
+
+    num_prompt_tokens: int
+    max_new_tokens: int
+    num_kv_heads: int
+    group_size: int
+    head_dim: int
+    dtype: torch.dtype
+    returns_generated: bool = False
+    fingerprint: str = ""
+
+    @property
+    def num_new_rows(self) -> int:
+        return max(self.max_new_tokens - 1, 0)
+
+    def row_spec(self, num_rows: int) -> TensorSpec:
+        """K or V with `num_rows` rows per KV head."""
+        return TensorSpec(shape=(self.num_kv_heads, num_rows, self.head_dim), dtype=self.dtype)
+
+    def rows_bytes(self, num_rows: int) -> int:
+        """Bytes of K and V with `num_rows` rows per KV head."""
+        return 2 * self.num_kv_heads * num_rows * self.head_dim * self.dtype.itemsize
+
+    def index_spec(self, num_rows: int) -> dict[str, TensorSpec]:
+        """The selected positions, int32 `[H_kv, n]`; empty if every token is selected."""
+        if num_rows == self.num_prompt_tokens:
+            return {}
+        return {"index": TensorSpec(shape=(self.num_kv_heads, num_rows), dtype=torch.int32)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +133,11 @@ class Scorer(Protocol):
     @property
     def observed_queries(self) -> int | None:
         """How many of the prompt's last queries the scores depend on; None: all of them."""
+        ...
+
+    @property
+    def protected_rows(self) -> int:
+        """How many rows per KV head the scores mark with +inf; a smaller budget is raised to that many."""
         ...
 
     @property

@@ -12,10 +12,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
 
-from kvferry.shared.errors import InvalidRequest
+from kvferry.shared.errors import ConfigurationError, InvalidRequest
 
 ParamValue = int | float | bool | str
+_Entry = TypeVar("_Entry")
 MEASURED_ALLOCATIONS = ("attention_variance",)
 """Allocations that need measurements of every layer's attention (`compress.py`)."""
 
@@ -27,10 +29,13 @@ class Budget:
     Attributes:
         tokens: rows per KV head (RocketKV: t, the traffic of one decode step as a number of rows).
         retention: fraction of the prompt retained, in (0, 1].
+        floor_tokens: the least `tokens` with which a worker may serve the request when it is short of memory;
+            None: no less than `tokens`.
     """
 
     tokens: int | None = None
     retention: float | None = None
+    floor_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.retention is not None:
@@ -44,6 +49,22 @@ class Budget:
             raise InvalidRequest(
                 f"retention is {self.retention}; it must be in (0, 1]", param="kv_compression.retention"
             )
+        if self.floor_tokens is not None and not 1 <= self.floor_tokens <= (self.tokens or 0):
+            raise InvalidRequest(
+                f"min_token_budget is {self.floor_tokens}; it must be 1 to the token_budget, which is "
+                f"{self.tokens or 'not given'}",
+                param="kv_compression.min_token_budget",
+            )
+
+    def smaller(self) -> tuple[Budget, ...]:
+        """The budgets to try when this one needs more memory than there is: halved down to the floor."""
+        if self.tokens is None or self.floor_tokens is None:
+            return ()
+        tokens, found = self.tokens, []
+        while tokens > self.floor_tokens:
+            tokens = max(tokens // 2, self.floor_tokens)
+            found.append(Budget(tokens=tokens, floor_tokens=self.floor_tokens))
+        return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +85,7 @@ class CompressionPlan:
         attention: decode's attention, a name of `attention.ATTENTIONS` or `attention.EVICTIONS`.
         budget: as requested; fields that are None take the preset's value.
         skip_layers: layers that are not compressed and are attended densely.
-        layer_allocation: how rows are divided among layers, a name of `allocation.ALLOCATIONS`.
+        layer_allocation: how rows are divided among layers, a name of `resolve.ALLOCATIONS`.
         representation: the format, a name of `formats.FORMATS` or of an installed method's format.
     """
 
@@ -133,14 +154,65 @@ def plan_digest(resolved: ResolvedPlan) -> str:
     return hashlib.blake2b(json.dumps(asdict(resolved), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def check_params(name: str, params: Mapping[str, ParamValue], expected: Mapping[str, type]) -> None:
-    """Check that `params` has exactly the names of `expected`, each with its type.
+@dataclass(frozen=True)
+class Between:
+    """The numbers that a parameter may have: `low` to `high`, both included; integers if `low` is one."""
+
+    low: float
+    high: float
+    odd: bool = False
+
+    def __contains__(self, value: ParamValue) -> bool:
+        assert not isinstance(value, str)
+        return self.low <= value <= self.high and (not self.odd or value % 2 == 1)
+
+    def __str__(self) -> str:
+        return f"{'odd, ' if self.odd else ''}{self.low} to {self.high}"
+
+
+Allowed = Mapping[str, Between | tuple[str, ...] | tuple[int, ...] | type]
+"""What each parameter of a part may be: a range, one of some choices, or any value of a type."""
+
+
+def read_params(name: str, params: Mapping[str, ParamValue], allowed: Allowed) -> dict[str, Any]:
+    """Check that a part has exactly the parameters `allowed`, and return them in its order.
 
     Types are exact: a bool is not an int, an int is not a float.
 
-    Raises: InvalidRequest: they differ.
+    Raises: InvalidRequest: another name or type, or a value that is not allowed.
     """
-    if set(params) == set(expected) and all(type(params[k]) is t for k, t in expected.items()):
-        return
-    takes = ", ".join(f"{k} ({t.__name__})" for k, t in expected.items()) or "no parameters"
-    raise InvalidRequest(f"{name} was given {dict(params)}; it takes {takes}", param="kv_compression")
+    types = {
+        key: its if isinstance(its, type) else type(its.low if isinstance(its, Between) else its[0])
+        for key, its in allowed.items()
+    }
+    if {key: type(value) for key, value in params.items()} != types:
+        takes = ", ".join(f"{key} ({its.__name__})" for key, its in types.items()) or "no parameters"
+        raise InvalidRequest(f"{name} was given {dict(params)}; it takes {takes}", param="kv_compression")
+    for key, its in allowed.items():
+        if not isinstance(its, type) and params[key] not in its:
+            choices = its if isinstance(its, Between) else f"one of {', '.join(map(str, its))}"
+            raise InvalidRequest(
+                f"{key} is {params[key]!r}; for {name} it must be {choices}", param=f"kv_compression.{key}"
+            )
+    return {key: params[key] for key in allowed}
+
+
+def with_installed(
+    what: str, own: Mapping[str, _Entry], installed: Mapping[str, _Entry]
+) -> Mapping[str, _Entry]:
+    """The package's entries of a registry, then those of installed packages.
+
+    Raises: ConfigurationError: an installed package uses a name of the package.
+    """
+    if taken := sorted(set(own) & set(installed)):
+        raise ConfigurationError(f"installed packages name {what} {', '.join(taken)}; the package has them")
+    return {**own, **installed}
+
+
+def look_up(what: str, name: str, known: Mapping[str, _Entry]) -> _Entry:
+    """A registry's entry. Raises: InvalidRequest: `name`, a plan's `what`, is not in it."""
+    if name not in known:
+        raise InvalidRequest(
+            f"the plan's {what} is {name!r}; it must be one of {', '.join(known)}", param="kv_compression"
+        )
+    return known[name]

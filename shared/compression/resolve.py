@@ -1,20 +1,35 @@
 """Resolves a plan for one prompt: rows per layer and the sizes of decode's attention.
 
 Decode resolves a request's plan once, and the ticket carries it to prefill. All functions are pure and use
-integer or decimal arithmetic, so budgets are the same on every platform.
+integer, rational or decimal arithmetic, so budgets are the same on every platform.
+
+`ALLOCATIONS` are the layer allocations by name: how a plan's `layer_allocation` divides the retained rows
+among layers. Allocation comes before scoring, so every scorer works with every allocation.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from decimal import Context, Decimal
 from fractions import Fraction
+from typing import get_args
 
-from kvferry.shared.compression.allocation import allocate_layers
-from kvferry.shared.compression.attention import check_attention, chooses_rows
+from kvferry.shared.compression.attention.kinds import check_attention, chooses_rows
+from kvferry.shared.compression.d2o.layer_budgets import Normalisation
 from kvferry.shared.compression.formats import format_class
 from kvferry.shared.compression.formats.interface import Sizing
-from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, Part, ResolvedPlan
+from kvferry.shared.compression.plan import (
+    Allowed,
+    Between,
+    CompressionPlan,
+    LayerPlan,
+    ParamValue,
+    Part,
+    ResolvedPlan,
+    look_up,
+    read_params,
+)
 from kvferry.shared.compression.presets import preset
 from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.errors import InvalidRequest
@@ -52,9 +67,7 @@ def resolve_plan(
     layers = [whole if layer in plan.skip_layers else uncut for layer in range(num_layers)]
     budget = _budget_tokens(plan, num_prompt_tokens) if plan.takes_budget else num_prompt_tokens
     if budget < num_prompt_tokens:
-        # A budget that covers the prompt needs no compression, however long the completion is.
-        total = num_prompt_tokens + max_new_tokens
-        rows, cap = _rows_and_cap(plan, budget, total, max_new_tokens)
+        rows = _mean_rows(plan, budget, num_prompt_tokens)
         # with dense attention to packed bits, the whole budget is bits, spread over more tokens than rows
         packed_budget = budget if plan.attention.name == "dense" else rows
         sharing = [layer for layer in range(num_layers) if layer not in plan.skip_layers]
@@ -67,7 +80,6 @@ def resolve_plan(
                 Sizing(
                     layer=layer,
                     rows=share,
-                    cap=cap + share - rows,
                     budget=budget,
                     packed_budget=packed_budget,
                     num_prompt_tokens=num_prompt_tokens,
@@ -91,12 +103,11 @@ def check_resolved(
 
     Raises: InvalidRequest: it belongs to another prompt or model, or its rows are out of range.
     """
-    expected = {
-        "num_prompt_tokens": (resolved.num_prompt_tokens, num_prompt_tokens),
-        "max_new_tokens": (resolved.max_new_tokens, max_new_tokens),
-        "number of layers": (len(resolved.layers), num_layers),
-    }
-    for name, (given, wanted) in expected.items():
+    for name, given, wanted in (
+        ("num_prompt_tokens", resolved.num_prompt_tokens, num_prompt_tokens),
+        ("max_new_tokens", resolved.max_new_tokens, max_new_tokens),
+        ("number of layers", len(resolved.layers), num_layers),
+    ):
         if given != wanted:
             raise InvalidRequest(
                 f"the ticket's plan has {name} {given}; the request has {wanted}", param="ticket.plan"
@@ -127,8 +138,7 @@ def _check(plan: CompressionPlan, num_layers: int) -> None:
     preset(plan.method)
     check_attention(plan.attention, scorer=plan.scorer)
     format_class(plan.representation).check(plan)
-    outside = [layer for layer in plan.skip_layers if not 0 <= layer < num_layers]
-    if outside:
+    if outside := [layer for layer in plan.skip_layers if not 0 <= layer < num_layers]:
         raise InvalidRequest(
             f"skip_layers names {outside}; layers are 0 to {num_layers - 1}", param="kv_compression"
         )
@@ -143,32 +153,22 @@ def _check(plan: CompressionPlan, num_layers: int) -> None:
         )
 
 
-def _rows_and_cap(plan: CompressionPlan, budget: int, total: int, max_new_tokens: int) -> tuple[int, int]:
-    """The prompt's retained rows, as a mean over layers, and cap: the most rows that decode chooses from.
+def _mean_rows(plan: CompressionPlan, budget: int, num_prompt_tokens: int) -> int:
+    """The prompt's retained rows, as a mean over layers. Decode's attention chooses from them.
 
-    If attention reads every row, the rows are the budget t, or the rows that the scorer always selects if
-    those are more. A sparse attention without a scorer reads t rows' worth of traffic out of all
-    S = prompt + N rows. With a scorer and a sparse attention, RocketKV's split divides S/t between the two
-    stages, for any scorer and attention. The same split holds for a packed format in place of a scorer; its
-    rows are then a number of bits.
+    They do not depend on the length of the completion, which a server does not know: new tokens are added to
+    what is retained.
+
+    If attention reads every row, the rows are the budget t, or the scorer's protected rows if those are more.
+    A sparse attention without a scorer reads t rows' worth of traffic out of all S rows. With a scorer and a
+    sparse attention, RocketKV's split divides S/t between the two stages, for any scorer and attention. The
+    same split holds for a packed format in place of a scorer; its rows are then a number of bits.
     """
-    num_prompt_tokens = total - max_new_tokens
     if plan.scorer is None and plan.representation.name == "rows":
-        return num_prompt_tokens, total
-    always = _always_kept(plan.scorer) if plan.scorer is not None else 1
-    if not chooses_rows(plan.attention):
-        rows = min(max(budget, always), num_prompt_tokens)
-        return rows, rows + max_new_tokens
-    cap = _first_stage_cap(total, budget, max_new_tokens)
-    window = plan.scorer.params.get("window") if plan.scorer is not None else None
-    least = max(window if isinstance(window, int) else 1, always)
-    return min(max(cap - max_new_tokens, least), num_prompt_tokens), cap
-
-
-def _always_kept(scorer: Part) -> int:
-    """Rows that a scorer selects under any budget: sinks and recents, if it has both."""
-    sinks, recents = scorer.params.get("sinks"), scorer.params.get("recents")
-    return sinks + recents if isinstance(sinks, int) and isinstance(recents, int) else 0
+        return num_prompt_tokens
+    rows = _first_stage_rows(num_prompt_tokens, budget) if chooses_rows(plan.attention) else budget
+    protected = make_scorer(plan.scorer, rows=rows).protected_rows if plan.scorer is not None else 0
+    return min(max(rows, protected), num_prompt_tokens)
 
 
 def _budget_tokens(plan: CompressionPlan, num_prompt_tokens: int) -> int:
@@ -185,17 +185,93 @@ def _budget_tokens(plan: CompressionPlan, num_prompt_tokens: int) -> int:
     return tokens
 
 
-def _first_stage_cap(total: int, budget: int, max_new_tokens: int) -> int:
-    """RocketKV section 3.6: `cap = max(floor(S / c^r), min(2N, S))`, `c = S/t`,
-    `r = min(0.2 + 0.06 log2 c, 0.8)`.
+def _first_stage_rows(num_tokens: int, budget: int) -> int:
+    """RocketKV section 3.6: `floor(S / c^r)` rows, `c = S/t`, `r = min(0.2 + 0.06 log2 c, 0.8)`.
 
-    Args: total: S = prompt + N, above `budget`, which is t.
+    Args: num_tokens: S, above `budget`, which is t.
 
-    Deviation: the paper reserves nothing for the N new tokens. As in the authors' code, cap covers them and
-    is at least min(2N, S), so the prompt retains cap - N rows.
+    Deviation: nothing is reserved for N new tokens, as in the paper. The authors' code retains at least
+    min(2N, S) - N rows, because its benchmark knows N. The paper retains at least the window of queries; here
+    the scorer says what is protected.
     """
-    log_c = _DECIMAL.ln(_DECIMAL.divide(Decimal(total), Decimal(budget)))
+    log_c = _DECIMAL.ln(_DECIMAL.divide(Decimal(num_tokens), Decimal(budget)))
     log2_c = _DECIMAL.divide(log_c, _DECIMAL.ln(Decimal(2)))
     ratio = min(_DECIMAL.fma(Decimal("0.06"), log2_c, Decimal("0.2")), Decimal("0.8"))
-    kept = _DECIMAL.divide(Decimal(total), _DECIMAL.exp(_DECIMAL.multiply(ratio, log_c)))
-    return max(int(_DECIMAL.add(kept, _FLOOR_GUARD)), min(2 * max_new_tokens, total))
+    kept = _DECIMAL.divide(Decimal(num_tokens), _DECIMAL.exp(_DECIMAL.multiply(ratio, log_c)))
+    return int(_DECIMAL.add(kept, _FLOOR_GUARD))
+
+
+LayerAllocation = Callable[[Mapping[str, ParamValue], int, int, int], list[int]]
+"""(params, mean rows, number of layers, tokens of the prompt) -> rows of each layer, with just that mean.
+Raises InvalidRequest: parameters are missing, unknown or out of range."""
+
+
+def allocate_layers(part: Part, *, rows: int, num_layers: int, num_tokens: int) -> list[int]:
+    """Rows of each of `num_layers` layers, `rows` on average.
+
+    Args:
+        rows: B, 1 to `num_tokens`.
+        num_layers: the number of layers that share rows; skipped layers do not.
+        num_tokens: T, the most rows that a layer can retain.
+
+    Returns: `num_layers` numbers of 1 to T; their sum is `rows * num_layers`.
+
+    Raises: InvalidRequest: an unknown name or bad parameters.
+    """
+    allocation = look_up("layer_allocation", part.name, ALLOCATIONS)
+    return allocation(part.params, rows, num_layers, num_tokens)
+
+
+def _uniform(params: Mapping[str, ParamValue], rows: int, num_layers: int, num_tokens: int) -> list[int]:
+    """The mean in every layer."""
+    read_params("uniform", params, {})
+    return [rows] * num_layers
+
+
+def _pyramid(params: Mapping[str, ParamValue], rows: int, num_layers: int, num_tokens: int) -> list[int]:
+    """PyramidKV (Cai et al. 2024): many rows in the first layers, few in the last. `W + b_l` rows in layer l,
+    with b falling linearly from `2m - m/beta` to `m/beta`, `m = B - W`.
+
+    If the first layer would get more rows than the prompt has, it gets T and the slope is less steep; the
+    mean of b stays m. Fractions are rounded by largest remainder (the lower layer first), so that the total
+    is exactly B x L. If the budget does not exceed the window, every layer gets B.
+
+    Args: params: `window` (W) and `beta` (the paper's 20).
+    """
+    window, beta = read_params("pyramid", params, _PYRAMID).values()
+    mean = rows - window
+    if mean <= 0 or num_layers < 2:
+        return [rows] * num_layers
+    last = Fraction(mean, beta)
+    first = 2 * mean - last
+    if first > num_tokens - window:
+        first = Fraction(num_tokens - window)
+        last = 2 * mean - first
+    step = (first - last) / (num_layers - 1)
+    exact = [first - step * layer for layer in range(num_layers)]
+    floors = [int(share) for share in exact]
+    missing = mean * num_layers - sum(floors)
+    by_remainder = sorted(range(num_layers), key=lambda layer: (floors[layer] - exact[layer], layer))
+    for layer in by_remainder[:missing]:
+        floors[layer] += 1
+    return [window + share for share in floors]
+
+
+def _attention_variance(
+    params: Mapping[str, ParamValue], rows: int, num_layers: int, num_tokens: int
+) -> list[int]:
+    """D2O (section 4.1): more rows where a layer attends evenly. Here every layer gets the mean, because the
+    prompt has not been run yet; `compress.py` measures it and gives each layer its own.
+
+    Args: params: `normalisation`, see `layer_budgets`.
+    """
+    read_params("attention_variance", params, {"normalisation": get_args(Normalisation)})
+    return [rows] * num_layers
+
+
+_PYRAMID: Allowed = {"window": Between(1, 4096), "beta": Between(1, 4096)}
+ALLOCATIONS: Mapping[str, LayerAllocation] = {
+    "uniform": _uniform,
+    "pyramid": _pyramid,
+    "attention_variance": _attention_variance,
+}

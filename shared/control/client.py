@@ -21,12 +21,13 @@ from kvferry.shared.control.messages import (
     HistoryInfo,
     PrefillEvent,
     PrefillRequest,
+    RedirectRequest,
     SessionKey,
     WorkerStatus,
 )
 from kvferry.shared.control.server import DEFAULT_MAX_MESSAGE_BYTES, REQUEST_ID_KEY, size_limits
 from kvferry.shared.control.status import from_status
-from kvferry.shared.errors import InvalidRequest, KvferryError, WorkerUnavailable
+from kvferry.shared.errors import InvalidRequest, WorkerUnavailable
 from kvferry.shared.telemetry import carrier
 
 _OPTIONS = (
@@ -97,21 +98,22 @@ class _Client:
                 f"{self._address} sent an answer that cannot be decoded: {error.message}", reason="bad_answer"
             ) from error
         except grpc.aio.AioRpcError as error:
-            metadata: Any = error.trailing_metadata()
-            raise self._error(error.code(), error.details(), metadata) from error
+            metadata: Any = error.trailing_metadata() or ()
+            raise from_status(error.code(), error.details() or "", metadata, peer=self._address) from error
         except asyncio.CancelledError:
             # grpc.aio raises this also where the worker answers CANCELLED, which is no cancellation of our
             # task.
             task = asyncio.current_task()
             if call.done() and (task is None or not task.cancelling()):
-                metadata = await call.trailing_metadata()
-                raise self._error(await call.code(), await call.details(), metadata) from None
+                code, details, metadata = (
+                    await call.code(),
+                    await call.details(),
+                    await call.trailing_metadata(),
+                )
+                raise from_status(code, details or "", metadata or (), peer=self._address) from None
             raise
         finally:
             call.cancel()
-
-    def _error(self, code: grpc.StatusCode, details: str | None, metadata: Any) -> KvferryError:
-        return from_status(code, details or "", metadata or (), peer=self._address)
 
 
 class GrpcDecodeClient(_Client):
@@ -133,6 +135,9 @@ class GrpcPrefillClient(_Client):
 
     def prefill(self, request: PrefillRequest, *, timeout_s: float) -> AsyncGenerator[PrefillEvent, None]:
         return self._stream("Prefill", request, timeout_s, request.request_id)
+
+    def redirect(self, request: RedirectRequest, *, timeout_s: float) -> _Answer[None]:
+        return self._unary("Redirect", request, timeout_s, request.request_id)
 
     def commit_turn(self, request: CommitTurnRequest, *, timeout_s: float) -> _Answer[HistoryInfo]:
         return self._unary("CommitTurn", request, timeout_s, request.request_id)

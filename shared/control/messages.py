@@ -1,14 +1,19 @@
-"""The control messages between router, prefill and decode, as typed dataclasses.
+"""The control messages between router, prefill and decode, and the two interfaces whose calls carry them.
 
 Between processes they travel as the messages of the same names in `proto/control.proto`, converted by
 `codec.py`; in one process they are passed as they are. A new field needs a line here and one in
 `control.proto`. Times are in seconds, sizes in bytes.
+
+The services themselves and their gRPC clients implement the interfaces. Streams are async generators: closing
+one, or cancelling the task that reads it, cancels the work behind it and frees its memory. `timeout_s` is the
+deadline of the whole call. Errors are those of `shared.errors` on both sides.
 """
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
 from kvferry.shared.model.spec import ModelSpec
@@ -18,9 +23,12 @@ FinishReason = Literal["stop", "length"]
 ReuseSource = Literal["session", "document", "prefix"]
 """Whose KV a request reuses: its session's, its document's, or that of another session of the same API
 key."""
-HistoryWay = Literal["recompute", "fetch", "delta"]
+HistorySource = Literal["recompute", "fetch", "delta"]
 """How prefill got the session's KV: computed again, loaded from the history store, or loaded and shipped
 without the rows that decode still retains."""
+
+
+IMPLICIT_PREFIX = "implicit/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +37,12 @@ class SessionKey:
 
     owner: str
     session_id: str
+
+    @property
+    def is_implicit(self) -> bool:
+        """Whether it is a prompt without a session, stored for a while for others to reuse. Such records are
+        the first to be evicted, have no generated tokens, and stay in memory."""
+        return self.session_id.startswith(IMPLICIT_PREFIX)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +164,8 @@ class PrefillRequest:
     Attributes:
         session: whose history is looked up and staged; None stores none.
         document: whose history a new session may start from; of the same owner.
-        kept_bins: how many equal stretches of the prompt to report the kept fraction of; 0 for none, at most
-            512.
+        retained_bins: how many equal stretches of the prompt to report the retained fraction of; 0 for none,
+            at most 512.
         has_history: the session has had requests before, so missing history counts as a miss.
     """
 
@@ -163,8 +177,20 @@ class PrefillRequest:
     session: SessionKey | None = None
     probe: bool = False
     document: SessionKey | None = None
-    kept_bins: int = 0
+    retained_bins: int = 0
     has_history: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RedirectRequest:
+    """Router to prefill: the decode worker of a running request failed; ship everything to another's ticket.
+
+    Attributes:
+        request_id: of the running `PrefillRequest`.
+    """
+
+    request_id: str
+    ticket: Ticket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,9 +205,9 @@ class FirstToken:
         prefill_s: the forward pass, including compression.
         compress_s: compression alone.
         queue_s: time spent waiting for the engine.
-        kept: the fraction of rows kept in each of the request's `kept_bins` stretches of the prompt, over all
-            layers and KV heads; empty if none were requested.
-        history_way: how prefill got the session's KV; None if there was none.
+        retained_fractions: of each of the request's `retained_bins` stretches of the prompt, the fraction of
+            rows retained, over all layers and KV heads; empty if none were requested.
+        history_source: how prefill got the session's KV; None if there was none.
         history_tier: the slowest tier that KV was loaded from; "" if none was.
     """
 
@@ -193,8 +219,8 @@ class FirstToken:
     compress_s: float
     queue_s: float
     reuse_source: ReuseSource = "session"
-    kept: tuple[float, ...] = ()
-    history_way: HistoryWay | None = None
+    retained_fractions: tuple[float, ...] = ()
+    history_source: HistorySource | None = None
     history_tier: str = ""
 
 
@@ -236,7 +262,7 @@ class HistoryInfo:
 
     Attributes:
         num_tokens: tokens with KV.
-        tier: where it is stored: "memory", "redis", "retained" (a decode worker's arena), or "none".
+        tier: where it is stored: "memory", "disk", "redis", "retained" (a decode worker's arena), or "none".
     """
 
     num_tokens: int
@@ -270,3 +296,58 @@ class WorkerStatus:
     model: ModelSpec
     methods: tuple[str, ...] = ()
     kernel_paths: dict[str, str] = field(default_factory=dict)
+
+
+# ---- calls -----------------------------------------------------------------------------------------------
+
+
+class DecodeControl(Protocol):
+    """The calls that a decode worker answers."""
+
+    def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[GenerateEvent, None]:
+        """Reserve memory, receive the prompt's KV, decode. Yields TicketIssued, TransferAccepted,
+        TokenGenerated..., GenerationFinished and, if the request stores history, HistoryReturned."""
+        ...
+
+    async def finish(self, request_id: str, *, timeout_s: float) -> None:
+        """End a completion early; `generate` still yields its last events. An unknown id is no error."""
+        ...
+
+    async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
+        """Free the KV retained for a session; returns what was retained."""
+        ...
+
+    async def status(self, *, timeout_s: float) -> WorkerStatus: ...
+
+
+class PrefillControl(Protocol):
+    """The calls that a prefill worker answers."""
+
+    def prefill(self, request: PrefillRequest, *, timeout_s: float) -> AsyncGenerator[PrefillEvent, None]:
+        """Run a prompt, compress and ship its KV. Yields FirstToken, then TransferDone."""
+        ...
+
+    async def redirect(self, request: RedirectRequest, *, timeout_s: float) -> None:
+        """Send a running request's blocks to another reservation. The prompt is not run again.
+
+        Raises:
+            TransferFailed: the request is not running, its blocks are no longer in the buffer, or the other
+                reservation is not for the same plan ("resend").
+        """
+        ...
+
+    async def commit_turn(self, request: CommitTurnRequest, *, timeout_s: float) -> HistoryInfo:
+        """Publish the history that a turn staged as the session's record."""
+        ...
+
+    async def abort_turn(self, request_id: str, *, timeout_s: float) -> None:
+        """Discard the history that a turn staged. An unknown id is no error."""
+        ...
+
+    async def session_info(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo: ...
+
+    async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
+        """Delete a session's history; returns what was stored. Turns in flight for it will not commit."""
+        ...
+
+    async def status(self, *, timeout_s: float) -> WorkerStatus: ...

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvferry.shared.control import codec
 from kvferry.shared.control.codec import Method
-from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
+from kvferry.shared.control.messages import DecodeControl, PrefillControl
 from kvferry.shared.control.status import to_status
 from kvferry.shared.errors import ConfigurationError, KvferryError
 from kvferry.shared.logging import request_context

@@ -69,12 +69,10 @@ def from_status(
     fields = {str(key): value for key, value in metadata}
     known = _CLASSES.get(_text(fields.get(CLASS_KEY)))
     if known is None:
-        kind = _BY_STATUS.get(code, KvferryError)
-        return kind(f"{peer} answered {code.name}: {details}")
-    param = fields.get(PARAM_KEY)
+        return _BY_STATUS.get(code, KvferryError)(f"{peer} answered {code.name}: {details}")
     return known(
         details,
-        param=None if param is None else _text(param),
+        param=_text(fields[PARAM_KEY]) if PARAM_KEY in fields else None,
         reason=_text(fields.get(REASON_KEY)),
         retry_after_s=_seconds(_text(fields.get(RETRY_AFTER_KEY))),
     )

@@ -32,12 +32,8 @@ class CircuitBreaker:
         clock: Callable[[], float] = time.monotonic,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
-        """Args:
-        max_failures: how many calls in a row must fail to open it, at least 1.
-        open_s: how long it stays open, times 0.75 to 1.25 at random, so that workers do not return together.
-        clock: monotonic seconds.
-        """
-        assert max_failures >= 1, max_failures
+        """Args: open_s: how long it stays open, times 0.75 to 1.25 at random, so that workers do not return
+        together; clock: monotonic seconds."""
         self._max_failures = max_failures
         self._open_s = open_s
         self._clock = clock

@@ -1,15 +1,18 @@
-"""The committed records of the host-memory history, and the byte count of all segments in use."""
+"""The committed records of the host-memory history, the index of their prefixes, and the byte count of all
+segments in use."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvferry.shared.control.messages import ReuseSource, SessionKey
-from kvferry.shared.history.prefix import BLOCK_TOKENS, PrefixIndex, common_prefix
 from kvferry.shared.history.rows import Piece
+
+BLOCK_TOKENS = 32
+"""Prefixes shorter than one block are not found: running them costs no more than looking them up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +20,6 @@ class StoredRecord:
     """A session's committed history. Immutable; turns compare records by identity.
 
     Attributes:
-        version: grows by one with each commit of the session.
         pieces: where the tokens' KV is, in order; their lengths add up to `len(token_ids)`.
         num_exact_tokens: leading tokens whose KV prefill computed from the tokens before them alone. KV of
             generated tokens, and of what was run after them, also depends on the rows that decode had; other
@@ -25,7 +27,6 @@ class StoredRecord:
     """
 
     token_ids: tuple[int, ...]
-    version: int
     pieces: tuple[Piece, ...]
     num_exact_tokens: int
 
@@ -43,14 +44,16 @@ class RecordTable:
     Attributes:
         size_bytes: of all segments that a record or a turn names, each counted once and whole, and of staged
             rows.
+        busy: how many open turns each session has; sessions with any are not evicted.
     """
 
     def __init__(self, *, max_bytes: int) -> None:
         self.lock = threading.RLock()
         self.max_bytes = max_bytes
         self.size_bytes = 0
+        self.busy: Counter[SessionKey] = Counter()
         self._sessions: OrderedDict[SessionKey, StoredRecord] = OrderedDict()
-        self._prefixes: PrefixIndex[StoredRecord] = PrefixIndex()
+        self._prefixes = PrefixIndex()
 
     def get(self, session: SessionKey) -> StoredRecord | None:
         return self._sessions.get(session)
@@ -99,19 +102,15 @@ class RecordTable:
             self._prefixes.remove(session, record)
             self.release(record.pieces)
 
-    def add_copies(
-        self, pieces: tuple[Piece, ...], *, busy: Callable[[], Set[SessionKey]]
-    ) -> tuple[tuple[Piece, ...], int]:
-        """Count the pieces whose segments are new. The first that does not fit and all after it are left out.
-        Returns the remaining pieces and their tokens."""
-        added: list[Piece] = []
-        for piece in pieces:
+    def add_copies(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        """Count the pieces whose segments are new. The first that does not fit and all after it are left
+        out."""
+        for index, piece in enumerate(pieces):
             if piece.segment.references == 0:
-                if not self.make_room(piece.segment.size_bytes, busy=busy):
-                    break
+                if not self.make_room(piece.segment.size_bytes):
+                    return pieces[:index]
                 self.size_bytes += piece.segment.size_bytes
-            added.append(piece)
-        return tuple(added), sum(piece.length for piece in added)
+        return pieces
 
     def retain(self, pieces: Iterable[Piece]) -> None:
         """Add a reference to each piece's segment."""
@@ -126,15 +125,13 @@ class RecordTable:
             if piece.segment.references == 0:
                 self.size_bytes -= piece.segment.size_bytes
 
-    def make_room(self, num_bytes: int, *, busy: Callable[[], Set[SessionKey]]) -> bool:
-        """Evict sessions that are not busy until `num_bytes` fit. Evicts none if that would not be enough.
-
-        Args: busy: returns the sessions that have open turns.
-        """
+    def make_room(self, num_bytes: int) -> bool:
+        """Evict idle sessions until `num_bytes` fit. Evicts none if that would not be enough."""
         if self.size_bytes + num_bytes <= self.max_bytes:
             return True
-        in_turns = busy()
-        idle = [session for session in self._sessions if session not in in_turns]
+        self.busy = +self.busy  # without zeros
+        idle = [session for session in self._sessions if session not in self.busy]
+        idle.sort(key=lambda session: not session.is_implicit)
         named = Counter(piece.segment for session in idle for piece in self._sessions[session].pieces)
         evictable_bytes = sum(
             segment.size_bytes for segment, count in named.items() if count == segment.references
@@ -146,3 +143,77 @@ class RecordTable:
                 break
             self.forget(session)
         return True
+
+
+def common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Length of the longest common prefix."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    # a and b agree up to low and differ before high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class PrefixIndex:
+    """Which of an owner's records begin as a prompt does. Not thread-safe.
+
+    Records by owner and by the hash of their first 1, 2, 3, ... blocks, each hash made from the one before. A
+    hash only proposes records; how much they share is compared token by token. Records of one owner are never
+    found for another, so neither what is reused nor how long it takes tells one owner anything about another.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[tuple[str, int], dict[SessionKey, StoredRecord]] = {}
+
+    def add(self, session: SessionKey, record: StoredRecord) -> None:
+        """Make a record findable by its exact tokens."""
+        for block in _block_hashes(record.token_ids, record.num_exact_tokens):
+            self._records.setdefault((session.owner, block), {})[session] = record
+
+    def remove(self, session: SessionKey, record: StoredRecord) -> None:
+        for block in _block_hashes(record.token_ids, record.num_exact_tokens):
+            named = self._records[session.owner, block]
+            del named[session]
+            if not named:
+                del self._records[session.owner, block]
+
+    def longest(self, owner: str, token_ids: tuple[int, ...]) -> tuple[SessionKey, int] | None:
+        """The owner's session whose record shares most of its exact tokens with these, and how many; None if
+        that is less than a block."""
+        found: dict[SessionKey, StoredRecord] = {}
+        shared = 0
+        for block in _block_hashes(token_ids, len(token_ids)):
+            proposed = self._records.get((owner, block))
+            if proposed is None:
+                break
+            found, shared = proposed, shared + BLOCK_TOKENS
+        if not found:
+            return None
+        # All agree up to here and none beyond the next block, so the rest of that block decides.
+        following = token_ids[shared : shared + BLOCK_TOKENS]
+
+        def more(session: SessionKey) -> int:
+            record = found[session]
+            return common_prefix(
+                record.token_ids[shared : min(shared + BLOCK_TOKENS, record.num_exact_tokens)], following
+            )
+
+        best = max(found, key=more)
+        length = min(common_prefix(found[best].token_ids, token_ids), found[best].num_exact_tokens)
+        return (best, length) if length >= BLOCK_TOKENS else None
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+
+def _block_hashes(token_ids: tuple[int, ...], num_tokens: int) -> Iterator[int]:
+    block = 0
+    for end in range(BLOCK_TOKENS, num_tokens + 1, BLOCK_TOKENS):
+        block = hash((block, token_ids[end - BLOCK_TOKENS : end]))
+        yield block

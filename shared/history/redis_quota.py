@@ -5,6 +5,9 @@ owner's. What cannot fit even so is refused (reason "quota") and stays in host m
 changes in one step; the sum over owners is updated after it, so that several workers that write at once may
 exceed the limit by what each is writing. Entries expire with their sessions, which repairs what a crash left
 wrong.
+
+    kvferry:history:1:{owner:<owner>}:bytes | :expiry    hash, sorted set: sizes of the owner's sessions
+    kvferry:history:1:{total}:bytes | :expiry            sizes of the owners
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from typing import Any
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import StoreUnavailable
 from kvferry.shared.history.redis_client import Client, RedisLink
-from kvferry.shared.history.redis_format import owner_keys, total_keys
+from kvferry.shared.history.stored_format import FORMAT_VERSION
+
+KEY_PREFIX = f"kvferry:history:{FORMAT_VERSION}:"
 
 # Expired members go first. Returns -1 if the member alone is too large, otherwise the sum and the members,
 # least recently used first, that must be deleted to stay within the limit (0: no limit).
@@ -85,7 +90,7 @@ class RedisQuota:
         arguments = (session.session_id, size_bytes, now_ms, expiry_ms, limit or 0)
         answer: list[Any] = [-1]
         if limit != 0:
-            keys = owner_keys(session.owner)
+            keys = _keys(_member(session.owner))
             answer = self._link.call(lambda client: client.eval(_RESERVE, 2, *keys, *arguments))
         if answer[0] < 0:
             raise StoreUnavailable(
@@ -97,7 +102,7 @@ class RedisQuota:
 
     def release(self, session: SessionKey) -> None:
         """Count a session as nothing. Raises: as `RedisLink.call`."""
-        sizes, expiries = owner_keys(session.owner)
+        sizes, expiries = _keys(_member(session.owner))
 
         def forget(pipeline: Client) -> None:
             pipeline.hdel(sizes, session.session_id)
@@ -111,7 +116,7 @@ class RedisQuota:
         if not self._max_bytes:
             return None
         now_ms = self._wall_clock() * 1000
-        sizes, expiries = total_keys()
+        sizes, expiries = _keys("total")
 
         def read(pipeline: Client) -> None:
             pipeline.hgetall(sizes)
@@ -122,7 +127,7 @@ class RedisQuota:
         return max(0, self._max_bytes - others)
 
     def _set_owner(self, owner: str, size_bytes: int) -> None:
-        sizes, expiries = total_keys()
+        sizes, expiries = _keys("total")
         expiry_ms = int((self._wall_clock() + self._ttl_s) * 1000)
 
         def publish(pipeline: Client) -> None:
@@ -141,3 +146,8 @@ class RedisQuota:
 
 def _member(owner: str) -> str:
     return f"owner:{owner}"
+
+
+def _keys(what: str) -> tuple[str, str]:
+    """Keys of the sizes and expiries of an owner's sessions, or of all owners ("total")."""
+    return f"{KEY_PREFIX}{{{what}}}:bytes", f"{KEY_PREFIX}{{{what}}}:expiry"

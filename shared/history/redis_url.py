@@ -40,16 +40,13 @@ class RedisAddress:
     sentinel_credentials: dict[str, str] = field(default_factory=dict, repr=False)
 
 
-def parse_redis_url(url: str, *, name: str = "history_redis") -> RedisAddress:
-    """Args: name: the option that has the URL, for messages.
-
-    Raises: ConfigurationError: what is wrong, without the URL's credentials.
-    """
+def parse_redis_url(url: str) -> RedisAddress:
+    """Raises: ConfigurationError: what is wrong, without the URL's credentials."""
     try:
         return _address(url)
     except ValueError as error:
         raise ConfigurationError(
-            f"{name} is not a Redis URL: {error}; it must look like redis://host:6379/0, "
+            f"history_redis is not a Redis URL: {error}; it must look like redis://host:6379/0, "
             "unix:///path, redis+sentinel://host:26379/service or redis+cluster://host:6379,host:6380"
         ) from None
 

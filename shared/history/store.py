@@ -1,36 +1,34 @@
-"""The history store: every session's full KV at one prefill worker, in host memory, addressed by token ids.
+"""The history store: every session's full KV at one prefill worker, addressed by token ids.
 
     begin ──► staged turn: load(layer), append(layer)... while the prompt runs
                        │   append(layer) of the generated KV that decode returns
                        └─► commit: the session's new record  |  abort, lease: dropped
 
 Place in the request's path: the prefill engine begins a staged turn (`turn.py`) before a prompt's pass, and
-the router's commit publishes it. Nobody else sees a staged turn's rows before that. The committed records are
-in `records.py`; `tiered.py` puts Redis behind this store.
+the router's commit publishes it. Nobody else sees a staged turn's rows before that. Host memory is the first
+tier (`records.py`); the tiers behind it (`back_tier.py`) outlive the worker:
+
+    begin    the tier whose record shares the longest prefix with the prompt is continued from
+    load     rows from memory; those that it lacks from a tier behind it, and into memory
+    commit   memory first, then the tiers behind it
+
+A tier that is dead, slow, empty or damaged costs a turn a bounded wait and its stored rows, but does not fail
+it: `load` raises HistoryMiss, and the prompt is run from its token ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypedDict
+from collections.abc import Callable
+from functools import partial
 
-from kvferry.shared.control.messages import HistoryInfo, SessionKey
+from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
 from kvferry.shared.errors import InvalidRequest
-from kvferry.shared.history.records import RecordTable, StoredRecord
+from kvferry.shared.history.back_tier import BackRows, BackTier, Commit
+from kvferry.shared.history.records import RecordTable, StoredRecord, common_prefix
 from kvferry.shared.history.rows import RowPrecision
-from kvferry.shared.history.turn import StagedTurn, TurnContext, TurnState, record_info
-
-
-class StoreOptions(TypedDict):
-    """Arguments of `HistoryStore`."""
-
-    max_bytes: int
-    num_layers: int
-    turn_lease_s: float
-    clock: Callable[[], float]
-    precision: RowPrecision | None
-    on_miss: Callable[[str], None]
+from kvferry.shared.history.storage import Storage
+from kvferry.shared.history.stored_format import TierRecord
+from kvferry.shared.history.turn import StagedTurn, TurnState, record_info
 
 
 class HistoryStore:
@@ -48,8 +46,13 @@ class HistoryStore:
 
     Every byte is counted once: staged rows, and each segment for as long as a record or a turn names it,
     whole even if only a slice of it is used. Above `max_bytes` whole sessions are evicted, least recently
-    used first, but none that has an open turn. A turn that still finds no room goes on without staging, and
-    its commit publishes the reused prefix alone.
+    used first, but none that has an open turn; rows that wait to be written to another tier stay until they
+    are. A turn that still finds no room goes on without staging, and its commit publishes the reused prefix
+    alone.
+
+    Attributes:
+        turns: staged turns that are not yet committed, aborted or expired, by request id. Guarded by
+            `records.lock`.
     """
 
     def __init__(
@@ -67,38 +70,65 @@ class HistoryStore:
         turn_lease_s: a turn that nothing was appended to for this long is dropped by `sweep`.
         clock: monotonic seconds.
         precision: how rows are stored; None: as they come.
-        on_miss: called with a reason if a session that has had turns has no record here.
+        on_miss: called with a reason if a session that has had turns is in no tier, and once if a tier that
+            may have it did not answer or has a damaged record. Misses during `load` are raised instead.
         """
+        self.records = RecordTable(max_bytes=max_bytes)
+        self.turns: dict[str, StagedTurn] = {}
+        self.num_layers = num_layers
+        self.precision = precision or RowPrecision()
+        self.turn_lease_s = turn_lease_s
+        self.clock = clock
         self._on_miss = on_miss
-        self._records = RecordTable(max_bytes=max_bytes)
-        self._lock = self._records.lock
-        self._context = TurnContext(
-            records=self._records,
-            num_layers=num_layers,
-            precision=precision or RowPrecision(),
-            lease_s=turn_lease_s,
-            clock=clock,
+        self._tiers: list[BackTier] = []
+
+    def add_tier(
+        self,
+        storage: Storage,
+        *,
+        turn_timeout_s: float,
+        commit_timeout_s: float,
+        on_failure: Callable[[str], None],
+    ) -> None:
+        """Add a tier behind the present ones, before the first turn. The store closes it. Arguments as in
+        `BackTier`."""
+        self._tiers.append(
+            BackTier(
+                storage,
+                self.records,
+                turn_timeout_s=turn_timeout_s,
+                commit_timeout_s=commit_timeout_s,
+                clock=self.clock,
+                on_failure=on_failure,
+            )
         )
 
     @property
     def size_bytes(self) -> int:
         """Host memory in use."""
-        return self._records.size_bytes
+        return self.records.size_bytes
 
     @property
     def max_bytes(self) -> int:
         """Limit on `size_bytes`."""
-        return self._records.max_bytes
+        return self.records.max_bytes
 
     @property
     def tier_bytes(self) -> dict[str, Callable[[], int]]:
-        """Functions that return the bytes in each tier: "memory", "redis"."""
-        return {"memory": lambda: self.size_bytes}
+        """Functions that return the bytes in each tier, by its name; those behind memory as of this worker's
+        last write or deletion there, of all workers' sessions."""
+        behind = {tier.name: partial(getattr, tier.storage, "size_bytes") for tier in self._tiers}
+        return {"memory": lambda: self.size_bytes, **behind}
+
+    @property
+    def tier_waiting(self) -> dict[str, Callable[[], int]]:
+        """Functions that return how many committed turns are not written to each tier behind memory yet."""
+        return {tier.name: partial(getattr, tier, "num_waiting") for tier in self._tiers}
 
     def record(self, session: SessionKey) -> StoredRecord | None:
-        """The session's committed record."""
-        with self._lock:
-            return self._records.get(session)
+        """The session's committed record in memory."""
+        with self.records.lock:
+            return self.records.get(session)
 
     def begin(
         self,
@@ -116,79 +146,114 @@ class HistoryStore:
         former turn.
 
         Args:
-            method: the turn's compression method, stored with the record in Redis.
+            method: the turn's compression method, stored with the record behind memory.
             document: a record of the same owner that may be continued from as if it were the session's own.
             num_observed: how many of the prompt's last tokens must be run if another session's record is
                 continued from, so that the method observes the same queries; None: other sessions' records
-                are not used.
+                are not used. They are looked up in memory only.
             has_history: whether the session has had turns; if nothing is stored for it, that is counted as a
                 miss.
 
         Raises: InvalidRequest: the prompt is empty, another session's turn has this request id, or the
-        document
-            belongs to another owner.
+            document belongs to another owner.
         """
         if not prompt_token_ids:
             raise InvalidRequest("the prompt has 0 tokens; it must have at least 1")
         if document is not None and document.owner != session.owner:
             raise InvalidRequest("the document belongs to another owner")
-        with self._lock:
-            former = self._context.turns.get(request_id)
+        with self.records.lock:
+            former = self.turns.get(request_id)
             if former is not None and former.session != session:
                 raise InvalidRequest(f"request id {request_id!r} is in use by another session's turn")
             if former is not None:
                 former.abort()
-            found = self._records.find(session, prompt_token_ids, document, num_observed)
-            turn = StagedTurn(self._context, session, request_id, prompt_token_ids, found)
-        if has_history and turn.is_first:
-            self._on_miss("absent")
+            found = self.records.find(session, prompt_token_ids, document, num_observed)
+            turn = StagedTurn(self, session, request_id, prompt_token_ids, found)
+        tiers = [] if session.is_implicit else self._tiers
+        looked_up = [(tier, *tier.look_up(session)) for tier in tiers]
+        if turn.is_first and not any(record for _, record, _ in looked_up):
+            problems = [problem for _, _, problem in looked_up if problem]
+            if problems:
+                self._on_miss(problems[0])
+            elif any(tier.wrote(session) for tier in self._tiers):
+                self._on_miss("evicted")
+            elif has_history:
+                self._on_miss("absent")
+        answered = {tier: record for tier, record, problem in looked_up if problem != tier.unavailable}
+        candidates = [(tier, session, record) for tier, record in answered.items()]
+        if document is not None and turn.reuse_source != "document":
+            candidates += [(tier, document, tier.look_up(document)[0]) for tier in answered]
+        fences = {tier: record.fence if record is not None else b"" for tier, record in answered.items()}
+
+        def replicate(record: StoredRecord, rebuild: bool) -> list[Callable[[], None]]:
+            return [
+                tier.write(
+                    session, Commit(record=record, fence=fences.get(tier), rebuild=rebuild, method=method)
+                )
+                for tier in tiers
+            ]
+
+        turn.attach(self._longest_prefix(turn, prompt_token_ids, candidates), replicate)
         return turn
 
     def turn(self, request_id: str) -> StagedTurn | None:
         """The turn that this request began, until it is committed, aborted or expired."""
-        with self._lock:
-            return self._context.turns.get(request_id)
+        with self.records.lock:
+            return self.turns.get(request_id)
 
     def info(self, session: SessionKey) -> HistoryInfo:
-        """What is stored for the session; tier "none" if nothing is."""
-        return record_info(self.record(session))
+        """What the first tier that has the session stores of it; tier "none" if none has it."""
+        info = record_info(self.record(session))
+        for tier in self._tiers:
+            if not info.num_tokens:
+                info = tier.info(session)
+        return info
 
     def drop(self, session: SessionKey) -> HistoryInfo:
         """Delete the session's history; returns what was stored. Its open turns will not commit:
-        SessionNotFound."""
-        with self._lock:
-            info = record_info(self._records.get(session))
-            self._records.forget(session)
-            for turn in self._context.turns.values():
+        SessionNotFound. A tier that does not answer deletes its part when it does."""
+        info = self.info(session)
+        with self.records.lock:
+            self.records.forget(session)
+            for turn in self.turns.values():
                 if turn.session == session and turn.is_open:
                     turn.end(TurnState.DROPPED)
-            return info
-
-    def evict(self, session: SessionKey) -> None:
-        """Remove a session's record. Unlike `drop` its open turns go on, but they will not commit."""
-        with self._lock:
-            self._records.forget(session)
-
-    @contextmanager
-    def pinned(self, session: SessionKey) -> Iterator[StoredRecord | None]:
-        """The session's record, whose rows are not freed before the block ends."""
-        with self._lock:
-            record = self._records.get(session)
-            self._records.retain(record.pieces if record is not None else ())
-        try:
-            yield record
-        finally:
-            with self._lock:
-                self._records.release(record.pieces if record is not None else ())
+        for wait in [tier.delete(session) for tier in self._tiers if not session.is_implicit]:
+            wait()
+        return info
 
     def sweep(self) -> int:
-        """Drop turns whose lease has expired; returns how many. Called periodically."""
-        with self._lock:
-            now_s = self._context.clock()
-            expired = [turn for turn in self._context.turns.values() if turn.deadline_s <= now_s]
+        """Drop turns whose lease has expired; returns how many. Retries deletions that a tier has not taken
+        yet. Called periodically."""
+        for tier in self._tiers:
+            tier.sweep()
+        with self.records.lock:
+            now_s = self.clock()
+            expired = [turn for turn in self.turns.values() if turn.deadline_s <= now_s]
             for turn in expired:
                 turn.end(TurnState.EXPIRED)
             return len(expired)
 
     def close(self) -> None:
         """Finish pending writes, in bounded time. Idempotent."""
+        for tier in self._tiers:
+            tier.close()
+
+    def _longest_prefix(
+        self,
+        turn: StagedTurn,
+        prompt: tuple[int, ...],
+        candidates: list[tuple[BackTier, SessionKey, TierRecord | None]],
+    ) -> BackRows | None:
+        """The rows after those of memory, from the record that has most of the prompt, the first tier's among
+        equals; None if none has more than memory."""
+        start = stop = turn.reused_tokens
+        rows = None
+        for tier, session, record in candidates:
+            if record is not None and tier.storage.shape.serves(record):
+                length = min(common_prefix(record.token_ids, prompt), len(prompt) - 1)
+                if length > stop:
+                    stop = length
+                    source: ReuseSource = "session" if session == turn.session else "document"
+                    rows = tier.rows(session, record, start, stop, source=source)
+        return rows

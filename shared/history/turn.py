@@ -10,26 +10,27 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import structlog
 from torch import Tensor
 
 from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
 from kvferry.shared.errors import HistoryMiss, InvalidRequest, SessionBusy, SessionNotFound
-from kvferry.shared.history.prefix import common_prefix
-from kvferry.shared.history.records import RecordTable, StoredRecord
-from kvferry.shared.history.remote_rows import RemoteRows
+from kvferry.shared.history.back_tier import BackRows
+from kvferry.shared.history.records import StoredRecord, common_prefix
 from kvferry.shared.history.rows import (
     LayerKV,
     Piece,
     RowChunk,
-    RowPrecision,
     Segment,
     chunk_rows,
     first_pieces,
     piece_chunks,
 )
+
+if TYPE_CHECKING:
+    from kvferry.shared.history.store import HistoryStore
 
 log = structlog.get_logger(__name__)
 
@@ -43,25 +44,6 @@ class TurnState(enum.Enum):
     ABORTED = "aborted"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TurnContext:
-    """What all staged turns of one store share.
-
-    Attributes:
-        turns: those not yet committed, aborted or expired, by request id. Guarded by `records.lock`.
-        precision: how rows are stored.
-        lease_s: a turn that nothing was appended to for this long expires.
-        clock: monotonic seconds.
-    """
-
-    records: RecordTable
-    num_layers: int
-    precision: RowPrecision
-    lease_s: float
-    clock: Callable[[], float]
-    turns: dict[str, StagedTurn] = field(default_factory=dict)
-
-
 class StagedTurn:
     """Owned by the request that began it. Thread-safe: it uses the store's lock, but copies KV without it.
 
@@ -73,9 +55,9 @@ class StagedTurn:
                                                   commit publishes the reused prefix alone
 
         tokens   0 ......... m ............. r ........... prompt ....... generated
-                 memory      Redis, adopted   run by prefill  returned by decode
+                 memory    another tier    run by prefill  returned by decode
 
-    While OPEN or OVERFLOWED it holds references on the pieces that it reuses, so that neither eviction nor
+    While OPEN or OVERFLOWED it has references on the pieces that it reuses, so that neither eviction nor
     another turn's commit frees them. Rows appended in any other state are ignored: the commit fails.
 
     Attributes:
@@ -84,7 +66,7 @@ class StagedTurn:
 
     def __init__(
         self,
-        context: TurnContext,
+        store: HistoryStore,
         session: SessionKey,
         request_id: str,
         prompt_token_ids: tuple[int, ...],
@@ -94,9 +76,9 @@ class StagedTurn:
         self.session = session
         self.request_id = request_id
         self._memory_source, record, self._memory_tokens = found
-        self.deadline_s = context.clock() + context.lease_s
-        self._context = context
-        self._records = context.records
+        self.deadline_s = store.clock() + store.turn_lease_s
+        self._store = store
+        self._records = store.records
         self._prompt = prompt_token_ids
         # The commit replaces this record of the session and no other.
         self._base = self._records.get(session)
@@ -105,15 +87,14 @@ class StagedTurn:
             min(self._memory_tokens, record.num_exact_tokens) if record is not None else 0
         )
         self._adopted = False  # rows of another tier are not known to be exact
-        self._remote: RemoteRows | None = None
-        self._replicate: Callable[[bool], None] | None = None
+        self._back_rows: BackRows | None = None
+        self._replicate: Callable[[StoredRecord, bool], list[Callable[[], None]]]
         self._rebuild = False
-        self._staged: list[list[RowChunk]] = [[] for _ in range(context.num_layers)]
-        self._staged_tokens = [0] * context.num_layers
-        self._staged_bytes = 0
+        self._clear_staged()
         self._state = TurnState.OPEN
         self._records.retain(self._pieces)
-        context.turns[request_id] = self
+        self._records.busy[session] += 1
+        store.turns[request_id] = self
 
     @property
     def is_first(self) -> bool:
@@ -127,28 +108,32 @@ class StagedTurn:
     @property
     def reused_tokens(self) -> int:
         """How many of the prompt's first tokens the turn continues from."""
-        return self._memory_tokens + (self._remote.num_tokens if self._remote is not None else 0)
+        return self._memory_tokens + (self._back_rows.num_tokens if self._back_rows is not None else 0)
 
     @property
     def reuse_source(self) -> ReuseSource:
         """Whose record the turn continues from."""
-        return self._remote.source if self._remote is not None else self._memory_source
+        return self._back_rows.source if self._back_rows is not None else self._memory_source
 
     @property
     def reused_by_tier(self) -> dict[str, int]:
-        """`reused_tokens` by where their rows come from: "memory", "redis"."""
-        remote = {"redis": self._remote.num_tokens} if self._remote is not None else {}
-        return {"memory": self._memory_tokens, **remote}
+        """`reused_tokens` by where their rows come from, memory first."""
+        rows = self._back_rows
+        return {"memory": self._memory_tokens} | ({rows.tier: rows.num_tokens} if rows is not None else {})
 
-    def attach(self, *, remote: RemoteRows | None, replicate: Callable[[bool], None]) -> None:
-        """Add a second tier, before anything is loaded.
+    def attach(
+        self,
+        rows: BackRows | None,
+        replicate: Callable[[StoredRecord, bool], list[Callable[[], None]]],
+    ) -> None:
+        """Add the tiers behind memory, before anything is loaded.
 
         Args:
-            remote: the tokens' rows that follow those which host memory has.
-            replicate: called after a commit; its argument says whether the other tier's rows turned out to be
-                lost.
+            rows: of the tokens that follow those which host memory has.
+            replicate: called with a committed record, and whether `rows` turned out to be lost. Returns
+                functions that wait until the tiers have the record.
         """
-        self._remote, self._replicate = remote, replicate
+        self._back_rows, self._replicate = rows, replicate
 
     def load(self, layer: int) -> LayerKV | None:
         """K and V `[H_kv, reused_tokens, D]`, or None if nothing is reused. Must not be written to.
@@ -160,8 +145,8 @@ class StagedTurn:
                 raise self._over(f"history of request {self.request_id} is gone: its turn is")
             pieces = self._pieces
         chunks = piece_chunks(pieces, layer)
-        if self._remote is not None:
-            fetched = self._remote.load(layer)
+        if self._back_rows is not None:
+            fetched = self._back_rows.load(layer)
             with self._records.lock:
                 self._adopted = True
                 for chunk in fetched:
@@ -180,7 +165,7 @@ class StagedTurn:
             raise HistoryMiss(f"the turn of request {self.request_id} is already committed", reason="late")
         if self._state is not TurnState.OPEN or keys.shape[1] == 0:
             return
-        chunk = self._context.precision.encode(keys, values)
+        chunk = self._store.precision.encode(keys, values)
         with self._records.lock:
             self._stage(layer, chunk)
 
@@ -189,9 +174,9 @@ class StagedTurn:
         turn may commit does not change."""
         with self._records.lock:
             self._release_rows()
-            if self._remote is not None:
-                self._remote.cancel()
-                self._remote, self._rebuild = None, True
+            if self._back_rows is not None:
+                self._back_rows.cancel()
+                self._back_rows, self._rebuild = None, True
             self._memory_tokens = self._num_exact_reused = 0
             self._adopted = False
 
@@ -205,8 +190,8 @@ class StagedTurn:
             HistoryMiss: the turn is already over.
             InvalidRequest: `token_ids` contradict the prompt that the staged rows belong to.
         """
-        if self._remote is not None:
-            self._remote.cancel()
+        if self._back_rows is not None:
+            self._back_rows.cancel()
         reused = self._own_pieces()
         with self._records.lock:
             if self._state is TurnState.DROPPED:
@@ -219,16 +204,17 @@ class StagedTurn:
             except (SessionBusy, InvalidRequest):
                 self.abort()
                 raise
-            info = record_info(self._publish(token_ids, reused))
-        if self._replicate is not None:
-            self._replicate(self._rebuild)
-        return info
+            record = self._publish(token_ids, reused)
+            waits = self._replicate(record, self._rebuild) if record is not None else []
+        for wait in waits:
+            wait()
+        return record_info(record)
 
     def abort(self) -> None:
         """Drop what was staged. Idempotent; does nothing after a commit."""
         with self._records.lock:
-            if self._remote is not None:
-                self._remote.cancel()
+            if self._back_rows is not None:
+                self._back_rows.cancel()
             if self._state is not TurnState.COMMITTED:
                 self.end(TurnState.ABORTED)
 
@@ -237,9 +223,10 @@ class StagedTurn:
         with self._records.lock:
             self._release_rows()
             self._state = state
-            turns = self._context.turns
+            turns = self._store.turns
             if state is not TurnState.DROPPED and turns.get(self.request_id) is self:
                 del turns[self.request_id]
+                self._records.busy[self.session] -= 1
 
     def _over(self, what: str) -> HistoryMiss:
         return HistoryMiss(f"{what} {self._state.value}", reason=self._state.value)
@@ -261,7 +248,7 @@ class StagedTurn:
     def _stage(self, layer: int, chunk: RowChunk) -> None:
         if self._state is not TurnState.OPEN:
             return
-        if not self._records.make_room(chunk.size_bytes, busy=self._busy):
+        if not self._records.make_room(chunk.size_bytes):
             log.warning("history has no room for a turn", request_id=self.request_id)
             self._unstage()
             self._state = TurnState.OVERFLOWED
@@ -270,10 +257,7 @@ class StagedTurn:
         self._staged_bytes += chunk.size_bytes
         self._staged[layer].append(chunk)
         self._staged_tokens[layer] += chunk.num_tokens
-        self.deadline_s = self._context.clock() + self._context.lease_s
-
-    def _busy(self) -> set[SessionKey]:
-        return {turn.session for turn in self._context.turns.values()}
+        self.deadline_s = self._store.clock() + self._store.turn_lease_s
 
     def _check_commit(self, token_ids: tuple[int, ...]) -> None:
         if self._records.get(self.session) is not self._base:
@@ -284,7 +268,8 @@ class StagedTurn:
     def _publish(self, token_ids: tuple[int, ...], reused: tuple[Piece, ...]) -> StoredRecord | None:
         """Replace the session's record by the reused prefix and, as one new segment, the staged rows."""
         records = self._records
-        pieces, num_tokens = records.add_copies(first_pieces(reused, len(token_ids)), busy=self._busy)
+        pieces = records.add_copies(first_pieces(reused, len(token_ids)))
+        num_tokens = sum(piece.length for piece in pieces)
         if num_tokens == self._memory_tokens:
             num_new = min(len(token_ids) - num_tokens, *self._staged_tokens)
             if num_new > 0:
@@ -293,7 +278,6 @@ class StagedTurn:
                 pieces = (*pieces, Piece(segment=segment, length=num_new))
                 num_tokens += num_new
         records.retain(pieces)
-        version = self._base.version + 1 if self._base is not None else 1
         records.forget(self.session)
         record = None
         if num_tokens > 0:
@@ -302,7 +286,6 @@ class StagedTurn:
                 exact = len(self._prompt)
             record = StoredRecord(
                 token_ids=token_ids[:num_tokens],
-                version=version,
                 pieces=pieces,
                 num_exact_tokens=min(exact, num_tokens),
             )
@@ -317,9 +300,12 @@ class StagedTurn:
 
     def _unstage(self) -> None:
         self._records.size_bytes -= self._staged_bytes
+        self._clear_staged()
+
+    def _clear_staged(self) -> None:
         self._staged_bytes = 0
-        self._staged_tokens = [0] * self._context.num_layers
-        self._staged = [[] for _ in range(self._context.num_layers)]
+        self._staged_tokens = [0] * self._store.num_layers
+        self._staged: list[list[RowChunk]] = [[] for _ in range(self._store.num_layers)]
 
 
 def record_info(record: StoredRecord | None) -> HistoryInfo:

@@ -41,7 +41,7 @@ class DecodeAttention(Protocol):
 
 
 class LanguageModel(Protocol):
-    """A loaded model. Not thread-safe: one pass at a time."""
+    """A loaded model. Not thread-safe, but a prefill may run within another one, between two operations."""
 
     @property
     def spec(self) -> ModelSpec: ...

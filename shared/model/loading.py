@@ -6,21 +6,22 @@ Called once when a worker starts. It loads safetensors only: no code from the ch
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 
 from kvferry.shared.errors import ConfigurationError, UnsupportedModel
-from kvferry.shared.model.attention import ATTENTION_NAME, attention_forward
-from kvferry.shared.model.bridge import TransformersModel
-from kvferry.shared.model.fingerprint import model_fingerprint, weight_files
-from kvferry.shared.model.location import quiet_libraries, resolve_model_path
+from kvferry.shared.model.bridge import ATTENTION_NAME, TransformersModel, attention_forward
+from kvferry.shared.model.checkpoint import (
+    model_fingerprint,
+    quiet_libraries,
+    read_eos_token_ids,
+    resolve_model_path,
+    weight_files,
+)
 from kvferry.shared.model.rotary import find_key_rotation
-from kvferry.shared.model.spec import DTYPE_BYTES, DTypeName, ModelSpec
-from kvferry.shared.model.support import AttentionShape, check_config, probe_attention
-from kvferry.shared.model.tokenizer import read_eos_token_ids
-
-_DTYPES: dict[str, DTypeName] = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
+from kvferry.shared.model.spec import TORCH_DTYPES, DTypeName, ModelSpec
+from kvferry.shared.model.support import check_config, probe_attention
 
 
 def load_model(
@@ -45,8 +46,8 @@ def load_model(
         UnsupportedModel: the model needs an unsupported feature; the message names it.
     """
     target = _resolve_device(device)
-    if dtype != "auto" and dtype not in _DTYPES:
-        raise ConfigurationError(f"dtype is {dtype!r}; it must be auto, {', '.join(_DTYPES)}")
+    if dtype != "auto" and dtype not in TORCH_DTYPES:
+        raise ConfigurationError(f"dtype is {dtype!r}; it must be auto, {', '.join(TORCH_DTYPES)}")
     if dtype == "auto" and target.type == "cpu":
         dtype = "float32"
     folder = resolve_model_path(path_or_id, weights=True)
@@ -62,15 +63,20 @@ def load_model(
             _prepare_cuda(target)
         model = _load_weights(folder, config, dtype).to(target)
         dtype_name = _dtype_name(model.dtype)
-        return _bridge(
-            model,
+        spec = ModelSpec(
             name=name or Path(path_or_id).name,
+            fingerprint=model_fingerprint(folder, dtype=dtype_name),
             num_layers=int(text_config.num_hidden_layers),
+            num_heads=0,
+            num_kv_heads=0,
+            head_dim=0,
+            vocab_size=int(text_config.vocab_size),
             max_model_len=max_model_len,
             dtype=dtype_name,
-            fingerprint=model_fingerprint(folder, dtype=dtype_name),
             eos_token_ids=_eos_token_ids(folder),
         )
+        spec, keys = probe_attention(TransformersModel(model, spec))
+        return TransformersModel(model, spec, find_key_rotation(model, keys))
 
 
 def checkpoint_dtype(path_or_id: str | Path) -> DTypeName:
@@ -83,38 +89,6 @@ def checkpoint_dtype(path_or_id: str | Path) -> DTypeName:
     with quiet_libraries():
         config = _load_config(folder, str(path_or_id))
     return _dtype_name(config.dtype or config.get_text_config().dtype)
-
-
-def _bridge(
-    model: Any,
-    *,
-    name: str,
-    num_layers: int,
-    max_model_len: int,
-    dtype: DTypeName,
-    fingerprint: str,
-    eos_token_ids: tuple[int, ...],
-) -> TransformersModel:
-    """The model, with the shapes that its attention had in a probe as its spec."""
-
-    def spec(shape: AttentionShape) -> ModelSpec:
-        return ModelSpec(
-            name=name,
-            fingerprint=fingerprint,
-            num_layers=num_layers,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            vocab_size=shape.vocab_size,
-            max_model_len=max_model_len,
-            dtype=dtype,
-            eos_token_ids=eos_token_ids,
-        )
-
-    unknown = AttentionShape(num_heads=0, num_kv_heads=0, head_dim=0, vocab_size=0)
-    shape = probe_attention(TransformersModel(model, spec(unknown)), num_layers=num_layers)
-    bridge = TransformersModel(model, spec(shape))
-    return TransformersModel(model, spec(shape), find_key_rotation(model, bridge))
 
 
 def _load_config(folder: Path, path_or_id: str) -> Any:
@@ -141,7 +115,7 @@ def _load_weights(folder: Path, config: Any, dtype: str) -> Any:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
-            dtype="auto" if dtype == "auto" else getattr(torch, dtype),
+            dtype=dtype if dtype == "auto" else TORCH_DTYPES[dtype],
             attn_implementation=ATTENTION_NAME,
             use_safetensors=True,
             trust_remote_code=False,
@@ -205,12 +179,12 @@ def _resolve_max_model_len(config: Any, requested: int, own: int) -> int:
 
 
 def _dtype_name(dtype: torch.dtype | str | None) -> DTypeName:
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPE_BYTES:
-        raise ConfigurationError(
-            f"the checkpoint's dtype is {name}; set dtype to one of {', '.join(_DTYPES)}"
-        )
-    return _DTYPES[name]
+    for name in get_args(DTypeName):
+        if str(dtype).removeprefix("torch.") == name:
+            return cast(DTypeName, name)
+    raise ConfigurationError(
+        f"the checkpoint's dtype is {dtype}; set dtype to one of {', '.join(TORCH_DTYPES)}"
+    )
 
 
 def _eos_token_ids(folder: Path) -> tuple[int, ...]:

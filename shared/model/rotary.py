@@ -15,12 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kvferry.shared.model.interface import LanguageModel
-
 Layout = Literal["halves", "interleaved"]
 """The channels of pair j of R rotated channels: (j, j + R/2), or (2j, 2j + 1)."""
 
-_MAX_PROBE_TOKENS = 8
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -62,13 +59,13 @@ class KeyRotation:
         return restored
 
 
-def find_key_rotation(model: Any, bridge: LanguageModel) -> KeyRotation | None:
+def find_key_rotation(model: Any, keys: Tensor) -> KeyRotation | None:
     """The rotation of a model's keys, or None if it cannot be undone.
 
     The first layer's key of a token depends on the position only through the rotation. So the right layout is
     the one in which each probe token has the same key at two positions.
 
-    Args: model: a transformers causal language model; bridge: the same model with our attention.
+    Args: model: a transformers causal language model; keys: of its first layer, see `probe_attention`.
     """
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     if not isinstance(rotary, nn.Module):
@@ -76,41 +73,16 @@ def find_key_rotation(model: Any, bridge: LanguageModel) -> KeyRotation | None:
     layer_types = None
     if "layer_type" in inspect.signature(rotary.forward).parameters:
         layer_types = model.config.get_text_config().layer_types
-    observer = _FirstKeys()
-    bridge.prefill(_probe_tokens(bridge), start=0, observer=observer)
-    assert observer.keys is not None
-    cos, _ = _cos_sin(rotary, observer.keys, layer_types[0] if layer_types else None)
-    if not 2 <= cos.shape[1] <= observer.keys.shape[2] or cos.shape[1] % 2:
+    cos, _ = _cos_sin(rotary, keys, layer_types[0] if layer_types else None)
+    if not 2 <= cos.shape[1] <= keys.shape[2] or cos.shape[1] % 2:
         return None
     angles: Layout = "halves" if torch.equal(*_pairs(cos, "halves")) else "interleaved"
     layouts: tuple[Layout, ...] = ("halves", "interleaved")
     for channels in layouts:
         rotation = KeyRotation(rotary, layer_types=layer_types, angles=angles, channels=channels)
-        if _is_position_free(rotation.undo(0, observer.keys), _TOLERANCE[bridge.dtype]):
+        if _is_position_free(rotation.undo(0, keys), _TOLERANCE[keys.dtype]):
             return rotation
     return None
-
-
-class _FirstKeys:
-    """Records the first layer's keys."""
-
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-
-    def history(self, layer: int) -> None:
-        return None
-
-    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        if layer == 0:
-            self.keys = keys.clone()
-
-
-def _probe_tokens(bridge: LanguageModel) -> Tensor:
-    """A few tokens, each twice. Token 0 is not used: padding has a key of zeros."""
-    spec = bridge.spec
-    num_tokens = min(_MAX_PROBE_TOKENS, spec.max_model_len // 2)
-    step = spec.vocab_size // (num_tokens + 1)
-    return torch.arange(1, num_tokens + 1, device=bridge.device).mul(step).repeat(2)
 
 
 def _cos_sin(rotary: nn.Module, keys: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:

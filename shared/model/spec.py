@@ -16,7 +16,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES: dict[str, int] = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,21 +1,21 @@
 """The supported models: decoders with causal rotary attention. Others are refused with the feature's name.
 
 Dropping some tokens' K and V is only valid if a token affects later ones through attention alone, and if
-attention treats all earlier tokens alike. The configuration is checked before weights are read. The rest is
-checked in every attention call, first in the probe at load time.
+attention treats all earlier tokens alike. The configuration is checked before weights are read. `bridge.py`
+checks the rest in every attention call, first in the probe at load time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvferry.shared.errors import UnsupportedModel
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.spec import ModelSpec
 
 _RECURRENT_KEYS = (
     "mamba_d_state",
@@ -26,17 +26,7 @@ _RECURRENT_KEYS = (
 )
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-_UNSUPPORTED_ARGUMENTS = {
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
-    "softcap": "attention logit soft-capping",
-    "position_bias": "position biases",
-    "alibi": "ALiBi positions",
-}
-
-
-class _HasWindow(Protocol):
-    max_model_len: int
+_MAX_PROBE_TOKENS = 8
 
 
 def check_config(config: Any, *, max_model_len: int) -> None:
@@ -121,59 +111,52 @@ def _unsupported_rope(config: Any, max_model_len: int) -> str | None:
     return None
 
 
-def check_attention_call(
-    module: nn.Module,
-    attention_mask: Tensor | None,
-    arguments: Mapping[str, Any],
-    *,
-    key_dim: int,
-    value_dim: int,
-    current: _HasWindow,
-) -> int:
-    """Check one call of the attention; returns the layer's index.
+def probe_attention(model: LanguageModel) -> tuple[ModelSpec, Tensor]:
+    """Run a few tokens and check that every layer calls our attention once, in order, with the same shapes.
 
-    Args:
-        arguments: the attention function's keyword arguments.
+    Args: model: of its spec, head counts and sizes are not used.
 
-    Raises: UnsupportedModel naming the feature.
+    Returns: the spec with the shapes that were measured; the first layer's keys `[H_kv, 2n, D]` of n tokens,
+        each at two positions.
+
+    Raises: UnsupportedModel if not.
     """
-    layer = getattr(module, "layer_idx", None)
-    name = type(module).__name__
-    if not isinstance(layer, int):
-        raise UnsupportedModel(f"{name} has no layer_idx; attention modules must know their layer")
-    for argument, feature in _UNSUPPORTED_ARGUMENTS.items():
-        if arguments.get(argument) is not None:
-            raise UnsupportedModel(f"{name} uses {feature} ({argument}), which is not supported")
-    window = arguments.get("sliding_window")
-    if window is not None and 0 < window < current.max_model_len:
+    spec, probe = model.spec, _Probe()
+    num_tokens = min(_MAX_PROBE_TOKENS, spec.max_model_len // 2)
+    step = spec.vocab_size // (num_tokens + 1)
+    # Token 0 is not used: padding has a key of zeros.
+    token_ids = torch.arange(1, num_tokens + 1, device=model.device).mul(step).repeat(2)
+    try:
+        logits = model.prefill(token_ids, start=0, observer=probe)
+    except TypeError as error:
+        raise UnsupportedModel(f"the model's forward lacks an argument that we need: {error}") from error
+    if probe.layers != list(range(spec.num_layers)):
         raise UnsupportedModel(
-            f"{name} uses a sliding window (sliding_window {window}), which is not supported"
+            f"attention was called for layers {probe.layers} of {spec.num_layers}; it must be called "
+            "through transformers' attention interface once in every layer, in order"
         )
-    if attention_mask is not None:
-        raise UnsupportedModel(f"{name} passes an attention mask; only plain causal attention is supported")
-    if not getattr(module, "is_causal", True):
-        raise UnsupportedModel(f"{name} is not causal; only plain causal attention is supported")
-    if key_dim != value_dim:
+    if len(set(probe.shapes)) != 1:
         raise UnsupportedModel(
-            f"{name} has keys of size {key_dim} and values of size {value_dim}; must be equal"
+            f"layers differ in (KV heads, group size, head size): {sorted(set(probe.shapes))}"
         )
-    return layer
+    num_kv_heads, group_size, head_dim = probe.shapes[0]
+    measured = replace(
+        spec,
+        num_heads=num_kv_heads * group_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=logits.shape[0],
+    )
+    return measured, probe.keys[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionShape:
-    """Shapes measured in a probe."""
+class _Probe:
+    """Records what each layer's attention is called with."""
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-
-
-class _ShapeObserver:
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int, int]] = []
         self.layers: list[int] = []
+        self.keys: list[Tensor] = []
 
     def history(self, layer: int) -> None:
         return None
@@ -181,32 +164,4 @@ class _ShapeObserver:
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         self.layers.append(layer)
         self.shapes.append((queries.shape[0], queries.shape[1], queries.shape[3]))
-
-
-def probe_attention(model: LanguageModel, *, num_layers: int) -> AttentionShape:
-    """Run two tokens and check that every layer calls our attention once, in order, with the same shapes.
-
-    Raises: UnsupportedModel if not.
-    """
-    observer = _ShapeObserver()
-    token_ids = torch.zeros(2, dtype=torch.int64, device=model.device)
-    try:
-        logits = model.prefill(token_ids, start=0, observer=observer)
-    except TypeError as error:
-        raise UnsupportedModel(f"the model's forward lacks an argument that we need: {error}") from error
-    if observer.layers != list(range(num_layers)):
-        raise UnsupportedModel(
-            f"attention was called for layers {observer.layers} of {num_layers}; it must be called "
-            "through transformers' attention interface once in every layer, in order"
-        )
-    if len(set(observer.shapes)) != 1:
-        raise UnsupportedModel(
-            f"layers differ in (KV heads, group size, head size): {sorted(set(observer.shapes))}"
-        )
-    num_kv_heads, group_size, head_dim = observer.shapes[0]
-    return AttentionShape(
-        num_heads=num_kv_heads * group_size,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        vocab_size=logits.shape[0],
-    )
+        self.keys.append(keys.clone())

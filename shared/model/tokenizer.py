@@ -1,10 +1,15 @@
-"""Text to token ids and back, and the chat template, for router and decode worker.
+"""Text to token ids and back, the chat template, and prompts of conversations, for router and decode worker.
 
 Prompts of ordinary text have exactly the ids of `apply_chat_template`. There is one exception: if a message's
 content spells a special token (`<|end|>`), the rendered text is split inside that spelling and the pieces are
 tokenized separately, so that it stays text and cannot fake a message's end. Markers that a template writes as
 plain text (`[INST]` of some models) are not special tokens and cannot be told from content; they are not
 protected.
+
+Tokenizing a generated text does not always give the token ids that were generated. The prompt of a session's
+next turn therefore has recorded token ids as far as possible, and only the rest is rendered. A prompt that
+starts with the recorded ids finds all of their KV in the history, whether the client sends only new messages
+or the whole conversation. The router stores the records.
 """
 
 from __future__ import annotations
@@ -12,12 +17,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from kvferry.shared.errors import ConfigurationError, InvalidRequest, UnsupportedModel
-from kvferry.shared.model.location import quiet_libraries, resolve_model_path
+from kvferry.shared.model.checkpoint import quiet_libraries, read_eos_token_ids, resolve_model_path
 
 Message = Mapping[str, str]
 """`role` and `content`, both text."""
@@ -227,16 +233,74 @@ class ChatTokenizer:
         return ids
 
 
-def read_eos_token_ids(folder: Path, tokenizer: Any = None) -> tuple[int, ...]:
-    """Ids that end a completion: those of generation_config.json, config.json and the tokenizer, in order."""
-    found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            value = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-            found += value if isinstance(value, list) else [] if value is None else [value]
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        found.append(tokenizer.eos_token_id)
-    return tuple(dict.fromkeys(found))
+@dataclass(frozen=True, kw_only=True)
+class RecordedConversation:
+    """A conversation as text and as the token ids that were really used.
+
+    Attributes:
+        messages: (role, text), including the last completion.
+        token_ids: prompt and completion of the last turn.
+        assistant_ends: for each assistant message of `messages`, in order: the number of `token_ids` up to
+            the end of its content; 0 if its ids are not known, because a client wrote it.
+    """
+
+    messages: tuple[tuple[str, str], ...]
+    token_ids: tuple[int, ...]
+    assistant_ends: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedConversation:
+    """A prompt.
+
+    Attributes:
+        token_ids: up to the beginning of the next assistant message.
+        assistant_ends: as in RecordedConversation, for the assistant messages in the prompt. The next record
+            has these and, for the new message, the length of prompt plus completion.
+    """
+
+    token_ids: tuple[int, ...]
+    assistant_ends: tuple[int, ...]
+
+
+def render_conversation(
+    tokenizer: ChatTokenizer, messages: Sequence[Message], *, recorded: RecordedConversation | None = None
+) -> RenderedConversation:
+    """The prompt of a whole conversation, reusing recorded ids up to the last recorded answer in it.
+
+    Args:
+        messages: the whole conversation, including recorded messages.
+        recorded: the session's record, if there is one.
+
+    Raises: InvalidRequest for roles that the template refuses.
+    """
+    num_assistants = sum(message["role"] == "assistant" for message in messages)
+    match = _last_match(messages, recorded) if recorded is not None else None
+    if recorded is not None and match is not None:
+        index, rank = match
+        reused = recorded.token_ids[: recorded.assistant_ends[rank]]
+        rest = tokenizer.render_after(messages, index, last_token_id=reused[-1])
+        if rest is not None:
+            ends = recorded.assistant_ends[: rank + 1]
+            return RenderedConversation(
+                token_ids=(*reused, *rest), assistant_ends=ends + (0,) * (num_assistants - len(ends))
+            )
+    return RenderedConversation(
+        token_ids=tuple(tokenizer.render(messages)), assistant_ends=(0,) * num_assistants
+    )
+
+
+def _last_match(messages: Sequence[Message], recorded: RecordedConversation) -> tuple[int, int] | None:
+    """Index among all messages, and among assistant messages, of the last one whose ids can be reused."""
+    found, rank = None, -1
+    for index, (message, (role, text)) in enumerate(zip(messages, recorded.messages, strict=False)):
+        if (normalize_role(message["role"]), message["content"]) != (normalize_role(role), text):
+            break
+        if role == "assistant":
+            rank += 1
+            if recorded.assistant_ends[rank] > 0:
+                found = (index, rank)
+    return found
 
 
 def _spelling(special: list[Any]) -> re.Pattern[str] | None:

@@ -1,15 +1,15 @@
 """Draws a completion's tokens from logits according to its `SamplingParams`.
 
-Prefill draws the first token with it. Decode draws the others on the model's device (`batch.py`) and records
-them here. There is one instance per completion and process. Results depend only on parameters, token ids and
-logits, so a replay draws the same tokens. `draw.py` has the arithmetic.
+Prefill draws the first token with a `SequenceSampler`. Decode draws the others with a `BatchSampler` on the
+model's device and records them in the sequence's sampler. There is one `SequenceSampler` per completion and
+process. Results depend only on parameters, token ids and logits, so a replay draws the same tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import torch
@@ -51,16 +51,8 @@ class Flavour:
 
 
 NUMBERS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-
-
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
 _numbers_of = attrgetter(*NUMBERS)
 
 
@@ -80,6 +72,15 @@ class Penalties:
     bias: Tensor
     seen: Tensor
     counts: Tensor
+
+    @classmethod
+    def zeros(cls, batch_size: int, vocab_size: int, device: torch.device | str) -> Penalties:
+        bias, counts = torch.zeros(2, batch_size, vocab_size, dtype=torch.float64, device=device)
+        return cls(bias=bias, seen=torch.zeros_like(bias, dtype=torch.bool), counts=counts)
+
+    def first(self, count: int) -> Penalties:
+        """Views of the first rows."""
+        return Penalties(bias=self.bias[:count], seen=self.seen[:count], counts=self.counts[:count])
 
     def apply(self, logits: Tensor, numbers: Tensor) -> Tensor:
         """Steps 2 to 4 of `SequenceSampler`. Args: logits float64 `[B, V]`; numbers: as `numbers_of`."""
@@ -203,7 +204,13 @@ class SequenceSampler:
 
         Args: logits `[V]` on the host that it was drawn from; only needed for logprobs.
         """
-        token = self._describe(token_id, logits)
+        token = SampledToken(token_id=token_id, index=self.next_index)
+        count = self.params.logprobs
+        if count is not None:
+            assert logits is not None, "logprobs need logits"
+            logprobs = logits.to(torch.float64).log_softmax(0)
+            top = tuple((int(i), float(logprobs[i])) for i in _largest(logprobs, count))
+            token = replace(token, logprob=float(logprobs[token_id]), top_logprobs=top)
         self.observe(token_id)
         return token
 
@@ -236,29 +243,14 @@ class SequenceSampler:
 
     def _first_penalties(self, prompt_token_ids: Sequence[int]) -> Penalties:
         """Marks the prompt as seen and counts the last tokens that a replay has already delivered."""
-        bias = torch.zeros(1, self._vocab_size, dtype=torch.float64)
+        penalties = Penalties.zeros(1, self._vocab_size, "cpu")
         for token_id, value in self.params.logit_bias.items():
-            bias[0, token_id] = value
+            penalties.bias[0, token_id] = value
         prompt = torch.tensor(list(prompt_token_ids), dtype=torch.int64)
-        seen = torch.zeros(1, self._vocab_size, dtype=torch.bool)
-        seen[0, prompt] = True
+        penalties.seen[0, prompt] = True
         delivered = prompt[max(len(prompt) - self.params.first_index, 0) :]
-        counts = torch.bincount(delivered, minlength=self._vocab_size).to(torch.float64)
-        return Penalties(bias=bias, seen=seen, counts=counts[None])
-
-    def _describe(self, token_id: int, logits: Tensor | None) -> SampledToken:
-        count = self.params.logprobs
-        if count is None:
-            return SampledToken(token_id=token_id, index=self.next_index)
-        assert logits is not None, "logprobs need logits"
-        logprobs = logits.to(torch.float64).log_softmax(0)
-        best = _largest(logprobs, count)
-        return SampledToken(
-            token_id=token_id,
-            index=self.next_index,
-            logprob=float(logprobs[token_id]),
-            top_logprobs=tuple((int(i), float(logprobs[i])) for i in best),
-        )
+        penalties.counts[0] = torch.bincount(delivered, minlength=self._vocab_size)
+        return penalties
 
     def _check_ids(self, token_ids: Sequence[int] | dict[int, float], what: str, param: str | None) -> None:
         if not token_ids:
@@ -284,3 +276,96 @@ def _largest(values: Tensor, count: int) -> Tensor:
     # topk alone does not define which of several equal values it takes.
     candidates = (values >= values.topk(count).values[-1]).nonzero()[:, 0]
     return candidates[values[candidates].sort(descending=True, stable=True).indices[:count]]
+
+
+AHEAD_TOKENS = 64
+"""The number of tokens whose uniform numbers are on the device at a time."""
+
+
+class BatchSampler:
+    """Sampling state of a batch's slots, in buffers with constant addresses. A slot is placed alone.
+
+        __init__ ──► place, remove: one slot ──► refill ──► sample ──► refill ──► sample ──► ...
+
+    Args: num_slots: B, the most; slots without a sequence draw greedily.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._size, self._device = (num_slots, vocab_size), device
+        self._numbers = numbers_of([GREEDY] * num_slots).to(device)
+        self._uniforms = torch.zeros(num_slots, AHEAD_TOKENS, dtype=torch.float64, device=device)
+        self._next = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._penalties: Penalties | None = None
+        self._flavours: dict[int, Flavour] = {}
+        self._drawing: dict[int, _Drawing] = {}
+
+    @property
+    def flavour(self) -> Flavour:
+        """What the placed sequences need."""
+        every = set(self._flavours.values())
+        return Flavour(
+            draws=any(its.draws for its in every),
+            truncates=any(its.truncates for its in every),
+            penalises=any(its.penalises for its in every),
+        )
+
+    def place(self, slot: int, sampler: SequenceSampler) -> None:
+        """Place a sequence in its current state."""
+        flavour = self._flavours[slot] = Flavour.of([sampler.params])
+        self._numbers[:, slot].copy_(numbers_of([sampler.params])[:, 0], non_blocking=True)
+        if flavour.penalises and self._penalties is None:
+            self._penalties = Penalties.zeros(*self._size, self._device)
+        if self._penalties is not None:
+            sampler.copy_penalties(self._penalties, slot)
+        if flavour.draws:
+            self._drawing[slot] = _Drawing(sampler=sampler, next_index=sampler.next_index)
+
+    def remove(self, slot: int) -> None:
+        """Empty a slot."""
+        del self._flavours[slot]
+        self._drawing.pop(slot, None)
+        self._numbers[:, slot].copy_(numbers_of([GREEDY])[:, 0], non_blocking=True)
+
+    def refill(self) -> None:
+        """Provide the uniform numbers of the next step. Called on the host before every step."""
+        for slot, drawing in self._drawing.items():
+            if drawing.num_ahead == 0:
+                ahead = drawing.sampler.uniforms(AHEAD_TOKENS, at=drawing.next_index)
+                self._uniforms[slot].copy_(torch.tensor(ahead, dtype=torch.float64), non_blocking=True)
+                self._next[slot].zero_()
+                drawing.next_index += AHEAD_TOKENS
+                drawing.num_ahead = AHEAD_TOKENS
+            drawing.num_ahead -= 1
+
+    def sample(self, logits: Tensor, active: Tensor, flavour: Flavour) -> tuple[Tensor, Tensor]:
+        """Draw a token for each of the first slots, and record those of active slots.
+
+        Args:
+            logits: float32 `[S, V]`; active: int64 `[S]`, 0 or 1.
+            flavour: the parts of sampling that any of these slots may need.
+        Returns: int64 `[S]`; bool `[S]`, whether a token can be drawn from the logits.
+        """
+        valid = logits.amax(1).isfinite()
+        if not flavour.penalises and not flavour.draws:
+            return logits.argmax(1), valid
+        count = len(logits)
+        wide, numbers = logits.to(torch.float64), self._numbers[:, :count]
+        penalties = self._penalties.first(count) if self._penalties is not None else None
+        if penalties is not None and flavour.penalises:
+            wide = penalties.apply(wide, numbers)
+        next_ = self._next[:count]
+        uniforms = self._uniforms[:count].gather(1, next_[:, None])[:, 0]
+        tokens = draw(wide, numbers, uniforms, flavour).clamp(0, logits.shape[1] - 1)
+        next_.add_(active).remainder_(AHEAD_TOKENS)
+        if penalties is not None and flavour.penalises:
+            penalties.observe(tokens, active)
+        return tokens, valid
+
+
+@dataclass(kw_only=True)
+class _Drawing:
+    """A sequence that draws: the index of the next token without a uniform number, and how many have one."""
+
+    sampler: SequenceSampler
+    next_index: int
+    num_ahead: int = 0

@@ -1,8 +1,8 @@
 """The transport under sender and server: how frames travel and how a thread waits for them.
 
-ZeroMQ (`zmq.py`) and in-process queues (`in_process.py`) implement it. A channel belongs to one I/O thread,
-which opens it, polls it, sends and closes it; other threads may call `wake` only. Frames are not interpreted
-here.
+ZeroMQ (`zmq.py`) and in-process queues (`in_process.py`) implement it. Once open, a channel belongs to one
+I/O thread, which polls it, sends and closes it; other threads may call `wake` only. Frames are not
+interpreted here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Peer = bytes
 
 
 class SendResult(enum.Enum):
-    """SENT: accepted by the channel. BLOCKED: no room now; the next `poll` returns when a retry may succeed.
-    LOST: the peer is no longer connected."""
+    """SENT: accepted by the channel. BLOCKED: no room, or not connected yet; the next `poll` returns when a
+    retry may succeed. LOST: the peer is no longer connected."""
 
     SENT = "sent"
     BLOCKED = "blocked"
@@ -44,7 +44,7 @@ class Channel(Protocol):
     """Sends frames to peers and receives frames from them."""
 
     def open(self) -> None:
-        """Make the sockets; a listening channel binds. The I/O thread's first call.
+        """Make the sockets; a listening channel binds. Called once, before anything else.
 
         Raises:
             ConfigurationError: the address cannot be bound.
@@ -52,11 +52,15 @@ class Channel(Protocol):
         ...
 
     def send(self, peer: Peer, frames: Sequence[memoryview | bytes]) -> SendResult:
-        """Send one message without waiting. Large frames are not copied and must not change until the
-        transfer is over."""
+        """Send one message without waiting. A connecting channel connects first if it must. Large frames are
+        not copied and must not change until the transfer is over.
+
+        Raises:
+            TransferFailed: the endpoint is not an address of this transport.
+        """
         ...
 
-    def poll(self, timeout_s: float) -> list[Received | PeerLost]:
+    def poll(self, timeout_s: float) -> Sequence[Received | PeerLost]:
         """Wait for messages, lost connections, `wake`, or room for a message that was BLOCKED."""
         ...
 
@@ -67,20 +71,6 @@ class Channel(Protocol):
     def close(self) -> None:
         """Close the connections and drop what is queued on them. The I/O thread's last call."""
         ...
-
-
-class ConnectingChannel(Channel, Protocol):
-    """A sender's channel."""
-
-    def connect(self, peer: Peer) -> None:
-        """Begin to connect; sends are BLOCKED until it is done.
-
-        Raises:
-            TransferFailed: the endpoint is not an address of this transport.
-        """
-        ...
-
-    def disconnect(self, peer: Peer) -> None: ...
 
 
 class ListeningChannel(Channel, Protocol):

@@ -1,19 +1,23 @@
-"""The block wire's messages as bytes: a fixed 56-byte header frame, then frames of payload.
+"""The block wire's messages as bytes, and the one order in which they may arrive.
 
-Place in the request's path: under the sender and receiver state machines, above the channels. Packs and
-checks headers and checksums, and the records (manifest, layer, end, nack, abort), which travel as msgpack: a
-record is refused unless it has every field, no other, of the right type and within the bounds of
-`messages.py`. `proto/BLOCKS.md` documents the format. Order and credits are checked elsewhere; the sink
-compares manifest and layers with its model and reservation.
+Place in the request's path: under the sender and receiver state machines, above the channels. A message is a
+fixed 56-byte header frame, then frames of payload. Records (manifest, layer, end, nack, abort) travel as
+msgpack: a record is refused unless it has every field, no other, of the right type and within the bounds of
+`messages.py`. `proto/BLOCKS.md` documents the format. The sink compares manifest and layers with its model
+and reservation.
 """
 
 from __future__ import annotations
 
+import math
 import re
+import reprlib
 import struct
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import xxhash
@@ -26,11 +30,17 @@ from kvferry.shared.wire.messages import (
     MAX_TOKENS,
     MAX_TOTAL_BYTES,
     PROTOCOL_VERSION,
+    REASON,
+    TENSOR_DTYPE_BYTES,
+    AbortRecord,
+    BlockHeader,
     EndRecord,
     FrameHeader,
     LayerHeader,
     Manifest,
     MessageType,
+    NackRecord,
+    TensorHeader,
     TransferKey,
 )
 
@@ -60,7 +70,6 @@ MAX_PAYLOAD_BYTES_BY_TYPE: dict[MessageType, int] = {
 _MAX_FRAMES = {MessageType.LAYER: 2 + MAX_LAYER_TENSORS, MessageType.BLOCK: 1 + MAX_LAYER_TENSORS}
 """Of a message, its header included; 2 of the other types."""
 _MAX_MESSAGE_CHARS = 1024
-_REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 def encode_header(header: FrameHeader, payload: Sequence[memoryview | bytes] = NO_PAYLOAD) -> bytes:
@@ -78,20 +87,9 @@ def encode_header(header: FrameHeader, payload: Sequence[memoryview | bytes] = N
         )
     try:
         packed = HEADER.pack(
-            MAGIC,
-            PROTOCOL_VERSION,
-            header.type,
-            0,
-            header.key.transfer_id,
-            header.key.generation,
-            header.sequence,
-            header.layer,
-            0,
-            payload_bytes,
-            header.total_bytes,
-            header.offset,
-            0,
-        )
+            MAGIC, PROTOCOL_VERSION, header.type, 0, header.key.transfer_id, header.key.generation,
+            header.sequence, header.layer, 0, payload_bytes, header.total_bytes, header.offset, 0,
+        )  # fmt: skip
     except struct.error as error:
         raise TransferFailed(f"{header} does not fit the block header: {error}", reason="size") from error
     checked = packed[:_CHECKED_BYTES]
@@ -161,7 +159,7 @@ def decode_message(frames: Sequence[memoryview | bytes]) -> tuple[FrameHeader, S
     elif (
         layer
         or offset
-        or (sequence and message_type is not MessageType.LAYER)
+        or (sequence and message_type not in (MessageType.LAYER, MessageType.CREDIT))
         or (total_bytes and message_type is not MessageType.CREDIT)
     ):
         raise _malformed(f"{message_type.name} sets fields that only other types have")
@@ -185,103 +183,100 @@ def peek_key(frames: Sequence[memoryview | bytes]) -> TransferKey | None:
 
 # ---- records -----------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, kw_only=True)
-class NackRecord:
-    """Why a receiver refuses: the error's class, reason and message."""
-
-    kind: str
-    reason: Annotated[str, msgspec.Meta(pattern=rf"^{_REASON.pattern}\Z")]
-    message: str
+_Record = TypeVar("_Record")
+_REFUSALS = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AbortRecord:
-    """Why a sender gave up."""
+class _RecordCodec(Generic[_Record]):
+    """Writes and reads one kind of record. Both directions raise ProtocolMismatch for a record that is too
+    large or has a value out of range; reading also refuses anything that `encode` does not write."""
 
-    reason: Annotated[str, msgspec.Meta(pattern=rf"^{_REASON.pattern}\Z")]
+    def __init__(
+        self, kind: type[_Record], limit_bytes: int, check: Callable[[_Record], None] | None = None
+    ) -> None:
+        self._name, self._limit_bytes, self._check = kind.__name__, limit_bytes, check
+        self._decoder = msgspec.msgpack.Decoder(kind)
+
+    def encode(self, record: _Record) -> bytes:
+        try:
+            payload = msgspec.msgpack.encode(record)
+        except _REFUSALS as error:
+            raise _malformed(f"{self._name} cannot be encoded: {error}") from error
+        self.decode(payload)
+        return payload
+
+    def decode(self, payload: memoryview | bytes) -> _Record:
+        """Decodes the record, encodes it again and compares, which finds unknown keys, missing keys and
+        values such as NaN."""
+        if len(payload) > self._limit_bytes:
+            raise _malformed(f"{self._name} is {len(payload)} bytes; at most {self._limit_bytes} are allowed")
+        try:
+            record = self._decoder.decode(payload)
+            fields: Any = record
+            understood: object = msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(fields)))
+            same = understood == msgspec.msgpack.decode(payload)
+        except _REFUSALS as error:
+            raise _malformed(f"{self._name}: {_explain(str(error), payload)}") from error
+        if not same:
+            raise _malformed(f"{self._name} has or lacks fields that this version does not know")
+        if self._check is not None:
+            self._check(record)
+        return record
 
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+def _explain(error: str, payload: memoryview | bytes) -> str:
+    """msgspec's message with the field's value, which it does not show: `num_layers is 0; Expected int >= 1`.
 
-_Record = TypeVar("_Record", bound="DataclassInstance")
-_MANIFEST = msgspec.msgpack.Decoder(Manifest)
-_LAYER = msgspec.msgpack.Decoder(LayerHeader)
-_END = msgspec.msgpack.Decoder(EndRecord)
-_NACK = msgspec.msgpack.Decoder(NackRecord)
-_ABORT = msgspec.msgpack.Decoder(AbortRecord)
-_KINDS: dict[str, type[TransferFailed]] = {
-    kind.__name__: kind for kind in (TransferFailed, ProtocolMismatch, LeaseExpired)
-}
-
-
-def encode_manifest(manifest: Manifest) -> bytes:
-    """Raises ProtocolMismatch if a field is out of range or the record is too large."""
-    payload = _encode(manifest, MAX_MANIFEST_BYTES)
-    decode_manifest(payload)
-    return payload
+    For an item of a list it shows the list, because msgspec does not say which item it is.
+    """
+    expected, _, path = error.partition(" - at `$")
+    names = re.findall(r"\w+", path.partition("[")[0])
+    try:
+        value = msgspec.msgpack.decode(payload)
+        for name in names:
+            value = value[name]
+    except (*_REFUSALS, KeyError):
+        return error
+    return f"{'.'.join(names) or 'it'} is {reprlib.repr(value)}; {expected}"
 
 
-def decode_manifest(payload: memoryview | bytes) -> Manifest:
-    """Raises ProtocolMismatch on anything that `encode_manifest` does not write."""
-    manifest = _decode(_MANIFEST, payload, MAX_MANIFEST_BYTES)
+def _check_manifest(manifest: Manifest) -> None:
     if manifest.layer_rows and len(manifest.layer_rows) != manifest.num_layers:
         raise _malformed(
             f"layer_rows has {len(manifest.layer_rows)} entries; none or {manifest.num_layers} are allowed"
         )
-    return manifest
 
 
-def encode_layer(layer: LayerHeader) -> bytes:
-    """Raises ProtocolMismatch where a field is out of range."""
-    payload = _encode(layer, MAX_LAYER_RECORD_BYTES)
-    decode_layer(payload)
-    return payload
-
-
-def decode_layer(payload: memoryview | bytes) -> LayerHeader:
-    """Raises ProtocolMismatch on anything that `encode_layer` does not write."""
-    layer = _decode(_LAYER, payload, MAX_LAYER_RECORD_BYTES)
-    names = set()
-    for tensor in layer.tensors:
-        names.add(tensor.name)
-    if len(names) < len(layer.tensors) or layer.starts[-1] > MAX_TOTAL_BYTES:
-        raise _malformed(
-            f"layer {layer.layer} has tensors {layer.tensors}; different names and at most"
-            f" {MAX_TOTAL_BYTES} bytes are allowed"
-        )
-    return layer
-
-
-def encode_end(end: EndRecord) -> bytes:
-    """Raises ProtocolMismatch where a field is out of range."""
-    payload = _encode(end, MAX_MANIFEST_BYTES)
-    decode_end(payload)
-    return payload
-
-
-def decode_end(payload: memoryview | bytes) -> EndRecord:
-    """Raises ProtocolMismatch on anything that `encode_end` does not write."""
-    end = _decode(_END, payload, MAX_MANIFEST_BYTES)
+def _check_end(end: EndRecord) -> None:
     if (token := end.first_token) is not None:
         numbers = [token.token_id, token.index, *(token_id for token_id, _ in token.top_logprobs)]
         if not 0 <= min(numbers) <= max(numbers) <= MAX_TOKENS:
             raise _malformed(f"first_token has numbers {numbers[:8]}; 0 to {MAX_TOKENS} are allowed")
-    return end
+
+
+_MANIFEST = _RecordCodec(Manifest, MAX_MANIFEST_BYTES, _check_manifest)
+_LAYER = _RecordCodec(LayerHeader, MAX_LAYER_RECORD_BYTES)
+_END = _RecordCodec(EndRecord, MAX_MANIFEST_BYTES, _check_end)
+_NACK = _RecordCodec(NackRecord, MAX_PAYLOAD_BYTES_BY_TYPE[MessageType.NACK])
+_ABORT = _RecordCodec(AbortRecord, MAX_PAYLOAD_BYTES_BY_TYPE[MessageType.ABORT])
+encode_manifest, decode_manifest = _MANIFEST.encode, _MANIFEST.decode
+encode_layer, decode_layer = _LAYER.encode, _LAYER.decode
+encode_end, decode_end = _END.encode, _END.decode
+_KINDS: dict[str, type[TransferFailed]] = {
+    kind.__name__: kind for kind in (TransferFailed, ProtocolMismatch, LeaseExpired)
+}
 
 
 def encode_nack(error: KvferryError) -> bytes:
     """An error for the sender to raise; its class is preserved if it is TransferFailed or a subclass."""
     kind = type(error).__name__ if type(error).__name__ in _KINDS else TransferFailed.__name__
     message = error.message[:_MAX_MESSAGE_CHARS]
-    record = NackRecord(kind=kind, reason=clean_reason(error.reason), message=message)
-    return _encode(record, MAX_PAYLOAD_BYTES_BY_TYPE[MessageType.NACK])
+    return _NACK.encode(NackRecord(kind=kind, reason=clean_reason(error.reason), message=message))
 
 
 def decode_nack(payload: memoryview | bytes) -> TransferFailed:
     """Returns the error. Raises ProtocolMismatch on anything that `encode_nack` does not write."""
-    record = _decode(_NACK, payload, MAX_PAYLOAD_BYTES_BY_TYPE[MessageType.NACK])
+    record = _NACK.decode(payload)
     if record.kind not in _KINDS:
         raise _malformed(f"kind is {record.kind!r}; {', '.join(_KINDS)} are allowed")
     return _KINDS[record.kind](record.message, reason=record.reason)
@@ -289,50 +284,152 @@ def decode_nack(payload: memoryview | bytes) -> TransferFailed:
 
 def encode_abort(reason: str) -> bytes:
     """A reason that is not a valid label is sent as "other"."""
-    return _encode(AbortRecord(reason=clean_reason(reason)), MAX_PAYLOAD_BYTES_BY_TYPE[MessageType.ABORT])
+    return _ABORT.encode(AbortRecord(reason=clean_reason(reason)))
 
 
 def decode_abort(payload: memoryview | bytes) -> str:
     """The sender's reason. Raises ProtocolMismatch on anything that `encode_abort` does not write."""
-    return _decode(_ABORT, payload, MAX_PAYLOAD_BYTES_BY_TYPE[MessageType.ABORT]).reason
+    return _ABORT.decode(payload).reason
 
 
 def clean_reason(reason: str) -> str:
     """The reason if it is a valid label, `[a-z][a-z0-9_]*` of at most 64 characters; else "other"."""
-    return reason if _REASON.fullmatch(reason) else "other"
-
-
-def _encode(record: object, limit_bytes: int) -> bytes:
-    name = type(record).__name__
-    try:
-        payload = msgspec.msgpack.encode(record)
-    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
-        raise ProtocolMismatch(f"{name} cannot be encoded: {error}", reason="malformed") from error
-    if len(payload) > limit_bytes:
-        raise ProtocolMismatch(
-            f"{name} is {len(payload)} bytes; at most {limit_bytes} are allowed", reason="size"
-        )
-    return payload
-
-
-def _decode(
-    decoder: msgspec.msgpack.Decoder[_Record], payload: memoryview | bytes, limit_bytes: int
-) -> _Record:
-    """Decode a record, encode it again and compare, which finds unknown keys, missing keys and values such as
-    NaN."""
-    size_bytes = memoryview(payload).nbytes
-    if size_bytes > limit_bytes:
-        raise _malformed(f"record is {size_bytes} bytes; at most {limit_bytes} are allowed")
-    try:
-        record = decoder.decode(payload)
-        understood: object = msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(record)))
-        same = understood == msgspec.msgpack.decode(payload)
-    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise _malformed(str(error)) from error
-    if not same:
-        raise _malformed("it has fields, or lacks fields, that this version does not know")
-    return record
+    return reason if re.fullmatch(REASON, reason) else "other"
 
 
 def _malformed(message: str) -> ProtocolMismatch:
     return ProtocolMismatch(f"malformed block wire message: {message}", reason="malformed")
+
+
+# ---- order -------------------------------------------------------------------------------------------------
+
+_TENSOR_NAME = attrgetter("name")
+
+
+def tensor_starts(layer: LayerHeader) -> list[int]:
+    """Where each tensor starts in the layer's bytes, and where the last one ends."""
+    starts = [0]
+    for tensor in layer.tensors:
+        starts.append(starts[-1] + math.prod(tensor.shape) * TENSOR_DTYPE_BYTES[tensor.dtype])
+    return starts
+
+
+class TransferCursor:
+    """Tracks the only message that a transfer allows next. Both ends advance one alike. Not thread-safe.
+
+        LAYER 0 bytes  BLOCK bytes  BLOCK bytes ..  LAYER 1 bytes ..      complete
+                              ▲ layer, offset
+
+    Layers are sent in order from 0. The bytes of a layer's tensors are sent one tensor after another without
+    gaps: the first bytes in the LAYER message, the rest in BLOCKs.
+
+    Attributes:
+        sequence: number of the next layer header or block.
+        num_blocks, payload_bytes: the blocks and the tensor bytes that have passed.
+        layer_bytes, offset: size of the current layer's tensors, and how much of it has passed.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.sequence = 0
+        self.num_blocks = 0
+        self.payload_bytes = 0
+        self.layer_bytes = 0
+        self.offset = 0
+        self._num_layers = num_layers
+        self._layer = -1
+        self._tensors: tuple[TensorHeader, ...] = ()
+        self._starts = [0]
+
+    def check_complete(self) -> None:
+        """Raises TransferFailed ("incomplete") unless every tensor of every layer has passed."""
+        if self._layer + 1 < self._num_layers or self.offset < self.layer_bytes:
+            raise TransferFailed(f"transfer ends where {self._expected()} is expected", reason="incomplete")
+
+    def pass_layer(self, sequence: int, layer: LayerHeader, num_bytes: int = 0) -> None:
+        """Begin a layer, whose message carries `num_bytes` of its tensors.
+
+        Raises:
+            TransferFailed: it is not the next one ("order"), or has fewer bytes ("size").
+            ProtocolMismatch: two tensors have one name, or they are too large together.
+        """
+        is_next = layer.layer == self._layer + 1 < self._num_layers and self.offset == self.layer_bytes
+        if sequence != self.sequence or not is_next:
+            raise self._wrong_order(f"header {sequence}, of layer {layer.layer},")
+        starts = tensor_starts(layer)
+        layer_bytes = starts[-1]
+        if len(set(map(_TENSOR_NAME, layer.tensors))) < len(layer.tensors) or layer_bytes > MAX_TOTAL_BYTES:
+            raise _malformed(
+                f"layer {layer.layer} has tensors {layer.tensors}; different names and at most"
+                f" {MAX_TOTAL_BYTES} bytes are allowed"
+            )
+        if num_bytes > layer_bytes:
+            raise TransferFailed(
+                f"layer {layer.layer} was received with {num_bytes} bytes; its header implies {layer_bytes}",
+                reason="size",
+            )
+        self._tensors, self._starts, self.layer_bytes = layer.tensors, starts, layer_bytes
+        self._layer += 1
+        self.sequence += 1
+        self.payload_bytes += num_bytes
+        self.offset = num_bytes
+
+    def pass_block(self, header: FrameHeader, num_bytes: int) -> None:
+        """Pass one block of `num_bytes` payload bytes.
+
+        Raises:
+            TransferFailed: it is not the next one ("order"), or the layer is not as large as its header says,
+                or the block reaches beyond it or is empty ("size").
+        """
+        left_bytes = self.layer_bytes - self.offset
+        position = header.sequence, header.layer, header.offset
+        if not left_bytes or position != (self.sequence, self._layer, self.offset):
+            raise self._wrong_order(
+                f"block {header.sequence}, of layer {header.layer} offset {header.offset},"
+            )
+        if header.total_bytes != self.layer_bytes or not 1 <= num_bytes <= left_bytes:
+            raise TransferFailed(
+                f"layer {header.layer} is {header.total_bytes} bytes (block: {num_bytes} at {header.offset});"
+                f" the layer's header implies {self.layer_bytes}",
+                reason="size",
+            )
+        self.sequence += 1
+        self.num_blocks += 1
+        self.payload_bytes += num_bytes
+        self.offset += num_bytes
+
+    def split(
+        self, header: FrameHeader, frames: Sequence[memoryview | bytes]
+    ) -> list[tuple[BlockHeader, memoryview]]:
+        """The bytes of the LAYER or BLOCK message that has just passed, by tensor."""
+        start, parts = header.offset, []
+        for raw in frames:
+            frame = memoryview(raw)
+            while frame.nbytes:
+                tensor = bisect_right(self._starts, start) - 1
+                begin, end = self._starts[tensor : tensor + 2]
+                part = frame[: end - start]
+                block = BlockHeader(
+                    key=header.key,
+                    sequence=header.sequence,
+                    layer=self._layer,
+                    tensor=tensor,
+                    tensor_bytes=end - begin,
+                    offset=start - begin,
+                )
+                parts.append((block, part))
+                start += part.nbytes
+                frame = frame[part.nbytes :]
+        return parts
+
+    def _wrong_order(self, received: str) -> TransferFailed:
+        message = f"{received} was received; number {self.sequence}, {self._expected()} is expected"
+        return TransferFailed(message, reason="order")
+
+    def _expected(self) -> str:
+        if self.offset < self.layer_bytes:
+            tensor = bisect_right(self._starts, self.offset) - 1
+            inside = f"{self._tensors[tensor].name} offset {self.offset - self._starts[tensor]}"
+            return f"offset {self.offset} of layer {self._layer} ({inside})"
+        if self._layer + 1 < self._num_layers:
+            return f"the header of layer {self._layer + 1}"
+        return "nothing more"

@@ -1,28 +1,23 @@
-"""The messages of the block wire as typed values, and the one order in which they may arrive.
+"""The messages of the block wire as typed values.
 
-`proto/BLOCKS.md` documents the bytes; `frames.py` encodes and decodes them, and checks the annotations'
-bounds at both ends. The same messages carry the compressed prompt from prefill to decode and the generated
-tokens' KV back (`Manifest.purpose`).
+`proto/BLOCKS.md` documents the bytes; `frames.py` encodes and decodes them, and checks their order and the
+annotations' bounds at both ends. The same messages carry the compressed prompt from prefill to decode and the
+generated tokens' KV back (`Manifest.purpose`).
 """
 
 from __future__ import annotations
 
 import enum
-import math
-from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Literal
 
 from msgspec import Meta
 from torch import Tensor
 
-from kvferry.shared.errors import TransferFailed
 from kvferry.shared.model.spec import DTYPE_BYTES
 from kvferry.shared.sampling.params import SampledToken
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_PAYLOAD_BYTES = 4 << 20
 """The most tensor bytes in one message."""
 MAX_MANIFEST_BYTES = 1 << 20
@@ -30,6 +25,10 @@ MAX_LAYERS = 1024
 MAX_LAYER_TENSORS = 16
 MAX_TOKENS = 2**31 - 1
 MAX_TOTAL_BYTES = 2**48
+RESUME_S = 3.0
+"""How long both ends wait for a lost connection to be replaced before the transfer fails."""
+RESEND_S = 5.0
+"""How long the messages of a failed transfer wait in the send buffer for another receiver."""
 MAX_RETAINED_SELECTIONS = 8
 """How many transfers of one session a delta may refer to. With eight, most rows of a conversation about one
 text are found; each transfer occupies the bytes of its selection at decode."""
@@ -44,6 +43,8 @@ _NumTokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 _NumBytes = Annotated[int, Meta(ge=0, le=MAX_TOTAL_BYTES)]
 _Size = Annotated[int, Meta(ge=1, le=4096)]
 _Text = Annotated[str, Meta(max_length=1024)]
+REASON = r"[a-z][a-z0-9_]{0,63}"
+_Reason = Annotated[str, Meta(pattern=rf"^{REASON}\Z")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +94,6 @@ class Manifest:
     retained_tokens: _NumTokens = 0
     retained_depth: Annotated[int, Meta(ge=0, le=MAX_RETAINED_SELECTIONS)] = 0
 
-    @property
-    def is_delta(self) -> bool:
-        """Whether rows that the receiver retains are left out."""
-        return self.retained_transfer_id != 0
-
 
 @dataclass(frozen=True, kw_only=True)
 class TensorHeader:
@@ -114,14 +110,6 @@ class LayerHeader:
 
     layer: Annotated[int, Meta(ge=0, le=MAX_LAYERS - 1)]
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=MAX_LAYER_TENSORS)]
-
-    @cached_property
-    def starts(self) -> list[int]:
-        """Where each tensor starts in the layer's bytes, and where the last one ends."""
-        starts = [0]
-        for tensor in self.tensors:
-            starts.append(starts[-1] + math.prod(tensor.shape) * TENSOR_DTYPE_BYTES[tensor.dtype])
-        return starts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -172,6 +160,22 @@ class EndRecord:
     first_token: SampledToken | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class NackRecord:
+    """Why a receiver refuses: the error's class, reason and message."""
+
+    kind: str
+    reason: _Reason
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbortRecord:
+    """Why a sender gave up."""
+
+    reason: _Reason
+
+
 class MessageType(enum.IntEnum):
     """The type of a message. The sender sends the first six, the receiver the last three."""
 
@@ -191,7 +195,7 @@ class FrameHeader:
     """A message's header, checksum and payload size aside. Fields that a type does not use are zero.
 
     Attributes:
-        sequence: LAYER, BLOCK: the message's number among them in the transfer.
+        sequence: LAYER, BLOCK: the message's number among them in the transfer; CREDIT: the next one's.
         layer: BLOCK.
         total_bytes: BLOCK: size of the layer's tensors together; CREDIT: tensor bytes written so far.
         offset: BLOCK: where the payload starts in the bytes of the layer's tensors, one after another.
@@ -203,125 +207,3 @@ class FrameHeader:
     layer: int = 0
     total_bytes: int = 0
     offset: int = 0
-
-
-class TransferCursor:
-    """Tracks the only message that a transfer allows next. Both ends advance one alike. Not thread-safe.
-
-        LAYER 0 bytes  BLOCK bytes  BLOCK bytes ..  LAYER 1 bytes ..      complete
-                              ▲ layer, offset
-
-    Layers are sent in order from 0. The bytes of a layer's tensors are sent one tensor after another without
-    gaps: the first bytes in the LAYER message, the rest in BLOCKs.
-
-    Attributes:
-        sequence: number of the next layer header or block.
-        num_blocks, payload_bytes: the blocks and the tensor bytes that have passed.
-        layer_bytes, offset: size of the current layer's tensors, and how much of it has passed.
-    """
-
-    def __init__(self, num_layers: int) -> None:
-        self.sequence = 0
-        self.num_blocks = 0
-        self.payload_bytes = 0
-        self.layer_bytes = 0
-        self.offset = 0
-        self._num_layers = num_layers
-        self._layer = -1
-        self._tensors: tuple[TensorHeader, ...] = ()
-        self._starts = [0]
-
-    def check_complete(self) -> None:
-        """Raises TransferFailed ("incomplete") unless every tensor of every layer has passed."""
-        if self._layer + 1 < self._num_layers or self.offset < self.layer_bytes:
-            raise TransferFailed(f"transfer ends where {self._expected()} is expected", reason="incomplete")
-
-    def pass_layer(self, sequence: int, layer: LayerHeader, num_bytes: int = 0) -> None:
-        """Begin a layer, whose message carries `num_bytes` of its tensors.
-
-        Raises:
-            TransferFailed: it is not the next one ("order"), or has fewer bytes ("size").
-        """
-        is_next = layer.layer == self._layer + 1 < self._num_layers and self.offset == self.layer_bytes
-        if sequence != self.sequence or not is_next:
-            raise TransferFailed(
-                f"header {sequence}, of layer {layer.layer}, came; {self._expected()}, number"
-                f" {self.sequence}, is expected",
-                reason="order",
-            )
-        layer_bytes = layer.starts[-1]
-        if num_bytes > layer_bytes:
-            raise TransferFailed(
-                f"header of layer {layer.layer} came with {num_bytes} bytes; it implies {layer_bytes}",
-                reason="size",
-            )
-        self._tensors, self._starts, self.layer_bytes = layer.tensors, layer.starts, layer_bytes
-        self._layer += 1
-        self.sequence += 1
-        self.payload_bytes += num_bytes
-        self.offset = num_bytes
-
-    def pass_block(self, header: FrameHeader, num_bytes: int) -> None:
-        """Pass one block of `num_bytes` payload bytes.
-
-        Raises:
-            TransferFailed: it is not the next one ("order"), or the layer is not as large as its header says,
-                or the block reaches beyond it or is empty ("size").
-        """
-        if header.sequence != self.sequence:
-            raise TransferFailed(
-                f"block {header.sequence} came; number {self.sequence}, {self._expected()}, is expected",
-                reason="order",
-            )
-        left_bytes = self.layer_bytes - self.offset
-        if not left_bytes or (header.layer, header.offset) != (self._layer, self.offset):
-            raise TransferFailed(
-                f"layer {header.layer} offset {header.offset} came; {self._expected()} is expected",
-                reason="order",
-            )
-        if header.total_bytes != self.layer_bytes or not 1 <= num_bytes <= left_bytes:
-            raise TransferFailed(
-                f"layer {header.layer} is {header.total_bytes} bytes (block: {num_bytes} at {header.offset});"
-                f" the layer's header implies {self.layer_bytes}",
-                reason="size",
-            )
-        self.sequence += 1
-        self.num_blocks += 1
-        self.payload_bytes += num_bytes
-        self.offset += num_bytes
-
-    def split(
-        self, header: FrameHeader, frames: Sequence[memoryview | bytes]
-    ) -> list[tuple[BlockHeader, memoryview]]:
-        """The bytes of the LAYER or BLOCK message that has just passed, by tensor."""
-        start, parts = header.offset, []
-        for raw in frames:
-            frame = memoryview(raw)
-            while frame.nbytes:
-                tensor = bisect_right(self._starts, start) - 1
-                begin, end = self._starts[tensor : tensor + 2]
-                part = frame[: end - start]
-                block = BlockHeader(
-                    key=header.key,
-                    sequence=header.sequence,
-                    layer=self._layer,
-                    tensor=tensor,
-                    tensor_bytes=end - begin,
-                    offset=start - begin,
-                )
-                parts.append((block, part))
-                start += part.nbytes
-                frame = frame[part.nbytes :]
-        return parts
-
-    def _expected(self) -> str:
-        """What is expected next, for messages."""
-        if self.offset < self.layer_bytes:
-            tensor = bisect_right(self._starts, self.offset) - 1
-            offset = self.offset - self._starts[tensor]
-            return (
-                f"offset {self.offset} of layer {self._layer} ({self._tensors[tensor].name} offset {offset})"
-            )
-        if self._layer + 1 < self._num_layers:
-            return f"the header of layer {self._layer + 1}"
-        return "nothing more"

@@ -11,13 +11,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
 
 from kvferry.shared.errors import (
-    ConfigurationError,
     KvferryError,
     LeaseExpired,
     ProtocolMismatch,
@@ -25,6 +24,7 @@ from kvferry.shared.errors import (
 )
 from kvferry.shared.wire.channel import ListeningChannel, Peer, PeerLost, Received, SendResult
 from kvferry.shared.wire.frames import (
+    TransferCursor,
     decode_abort,
     decode_end,
     decode_layer,
@@ -36,19 +36,18 @@ from kvferry.shared.wire.frames import (
 )
 from kvferry.shared.wire.messages import (
     MAX_PAYLOAD_BYTES,
+    RESUME_S,
     BlockHeader,
     EndRecord,
     FrameHeader,
     LayerHeader,
     Manifest,
     MessageType,
-    TransferCursor,
     TransferKey,
 )
 
 BEAT_INTERVAL_S = 1.0
 DEFAULT_IDLE_TIMEOUT_S = 30.0
-_START_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 10.0
 
 _log = structlog.get_logger(__name__)
@@ -95,28 +94,30 @@ class _IncomingTransfer:
 
     Attributes:
         granted_bytes: payload bytes written, as last reported to the sender.
-        heard_at_s, told_at_s: when a message last came, when one was last sent; monotonic seconds.
+        lost_at_s: when its connection was lost; None while it is connected.
+        heard_at_s, told_at_s: when a message was last received, and last sent; monotonic seconds.
     """
 
-    key: TransferKey
+    manifest: Manifest
     peer: Peer
     cursor: TransferCursor
-    heard_at_s: float
-    told_at_s: float
     granted_bytes: int = 0
+    lost_at_s: float | None = None
+    heard_at_s: float = field(default_factory=time.monotonic)
+    told_at_s: float = field(default_factory=time.monotonic)
 
 
 class BlockServer:
     """Listens for transfers at its channel's address and feeds a sink.
 
         MANIFEST ──sink.open──► LAYER, BLOCK ──sink.begin_layer, sink.write──► END ──sink.commit──► ACK
-            │ refused              │ anything wrong, idle, peer gone, server closed
-            ▼                      ▼
-           NACK                 sink.abort, NACK; later blocks of it are late
+            │ refused           │  ▲ │ anything wrong, idle, peer not back in time, server closed
+            ▼       peer lost ──┘  │ ▼
+           NACK     MANIFEST again ┘ sink.abort, NACK; later blocks of it are late
 
-    The thread owns the channel and is the only caller of the sink. CREDIT reports the total written so far,
-    once per batch of arrivals. It is repeated every BEAT_INTERVAL_S, which shows a sender that this side is
-    alive, and this side whether the sender's connection is.
+    The constructor opens the channel; then the thread owns it and is the only caller of the sink. CREDIT
+    reports the total written so far, once per batch of arrivals. It is repeated every BEAT_INTERVAL_S, which
+    shows a sender that this side is alive, and this side whether the sender's connection is.
     """
 
     def __init__(
@@ -143,15 +144,12 @@ class BlockServer:
         self._on_late_block = on_late_block or (lambda: None)
         self._on_failed = on_failed or (lambda reason: None)
         self._transfers: dict[TransferKey, _IncomingTransfer] = {}
+        self._committed: dict[TransferKey, _IncomingTransfer] = {}
+        """Those of the last seconds, for senders that missed the ACK with their connection."""
         self._stopping = False
-        self._started = threading.Event()
-        self._start_error: ConfigurationError | None = None
+        channel.open()
         self._thread = threading.Thread(target=self._run, name="kvferry-block-receiver", daemon=True)
         self._thread.start()
-        if not self._started.wait(_START_TIMEOUT_S):
-            raise ConfigurationError(f"block receiver did not start within {_START_TIMEOUT_S} s")
-        if self._start_error is not None:
-            raise self._start_error
 
     @property
     def endpoint(self) -> str:
@@ -165,13 +163,6 @@ class BlockServer:
         self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
-        try:
-            self._channel.open()
-        except ConfigurationError as error:
-            self._start_error = error
-            return
-        finally:
-            self._started.set()
         try:
             with contextlib.closing(self._channel):
                 try:
@@ -192,7 +183,7 @@ class BlockServer:
                 else:
                     self._on_peer_lost(event)
             for incoming in tuple(self._transfers.values()):
-                if incoming.cursor.payload_bytes > incoming.granted_bytes:
+                if incoming.cursor.payload_bytes > incoming.granted_bytes and incoming.lost_at_s is None:
                     self._grant(incoming)
             if time.monotonic() >= next_sweep_s:
                 self._sweep()
@@ -200,37 +191,34 @@ class BlockServer:
 
     def _on_received(self, event: Received) -> None:
         """An invalid message fails its transfer if that was opened over the same connection."""
-        key, peer = peek_key(event.frames), event.peer
-        incoming = self._transfers.get(key) if key is not None else None
-        if incoming is not None and incoming.peer != peer:
-            incoming = None
-        error: KvferryError
         try:
             header, payload = decode_message(event.frames)
-            self._dispatch(peer, incoming, header, payload)
-            return
-        except KvferryError as refused:
-            error = refused
+            self._dispatch(event.peer, header, payload)
+        except KvferryError as error:
+            self._refuse(event, error)
         except Exception:
-            _log.exception("block sink failed", key=key)
-            error = TransferFailed("the receiver failed internally", reason="internal")
+            _log.exception("block sink failed", key=peek_key(event.frames))
+            self._refuse(event, TransferFailed("the receiver failed internally", reason="internal"))
+
+    def _refuse(self, event: Received, error: KvferryError) -> None:
+        key = peek_key(event.frames)
         if key is None:
             _log.warning("dropped a message without a key", error=error.message)
             self._on_failed(error.reason)
-        elif incoming is not None:
+        elif (incoming := self._find(key, event.peer)) is not None:
             self._fail(incoming, error)
         else:
             if error.reason != "unknown_transfer":
                 self._on_failed(error.reason)
-            self._send(peer, FrameHeader(type=MessageType.NACK, key=key), encode_nack(error))
+            self._send(event.peer, FrameHeader(type=MessageType.NACK, key=key), encode_nack(error))
 
-    def _dispatch(
-        self,
-        peer: Peer,
-        incoming: _IncomingTransfer | None,
-        header: FrameHeader,
-        payload: Sequence[memoryview | bytes],
-    ) -> None:
+    def _find(self, key: TransferKey, peer: Peer) -> _IncomingTransfer | None:
+        """The open transfer, if it belongs to the peer's connection."""
+        incoming = self._transfers.get(key)
+        return incoming if incoming is not None and incoming.peer == peer else None
+
+    def _dispatch(self, peer: Peer, header: FrameHeader, payload: Sequence[memoryview | bytes]) -> None:
+        incoming = self._find(header.key, peer)
         if header.type is MessageType.MANIFEST:
             self._on_manifest(peer, header, payload[0])
             return
@@ -260,6 +248,7 @@ class BlockServer:
             case MessageType.END:
                 self._sink.commit(_checked_end(incoming, payload[0]))
                 del self._transfers[header.key]
+                self._committed[header.key] = incoming
                 self._send(peer, FrameHeader(type=MessageType.ACK, key=header.key))
             case MessageType.KEEPALIVE:
                 pass
@@ -275,57 +264,82 @@ class BlockServer:
             self._grant(incoming)
 
     def _on_manifest(self, peer: Peer, header: FrameHeader, payload: memoryview | bytes) -> None:
-        if header.key in self._transfers:
-            raise ProtocolMismatch(f"a second manifest came for {header.key}", reason="order")
         manifest = decode_manifest(payload)
         if manifest.key != header.key:
-            raise ProtocolMismatch(f"manifest of {manifest.key} came as {header.key}", reason="malformed")
-        self._sink.open(manifest)
-        now_s = time.monotonic()
-        self._transfers[header.key] = _IncomingTransfer(
-            key=header.key,
-            peer=peer,
-            cursor=TransferCursor(manifest.num_layers),
-            heard_at_s=now_s,
-            told_at_s=now_s,
-        )
+            raise ProtocolMismatch(
+                f"the manifest of {manifest.key} was sent as {header.key}", reason="malformed"
+            )
+        committed = self._committed.get(header.key)
+        if committed is not None and committed.manifest == manifest and committed.peer != peer:
+            self._send(peer, FrameHeader(type=MessageType.ACK, key=header.key))
+        elif (incoming := self._transfers.get(header.key)) is not None:
+            self._resume(incoming, peer, manifest)
+        else:
+            self._sink.open(manifest)
+            cursor = TransferCursor(manifest.num_layers)
+            incoming = _IncomingTransfer(manifest=manifest, peer=peer, cursor=cursor)
+            self._transfers[header.key] = incoming
+            self._grant(incoming)
+
+    def _resume(self, incoming: _IncomingTransfer, peer: Peer, manifest: Manifest) -> None:
+        """Go on with a transfer over another connection, if its own is lost."""
+        if incoming.lost_at_s is None and incoming.peer != peer:
+            self._grant(incoming)  # shows whether the connection is
+        if incoming.lost_at_s is None or manifest != incoming.manifest:
+            raise ProtocolMismatch(f"a second manifest of {manifest.key} was received", reason="order")
+        incoming.peer, incoming.lost_at_s = peer, None
+        incoming.heard_at_s = time.monotonic()
+        self._grant(incoming)
 
     def _on_peer_lost(self, event: PeerLost) -> None:
-        for incoming in tuple(self._transfers.values()):
+        for incoming in self._transfers.values():
             if incoming.peer == event.peer:
-                self._drop(incoming, "peer_lost")
+                incoming.lost_at_s = time.monotonic()
 
     def _fail(self, incoming: _IncomingTransfer, error: KvferryError) -> None:
         self._drop(incoming, error.reason)
-        header = FrameHeader(type=MessageType.NACK, key=incoming.key)
+        header = FrameHeader(type=MessageType.NACK, key=incoming.manifest.key)
         self._send(incoming.peer, header, encode_nack(error))
 
     def _drop(self, incoming: _IncomingTransfer, reason: str) -> None:
-        del self._transfers[incoming.key]
+        key = incoming.manifest.key
+        del self._transfers[key]
         try:
-            self._sink.abort(incoming.key, reason)
+            self._sink.abort(key, reason)
         except Exception:
-            _log.exception("block sink failed to abort", transfer_id=incoming.key.transfer_id)
+            _log.exception("block sink failed to abort", transfer_id=key.transfer_id)
         self._on_failed(reason)
 
     def _grant(self, incoming: _IncomingTransfer) -> None:
-        written_bytes = incoming.cursor.payload_bytes
-        header = FrameHeader(type=MessageType.CREDIT, key=incoming.key, total_bytes=written_bytes)
+        """Report what is written, and which message is expected next."""
+        cursor = incoming.cursor
+        header = FrameHeader(
+            type=MessageType.CREDIT,
+            key=incoming.manifest.key,
+            sequence=cursor.sequence,
+            total_bytes=cursor.payload_bytes,
+        )
         if self._send(incoming.peer, header) is SendResult.SENT:
-            incoming.granted_bytes = written_bytes
+            incoming.granted_bytes = cursor.payload_bytes
             incoming.told_at_s = time.monotonic()
         else:
-            self._drop(incoming, "peer_lost")
+            incoming.lost_at_s = time.monotonic()
 
     def _sweep(self) -> None:
-        """Abort idle transfers; repeat the credit of quiet ones."""
+        """Abort idle transfers and those whose sender did not come back; repeat the credit of quiet ones."""
         now_s = time.monotonic()
         for incoming in tuple(self._transfers.values()):
             if now_s - incoming.heard_at_s > self._idle_timeout_s:
-                message = f"nothing came for {self._idle_timeout_s} s"
+                message = f"nothing was received for {self._idle_timeout_s} s"
                 self._fail(incoming, TransferFailed(message, reason="idle"))
+            elif incoming.lost_at_s is not None:
+                if now_s - incoming.lost_at_s > RESUME_S:
+                    self._drop(incoming, "peer_lost")
             elif now_s - incoming.told_at_s > BEAT_INTERVAL_S:
                 self._grant(incoming)
+        for key, committed in tuple(self._committed.items()):
+            if now_s - committed.heard_at_s > self._idle_timeout_s:
+                del self._committed[key]
 
     def _send(self, peer: Peer, header: FrameHeader, payload: bytes = b"") -> SendResult:
         return self._channel.send(peer, (encode_header(header, (payload,)), payload))
@@ -336,10 +350,11 @@ def _checked_end(incoming: _IncomingTransfer, payload: memoryview | bytes) -> En
     ("totals")."""
     end = decode_end(payload)
     incoming.cursor.check_complete()
-    expected = (incoming.key, incoming.cursor.num_blocks, incoming.cursor.payload_bytes)
+    expected = (incoming.manifest.key, incoming.cursor.num_blocks, incoming.cursor.payload_bytes)
     if (end.key, end.num_blocks, end.payload_bytes) != expected:
         raise TransferFailed(
-            f"end says key, blocks, bytes {(end.key, end.num_blocks, end.payload_bytes)}; {expected} came",
+            f"end record has key, blocks, bytes {(end.key, end.num_blocks, end.payload_bytes)}; received"
+            f" were {expected}",
             reason="totals",
         )
     return end

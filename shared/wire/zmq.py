@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,72 +26,118 @@ MAX_ANSWER_BYTES = 64 << 10
 HEARTBEAT_INTERVAL_MS = 3000
 HEARTBEAT_TIMEOUT_MS = 10000
 MAX_RECONNECT_INTERVAL_MS = 1000
+IDLE_CONNECTION_S = 30.0
 BATCH_MESSAGES = 32
+_SCHEMES = ("tcp://", "ipc://")
+_WILDCARDS = ("tcp://0.0.0.0:", "tcp://[::]:", "tcp://*:")
 _LOST_EVENTS = (
     zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
-_WILDCARDS = ("tcp://0.0.0.0:", "tcp://[::]:", "tcp://*:")
+_Socket = zmq.Socket[bytes]
 
 
-class Wakeup:
-    """Lets any thread wake the one that polls the sockets: `fileno` is readable from `set` until `clear`. A
-    socket pair, since ZeroMQ sockets may be used by their own thread only."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-
-    def fileno(self) -> int:
-        return self._reader.fileno()
-
-    def set(self) -> None:
-        """Any thread; no effect after `close`."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            self._writer.send(b"\0")
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._reader.recv(4096):
-                pass
-
-    def close(self) -> None:
-        self._reader.close()
-        self._writer.close()
-
-
-class ZmqConnectingChannel:
-    """Implements `ConnectingChannel`: one DEALER and its monitor for each endpoint.
-
-    The monitor reports a lost connection; the DEALER is then closed with everything queued on it, and the
-    next `connect` makes a new one, so nothing of a failed transfer is ever delivered late.
-    """
+class _ZmqChannel:
+    """A context, a poller, and a socket pair by which any thread wakes the one that polls: ZeroMQ's sockets
+    may be used by their own thread only."""
 
     def __init__(self) -> None:
-        self._wakeup = Wakeup()
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._poller = zmq.Poller()
-        self._dealers: dict[Peer, zmq.Socket[bytes]] = {}
-        self._monitors: dict[Peer, zmq.Socket[bytes]] = {}
-        self._blocked: set[Peer] = set()
+        self._context: zmq.Context[_Socket] | None = None
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
 
     def open(self) -> None:
         self._context = zmq.Context()
-        self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        self._poller.register(self._wake_reader.fileno(), zmq.POLLIN)
 
-    def connect(self, peer: Peer) -> None:
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):  # already woken, or closed
+            self._wake_writer.send(b"\0")
+
+    def close(self) -> None:
+        if self._context is not None:
+            self._context.term()
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def _wait(self, timeout_s: float) -> None:
+        self._poller.poll(int(timeout_s * 1000))
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_reader.recv(4096):
+                pass
+
+    def _socket(self, kind: int, *, send_messages: int, receive_messages: int, max_bytes: int) -> _Socket:
+        assert self._context is not None
+        made = self._context.socket(kind)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.SNDHWM, send_messages)
+        made.setsockopt(zmq.RCVHWM, receive_messages)
+        made.setsockopt(zmq.MAXMSGSIZE, max(max_bytes, HEADER_BYTES))
+        made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        return made
+
+
+class ZmqConnectingChannel(_ZmqChannel):
+    """A sender's channel: one DEALER and its monitor for each endpoint.
+
+    The monitor reports a lost connection; the DEALER is then closed with everything queued on it, and the
+    next `send` makes a new one, so nothing of a failed transfer is ever delivered late. A connection over
+    which nothing is sent for IDLE_CONNECTION_S is closed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._dealers: dict[Peer, _Socket] = {}
+        self._monitors: dict[Peer, _Socket] = {}
+        self._used_at_s: dict[Peer, float] = {}
+        self._blocked: set[Peer] = set()
+
+    def send(self, peer: Peer, frames: Sequence[memoryview | bytes]) -> SendResult:
+        dealer = self._dealers.get(peer) or self._connect(peer)
+        self._used_at_s[peer] = time.monotonic()
+        try:
+            dealer.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            self._blocked.add(peer)
+            self._poller.register(dealer, zmq.POLLIN | zmq.POLLOUT)
+            return SendResult.BLOCKED
+        return SendResult.SENT
+
+    def poll(self, timeout_s: float) -> Sequence[Received | PeerLost]:
+        self._wait(timeout_s)
+        for peer in self._blocked:
+            self._poller.register(self._dealers[peer], zmq.POLLIN)
+        self._blocked.clear()
+        events: list[Received | PeerLost] = []
+        now_s = time.monotonic()
+        for peer, dealer in tuple(self._dealers.items()):
+            lost = _connection_lost(self._monitors[peer])
+            while (frames := _receive(dealer)) is not None:
+                events.append(Received(peer, frames))
+            if lost:
+                events.append(PeerLost(peer))
+            if lost or now_s - self._used_at_s[peer] > IDLE_CONNECTION_S:
+                self._disconnect(peer)
+        return events
+
+    def close(self) -> None:
+        for peer in tuple(self._dealers):
+            self._disconnect(peer)
+        super().close()
+
+    def _connect(self, peer: Peer) -> _Socket:
         endpoint = peer.decode()
-        if not endpoint.startswith(("tcp://", "ipc://")):
+        if not endpoint.startswith(_SCHEMES):
             raise TransferFailed(
                 f"endpoint is {endpoint!r}; tcp:// and ipc:// are allowed", reason="endpoint"
             )
-        assert self._context is not None
-        dealer = self._context.socket(zmq.DEALER)
-        _set_options(
-            dealer,
+        dealer = self._socket(
+            zmq.DEALER,
             send_messages=BLOCKS_HIGH_WATER_MARK,
             receive_messages=ANSWERS_HIGH_WATER_MARK,
-            max_frame_bytes=MAX_ANSWER_BYTES,
+            max_bytes=MAX_ANSWER_BYTES,
         )
         dealer.setsockopt(zmq.IMMEDIATE, 1)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_INTERVAL_MS)
@@ -101,16 +148,15 @@ class ZmqConnectingChannel:
         try:
             dealer.connect(endpoint)
         except zmq.ZMQError as error:
-            self.disconnect(peer)
+            self._disconnect(peer)
             raise TransferFailed(
                 f"endpoint {endpoint!r} is not usable: {error}", reason="endpoint"
             ) from error
+        return dealer
 
-    def disconnect(self, peer: Peer) -> None:
-        dealer = self._dealers.pop(peer, None)
-        if dealer is None:
-            return
-        monitor = self._monitors.pop(peer)
+    def _disconnect(self, peer: Peer) -> None:
+        dealer, monitor = self._dealers.pop(peer), self._monitors.pop(peer)
+        self._used_at_s.pop(peer, None)
         self._blocked.discard(peer)
         self._poller.unregister(dealer)
         self._poller.unregister(monitor)
@@ -118,46 +164,9 @@ class ZmqConnectingChannel:
         monitor.close(linger=0)
         dealer.close(linger=0)
 
-    def send(self, peer: Peer, frames: Sequence[memoryview | bytes]) -> SendResult:
-        dealer = self._dealers.get(peer)
-        if dealer is None:
-            return SendResult.LOST
-        try:
-            dealer.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
-        except zmq.Again:
-            self._blocked.add(peer)
-            self._poller.register(dealer, zmq.POLLIN | zmq.POLLOUT)
-            return SendResult.BLOCKED
-        return SendResult.SENT
 
-    def poll(self, timeout_s: float) -> list[Received | PeerLost]:
-        self._poller.poll(int(timeout_s * 1000))
-        self._wakeup.clear()
-        for peer in self._blocked:
-            self._poller.register(self._dealers[peer], zmq.POLLIN)
-        self._blocked.clear()
-        events: list[Received | PeerLost] = []
-        for peer, dealer in self._dealers.items():
-            lost = _connection_lost(self._monitors[peer])
-            while (frames := _receive(dealer)) is not None:
-                events.append(Received(peer, frames))
-            if lost:
-                events.append(PeerLost(peer))
-        return events
-
-    def wake(self) -> None:
-        self._wakeup.set()
-
-    def close(self) -> None:
-        for peer in tuple(self._dealers):
-            self.disconnect(peer)
-        if self._context is not None:
-            self._context.term()
-        self._wakeup.close()
-
-
-class ZmqListeningChannel:
-    """Implements `ListeningChannel`: one ROUTER; each connection is a peer."""
+class ZmqListeningChannel(_ZmqChannel):
+    """A receiver's channel: one ROUTER; each connection is a peer."""
 
     def __init__(self, bind: str, *, advertise: str = "") -> None:
         """
@@ -174,28 +183,21 @@ class ZmqListeningChannel:
                 f"block address {bind!r} means every interface; the address that peers reach must be"
                 " advertised (tcp://host:port)"
             )
+        super().__init__()
         self._bind = bind
-        self._endpoint = advertise
-        self._wakeup = Wakeup()
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._router: zmq.Socket[bytes] | None = None
-        self._poller = zmq.Poller()
-
-    @property
-    def endpoint(self) -> str:
-        return self._endpoint
+        self.endpoint = advertise
+        self._router: _Socket | None = None
 
     def open(self) -> None:
-        if not self._bind.startswith(("tcp://", "ipc://")):
-            self._wakeup.close()
+        if not self._bind.startswith(_SCHEMES):
+            self.close()
             raise ConfigurationError(f"block address is {self._bind!r}; tcp:// and ipc:// are allowed")
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        _set_options(
-            self._router,
+        super().open()
+        self._router = self._socket(
+            zmq.ROUTER,
             send_messages=ANSWERS_HIGH_WATER_MARK,
             receive_messages=BLOCKS_HIGH_WATER_MARK,
-            max_frame_bytes=MAX_PAYLOAD_BYTES,
+            max_bytes=MAX_PAYLOAD_BYTES,
         )
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -203,9 +205,8 @@ class ZmqListeningChannel:
         except zmq.ZMQError as error:
             self.close()
             raise ConfigurationError(f"cannot listen for blocks at {self._bind!r}: {error}") from error
-        self._endpoint = self._endpoint or self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = self.endpoint or self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
 
     def send(self, peer: Peer, frames: Sequence[memoryview | bytes]) -> SendResult:
         assert self._router is not None
@@ -217,46 +218,29 @@ class ZmqListeningChannel:
             raise
         return SendResult.SENT
 
-    def poll(self, timeout_s: float) -> list[Received | PeerLost]:
+    def poll(self, timeout_s: float) -> Sequence[Received | PeerLost]:
         assert self._router is not None
-        self._poller.poll(int(timeout_s * 1000))
-        self._wakeup.clear()
+        self._wait(timeout_s)
         events: list[Received | PeerLost] = []
         while len(events) < BATCH_MESSAGES and (frames := _receive(self._router)) is not None:
             events.append(Received(bytes(frames[0]), frames[1:]))
         return events
 
-    def wake(self) -> None:
-        self._wakeup.set()
-
     def close(self) -> None:
         if self._router is not None:
             self._router.close(linger=0)
-        if self._context is not None:
-            self._context.term()
-        self._wakeup.close()
+        super().close()
 
 
-def _set_options(
-    zmq_socket: zmq.Socket[Any], *, send_messages: int, receive_messages: int, max_frame_bytes: int
-) -> None:
-    zmq_socket.setsockopt(zmq.LINGER, 0)
-    zmq_socket.setsockopt(zmq.SNDHWM, send_messages)
-    zmq_socket.setsockopt(zmq.RCVHWM, receive_messages)
-    zmq_socket.setsockopt(zmq.MAXMSGSIZE, max(max_frame_bytes, HEADER_BYTES))
-    zmq_socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-
-
-def _receive(zmq_socket: zmq.Socket[Any]) -> list[memoryview] | None:
+def _receive(zmq_socket: _Socket) -> list[memoryview] | None:
     try:
-        frames = zmq_socket.recv_multipart(zmq.DONTWAIT, copy=False)
+        frames: list[Any] = zmq_socket.recv_multipart(zmq.DONTWAIT, copy=False)
     except zmq.Again:
         return None
     return [frame.buffer for frame in frames]
 
 
-def _connection_lost(monitor: zmq.Socket[Any]) -> bool:
+def _connection_lost(monitor: _Socket) -> bool:
     lost = False
     while monitor.poll(0):
         lost = bool(recv_monitor_message(monitor)["event"] & _LOST_EVENTS) or lost

@@ -44,3 +44,10 @@ def test_selecting_afresh_beats_selecting_once_and_is_near_the_oracle(task: str,
     afresh, once = accuracies("turns", "aware"), accuracies("turns", "once")
     assert afresh["rocketkv", budget, task] > once["rocketkv", budget, task]
     assert afresh["rocketkv", budget, task] >= afresh["exact-topk", budget, task] - 2
+
+
+def test_a_window_of_32_answers_as_often_as_one_of_128_where_each_turn_selects() -> None:
+    found = accuracies("rocketkv-window", "aware")
+    ours, papers = (found[name, "3%", "third_turn"] for name in ("rocketkv", "rocketkv:window=128"))
+    assert ours >= papers - 1
+    assert ours >= found["full", _FULL, "third_turn"] - 1

@@ -29,14 +29,13 @@ from torch import Tensor
 
 from kvferry.kernels.chunk_scores import chunk_scores
 from kvferry.shared.compression import leverage
-from kvferry.shared.compression.allocation import allocate_layers
 from kvferry.shared.compression.formats.interface import select_rows
-from kvferry.shared.compression.head_budgets import head_budgets
+from kvferry.shared.compression.formats.ragged import head_budgets
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, Part
 from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.compression.rdkv.weights import channel_weights
-from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.compression.resolve import allocate_layers, resolve_plan
 from kvferry.shared.compression.scorers import make_scorer
 
 FOLDER = Path(__file__).parent
@@ -64,9 +63,12 @@ class Case:
         """Each layer's inputs, and what kvpress kept of it: `[H_kv, T]`."""
         return [(layer_inputs(self.prompt, layer), kept) for layer, kept in enumerate(self.kept)]
 
-    def window_scorer(self) -> Part:
-        params = {"window": self.params["window_size"], "kernel_size": self.params["kernel_size"]}
-        return Part(name="window_attention", params={**params, "pooling": "avg"})
+    def window_scores(self, inputs: LayerInputs) -> Tensor:
+        """Our scores with the whole window protected, as kvpress does; ours protect a few rows of it."""
+        window = self.params["window_size"]
+        params = {"window": window, "kernel_size": self.params["kernel_size"], "recents": window}
+        part = Part(name="window_attention", params={**params, "pooling": "avg"})
+        return make_scorer(part, rows=4 * window)(inputs)
 
 
 @cache
@@ -137,7 +139,19 @@ def assert_keeps(scores: Tensor, kept: Tensor) -> None:
 def test_snapkv_keeps_the_same_tokens(name: str) -> None:
     stored = case(name)
     for inputs, kept in stored.layers():
-        assert_keeps(make_scorer(stored.window_scorer(), rows=rows_of(kept))(inputs), kept)
+        assert_keeps(stored.window_scores(inputs), kept)
+
+
+def test_snapkv_protects_fewer_rows_than_kvpress() -> None:
+    """Deviation: kvpress retains the whole window under any budget; ours at most 8 rows and a quarter."""
+    stored = case("snapkv-short")
+    scorer = preset("snapkv").scorer
+    assert scorer is not None
+    for inputs, kept in stored.layers():
+        protected = make_scorer(scorer, rows=rows_of(kept))(inputs).isinf()
+        assert protected.sum(dim=1).tolist() == [8] * len(protected)
+        assert kept[:, -stored.params["window_size"] :].all()
+        assert stored.params["window_size"] > 8
 
 
 @pytest.mark.parametrize("name", names("streamingllm"))
@@ -153,7 +167,7 @@ def test_streamingllm_keeps_the_same_tokens(name: str) -> None:
 def test_pyramidkv_keeps_the_same_tokens_at_the_same_layer_budgets(name: str) -> None:
     stored = case(name)
     for inputs, kept in stored.layers():
-        assert_keeps(make_scorer(stored.window_scorer(), rows=rows_of(kept))(inputs), kept)
+        assert_keeps(stored.window_scores(inputs), kept)
 
 
 def pyramid_rows(stored: Case, mean: int) -> list[int]:
@@ -199,7 +213,7 @@ def test_adakv_gives_the_same_head_budgets_and_keeps_the_same_tokens(name: str) 
     window = stored.params["window_size"]
     for inputs, kept in stored.layers():
         rows = int(kept.sum()) // kept.shape[0]
-        scores = make_scorer(stored.window_scorer(), rows=rows)(inputs)
+        scores = stored.window_scores(inputs)
         beyond = max(0, int(rows * stored.params["alpha_safeguard"]) - window)
         # half a row up: the product is floored
         floor = (beyond + 0.5) / (rows - window)

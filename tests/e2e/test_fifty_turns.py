@@ -13,12 +13,12 @@ from kvtest import redis_server as redis_servers
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
-from kvferry.shared.history.redis_format import CHUNK_HEADER_BYTES
+from kvferry.shared.history.stored_format import CHUNK_HEADER_BYTES
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.oracle import OneProcessGenerator, OracleSession
 from kvferry.shared.sampling.params import SamplingParams
+from kvferry.tools.oracle import OneProcessGenerator, OracleSession
 
 pytestmark = [pytest.mark.xdist_group("stack"), pytest.mark.timeout(600)]
 

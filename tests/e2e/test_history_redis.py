@@ -15,7 +15,7 @@ import pytest
 from kvtest import redis_server as redis_servers
 
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.history.redis_format import read_record
+from kvferry.shared.history.stored_format import read_record
 
 pytestmark = pytest.mark.xdist_group("stack")
 

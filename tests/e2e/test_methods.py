@@ -22,8 +22,8 @@ from kvferry.shared.compression.presets import method_names, plan_for, preset
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.oracle import OneProcessGenerator
 from kvferry.shared.sampling.params import SamplingParams
+from kvferry.tools.oracle import OneProcessGenerator
 
 pytestmark = pytest.mark.xdist_group("stack")
 
@@ -42,6 +42,7 @@ from kvferry.shared.compression.plan import Budget, CompressionPlan, Part
 
 class EveryOther:
     observed_queries = 0
+    protected_rows = 1
     depends_on_rows = False
 
     def __call__(self, inputs):
@@ -68,12 +69,12 @@ from typing import ClassVar
 
 import torch
 
-from kvferry.shared.compression.attention.interface import TensorSpec
+from kvferry.shared.compression.interface import TensorSpec
 from kvferry.shared.compression.formats.interface import (
     LayerCache, LayerFormat, NaiveLayer, check_index, gather_rows, on_host, select_rows
 )
 from kvferry.shared.compression.interface import Method
-from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part, check_params
+from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part, read_params
 from kvferry.shared.compression.presets import PRESETS
 
 
@@ -117,7 +118,7 @@ class Halves(LayerFormat):
 
     @classmethod
     def check(cls, plan):
-        check_params("representation 'halves'", plan.representation.params, {})
+        read_params("format 'halves'", plan.representation.params, {})
 
     @classmethod
     def plan_layer(cls, plan, sizing):

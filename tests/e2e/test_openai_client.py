@@ -138,6 +138,12 @@ def test_errors_are_the_clients_own_typed_exceptions(
     assert missing.value.code == "model_not_found"
 
 
+def ask_for_nearly_all_memory(client: openai.OpenAI) -> None:
+    """A prompt of 1,420 tokens takes 5.8 of the small stack's 6.0 MB."""
+    full = {"kv_compression": {"method": "full"}}
+    client.completions.create(model="demo", prompt=[9] * 1420, max_tokens=4, extra_body=full)
+
+
 def test_a_second_request_of_a_busy_session_conflicts_and_a_full_arena_limits_the_rate(
     start_stack: Callable[..., Any],
 ) -> None:
@@ -164,13 +170,13 @@ def test_a_second_request_of_a_busy_session_conflicts_and_a_full_arena_limits_th
             )
         assert busy.value.code == "session_busy"
         with pytest.raises(openai.RateLimitError) as limited:
-            client.chat.completions.create(model="demo", messages=messages, max_tokens=1200)
+            ask_for_nearly_all_memory(client)
         assert float(limited.value.response.headers["retry-after"]) > 0
         stream.close()
         deadline = time.monotonic() + 10
         while True:
             try:
-                client.chat.completions.create(model="demo", messages=messages, max_tokens=1200, stop=["."])
+                ask_for_nearly_all_memory(client)
                 break
             except openai.RateLimitError:
                 assert time.monotonic() < deadline
@@ -205,3 +211,58 @@ def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI) -> No
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, digits)) == digits
+
+
+def test_a_prompt_sent_again_without_a_session_is_cached_for_its_key_alone(
+    stack: Any, make_document: Callable[..., Any]
+) -> None:
+    document = make_document(77, num_words=500, num_facts=4)
+
+    def ask(api_key: str, question: str, **fields: Any) -> Any:
+        with openai.OpenAI(
+            base_url=f"{stack.base_url}/v1", api_key=api_key, max_retries=0, timeout=120
+        ) as one:
+            answer = one.chat.completions.create(
+                model="demo",
+                messages=[{"role": "user", "content": f"{document.text} {question}"}],
+                temperature=0,
+                max_tokens=16,
+                extra_body={"kv_compression": {"token_budget": 96}},
+                **fields,
+            )
+        assert answer.usage.prompt_tokens_details.cached_tokens == answer.kv["reused_tokens"]
+        return answer
+
+    question = document.questions[0][0]
+    first = ask("repeats", question)
+    assert first.kv["reused_tokens"] == 0
+    assert "history" not in first.kv
+    again = ask("repeats", question)
+    # RocketKV selects by the last 32 queries, which are computed again.
+    assert again.kv["reused_tokens"] == again.usage.prompt_tokens - 32
+    assert again.kv["history"] == "fetch"
+    other = ask("repeats", document.questions[1][0])
+    assert 32 < other.kv["reused_tokens"] <= other.usage.prompt_tokens - 32
+    alone = ask("another", question)
+    assert alone.kv["reused_tokens"] == 0
+    assert first.choices == again.choices == alone.choices
+    assert other.choices == ask("another", document.questions[1][0]).choices
+
+
+def test_many_choices_of_one_prompt_run_it_once(stack: Any, make_document: Callable[..., Any]) -> None:
+    document = make_document(78, num_words=400, num_facts=4)
+    content = f"{document.text} {document.questions[0][0]}"
+    with openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key="choices", timeout=120) as one:
+        before = stack.prefill_metric("kvferry_prefill_tokens_total")
+        answer = one.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": content}],
+            temperature=0,
+            max_tokens=8,
+            n=3,
+            extra_body={"kv_compression": {"token_budget": 96}},
+        )
+    assert answer.usage is not None
+    run = stack.prefill_metric("kvferry_prefill_tokens_total") - before
+    assert run == answer.usage.prompt_tokens + 2 * 32
+    assert len({choice.message.content for choice in answer.choices}) == 1

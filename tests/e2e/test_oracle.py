@@ -18,8 +18,8 @@ from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.oracle import OneProcessGenerator
 from kvferry.shared.sampling.params import SamplingParams
+from kvferry.tools.oracle import OneProcessGenerator
 
 pytestmark = pytest.mark.xdist_group("stack")
 

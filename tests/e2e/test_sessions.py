@@ -12,8 +12,8 @@ from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import PRESETS, plan_for
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.oracle import OneProcessGenerator, OracleSession
 from kvferry.shared.sampling.params import SamplingParams
+from kvferry.tools.oracle import OneProcessGenerator, OracleSession
 
 pytestmark = pytest.mark.xdist_group("stack")
 

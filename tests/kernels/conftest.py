@@ -6,8 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from kvtest.triton_guard import guarded
 
 from kvferry.kernels import dispatch
+
+
+@pytest.fixture(autouse=True)
+def guard() -> Iterator[None]:
+    """Every interpreted kernel of these tests runs guarded, with its programs in another order."""
+    with guarded(seed=1):
+        yield
 
 
 @pytest.fixture

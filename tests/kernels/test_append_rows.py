@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvferry.kernels.append_rows import append_rows
+from kvferry.kernels.split_attention import append_rows
 
 
 @pytest.mark.parametrize("head_dim", [24, 96, 256])

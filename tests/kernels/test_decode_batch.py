@@ -22,23 +22,27 @@ def test_tables_place_every_head_and_lengths_grow_where_active() -> None:
     keys, values = arena[16:112].view(2, 6, 8), arena[128:224].view(2, 6, 8)
     fields = row_fields(arena, CachedRows(keys=keys, values=values, length=4))
     tables = HeadTables(SHAPE, [0, 0, 0])
-    tables.fill([{0: fields, 2: fields}, {2: fields}])
+    tables.place(0, {0: fields})
+    tables.place(2, {0: fields, 1: fields})
     here, nothing = [[16, 128, 5], [64, 176, 5]], [[0, 0, 0]] * 2
-    assert tables.layer(0).tolist() == [*here, *nothing, *here]
-    assert tables.layer(1).tolist() == [*nothing, *nothing, *here]
+    assert tables.layer(0, 3).tolist() == [*here, *nothing, *here]
+    assert tables.layer(1, 3).tolist() == [*nothing, *nothing, *here]
     tables.advance(torch.tensor([1, 1, 0]))
-    assert tables.layer(0)[:, 2].tolist() == [6, 6, 0, 0, 0, 0]
-    assert not tables.layer(1)[:, 2].any()
+    assert tables.layer(0, 3)[:, 2].tolist() == [6, 6, 0, 0, 0, 0]
+    assert not tables.layer(1, 3)[:, 2].any()
     tables.advance(torch.tensor([1, 1, 0]))
-    assert tables.layer(0)[:, 2].tolist() == [7, 7, 0, 0, 0, 0]
-    tables.fill([{1: fields}, {}])
-    assert tables.layer(0).tolist() == [*nothing, *here, *nothing]
+    assert tables.layer(0, 3)[:, 2].tolist() == [7, 7, 0, 0, 0, 0]
+    tables.place(0, {})
+    tables.place(1, {0: fields})
+    assert tables.layer(0, 2).tolist() == [*nothing, *here]
+    tables.show(torch.tensor([0, 1, 1]))
+    assert tables.layer(0, 3)[:, 2].tolist() == [0, 0, 5, 5, 5, 5]
 
 
 def test_heads_without_rows_have_the_fields_they_are_given() -> None:
     tables = HeadTables(SHAPE, [0, 0, 0, 1])
-    tables.fill([{0: ([8, 16, 2, 5], [24, 24, 0, 0])}, {}])
-    assert tables.layer(0).tolist() == [[8, 16, 2, 5], [32, 40, 2, 5], *[[0, 0, 0, 1]] * 4]
+    tables.place(0, {0: ([8, 16, 2, 5], [24, 24, 0, 0])})
+    assert tables.layer(0, 3).tolist() == [[8, 16, 2, 5], [32, 40, 2, 5], *[[0, 0, 0, 1]] * 4]
 
 
 def test_buckets_are_the_next_power_of_two() -> None:

@@ -78,7 +78,7 @@ sys.modules["triton"] = None
 import torch
 from kvferry.kernels import dispatch
 from kvferry.kernels.dense_decode import dense_decode
-from kvferry.kernels.window_scores import window_scores
+from kvferry.kernels.column_sums import window_scores
 import kvferry.kernels.chunk_scores, kvferry.kernels.column_sums, kvferry.kernels.hsa, kvferry.kernels.trizone
 rows = torch.randn(1, 3, 16)
 dense_decode(rows[:, :1], rows, rows, scaling=1.0)

@@ -225,7 +225,7 @@ def test_the_method_of_the_page_is_found_by_its_entry_point_and_answers(
         "from kvferry.shared.compression.plan import Budget\n"
         "from kvferry.shared.compression.presets import plan_for\n"
         "from kvferry.shared.model.loading import load_model\n"
-        "from kvferry.shared.oracle import OneProcessGenerator\n"
+        "from kvferry.tools.oracle import OneProcessGenerator\n"
         "from kvferry.shared.sampling.params import SamplingParams\n"
         "plan = plan_for('every-other', budget=Budget(tokens=20), overrides={'offset': 0})\n"
         "model = load_model('demo', device='cpu')\n"

@@ -37,10 +37,10 @@ from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.oracle import OneProcessGenerator, OracleSession
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS
+from kvferry.tools.oracle import OneProcessGenerator, OracleSession
 
 WAIT_S = 60.0
 SAMPLING = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -91,7 +91,7 @@ class Pair:
         self.stack.push_async_callback(self.prefill.close)
 
     async def start_decode(self, **options: object) -> None:
-        settings = {"arena_bytes": ARENA_BYTES, "sweep_interval_s": 0.02, "retain_s": 600.0} | options
+        settings = {"arena_bytes": ARENA_BYTES, "retain_s": 600.0} | options
         self.decode = DecodeService(
             DecodeConfig(**settings),  # type: ignore[arg-type]
             model=self.model,
@@ -99,6 +99,7 @@ class Pair:
             metrics=DecodeMetrics(),
             server_factory=self.hub.server,
             sender=self.hub.sender(buffer_bytes=1 << 24, timeout_s=WAIT_S),
+            sweep_interval_s=0.02,
         )
         await self.decode.start()
         self.stack.push_async_callback(self.decode.close)
@@ -179,7 +180,7 @@ def plan_of(method: str) -> CompressionPlan:
 
 def selected(pair: Pair, turn: Turn) -> Iterator[tuple[int, int, int]]:
     """Layer, head and token of each row that the turn kept, as prefill remembers it."""
-    retained = pair.prefill._engine._turns._shipped.retained(
+    retained = pair.prefill._engine.turns.shipped.retained(
         SESSION, transfer_id=turn.ticket.transfer_id, num_tokens=1, depth=1
     )
     assert retained is not None

@@ -27,7 +27,7 @@ def test_every_op_belongs_to_one_role() -> None:
 
 def test_the_metric_names_each_ops_path_and_counts_its_calls() -> None:
     registry = CollectorRegistry()
-    KernelCalls("decode", CPU).register(registry)
+    registry.register(KernelCalls("decode", CPU))
 
     def calls(op: str, path: str) -> float | None:
         return registry.get_sample_value("kvferry_decode_kernel_calls_total", {"op": op, "path": path})

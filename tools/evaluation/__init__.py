@@ -12,6 +12,6 @@
 It measures methods at budgets, in several settings, lengths and depths; a training checkpoint's accuracy
 (`--methods full`); and what distance alone costs (`--gap`).
 
-Runs the one-process generator of `kvferry.shared.oracle`, which the served path equals token for token; the
+Runs the one-process generator of `kvferry.tools.oracle`, which the served path equals token for token; the
 tasks are `kvferry.tools.recall`'s. Talks to no service.
 """

@@ -20,31 +20,29 @@ from rich.console import Console
 from rich.progress import track
 
 from kvferry.shared.command_line import option_name
-from kvferry.shared.compression.calibration import Observation, fit_calibration
-from kvferry.shared.compression.context_nll import estimate_context_nll
+from kvferry.shared.compression.calibration import Observation, estimate_context_nll, fit_calibration
 from kvferry.shared.compression.curves import ModelCurves, QualityCurve, save_curves
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import method_names, plan_for, preset
-from kvferry.shared.compression.rdkv.calibrate_epsilon import EpsilonAccumulator
 from kvferry.shared.compression.rdkv.epsilon import PAPER_TABLES, save_table
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel
-from kvferry.shared.model.fingerprint import model_fingerprint
+from kvferry.shared.model.checkpoint import model_fingerprint, resolve_model_path
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.location import resolve_model_path
 from kvferry.shared.model.spec import DTYPE_BYTES
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.oracle import OneProcessGenerator
 from kvferry.tools.evaluation.calibration_config import (
     CalibrateConfig,
     CalibrateEpsilonConfig,
     CalibrateQualityConfig,
 )
+from kvferry.tools.evaluation.epsilon import EpsilonAccumulator
 from kvferry.tools.evaluation.experiment import FULL, read_list
 from kvferry.tools.evaluation.provenance import commit, hardware
 from kvferry.tools.evaluation.samples import Sample, draw_samples
 from kvferry.tools.evaluation.scoring import forced
 from kvferry.tools.evaluation.settings import PendingAnswer
+from kvferry.tools.oracle import OneProcessGenerator
 
 _LEAST_NLL = 1e-6
 """Nats. An answer below it counts as certain, and the ratio of two such answers is 1."""
@@ -68,7 +66,8 @@ def calibrate_epsilon(config: CalibrateEpsilonConfig, *, console: Console | None
             accumulator.add(layer.keys, layer.values)
     path = Path(config.epsilon_tables) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_table(path, accumulator.table(), origin=_origin("epsilon", config, model))
+    origin = {"fingerprints": _fingerprints(config.model), **_origin("epsilon", config, model)}
+    save_table(path, accumulator.table(), origin=origin)
     console.print(str(path), markup=False, soft_wrap=True)
     return 0
 
@@ -127,7 +126,7 @@ def _answer_nlls(
     for plan in plans:
         continuation = generator.compress(captured, plan=plan, max_new_tokens=len(sample.answer) + 1)
         pending.append(PendingAnswer(continuation, continuation.step(sample.prompt[-1])))
-    nlls, _ = forced(pending, sample.answer)
+    nlls, _ = forced(pending, [sample.answer] * len(pending))
     return nlls
 
 

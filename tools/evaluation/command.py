@@ -32,14 +32,14 @@ from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.tools.evaluation import plots
 from kvferry.tools.evaluation.config import EvalConfig
-from kvferry.tools.evaluation.experiment import Experiment, read_experiment
-from kvferry.tools.evaluation.jobs import Job, WorkerOptions, run_jobs
+from kvferry.tools.evaluation.experiment import Experiment, describe_task, read_experiment
+from kvferry.tools.evaluation.jobs import WorkerOptions, run_jobs
 from kvferry.tools.evaluation.provenance import commit, hardware
 from kvferry.tools.evaluation.records import Key, Record, RecordFile
+from kvferry.tools.evaluation.runner import Job
 from kvferry.tools.evaluation.summary import Cell, summarise
 from kvferry.tools.evaluation.table import markdown
 from kvferry.tools.recall.network import save_folder
-from kvferry.tools.recall.tasks import TASKS
 from kvferry.tools.recall.tokenizer import save_tokenizer
 from kvferry.tools.recall.trainer import load_network
 
@@ -127,6 +127,7 @@ def _measure(
         threads=config.threads,
         epsilon_tables=config.epsilon_tables,
         num_processes=config.jobs,
+        batch=config.batch,
         experiment=experiment,
     )
     columns = (
@@ -190,7 +191,7 @@ def _provenance(config: EvalConfig, experiment: Experiment, spec: ModelSpec) -> 
         "gap": experiment.gap,
         "answers": experiment.answers,
         "kv_dtype": experiment.kv_dtype,
-        "tasks": {name: TASKS[name].description for name in experiment.tasks},
+        "tasks": {name: describe_task(name) for name in experiment.tasks},
     }
 
 

@@ -13,9 +13,9 @@ from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.oracle import CapturedPrompt, Continuation, OneProcessGenerator
 from kvferry.tools.evaluation.budgets import SIZES, full_bytes, kept_bytes, plan_for_target, read_bytes
 from kvferry.tools.evaluation.experiment import Contender, Experiment
+from kvferry.tools.oracle import CapturedPrompt, Continuation, OneProcessGenerator
 
 _CLOSE = 0.98
 """A packed prompt that holds this share of its target is not packed again."""

@@ -39,6 +39,12 @@ class EvalConfig(PlanSettings):
         "whatever --dtype is",
     )
     tasks: str = Field("single_needle,multi_key_8", description="tasks, or all")
+    data: str = Field(
+        "",
+        description="own questions in place of the tasks: a file with a JSON object of context, question and "
+        "answers (a list of right ones) on each line",
+    )
+    batch: int = Field(1, ge=1, description="prompts that are answered together")
     lengths: str = Field(
         "1024",
         description="prompt lengths in the demo tokenizer's tokens; LENGTH:EXAMPLES gives a length its "

@@ -21,12 +21,12 @@ class Turn:
     Attributes:
         prompt_token_ids: the conversation up to the assistant's answer.
         answer_token_ids: the right answer and an end token.
-        answer: its text.
+        answers: its text, then those of other right answers.
     """
 
     prompt_token_ids: tuple[int, ...]
     answer_token_ids: tuple[int, ...]
-    answer: str
+    answers: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,8 @@ def tokenize(example: Example, tokenizer: ChatTokenizer) -> Conversation:
             )
         ids = [t for t in tokenizer.encode(answer) if not tokenizer.is_silent(t)]
         end = tokenizer.eos_token_ids[:1]
-        turns.append(Turn(prompt_token_ids=prompt, answer_token_ids=(*ids, *end), answer=answer))
+        others = example.others if i + 1 == len(answers) else ()
+        turns.append(Turn(prompt_token_ids=prompt, answer_token_ids=(*ids, *end), answers=(answer, *others)))
     alone = tokenizer.render([{"role": "user", "content": example.document}])
     num_document_tokens = _common_prefix(alone, turns[0].prompt_token_ids)
     earlier = [{"role": m["role"], "content": m["content"]} for m in example.messages[:-1]]

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from kvferry.shared.compression.plan import CompressionPlan, ParamValue
@@ -18,6 +19,7 @@ from kvferry.shared.model.loading import checkpoint_dtype
 from kvferry.shared.model.spec import DTypeName
 from kvferry.tools.evaluation.budgets import Match, Target, parse_target
 from kvferry.tools.evaluation.config import EvalConfig
+from kvferry.tools.evaluation.data import read_data
 from kvferry.tools.recall.tasks import MIN_TOKENS, TASKS, Example
 
 Setting = Literal["aware", "once", "agnostic"]
@@ -25,6 +27,8 @@ FirstToken = Literal["prefill", "refed"]
 Answers = Literal["right", "own"]
 SETTINGS: tuple[Setting, ...] = ("aware", "once", "agnostic")
 FULL = "full"
+OWN_LENGTH = 0
+"""Stands for the lengths of a user's own prompts."""
 
 T = TypeVar("T")
 
@@ -78,11 +82,6 @@ class Unit:
     held_out: bool
     seed: int
 
-    def example(self) -> Example:
-        return TASKS[self.task].example(
-            num_tokens=self.num_tokens, seed=self.seed, held_out=self.held_out, depth=self.depth
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
@@ -93,6 +92,8 @@ class Experiment:
         lengths: prompt lengths, each with its number of examples.
         answers: what earlier turns of a conversation contain.
         gap: positions skipped before the last question.
+        data: a user's own examples, in place of the tasks'. The one task is then named after their file, and
+            its length is OWN_LENGTH, whatever the prompts' own.
     """
 
     contenders: tuple[Contender, ...]
@@ -108,6 +109,15 @@ class Experiment:
     held_out: bool
     gap: int
     max_new_tokens: int
+    data: tuple[Example, ...] = ()
+
+    def example(self, unit: Unit) -> Example:
+        """The unit's conversation; of `data`, a unit's seed is the line's number."""
+        if self.data:
+            return self.data[unit.seed]
+        return TASKS[unit.task].example(
+            num_tokens=unit.num_tokens, seed=unit.seed, held_out=unit.held_out, depth=unit.depth
+        )
 
     def seeds(self, num_tokens: int) -> range:
         """The seeds of a length's examples."""
@@ -127,10 +137,19 @@ class Experiment:
 
     def settings_of(self, task: str) -> tuple[Setting, ...]:
         """The settings to measure; with a single question "once" equals "aware"."""
-        example = TASKS[task].example(num_tokens=min(self.lengths), seed=0)
-        if len(example.messages) == 1 and "aware" in self.settings:
+        is_single = self.data or len(TASKS[task].example(num_tokens=min(self.lengths), seed=0).messages) == 1
+        if is_single and "aware" in self.settings:
             return tuple(s for s in self.settings if s != "once")
         return self.settings
+
+
+def describe_task(name: str) -> str:
+    """A task's name in tables; of a user's own questions it is their file's."""
+    return TASKS[name].description if name in TASKS else name
+
+
+def describe_length(num_tokens: int) -> str:
+    return "own prompts" if num_tokens == OWN_LENGTH else f"{num_tokens} tokens"
 
 
 def read_experiment(config: EvalConfig) -> Experiment:
@@ -145,21 +164,25 @@ def read_experiment(config: EvalConfig) -> Experiment:
     contenders = tuple(_contenders(config.methods, targets))
     if config.gap and any(contender.method != FULL for contender in contenders):
         raise ConfigurationError(f"--gap is {config.gap}; it takes --methods full, not {config.methods}")
+    if config.gap and config.batch > 1:
+        raise ConfigurationError(f"--batch is {config.batch}; with --gap it must be 1")
+    data = read_data(Path(config.data)) if config.data else ()
     lengths = dict(read_list("--lengths", config.lengths, lambda text: _length(text, config.examples)))
     return Experiment(
         contenders=contenders,
         match=config.match,
         kv_dtype=checkpoint_dtype(config.model) if config.kv_dtype == "auto" else config.kv_dtype,
-        tasks=_chosen("--tasks", config.tasks, tuple(TASKS)),
-        lengths=lengths,
-        depths=tuple(read_list("--depths", config.depths, _depth)) if config.depths else (None,),
+        tasks=(Path(config.data).name,) if data else _chosen("--tasks", config.tasks, tuple(TASKS)),
+        lengths={OWN_LENGTH: len(data)} if data else lengths,
+        depths=tuple(read_list("--depths", config.depths, _depth)) if config.depths and not data else (None,),
         settings=cast(tuple[Setting, ...], _chosen("--settings", config.settings, SETTINGS)),
         first_token=config.first_token,
         answers=config.answers,
-        first_seed=config.first_seed,
+        first_seed=0 if data else config.first_seed,
         held_out=config.held_out,
         gap=config.gap,
         max_new_tokens=config.max_new_tokens,
+        data=data,
     )
 
 

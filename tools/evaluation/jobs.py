@@ -18,18 +18,21 @@ from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.tools.evaluation.experiment import Experiment, Unit
+from kvferry.tools.evaluation.experiment import Experiment
 from kvferry.tools.evaluation.records import Record
-from kvferry.tools.evaluation.runner import UnitRunner, Work
+from kvferry.tools.evaluation.runner import Job, UnitRunner
 
 _POLL_S = 1.0
-
-Job = tuple[Unit, tuple[Work, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """What a process needs to make its runner. `threads` 0 divides the processors among the processes."""
+    """What a process needs to make its runner.
+
+    Attributes:
+        threads: 0 divides the processors among the processes.
+        batch: the units that are measured together.
+    """
 
     model: str
     device: str
@@ -37,6 +40,7 @@ class WorkerOptions:
     threads: int
     epsilon_tables: str
     num_processes: int
+    batch: int
     experiment: Experiment
 
     def make_runner(self) -> UnitRunner:
@@ -48,16 +52,17 @@ class WorkerOptions:
 
 
 def run_jobs(jobs: Sequence[Job], options: WorkerOptions) -> Iterator[list[Record]]:
-    """Records of each unit as soon as it is measured.
+    """Records of each batch of units as soon as it is measured.
 
     Raises:
         KvferryError: a process died.
         Whatever a runner raises; units that have not started are dropped.
     """
-    num_processes = min(options.num_processes, len(jobs))
+    batches = [jobs[start : start + options.batch] for start in range(0, len(jobs), options.batch)]
+    num_processes = min(options.num_processes, len(batches))
     if num_processes <= 1:
         runner = options.make_runner()
-        yield from (runner.run(unit, work) for unit, work in jobs)
+        yield from map(runner.run, batches)
         return
     with ProcessPoolExecutor(
         num_processes,
@@ -65,7 +70,7 @@ def run_jobs(jobs: Sequence[Job], options: WorkerOptions) -> Iterator[list[Recor
         initializer=_start_worker,
         initargs=(options,),
     ) as pool:
-        pending: set[Future[list[Record]]] = {pool.submit(_run, unit, work) for unit, work in jobs}
+        pending: set[Future[list[Record]]] = {pool.submit(_run, batch) for batch in batches}
         try:
             while pending:
                 done, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_COMPLETED)
@@ -87,6 +92,6 @@ def _start_worker(options: WorkerOptions) -> None:
     _runner = options.make_runner()
 
 
-def _run(unit: Unit, work: tuple[Work, ...]) -> list[Record]:
+def _run(batch: Sequence[Job]) -> list[Record]:
     assert _runner is not None
-    return _runner.run(unit, work)
+    return _runner.run(batch)

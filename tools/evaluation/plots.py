@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.shared.errors import ConfigurationError
 from kvferry.tools.evaluation.budgets import Match
+from kvferry.tools.evaluation.experiment import describe_length, describe_task
 from kvferry.tools.evaluation.summary import Cell, Scores
-from kvferry.tools.recall.tasks import TASKS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,13 +41,13 @@ def draw(cells: Sequence[Cell], folder: Path, *, match: Match) -> list[Path]:
     for setting, num_tokens in dict.fromkeys((c.setting, c.num_tokens) for c in scattered):
         chosen = [c for c in scattered if (c.setting, c.num_tokens) == (setting, num_tokens)]
         path = folder / f"accuracy-{setting}-{num_tokens}.png"
-        _accuracy_figure(chosen, f"{num_tokens} tokens, {setting}", match).savefig(path, dpi=_DPI)
+        _accuracy_figure(chosen, f"{describe_length(num_tokens)}, {setting}", match).savefig(path, dpi=_DPI)
         written.append(path)
     grids = [c for c in cells if c.depth is not None]
     for task, setting in dict.fromkeys((c.task, c.setting) for c in grids):
         chosen = [c for c in grids if (c.task, c.setting) == (task, setting)]
         path = folder / f"needle-{task}-{setting}.png"
-        _needle_figure(chosen, f"{TASKS[task].description}, {setting}").savefig(path, dpi=_DPI)
+        _needle_figure(chosen, f"{describe_task(task)}, {setting}").savefig(path, dpi=_DPI)
         written.append(path)
     return written
 
@@ -75,7 +75,7 @@ def _accuracy_figure(cells: Sequence[Cell], title: str, match: Match) -> Figure:
                 panel.errorbar(shares, accuracy, yerr=half_widths, marker="o", capsize=2, label=method)
         panel.set_xscale("log")
         panel.xaxis.set_major_formatter("{x:g}")
-        panel.set_title(TASKS[task].description)
+        panel.set_title(describe_task(task))
         panel.set_xlabel(label)
         panel.set_ylim(-3, 106)
         panel.grid(visible=True, alpha=0.3)

@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ class Key:
     ) -> Key:
         return cls(
             fingerprint=fingerprint,
-            example=_example_digest(unit),
+            example=_example_digest(experiment, unit),
             **asdict(unit),
             setting=setting,
             first_token=experiment.first_token,
@@ -71,9 +70,18 @@ class Key:
         )
 
 
-@lru_cache(maxsize=1 << 16)
-def _example_digest(unit: Unit) -> str:
-    return hashlib.blake2b(repr(unit.example()).encode(), digest_size=6).hexdigest()
+_task_digests: dict[Unit, str] = {}
+"""Of examples that were drawn already: drawing one takes longer than all the rest of a key."""
+
+
+def _example_digest(experiment: Experiment, unit: Unit) -> str:
+    if not experiment.data and unit in _task_digests:
+        return _task_digests[unit]
+    text = repr(experiment.example(unit))
+    digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+    if not experiment.data:
+        _task_digests[unit] = digest
+    return digest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Measures one example: one prefill for all contenders, then compression and the answer for each.
+"""Measures examples: one prefill of each for all contenders, then compression and the answer for each.
 
     turn k ──settings.py──► prompts compressed per contender ──scoring.py──► scores ──► records
        ▲                                                             │
@@ -10,20 +10,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.oracle import Continuation, OneProcessGenerator
 from kvferry.tools.evaluation.compressor import Compressor, Sizes
 from kvferry.tools.evaluation.conversation import Conversation, tokenize
 from kvferry.tools.evaluation.experiment import FULL, Contender, Experiment, Setting, Unit
 from kvferry.tools.evaluation.records import Key, Record, TurnScore
 from kvferry.tools.evaluation.scoring import AnswerScorer
-from kvferry.tools.evaluation.settings import Captures, make_setting
+from kvferry.tools.evaluation.settings import Captures, TurnSetting, make_setting
+from kvferry.tools.oracle import Continuation, OneProcessGenerator
 
 Work = tuple[Setting, Contender]
+Job = tuple[Unit, tuple[Work, ...]]
+
+
+@dataclass
+class _Run:
+    """One example in one setting.
+
+    Attributes:
+        full_tokens: the full cache's answer to each turn.
+        scores, last, answers: of each contender, as far as it has been asked.
+    """
+
+    unit: Unit
+    setting: Setting
+    contenders: Sequence[Contender]
+    conversation: Conversation
+    setting_turns: TurnSetting
+    full_tokens: Sequence[tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        number = len(self.contenders)
+        self.scores: list[list[TurnScore]] = [[] for _ in range(number)]
+        self.last: list[Continuation | None] = [None] * number
+        self.answers: list[tuple[int, ...]] = [()] * number
 
 
 class UnitRunner:
@@ -39,75 +64,92 @@ class UnitRunner:
             tokenizer, eos_token_ids=model.spec.eos_token_ids, max_new_tokens=experiment.max_new_tokens
         )
 
-    def run(self, unit: Unit, work: Sequence[Work]) -> list[Record]:
-        """One record for each (setting, contender).
+    def run(self, jobs: Sequence[Job]) -> list[Record]:
+        """One record for each (unit, setting, contender); all are answered together, turn by turn.
 
         Raises:
-            ConfigurationError: the example does not fit into the model's window.
+            ConfigurationError: an example does not fit into the model's window.
         """
-        conversation = self._conversation(unit)
-        self._model.skip_positions(conversation.num_before_last_question, self._experiment.gap)
-        captures = Captures(self._generator)
-        full_tokens = self._full_tokens(conversation, captures)
-        records: list[Record] = []
-        for setting in dict.fromkeys(setting for setting, _ in work):
-            contenders = [contender for at, contender in work if at == setting]
-            records += self._measure(unit, setting, contenders, conversation, captures, full_tokens)
-        return records
+        conversations = [self._conversation(unit) for unit, _ in jobs]
+        # the model skips positions of one prompt at a time
+        assert len(jobs) == 1 or not self._experiment.gap, len(jobs)
+        self._model.skip_positions(conversations[0].num_before_last_question, self._experiment.gap)
+        captures = [Captures(self._generator) for _ in jobs]
+        full_tokens = self._full_tokens(conversations, captures)
+        runs = []
+        for (unit, work), conversation, captured, tokens in zip(
+            jobs, conversations, captures, full_tokens, strict=True
+        ):
+            for setting in dict.fromkeys(setting for setting, _ in work):
+                contenders = [contender for at, contender in work if at == setting]
+                turns = make_setting(
+                    setting, self._compressor, captured, conversation, contenders, self._experiment
+                )
+                runs.append(_Run(unit, setting, contenders, conversation, turns, tokens))
+        for index in range(max(len(run.conversation.turns) for run in runs)):
+            self._answer(index, [run for run in runs if index < len(run.conversation.turns)])
+        return [record for run in runs for record in self._records(run)]
 
     def _conversation(self, unit: Unit) -> Conversation:
-        conversation = tokenize(unit.example(), self._tokenizer)
+        conversation = tokenize(self._experiment.example(unit), self._tokenizer)
         num_answers = len(conversation.turns) if self._experiment.answers == "own" else 1
         needed = len(conversation.turns[-1].prompt_token_ids) + num_answers * self._experiment.max_new_tokens
         needed += self._experiment.gap
         if needed > self._model.spec.max_model_len:
+            given = (
+                f"--data has line {unit.seed + 1}; with its answer"
+                if self._experiment.data
+                else f"--lengths has {unit.num_tokens}; with its answer and --gap"
+            )
             raise ConfigurationError(
-                f"--lengths has {unit.num_tokens}; with its answer and --gap that is {needed} of this "
-                f"model's tokens, whose window is {self._model.spec.max_model_len}"
+                f"{given} that is {needed} of this model's tokens, whose window is "
+                f"{self._model.spec.max_model_len}"
             )
         return conversation
 
-    def _full_tokens(self, conversation: Conversation, captures: Captures) -> list[tuple[int, ...]]:
+    def _full_tokens(
+        self, conversations: Sequence[Conversation], captures: Sequence[Captures]
+    ) -> list[list[tuple[int, ...]]]:
         """The full cache's greedy answer to each turn, its first token as it would be served."""
         full = [Contender(method=FULL, plan=plan_for(FULL), target=None)]
-        turn_setting = make_setting("aware", self._compressor, captures, conversation, full, self._experiment)
-        tokens: list[tuple[int, ...]] = []
-        for index in range(len(conversation.turns)):
-            pending = turn_setting.next_turn(index, self._own(tokens[-1:]))
-            tokens += self._scorer.greedy([a for a in pending if a is not None])
+        settings = [
+            make_setting("aware", self._compressor, captured, conversation, full, self._experiment)
+            for captured, conversation in zip(captures, conversations, strict=True)
+        ]
+        tokens: list[list[tuple[int, ...]]] = [[] for _ in conversations]
+        for index in range(max(len(conversation.turns) for conversation in conversations)):
+            going = [i for i, conversation in enumerate(conversations) if index < len(conversation.turns)]
+            pending = [a for i in going for a in settings[i].next_turn(index, self._own(tokens[i][-1:]))]
+            answers = self._scorer.greedy([a for a in pending if a is not None])
+            for i, answer in zip(going, answers, strict=True):
+                tokens[i].append(answer)
         return tokens
 
-    def _measure(
-        self,
-        unit: Unit,
-        setting: Setting,
-        contenders: Sequence[Contender],
-        conversation: Conversation,
-        captures: Captures,
-        full_tokens: Sequence[tuple[int, ...]],
-    ) -> list[Record]:
-        turn_setting = make_setting(
-            setting, self._compressor, captures, conversation, contenders, self._experiment
+    def _answer(self, index: int, runs: Sequence[_Run]) -> None:
+        """Turn `index` of every run."""
+        asked = [
+            (run, i, pending)
+            for run in runs
+            for i, pending in enumerate(run.setting_turns.next_turn(index, self._own(run.answers)))
+            if pending is not None
+        ]
+        scores, answers = self._scorer.score(
+            [pending for _, _, pending in asked],
+            [run.conversation.turns[index] for run, _, _ in asked],
+            [run.full_tokens[index] for run, _, _ in asked],
         )
-        scores: list[list[TurnScore]] = [[] for _ in contenders]
-        last: list[Continuation | None] = [None] * len(contenders)
-        answers: list[tuple[int, ...]] = [()] * len(contenders)
-        for index, (turn, tokens) in enumerate(zip(conversation.turns, full_tokens, strict=True)):
-            pending_turn = turn_setting.next_turn(index, self._own(answers))
-            met = [(i, pending) for i, pending in enumerate(pending_turn) if pending is not None]
-            if not met:
-                continue
-            turn_scores, turn_answers = self._scorer.score([pending for _, pending in met], turn, tokens)
-            for (i, pending), score, answer in zip(met, turn_scores, turn_answers, strict=True):
-                scores[i].append(score)
-                last[i], answers[i] = pending.continuation, answer
+        for (run, i, pending), score, answer in zip(asked, scores, answers, strict=True):
+            run.scores[i].append(score)
+            run.last[i], run.answers[i] = pending.continuation, answer
+
+    def _records(self, run: _Run) -> list[Record]:
         return [
             self._record(
-                Key.of(self._model.spec.fingerprint, self._experiment, unit, setting, contender),
-                turns if len(turns) == len(conversation.turns) else [],
+                Key.of(self._model.spec.fingerprint, self._experiment, run.unit, run.setting, contender),
+                turns if len(turns) == len(run.conversation.turns) else [],
                 continuation,
             )
-            for contender, turns, continuation in zip(contenders, scores, last, strict=True)
+            for contender, turns, continuation in zip(run.contenders, run.scores, run.last, strict=True)
         ]
 
     def _own(self, answers: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]] | None:

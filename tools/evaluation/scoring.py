@@ -1,6 +1,6 @@
 """Greedy and forced answers to prepared turns, and their scores.
 
-All contenders of a turn are stepped in one batch.
+All contenders of a turn, and of other prompts' turns beside it, are stepped in one batch.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.oracle import step_together
 from kvferry.tools.evaluation.conversation import Turn, contains, same_text
 from kvferry.tools.evaluation.records import TurnScore
 from kvferry.tools.evaluation.settings import PendingAnswer
+from kvferry.tools.oracle import step_together
 
 
 class AnswerScorer:
@@ -30,30 +30,36 @@ class AnswerScorer:
         self._max_new_tokens = max_new_tokens
 
     def score(
-        self, pending: Sequence[PendingAnswer], turn: Turn, full_tokens: tuple[int, ...]
+        self,
+        pending: Sequence[PendingAnswer],
+        turns: Sequence[Turn],
+        full_tokens: Sequence[tuple[int, ...]],
     ) -> tuple[list[TurnScore], list[tuple[int, ...]]]:
         """Scores and greedy answers, one of each per prepared turn.
 
-        Args: full_tokens: the full cache's greedy answer.
+        Args: turns: each one's question. full_tokens: the full cache's greedy answer to it.
         """
-        right = turn.answer_token_ids
+        right = [turn.answer_token_ids for turn in turns]
         nlls, likeliest = forced(pending, right)
         # If every token of the right answer is the likeliest, greedy decoding gives exactly that answer.
-        wrong = [a for a, tokens in zip(pending, likeliest, strict=True) if tokens != right]
-        wrong_tokens = iter(self.greedy(wrong))
-        answers = [tokens if tokens == right else next(wrong_tokens) for tokens in likeliest]
-        if full_tokens != right:
-            _, likeliest = forced(pending, full_tokens)
+        wrong = [i for i, tokens in enumerate(likeliest) if tokens != right[i]]
+        answers = list(likeliest)
+        for i, tokens in zip(wrong, self.greedy([pending[i] for i in wrong]), strict=True):
+            answers[i] = tokens
+        other = [i for i, tokens in enumerate(full_tokens) if tokens != right[i]]
+        _, agreeing = forced([pending[i] for i in other], [full_tokens[i] for i in other])
+        for i, tokens in zip(other, agreeing, strict=True):
+            likeliest[i] = tokens
         scores = []
-        for nll, answer, tokens in zip(nlls, answers, likeliest, strict=True):
+        for i, answer in enumerate(answers):
             text = self._tokenizer.decode(answer)
-            agreeing = [token == full for token, full in zip(tokens, full_tokens, strict=True)]
+            same = [token == full for token, full in zip(likeliest[i], full_tokens[i], strict=True)]
             scores.append(
                 TurnScore(
-                    exact=same_text(text, turn.answer),
-                    contained=contains(text, turn.answer),
-                    nll=nll,
-                    agreement=sum(agreeing) / len(agreeing),
+                    exact=any(same_text(text, its) for its in turns[i].answers),
+                    contained=any(contains(text, its) for its in turns[i].answers),
+                    nll=nlls[i],
+                    agreement=sum(same) / len(same),
                     text=text,
                 )
             )
@@ -74,12 +80,19 @@ class AnswerScorer:
 
 
 def forced(
-    pending: Sequence[PendingAnswer], tokens: tuple[int, ...]
+    pending: Sequence[PendingAnswer], answers: Sequence[tuple[int, ...]]
 ) -> tuple[list[float], list[tuple[int, ...]]]:
-    """Feed given tokens as the answer: their mean negative log-likelihood, and the likeliest tokens."""
+    """Feed given tokens as the answers: their mean negative log-likelihood, and the likeliest tokens."""
     continuations = [a.continuation.fork() for a in pending]
-    rows = [torch.stack([a.logits for a in pending])]
-    rows += [step_together(continuations, [token_id] * len(pending)) for token_id in tokens[:-1]]
-    logits = torch.stack(rows, 1)  # [B, n, V]
-    nlls = -logits.log_softmax(-1)[:, range(len(tokens)), list(tokens)].mean(1)
-    return nlls.tolist(), [tuple(row) for row in logits.argmax(-1).tolist()]
+    rows = [[a.logits] for a in pending]
+    for step in range(max((len(tokens) for tokens in answers), default=0) - 1):
+        going = [i for i, tokens in enumerate(answers) if step + 1 < len(tokens)]
+        logits = step_together([continuations[i] for i in going], [answers[i][step] for i in going])
+        for i, row in zip(going, logits, strict=True):
+            rows[i].append(row)
+    nlls, likeliest = [], []
+    for tokens, its in zip(answers, rows, strict=True):
+        logits = torch.stack(its)  # [n, V]
+        nlls.append(float(-logits.log_softmax(-1)[range(len(tokens)), list(tokens)].mean()))
+        likeliest.append(tuple(logits.argmax(-1).tolist()))
+    return nlls, likeliest

@@ -16,10 +16,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvferry.shared.oracle import CapturedPrompt, Continuation, OneProcessGenerator, step_together
 from kvferry.tools.evaluation.compressor import Compressor
 from kvferry.tools.evaluation.conversation import Conversation
 from kvferry.tools.evaluation.experiment import Contender, Experiment, FirstToken, Setting
+from kvferry.tools.oracle import CapturedPrompt, Continuation, OneProcessGenerator, step_together
 
 Prompt = tuple[int, ...]
 Answers = Sequence[tuple[int, ...]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvferry.tools.evaluation.experiment import FULL
+from kvferry.tools.evaluation.experiment import FULL, describe_length, describe_task
 from kvferry.tools.evaluation.summary import Cell
 from kvferry.tools.recall.tasks import TASKS
 
@@ -31,7 +31,7 @@ def markdown(cells: Sequence[Cell], *, title: str, notes: Sequence[str]) -> str:
         for num_tokens in sorted({cell.num_tokens for cell in chosen}):
             scattered = [c for c in chosen if c.num_tokens == num_tokens and c.depth is None]
             if scattered:
-                parts.append(f"## {num_tokens} tokens, {setting}: {meaning}")
+                parts.append(f"## {describe_length(num_tokens)}, {setting}: {meaning}")
                 parts.append("\n".join(_comparison(scattered)))
         parts += list(_grids([cell for cell in chosen if cell.depth is not None], setting))
     full = {
@@ -53,17 +53,18 @@ def tasks_by_length(measured: Mapping[tuple[str, int], tuple[float, float]]) -> 
     """
     lengths = sorted({num_tokens for _, num_tokens in measured})
     lines = ["| task | " + " | ".join(map(str, lengths)) + " |", "|---|" + "---|" * len(lengths)]
-    for task in TASKS.values():
-        row = [measured.get((task.name, num_tokens)) for num_tokens in lengths]
+    tasks = dict.fromkeys((*TASKS, *(task for task, _ in measured)))
+    for task in tasks:
+        row = [measured.get((task, num_tokens)) for num_tokens in lengths]
         if any(row):
             texts = [f"{100 * found[0]:.1f} ±{100 * found[1]:.1f}" if found else "" for found in row]
-            lines.append(f"| {task.description} | " + " | ".join(texts) + " |")
+            lines.append(f"| {describe_task(task)} | " + " | ".join(texts) + " |")
     return "\n".join(lines)
 
 
 def _comparison(cells: Sequence[Cell]) -> Iterator[str]:
     tasks = list(dict.fromkeys(cell.task for cell in cells))
-    heads = ["method", "budget", "kept", "read", *(TASKS[task].description for task in tasks)]
+    heads = ["method", "budget", "kept", "read", *(describe_task(task) for task in tasks)]
     yield "| " + " | ".join([*heads, "NLL", "agreement", "n"]) + " |"
     yield "|---|" + "---|" * (len(heads) + 2)
     by_key = {(c.method, c.budget, c.task): c for c in cells}
@@ -108,7 +109,7 @@ def _grids(cells: Sequence[Cell], setting: str) -> Iterator[str]:
                 if (c.task, c.method, c.budget) == (task, method, budget)
             }
             lengths = sorted({num_tokens for _, num_tokens in grid})
-            yield f"## {TASKS[task].description}, {method} at {budget}, {setting}: depth by length"
+            yield f"## {describe_task(task)}, {method} at {budget}, {setting}: depth by length"
             lines = ["| depth | " + " | ".join(map(str, lengths)) + " |", "|---|" + "---|" * len(lengths)]
             for depth in sorted({depth for depth, _ in grid if depth is not None}):
                 texts = [_accuracy(grid.get((depth, num_tokens))) for num_tokens in lengths]

@@ -48,8 +48,7 @@ def _wordings(held_out: bool) -> tuple[str, ...]:
 
 
 def single_needle(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Material:
-    digits = EntityPool(adjectives=pool.adjectives, nouns=pool.nouns, attributes=DIGIT_ATTRIBUTES)
-    facts = documents.draw_facts(rng, digits, 1)
+    facts = documents.draw_facts(rng, _numbers(pool), 1)
     return Material(
         statements=_statements(rng, facts, held_out),
         turns=[questions.ask_single(rng, facts[0], templates=_wordings(held_out))],
@@ -96,6 +95,31 @@ def multi_query(rng: random.Random, _: int, pool: EntityPool, held_out: bool) ->
     return Material(
         statements=_statements(rng, facts, held_out), turns=[questions.ask_pair(rng, first, second)]
     )
+
+
+def _numbers(pool: EntityPool) -> EntityPool:
+    """The pool's entities with attributes whose values are four digits."""
+    return EntityPool(adjectives=pool.adjectives, nouns=pool.nouns, attributes=DIGIT_ATTRIBUTES)
+
+
+def distant_pair(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Material:
+    """Two facts of four digits each in one answer of 9 tokens; six other facts are between them."""
+    first, second, *others = documents.draw_facts(rng, _numbers(pool), _NUM_FACTS)
+    statements = _statements(rng, [first, *others, second], held_out)
+    asked = (first, second) if rng.random() < 0.5 else (second, first)
+    return Material(
+        statements=[[sentence for its in statements for sentence in its]],
+        turns=[questions.ask_pair(rng, *asked)],
+    )
+
+
+def distant_values(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Material:
+    """Both values of one fact, four digits each, in one answer of 9 tokens; other facts are between them."""
+    target, *others = documents.draw_facts(rng, _numbers(pool), _NUM_FACTS, several=1.0)
+    others = [Fact(attribute=its.attribute, entity=its.entity, values=its.values[:1]) for its in others]
+    (first, second), *rest = _statements(rng, [target, *others], held_out)
+    between = [sentence for its in rest for sentence in its]
+    return Material(statements=[[first, *between, second]], turns=[questions.ask_several(rng, target)])
 
 
 def variables(hops: int) -> Builder:

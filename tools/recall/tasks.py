@@ -40,11 +40,13 @@ class Example:
 
     Attributes:
         document: the text of the first message before its question.
+        others: further right answers.
     """
 
     messages: tuple[Message, ...]
     answer: str
     document: str
+    others: tuple[str, ...] = ()
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -140,6 +142,16 @@ _ALL = (
         build=materials.multi_value(also=False),
     ),
     Task(name="multi_query", description="two facts in one question", build=materials.multi_query),
+    Task(
+        name="distant_pair",
+        description="two numbers, far apart",
+        build=materials.distant_pair,
+    ),
+    Task(
+        name="distant_values",
+        description="two values of one number, far apart",
+        build=materials.distant_values,
+    ),
     Task(name="variables_1_hop", description="variables, one hop", build=materials.variables(1)),
     Task(name="variables_2_hops", description="variables, two hops", build=materials.variables(2)),
     Task(name="frequent_word", description="most frequent word", build=materials.frequent_word),

@@ -1,4 +1,5 @@
-"""One choice of a response: a turn's tokens as text, with log-probabilities and timings.
+"""The choices of a response: each a turn's tokens as text with log-probabilities, and their `usage` and `kv`
+objects.
 
 `TextAssembler` holds back text that may begin a stop string.
 """
@@ -6,11 +7,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NotRequired
 
+from typing_extensions import TypedDict
+
+from kvferry.services.router.turn.attempt import TurnStats
 from kvferry.services.router.turn.turn import Turn
-from kvferry.shared.control.messages import FinishReason
+from kvferry.shared.compression.plan import CompressionPlan
+from kvferry.shared.compression.resolve import why_full
+from kvferry.shared.control.messages import FinishReason, HistorySource
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.sampling.params import SampledToken
@@ -132,3 +139,89 @@ class Choice:
         if rest:
             yield ChoiceDelta(index=self.index, text=rest, logprobs=() if self._with_logprobs else None)
         yield ChoiceDelta(index=self.index, finish_reason=reason)
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    """Tokens of a response; `cached_tokens` equals `kv.reused_tokens`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class KvReport(TypedDict):
+    """What a response's KV cache cost. Bytes are sums over choices, times those of the slowest choice.
+
+    `reason` says why nothing was compressed; it comes with method "full". `quality` and `retention` are there
+    where the request gave a quality, `delta_bytes` where decode had retained KV of the session, `kept` where
+    the request gave `kv_kept_bins`. `smaller_token_budget` is there where decode was short of memory and used
+    a budget between the request's `min_token_budget` and its `token_budget`.
+    """
+
+    method: str
+    reason: NotRequired[str]
+    quality: NotRequired[float]
+    retention: NotRequired[float]
+    smaller_token_budget: NotRequired[int]
+    prompt_tokens: int
+    reused_tokens: int
+    history: NotRequired[HistorySource]
+    history_tier: NotRequired[str]
+    full_bytes: int
+    shipped_bytes: int
+    delta_bytes: NotRequired[int]
+    cache_bytes: int
+    prefill_ms: float
+    transfer_ms: float
+    kept: NotRequired[list[float]]
+
+
+def kv_report(
+    plan: CompressionPlan | None, quality: float | None, num_prompt_tokens: int, stats: Sequence[TurnStats]
+) -> KvReport:
+    """The report of one response.
+
+    Args:
+        plan: the request's; None where it failed before it had one.
+        quality: the quality that the request gave.
+        stats: of each choice's turn.
+    """
+    first = stats[0].first
+    report = KvReport(
+        method=stats[0].method,
+        prompt_tokens=num_prompt_tokens,
+        reused_tokens=first.reused_tokens if first is not None else 0,
+        full_bytes=first.full_bytes if first is not None else 0,
+        shipped_bytes=0,
+        cache_bytes=0,
+        prefill_ms=0.0,
+        transfer_ms=0.0,
+    )
+    for turn in stats:
+        report["shipped_bytes"] += turn.shipped_bytes
+        report["cache_bytes"] += turn.cache_bytes
+        report["prefill_ms"] = max(report["prefill_ms"], round(turn.prefill_s * 1000, 3))
+        report["transfer_ms"] = max(report["transfer_ms"], round(turn.transfer_s * 1000, 3))
+        if turn.smaller_budget is not None:
+            least = report.get("smaller_token_budget", turn.smaller_budget)
+            report["smaller_token_budget"] = min(least, turn.smaller_budget)
+        if turn.delta_bytes is not None:
+            report["delta_bytes"] = report.get("delta_bytes", 0) + turn.delta_bytes
+    if plan is not None:
+        if report["method"] == "full":
+            report["reason"] = why_full(plan, num_prompt_tokens=num_prompt_tokens)
+        if quality is not None and plan.budget.retention is not None:
+            report["quality"], report["retention"] = quality, plan.budget.retention
+    if first is not None:
+        if first.history_source is not None:
+            report["history"] = first.history_source
+        if first.history_tier:
+            report["history_tier"] = first.history_tier
+        if first.retained_fractions:
+            report["kept"] = [round(fraction, 4) for fraction in first.retained_fractions]
+    return report

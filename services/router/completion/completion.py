@@ -2,21 +2,29 @@
 
 It runs as a task of its own, because what follows the client's last chunk (returning generated KV, committing
 the session) must not depend on the client's connection, and because a slow client must slow nothing. One
-queue hands its deltas to `delivery.py`.
+queue hands its deltas to `api/completions.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 import structlog
+from typing_extensions import TypedDict
 
-from kvferry.services.router.completion.choice import Choice, ChoiceDelta, RequestTimer
-from kvferry.services.router.completion.documents import Documents, NamedDocuments
-from kvferry.services.router.completion.kv_report import KvReport, Usage, kv_report
-from kvferry.services.router.completion.prompt import Preamble, Prompt
+from kvferry.services.router.completion import documents
+from kvferry.services.router.completion.choice import (
+    Choice,
+    ChoiceDelta,
+    KvReport,
+    RequestTimer,
+    Usage,
+    kv_report,
+)
+from kvferry.services.router.completion.documents import NamedDocuments
+from kvferry.services.router.completion.inputs import Preamble, Prompt
 from kvferry.services.router.completion.requests import (
     ChatRequest,
     TextRequest,
@@ -25,8 +33,9 @@ from kvferry.services.router.completion.requests import (
 )
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.http.errors import internal_error
+from kvferry.services.router.sessions.implicit import ImplicitTurn
 from kvferry.services.router.sessions.record import SessionRecord
-from kvferry.services.router.sessions.redis_store import SessionLease
+from kvferry.services.router.sessions.store import SessionLease
 from kvferry.services.router.turn.attempt import CUT_OFF_S, Admitted, Finished, TurnRequest
 from kvferry.services.router.turn.turn import Turn, deadline_passed
 from kvferry.shared.compression.plan import CompressionPlan
@@ -35,11 +44,8 @@ from kvferry.shared.errors import KvferryError, Overloaded
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken
 
-_logger = structlog.get_logger(__name__)
 
-
-@dataclass(frozen=True, kw_only=True)
-class CompletionEnd:
+class CompletionEnd(TypedDict):
     """Follows the last delta of the last choice."""
 
     usage: Usage
@@ -49,6 +55,7 @@ class CompletionEnd:
 CompletionEvent = ChoiceDelta | CompletionEnd | KvferryError
 
 
+@dataclass(kw_only=True)
 class Completion:
     """One request's choices.
 
@@ -57,40 +64,36 @@ class Completion:
                           └─ a session's stream is cut off instead: it ends with what was delivered
 
     Attributes:
+        arrival_s: on the clock of `time.perf_counter`.
         events: deltas, then one CompletionEnd or one error.
     """
 
-    def __init__(
-        self,
-        services: Services,
-        request: ChatRequest | TextRequest,
-        model: ModelSpec,
-        owner: str,
-        session: SessionKey | None,
-        request_id: str,
-        arrival_s: float,
-    ) -> None:
+    services: Services
+    request: ChatRequest | TextRequest
+    model: ModelSpec
+    owner: str
+    session: SessionKey | None
+    request_id: str
+    arrival_s: float
+
+    def __post_init__(self) -> None:
         self.events: asyncio.Queue[CompletionEvent] = asyncio.Queue()
-        self.request = request
         self.choices: list[Choice] = []
         self.num_prompt_tokens = 0
-        self.timer = RequestTimer(services.metrics, model.name, arrival_s)
-        self._services = services
-        self._model = model
-        self._owner = owner
-        self._session = session
-        self._request_id = request_id
-        self._deadline_s = asyncio.get_running_loop().time() + services.config.request_timeout_s
+        self.timer = RequestTimer(self.services.metrics, self.model.name, self.arrival_s)
+        self._deadline_s = asyncio.get_running_loop().time() + self.services.config.request_timeout_s
         self._limit: asyncio.Timeout | None = None
         self._plan: CompressionPlan | None = None
         self._quality: float | None = None
+        self._implicit: ImplicitTurn | None = None
+        self._prompt_stored = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         """The client has its last event, or has left: nothing more goes into `events`."""
-        self._log = _logger.bind(request_id=request_id)
+        self._log = structlog.get_logger(__name__).bind(request_id=self.request_id)
 
     def start(self) -> None:
-        self._task = self._services.runner.tasks.start(self.run(), name="completion")
+        self._task = self.services.runner.tasks.start(self.run(), name="completion")
 
     def cancel(self) -> None:
         """The client left. A completion that has ended goes on to its commit, and so does what a session's
@@ -101,13 +104,12 @@ class Completion:
 
     async def run(self) -> None:
         try:
-            async with AsyncExitStack() as stack:
-                lease: SessionLease | None = None
-                if self._session is not None:
-                    lease = await stack.enter_async_context(
-                        self._services.sessions.lease(self._session, needs_record=not self.request.is_whole)
-                    )
-                await self._answer(lease)
+            if self.session is None:
+                await self._answer(None)
+            else:
+                sessions, needs_record = self.services.sessions, not self.request.is_whole
+                async with sessions.lease(self.session, needs_record=needs_record) as lease:
+                    await self._answer(lease)
         except KvferryError as error:
             if self._closed:
                 self._log.warning("completion failed after its answer had ended", error=error.message)
@@ -129,27 +131,28 @@ class Completion:
                 self.events.put_nowait(event)
 
     async def _answer(self, lease: SessionLease | None) -> None:
-        services, request = self._services, self.request
+        services, request = self.services, self.request
         record = lease.record if lease is not None else None
-        if record is not None and record.model_fingerprint != self._model.fingerprint:
+        if record is not None and record.model_fingerprint != self.model.fingerprint:
             record = None  # token ids of another model
         ids = request.document_ids if isinstance(request, ChatRequest) else None
-        named = await Documents(services).named(self._owner, ids) if ids else None
+        named = await documents.named(services, self.owner, ids) if ids else None
         # No ids at all leave the session's documents; an empty list means none.
         preamble = None if ids is None else named.preamble if named is not None else Preamble()
-        prompt = await services.prompts.build(request, record, self._model, preamble)
+        prompt = await services.prompts.build(request, record, self.model, preamble)
         self.num_prompt_tokens = len(prompt.token_ids)
         if lease is not None:
-            await services.check_quota(
-                lease.key, is_new=lease.record is None, num_tokens=self.num_prompt_tokens
-            )
-        compression = request.kv_compression
-        if compression is None and named is not None:
-            compression = named.compression
+            await services.sessions.check_quota(lease, services.config, num_tokens=self.num_prompt_tokens)
+        compression = request.kv_compression or (named.compression if named is not None else None)
         self._quality = compression.quality if compression is not None else None
-        self._plan = await services.plans.choose(compression, prompt.token_ids, self._model)
+        self._plan = await services.plans.choose(compression, prompt.token_ids, self.model)
         turn = self._turn_request(record, prompt, named, self._plan)
+        if lease is None:
+            self._implicit = services.implicit.begin(self.owner, prompt.token_ids)
         for index in range(request.n or 1):
+            if (implicit := self._implicit) is not None:
+                addresses = implicit.prefill_addresses or turn.prefer_prefill
+                turn = replace(turn, session=implicit.key_of(index), prefer_prefill=addresses)
             self.choices.append(
                 Choice(
                     index,
@@ -173,20 +176,20 @@ class Completion:
         request = self.request
         prefer = record.prefill_addresses if record is not None else ()
         return TurnRequest(
-            request_id=self._request_id,
-            model=self._model,
+            request_id=self.request_id,
+            model=self.model,
             prompt_token_ids=prompt.token_ids,
             plan=plan,
             sampling=sampling_params(
-                request, self.num_prompt_tokens, self._model, self._services.config.default_max_tokens
+                request, self.num_prompt_tokens, self.model, self.services.config.default_max_tokens
             ),
             deadline_s=self._deadline_s,
-            session=self._session,
-            document=named.history if named is not None and self._session is not None else None,
+            session=self.session,
+            document=named.history if named is not None and self.session is not None else None,
             has_history=record is not None,
-            keeps_cut_off=self._session is not None and bool(request.stream),
+            keeps_cut_off=self.session is not None and bool(request.stream),
             prefer_prefill=prefer or (named.prefill_addresses if named is not None else ()),
-            kept_bins=request.kv_kept_bins or 0,
+            retained_bins=request.kv_kept_bins or 0,
             prefer_decode=(record.decode_address,) if record is not None else (),
         )
 
@@ -231,10 +234,18 @@ class Completion:
         return True
 
     async def _run_choice(self, choice: Choice) -> None:
+        if self._implicit is not None and choice.index > 0:
+            # The first choice computes the prompt's KV, and the others reuse it where it is.
+            await self._prompt_stored.wait()
+            first = self.choices[0].turn.stats.prefill_address
+            choice.turn.request = replace(choice.turn.request, prefer_prefill=(first,))
         async with aclosing(choice.turn.events()) as events:
             async for event in events:
                 match event:
                     case SampledToken():
+                        if self._implicit is not None and len(choice.turn.stats.token_ids) == 1:
+                            store = self._store_prompt(self._implicit, choice)
+                            self.services.runner.tasks.start(store, name="store prompt")
                         if (delta := choice.token(event)) is not None:
                             self.events.put_nowait(delta)
                     case Admitted():
@@ -244,10 +255,22 @@ class Completion:
                             self.events.put_nowait(delta)
                         self._choice_finished()
 
+    async def _store_prompt(self, implicit: ImplicitTurn, choice: Choice) -> None:
+        """Prefill has staged all of the prompt: store it, where that makes more of it reusable."""
+        runner, stats, address = self.services.runner, choice.turn.stats, choice.turn.stats.prefill_address
+        assert stats.first is not None, "there is a first token"
+        is_wanted = choice.index == 0 and implicit.is_worth_storing(stats.first.reused_tokens)
+        try:
+            stored = await runner.publish(implicit.key, stats, implicit.token_ids, is_current=is_wanted)
+        finally:
+            self._prompt_stored.set()
+        for key, its_address in self.services.implicit.add(implicit, address) if stored else []:
+            await runner.drop(key, prefill_address=its_address)
+
     def _choice_finished(self) -> None:
         if self._closed or any(choice.turn.finish_reason is None for choice in self.choices):
             return
-        metrics, model, first = self._services.metrics, self._model.name, self.choices[0].turn.stats.first
+        metrics, model, first = self.services.metrics, self.model.name, self.choices[0].turn.stats.first
         assert first is not None, "a turn that has finished has a first token"
         metrics.prompt_tokens.labels(model=model).inc(self.num_prompt_tokens)
         if first.reused_tokens:
@@ -279,16 +302,17 @@ class Completion:
     async def _commit(self, lease: SessionLease, before: SessionRecord | None, prompt: Prompt) -> None:
         """Publish the staged history, then the record."""
         choice, stats = self.choices[0], self.choices[0].turn.stats
-        await self._services.publish(lease, stats, prompt.token_ids)
+        is_current = await lease.is_current()
+        await self.services.runner.publish(lease.key, stats, prompt.token_ids, is_current=is_current)
         earlier = before.prefill_addresses if before is not None else ()
-        record = prompt.record(self._model, tuple(stats.token_ids), choice.text)
+        record = prompt.record(self.model, tuple(stats.token_ids), choice.text)
         committed = await lease.commit(
             replace(
                 record,
                 turns=(before.turns if before is not None else 0) + 1,
                 last_plan={name: value for name, value in self.kv().items() if name != "kept"},
                 prefill_addresses=tuple(dict.fromkeys((stats.prefill_address, *earlier))),
-                created_at_s=before.created_at_s if before is not None else self._services.clock(),
+                created_at_s=before.created_at_s if before is not None else self.services.clock(),
                 decode_address=stats.decode_address,
             )
         )

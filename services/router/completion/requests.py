@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvferry.services.router.http.fields import Ignored, Range, StrictModel, Unsupported
+from kvferry.services.router.http.body import Ignored, Range, StrictModel, Unsupported
 from kvferry.services.router.sessions.record import DocumentIds, SessionId
 from kvferry.shared.compression.kept import MAX_KEPT_BINS
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest
@@ -69,6 +69,7 @@ class KvCompression(StrictModel):
 
     method: str | None = None
     token_budget: Annotated[int, Range(1, _INT31)] | None = None
+    min_token_budget: Annotated[int, Range(1, _INT31)] | None = None
     retention: Annotated[float, Range(0, 1, excludes_low=True)] | None = None
     quality: Annotated[float, Range(0, 1, excludes_low=True)] | None = None
     parameters: Parameters | None = None
@@ -161,11 +162,6 @@ class CompletionFields(StrictModel):
         return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
 
     @property
-    def num_alternatives(self) -> int | None:
-        """How many alternatives to report per token; None reports no logprobs."""
-        raise NotImplementedError
-
-    @property
     def is_whole(self) -> bool:
         """Whether it certainly has the whole conversation, so that the session's record is not needed."""
         return self.session_mode == "replace"
@@ -203,6 +199,7 @@ class ChatRequest(CompletionFields):
 
     @property
     def num_alternatives(self) -> int | None:
+        """How many alternatives to report per token; None reports no logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property

@@ -1,39 +1,35 @@
-"""A session's record: the conversation as text and as token ids, and how Redis stores it.
+"""A session's record: the conversation as text and as token ids; how Redis stores it, and its JSON file.
 
-A stored record names its format's version, is bounded, and is read without trusting it. Documents are stored
-like sessions, under ids that no session can have.
+A stored record names its format's version, is bounded, and is read without trusting it. A file is what export
+writes and import reads: self-contained, without KV, which the next turn computes again from the token ids. It
+is checked as strictly as a request.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
+from kvferry.services.router.http.body import Pattern, Range, StrictModel
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import InvalidRequest, KvferryError, StoreUnavailable
+from kvferry.shared.model.spec import ModelSpec
 
 FORMAT_VERSION = 1
 MAX_RECORD_BYTES = 64 << 20
-DOCUMENT_PREFIX = "document/"
 
 SESSION_ID_RULE = "1 to 128 characters of A-Z a-z 0-9 . _ : - (and neither '.' nor '..')"
-_SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_SESSION_ID = r"[A-Za-z0-9._:-]{3,128}|[A-Za-z0-9_:-][A-Za-z0-9._:-]?|\.[A-Za-z0-9_:-]"
 
 
 def is_session_id(value: str) -> bool:
     """Whether an id is well-formed; it must match in full."""
-    return _SESSION_ID.fullmatch(value) is not None and value not in (".", "..")
-
-
-def _check_id(value: str) -> str:
-    if not is_session_id(value):
-        raise PydanticCustomError("rule", f"must be {SESSION_ID_RULE}")
-    return value
+    return re.fullmatch(_SESSION_ID, value) is not None
 
 
 def _check_document_ids(value: list[str]) -> list[str]:
@@ -44,12 +40,43 @@ def _check_document_ids(value: list[str]) -> list[str]:
     return value
 
 
-SessionId = Annotated[str, AfterValidator(_check_id)]
+SessionId = Annotated[str, Pattern(f"^(?:{_SESSION_ID})$", f"must be {SESSION_ID_RULE}")]
+_MAX_MESSAGES = 100_000
+_SAME_FIELDS = (
+    *("model_fingerprint", "kind", "text", "token_ids", "assistant_ends", "turns", "document_ids"),
+    "preamble",
+)
+_Count = Annotated[int, Range(0, 2**31 - 1)]
 DocumentIds = Annotated[list[str], Field(max_length=16), AfterValidator(_check_document_ids)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SessionRecord:
+class _Shown:
+    """What records and their summaries both have.
+
+    Attributes:
+        last_plan: the last turn's `kv` object.
+        prefill_addresses: workers that may have its history, the most recent first.
+        compression: the `kv_compression` of turns that name this document; None leaves it to the turn.
+    """
+
+    turns: int = 0
+    last_plan: dict[str, Any] | None = None
+    prefill_addresses: tuple[str, ...] = ()
+    compression: dict[str, Any] | None = None
+    created_at_s: float = 0.0
+    expires_at_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionSummary(_Shown):
+    """The part of a record that lists show."""
+
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionRecord(_Shown):
     """A session after a turn. The end of the next turn replaces it as a whole.
 
     Attributes:
@@ -59,12 +86,9 @@ class SessionRecord:
         text: prompt and completion of a text completion, or a document's text.
         token_ids: prompt and completion of the last turn, which is the whole conversation.
         assistant_ends: for each assistant message, the number of `token_ids` up to its end.
-        last_plan: the last turn's `kv` object.
-        prefill_addresses: workers that may have its history, the most recent first.
         decode_address: the worker that may have retained its last selection.
         document_ids: documents that the conversation begins with.
         preamble: their text; the session keeps it when they are deleted.
-        compression: the `kv_compression` of turns that name this document; None leaves it to the turn.
         commit_id: identifies the commit that wrote it, to tell two copies apart.
     """
 
@@ -74,41 +98,15 @@ class SessionRecord:
     messages: tuple[tuple[str, str], ...] = ()
     text: str = ""
     assistant_ends: tuple[int, ...] = ()
-    turns: int = 0
-    last_plan: dict[str, Any] | None = None
-    prefill_addresses: tuple[str, ...] = ()
     decode_address: str = ""
     document_ids: tuple[str, ...] = ()
     preamble: str = ""
-    compression: dict[str, Any] | None = None
     commit_id: str = ""
-    created_at_s: float = 0.0
-    expires_at_s: float = 0.0
 
     @property
     def summary(self) -> SessionSummary:
-        return SessionSummary(
-            num_tokens=len(self.token_ids),
-            turns=self.turns,
-            last_plan=self.last_plan,
-            prefill_addresses=self.prefill_addresses,
-            compression=self.compression,
-            created_at_s=self.created_at_s,
-            expires_at_s=self.expires_at_s,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionSummary:
-    """The part of a record that lists show."""
-
-    num_tokens: int
-    turns: int
-    last_plan: dict[str, Any] | None
-    prefill_addresses: tuple[str, ...]
-    compression: dict[str, Any] | None
-    created_at_s: float
-    expires_at_s: float
+        shown = {field.name: getattr(self, field.name) for field in fields(_Shown)}
+        return SessionSummary(num_tokens=len(self.token_ids), **shown)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,14 +137,6 @@ def session_key(owner: str, session_id: str, *, param: str) -> SessionKey:
     return SessionKey(owner=owner, session_id=session_id)
 
 
-def is_document(key: SessionKey) -> bool:
-    return key.session_id.startswith(DOCUMENT_PREFIX)
-
-
-def document_key(owner: str, document_id: str) -> SessionKey:
-    return SessionKey(owner=owner, session_id=DOCUMENT_PREFIX + document_id)
-
-
 def encode_record(record: SessionRecord) -> bytes:
     """Raises: KvferryError where it would be longer than `MAX_RECORD_BYTES`."""
     body = msgspec.msgpack.encode(record)
@@ -170,10 +160,6 @@ def decode_record(data: bytes) -> SessionRecord:
         raise _unreadable(str(error)) from None
 
 
-def encode_summary(summary: SessionSummary) -> bytes:
-    return msgspec.msgpack.encode(summary)
-
-
 def decode_summary(data: bytes) -> SessionSummary:
     """Raises: StoreUnavailable, reason "format"."""
     try:
@@ -184,3 +170,93 @@ def decode_summary(data: bytes) -> SessionSummary:
 
 def _unreadable(why: str) -> StoreUnavailable:
     return StoreUnavailable(f"a stored session cannot be read: {why}", reason="format")
+
+
+# ---- files -----------------------------------------------------------------------------------------------
+
+
+class FileMessage(StrictModel):
+    role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    content: str
+
+
+class SessionFile(StrictModel):
+    """A session's export; see `SessionRecord` for the fields of the same name."""
+
+    format: Literal["kvferry.session"]
+    version: Literal[1]
+    id: SessionId
+    model: str
+    model_fingerprint: Annotated[str, StringConstraints(min_length=1, max_length=128)]
+    kind: Literal["chat", "text"]
+    messages: Annotated[list[FileMessage], Field(max_length=_MAX_MESSAGES)]
+    text: str
+    token_ids: Annotated[list[_Count], Field(min_length=1)]
+    assistant_ends: Annotated[list[_Count], Field(max_length=_MAX_MESSAGES)]
+    turns: Annotated[int, Range(1, 2**31 - 1)]
+    document_ids: DocumentIds
+    preamble: str
+    created_at: Annotated[float, Range(0)]
+
+    @classmethod
+    def of(cls, key: SessionKey, record: SessionRecord, model_name: str) -> Self:
+        """The export of a session."""
+        same = {name: getattr(record, name) for name in _SAME_FIELDS}
+        file = {
+            "format": "kvferry.session",
+            "version": 1,
+            "id": key.session_id,
+            "model": model_name,
+            "messages": [{"role": role, "content": text} for role, text in record.messages],
+            "created_at": record.created_at_s,
+            **same,
+        }
+        return cls.model_validate_json(msgspec.json.encode(file))
+
+    def record(self, model: ModelSpec) -> SessionRecord:
+        """The session, if this server can continue it.
+
+        Raises: InvalidRequest with `param`.
+        """
+        if self.model_fingerprint != model.fingerprint:
+            raise InvalidRequest(
+                f"model_fingerprint is {self.model_fingerprint!r}; this server's model {model.name!r} has "
+                f"{model.fingerprint!r}, and token ids belong to one model",
+                param="model_fingerprint",
+            )
+        self._check_tokens(model)
+        self._check_messages()
+        messages = [(message.role, message.content) for message in self.messages]
+        same = self.model_dump(include=set(_SAME_FIELDS))
+        fields = {**same, "messages": messages, "created_at_s": self.created_at}
+        return msgspec.convert(fields, SessionRecord)
+
+    def _check_tokens(self, model: ModelSpec) -> None:
+        if len(self.token_ids) > model.max_model_len:
+            raise InvalidRequest(
+                f"token_ids has {len(self.token_ids)} tokens; at most {model.max_model_len} fit the context",
+                param="token_ids",
+            )
+        highest = max(self.token_ids)
+        if highest >= model.vocab_size:
+            raise InvalidRequest(
+                f"token_ids has token {highest}; the vocabulary has ids 0 to {model.vocab_size - 1}",
+                param="token_ids",
+            )
+
+    def _check_messages(self) -> None:
+        answers = sum(message.role == "assistant" for message in self.messages)
+        known = [end for end in self.assistant_ends if end]
+        if (self.kind == "chat") != bool(self.messages):
+            raise InvalidRequest("messages must be those of a chat, and empty otherwise", param="messages")
+        if len(self.assistant_ends) != answers:
+            raise InvalidRequest(
+                f"assistant_ends has {len(self.assistant_ends)} entries; there are {answers} assistant "
+                "messages",
+                param="assistant_ends",
+            )
+        if known != sorted(set(known)) or (known and known[-1] > len(self.token_ids)):
+            raise InvalidRequest(
+                f"assistant_ends must ascend and be at most {len(self.token_ids)}, the number of token_ids",
+                param="assistant_ends",
+            )

@@ -10,9 +10,8 @@ a hash slot, so that it runs on a cluster as well.
 
 `holder` is the token of the lease. A commit needs it, and a delete or another router's lease removes it, so
 two turns never both commit; `until` only says when others may take the session. The token begins with its
-router's
-own part, because a router may take over from itself: it runs one turn of a session at a time. A session
-without `committed` was never committed or was lost by Redis, since deletion leaves a marker there.
+router's own part, because a router may take over from itself: it runs one turn of a session at a time. A
+session without `committed` was never committed or was lost by Redis, since deletion leaves a marker there.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from kvferry.services.router.sessions.record import (
     KeyUsage,
     SessionRecord,
@@ -28,62 +29,21 @@ from kvferry.services.router.sessions.record import (
     decode_record,
     decode_summary,
     encode_record,
-    encode_summary,
-    is_document,
 )
+from kvferry.services.router.sessions.store import is_document
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.history.redis_client import AsyncRedisLink
 
 _WRITE_BACKS: dict[int, Literal["conflict", "written", "held"]] = {0: "conflict", 1: "written", 2: "held"}
 
 
-_NOW = """
+_PRELUDE = """
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local function router_of(token) return string.match(token, '^[^.]*') end
 local function extend(key, at_least_ms)
   if redis.call('PTTL', key) < at_least_ms then redis.call('PEXPIRE', key, at_least_ms) end
 end
-"""
-
-_ACQUIRE = (
-    _NOW
-    + """
--- KEYS session; ARGV token, lease_ms. Returns {1, committed, record} or {0}.
-local fields = redis.call('HMGET', KEYS[1], 'holder', 'until', 'committed', 'record')
-local same_router = fields[1] and router_of(fields[1]) == router_of(ARGV[1])
-if fields[1] and not same_router and tonumber(fields[2]) > now_ms then return {0} end
-redis.call('HINCRBY', KEYS[1], 'generation', 1)
-redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'until', now_ms + ARGV[2])
-extend(KEYS[1], ARGV[2] * 4)
-return {1, fields[3] or '', fields[4] or ''}
-"""
-)
-
-_RENEW = (
-    _NOW
-    + """
--- KEYS session; ARGV token, lease_ms. Returns whether the lease is current, or was lost with all data.
-local holder = redis.call('HGET', KEYS[1], 'holder')
-if holder == ARGV[1] then
-  redis.call('HSET', KEYS[1], 'until', now_ms + ARGV[2])
-  extend(KEYS[1], ARGV[2] * 4)
-  return 1
-end
-return 1 - redis.call('EXISTS', KEYS[1])
-"""
-)
-
-_RELEASE = """
--- KEYS session; ARGV token.
-if redis.call('HGET', KEYS[1], 'holder') == ARGV[1] then
-  redis.call('HDEL', KEYS[1], 'holder', 'until')
-  if redis.call('HEXISTS', KEYS[1], 'committed') == 0 then redis.call('DEL', KEYS[1]) end
-end
-return 1
-"""
-
-_PUT = """
 local function put(offset)
   -- ARGV from offset: record, summary, commit_id, ttl_ms, expires_ms, session_id, num_tokens
   redis.call('HSET', KEYS[1], 'record', ARGV[offset], 'summary', ARGV[offset + 1],
@@ -95,23 +55,54 @@ local function put(offset)
   extend(KEYS[3], tonumber(ARGV[offset + 3]))
   return 1
 end
+local function prune(index, tokens)
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', index, '-inf', now_ms)) do
+    redis.call('ZREM', index, id)
+    redis.call('HDEL', tokens, id)
+  end
+end
+"""
+"""What all scripts begin with."""
+
+_ACQUIRE = """
+-- KEYS session; ARGV token, lease_ms. Returns {1, committed, record} or {0}.
+local fields = redis.call('HMGET', KEYS[1], 'holder', 'until', 'committed', 'record')
+local same_router = fields[1] and router_of(fields[1]) == router_of(ARGV[1])
+if fields[1] and not same_router and tonumber(fields[2]) > now_ms then return {0} end
+redis.call('HINCRBY', KEYS[1], 'generation', 1)
+redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'until', now_ms + ARGV[2])
+extend(KEYS[1], ARGV[2] * 4)
+return {1, fields[3] or '', fields[4] or ''}
 """
 
-_COMMIT = (
-    _NOW
-    + _PUT
-    + """
+_RENEW = """
+-- KEYS session; ARGV token, lease_ms. Returns whether the lease is current, or was lost with all data.
+local holder = redis.call('HGET', KEYS[1], 'holder')
+if holder == ARGV[1] then
+  redis.call('HSET', KEYS[1], 'until', now_ms + ARGV[2])
+  extend(KEYS[1], ARGV[2] * 4)
+  return 1
+end
+return 1 - redis.call('EXISTS', KEYS[1])
+"""
+
+_RELEASE = """
+-- KEYS session; ARGV token.
+if redis.call('HGET', KEYS[1], 'holder') == ARGV[1] then
+  redis.call('HDEL', KEYS[1], 'holder', 'until')
+  if redis.call('HEXISTS', KEYS[1], 'committed') == 0 then redis.call('DEL', KEYS[1]) end
+end
+return 1
+"""
+
+_COMMIT = """
 -- KEYS session, index, tokens; ARGV token, then as `put`. Returns whether the lease was still current.
 local holder = redis.call('HGET', KEYS[1], 'holder')
 if holder ~= ARGV[1] and redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
 return put(2)
 """
-)
 
-_WRITE_BACK = (
-    _NOW
-    + _PUT
-    + """
+_WRITE_BACK = """
 -- KEYS session, index, tokens; ARGV the commit that the record builds on ('' for none), the router, then as
 -- `put`. Returns 1, 0 where the session has a newer commit, 2 while another router has it. The router that
 -- writes back has no turn of the session: a lease of its own is left over from a call that arrived late.
@@ -123,7 +114,6 @@ if fields[3] and fields[3] ~= ARGV[1] then return 0 end
 if ours then redis.call('HDEL', KEYS[1], 'holder', 'until') end
 return put(3)
 """
-)
 
 _DELETE = """
 -- KEYS session, index, tokens; ARGV marker, ttl_ms, session_id. Returns whether there was anything.
@@ -138,34 +128,21 @@ redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return 1
 """
 
-_PRUNE = """
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now_ms)) do
-  redis.call('ZREM', KEYS[1], id)
-  redis.call('HDEL', KEYS[2], id)
-end
-"""
-
-_LIST = (
-    _NOW
-    + _PRUNE
-    + """
+_LIST = """
 -- KEYS index, tokens. Returns the ids of what has not expired.
+prune(KEYS[1], KEYS[2])
 return redis.call('ZRANGE', KEYS[1], 0, -1)
 """
-)
 
-_USAGE = (
-    _NOW
-    + _PRUNE
-    + """
+_USAGE = """
 -- KEYS index, tokens; ARGV an id to leave out. Returns {records, tokens}.
+prune(KEYS[1], KEYS[2])
 local records, tokens = redis.call('ZCARD', KEYS[1]), 0
 for _, count in ipairs(redis.call('HVALS', KEYS[2])) do tokens = tokens + count end
 local left_out = redis.call('HGET', KEYS[2], ARGV[1])
 if left_out then records, tokens = records - 1, tokens - left_out end
 return {records, tokens}
 """
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +235,7 @@ class RedisRecords:
                 _keys(key),
                 *first,
                 encode_record(record),
-                encode_summary(record.summary),
+                msgspec.msgpack.encode(record.summary),
                 record.commit_id,
                 _ms(remaining_s),
                 _ms(record.expires_at_s),
@@ -268,7 +245,8 @@ class RedisRecords:
         )
 
     async def _run(self, script: str, keys: list[str], *arguments: str | bytes | int) -> Any:
-        return await self._link.call(lambda client: client.eval(script, len(keys), *keys, *arguments))
+        whole = _PRELUDE + script
+        return await self._link.call(lambda client: client.eval(whole, len(keys), *keys, *arguments))
 
     async def _fields(self, keys: Sequence[SessionKey], field: str) -> list[bytes | None]:
         """One field of many sessions."""

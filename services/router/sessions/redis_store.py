@@ -20,12 +20,13 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import structlog
 
-from kvferry.services.router.sessions.record import KeyUsage, SessionRecord, SessionSummary, is_document
+from kvferry.services.router.sessions.record import KeyUsage, SessionRecord, SessionSummary
 from kvferry.services.router.sessions.redis_records import RedisRecords, Stored
-from kvferry.services.router.sessions.store import MemoryLease, MemorySessionStore, busy, not_found
+from kvferry.services.router.sessions.store import SessionLease, SessionStore, is_document, not_found
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import StoreUnavailable
 
@@ -34,58 +35,39 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 _log = structlog.get_logger(__name__)
 
 
-class RedisLease:
-    """As `MemoryLease`. A lease that Redis did not grant is valid in this router alone."""
+class RedisLease(SessionLease):
+    """A lease that Redis granted under `token`; with None it is valid in this router alone."""
 
-    def __init__(self, store: RedisSessionStore, local: MemoryLease, token: str, granted: bool) -> None:
-        self._store = store
-        self._local = local
+    def __init__(self, store: RedisSessionStore, local: SessionLease, token: str | None) -> None:
+        super().__init__(store, local.key, local._entry)
+        self._redis_store = store
         self.token = token
-        self.granted = granted
-
-    @property
-    def key(self) -> SessionKey:
-        return self._local.key
-
-    @property
-    def record(self) -> SessionRecord | None:
-        return self._local.record
 
     async def is_current(self) -> bool:
-        return self._local.is_valid and (not self.granted or await self._store.renew(self.key, self.token))
+        return self.is_valid and (self.token is None or await self._redis_store.renew(self.key, self.token))
 
     async def commit(self, record: SessionRecord) -> bool:
-        return await self._store.commit(self._local, record, self.token if self.granted else None)
+        return await self._redis_store.commit(self, record)
 
 
-class RedisSessionStore:
-    """The methods of `MemorySessionStore`, over Redis.
+class RedisSessionStore(SessionStore):
+    """Sessions over Redis; the entries of this process are leases within this router, and the copies.
 
         lease: wait here ──► wait in Redis ──► turn, renewing ──► commit ──► release
                                   └─ Redis away: the copy here ──► commit here ──► pending ──► written back
 
     Args:
-        local: leases within this router, and the copies.
         lease_s: a lease that is not renewed for this long may be taken over.
-        wait_s: how long a request waits for its busy session.
         on_event: called with "offline", "written_back", "restored" or "conflict".
+        options: of `SessionStore`.
     """
 
     def __init__(
-        self,
-        records: RedisRecords,
-        local: MemorySessionStore,
-        *,
-        lease_s: float,
-        wait_s: float,
-        clock: Callable[[], float],
-        on_event: Callable[[str], None],
+        self, records: RedisRecords, *, lease_s: float, on_event: Callable[[str], None], **options: Any
     ) -> None:
+        super().__init__(**options)
         self._records = records
-        self._local = local
         self._lease_s = lease_s
-        self._wait_s = wait_s
-        self._clock = clock
         self._on_event = on_event
         self._instance = secrets.token_hex(8)
         self._pending: dict[SessionKey, str] = {}
@@ -96,18 +78,17 @@ class RedisSessionStore:
 
     @asynccontextmanager
     async def lease(self, key: SessionKey, *, needs_record: bool = True) -> AsyncIterator[RedisLease]:
-        """See `MemorySessionStore.lease`."""
         deadline_s = asyncio.get_running_loop().time() + self._wait_s
-        async with self._local.lease(key) as local:
+        async with super().lease(key) as local:
             token = f"{self._instance}.{secrets.token_hex(8)}"
             grant = await self._grant(local, token, deadline_s, needs_record)
             if grant is None:
-                yield RedisLease(self, local, token, granted=False)
+                yield RedisLease(self, local, None)
                 return
             await self._reconcile(local, token, grant)
             renewing = asyncio.create_task(self._keep_renewing(key, token))
             try:
-                yield RedisLease(self, local, token, granted=True)
+                yield RedisLease(self, local, token)
             finally:
                 renewing.cancel()
                 release = asyncio.create_task(self._release(key, token))
@@ -116,7 +97,7 @@ class RedisSessionStore:
                 await asyncio.shield(release)
 
     async def _grant(
-        self, local: MemoryLease, token: str, deadline_s: float, needs_record: bool
+        self, local: SessionLease, token: str, deadline_s: float, needs_record: bool
     ) -> Stored | None:
         """Lease the session in Redis; None where Redis is down and the turn can run without it."""
         try:
@@ -136,11 +117,11 @@ class RedisSessionStore:
                 return grant
             remaining_s = deadline_s - loop.time()
             if remaining_s <= 0:
-                raise busy(key, self._wait_s)
+                raise self.busy(key)
             await asyncio.sleep(min(remaining_s, pause_s * random.uniform(0.5, 1.5)))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _reconcile(self, local: MemoryLease, token: str, grant: Stored) -> None:
+    async def _reconcile(self, local: SessionLease, token: str, grant: Stored) -> None:
         """Bring the copy here up to date with Redis, or Redis with the copy."""
         key, ours = local.key, local.record
         base = self._pending.get(key)
@@ -157,30 +138,23 @@ class RedisSessionStore:
         self._pending.pop(key, None)
         local.put(grant.record)
 
-    async def commit(self, local: MemoryLease, record: SessionRecord, token: str | None) -> bool:
-        """Commit of a lease; `token` is None where Redis did not grant it."""
-        key = local.key
-        before = local.record
-        written = replace(
-            record, expires_at_s=self._local.next_expiry_s(key), commit_id=secrets.token_hex(16)
-        )
-        if not local.is_valid:
+    async def commit(self, lease: RedisLease, record: SessionRecord) -> bool:
+        """See `SessionLease.commit`. While Redis is down the turn is in memory alone, and pending."""
+        key, before = lease.key, lease.record
+        written = replace(record, expires_at_s=self.next_expiry_s(key), commit_id=secrets.token_hex(16))
+        if not lease.is_valid:
             return False
-        base = before.commit_id if before is not None else ""
-        if token is not None:
+        if lease.token is not None:
             try:
-                if not await self._records.commit(key, token, written):
-                    local.put(None)
-                    self._pending.pop(key, None)
-                    return False
+                committed = await self._records.commit(key, lease.token, written)
             except StoreUnavailable as error:
                 _log.warning("session stays in memory until Redis is back", error=error.message)
             else:
                 self._pending.pop(key, None)
-                return local.put(written)
-        if not local.put(written):
+                return lease.put(written if committed else None) and committed
+        if not lease.put(written):
             return False
-        self._pending.setdefault(key, base)
+        self._pending.setdefault(key, before.commit_id if before is not None else "")
         return True
 
     async def renew(self, key: SessionKey, token: str) -> bool:
@@ -205,8 +179,8 @@ class RedisSessionStore:
     # ---- records -----------------------------------------------------------------------------------------
 
     async def get(self, key: SessionKey) -> SessionRecord:
-        """See `MemorySessionStore.get`; the copy here where Redis is down or has lost it."""
-        copy = self._local.peek(key)
+        """As in memory; the copy here where Redis is down or has lost it."""
+        copy = self.peek(key)
         try:
             stored = await self._records.read(key)
         except StoreUnavailable:
@@ -221,39 +195,36 @@ class RedisSessionStore:
         return record
 
     async def owned_by(self, owner: str, *, documents: bool) -> list[tuple[SessionKey, SessionSummary]]:
-        """See `MemorySessionStore.owned_by`."""
         found = await self._records.summaries(owner, documents=documents)
         for key in self._pending:
-            copy = self._local.peek(key)
+            copy = self.peek(key)
             if key.owner == owner and is_document(key) == documents and copy is not None:
                 found[key] = copy.summary
         now_s = self._clock()
         return [(key, summary) for key, summary in found.items() if summary.expires_at_s > now_s]
 
     async def usage(self, owner: str, *, documents: bool, excluding: SessionKey) -> KeyUsage:
-        """See `MemorySessionStore.usage`; of the copies here where Redis is down."""
+        """As in memory; of the copies here where Redis is down."""
         try:
             return await self._records.usage(owner, documents=documents, excluding=excluding)
         except StoreUnavailable:
-            return await self._local.usage(owner, documents=documents, excluding=excluding)
+            return await super().usage(owner, documents=documents, excluding=excluding)
 
     async def delete(self, key: SessionKey) -> None:
-        """See `MemorySessionStore.delete`. Deletes nothing where Redis is down, since the session would come
-        back."""
+        """As in memory; deletes nothing where Redis is down, since the session would come back."""
         marker = f"deleted-{secrets.token_hex(16)}"
-        deleted = await self._records.delete(key, marker, self._local.ttl_s(key))
-        deleted = deleted or self._pending.pop(key, None) is not None or self._local.is_used(key)
+        deleted = await self._records.delete(key, marker, self.ttl_s(key))
+        was_pending, was_used = key in self._pending, self._is_used(key)
         self._pending.pop(key, None)
-        self._local.forget(key)
-        if not deleted:
+        self._entries.pop(key, None)
+        if not (deleted or was_pending or was_used):
             raise not_found(key)
 
     async def remove_stale(self) -> list[SessionKey]:
-        """See `MemorySessionStore.remove_stale`. Redis expires records by itself; this writes turns back and
-        drops outdated copies."""
+        """Redis expires records by itself; this writes turns back and drops outdated copies."""
         await self._write_back()
-        stale = [key for key in self._local.stale() if key not in self._pending]
-        copies = [(key, record) for key, record in self._local.idle_records() if key not in self._pending]
+        stale = [key for key in self._stale() if key not in self._pending]
+        copies = [(key, record) for key, record in self._idle().items() if key not in self._pending]
         now_s = self._clock()
         expired = [key for key, record in copies if key in stale and record.expires_at_s <= now_s]
         try:
@@ -263,7 +234,7 @@ class RedisSessionStore:
         there = {key for (key, _), commit in zip(copies, commits, strict=True) if commit}
         for (key, record), commit in zip(copies, commits, strict=True):
             if key in stale or (commit and commit != record.commit_id):
-                self._local.forget_idle(key, record)
+                self._forget_idle(key, record)
         return [key for key in expired if key not in there]
 
     async def close(self) -> None:
@@ -274,11 +245,11 @@ class RedisSessionStore:
 
     async def _write_back(self) -> None:
         """Write the turns that Redis has missed, of sessions that no request has or waits for."""
-        idle = dict(self._local.idle_records())
+        idle = self._idle()
         for key, base in list(self._pending.items()):
             record = idle.get(key)
             if record is None:
-                if self._local.peek(key) is None and not self._local.is_used(key):
+                if self.peek(key) is None and not self._is_used(key):
                     self._pending.pop(key, None)
                 continue
             try:
@@ -287,17 +258,23 @@ class RedisSessionStore:
                 return
             if outcome == "written":
                 self._on_event("written_back")
-                if self._local.peek(key) is record:
+                if self.peek(key) is record:
                     self._pending.pop(key, None)
             elif outcome == "conflict":
                 self._conflict(key)
                 self._pending.pop(key, None)
-                self._local.forget_idle(key, record)
+                self._forget_idle(key, record)
+
+    def _is_used(self, key: SessionKey) -> bool:
+        """Whether a request has the session or waits for it."""
+        return key in self._entries and self._entries[key].users > 0
+
+    def _forget_idle(self, key: SessionKey, record: SessionRecord) -> None:
+        """Drop this record, unless a turn has started since."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.users == 0 and entry.record is record:
+            del self._entries[key]
 
     def _conflict(self, key: SessionKey) -> None:
         self._on_event("conflict")
         _log.warning("turns made while Redis was down are dropped: another router has committed since")
-
-
-SessionStore = MemorySessionStore | RedisSessionStore
-SessionLease = MemoryLease | RedisLease

@@ -1,7 +1,8 @@
 """Sessions in this process's memory: one turn of a session at a time, and the records that turns leave.
 
 The record is the conversation. Its KV is at a prefill worker and may be lost without losing the session.
-`redis_store.py` shares sessions between routers and has the same methods. Does not call workers.
+`redis_store.py` shares sessions between routers. Documents are stored like sessions, under ids that no
+session can have. Does not call workers.
 """
 
 from __future__ import annotations
@@ -11,9 +12,28 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from kvferry.services.router.sessions.record import KeyUsage, SessionRecord, SessionSummary, is_document
+from kvferry.services.router.config import RouterConfig
+from kvferry.services.router.sessions.record import KeyUsage, SessionRecord, SessionSummary
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.errors import SessionBusy, SessionNotFound
+from kvferry.shared.errors import (
+    CapacityExceeded,
+    DocumentNotFound,
+    InvalidRequest,
+    KvferryError,
+    SessionBusy,
+    SessionNotFound,
+)
+
+DOCUMENT_PREFIX = "document/"
+_QUOTA_RETRY_AFTER_S = 60.0
+
+
+def is_document(key: SessionKey) -> bool:
+    return key.session_id.startswith(DOCUMENT_PREFIX)
+
+
+def document_key(owner: str, document_id: str) -> SessionKey:
+    return SessionKey(owner=owner, session_id=DOCUMENT_PREFIX + document_id)
 
 
 class _Entry:
@@ -25,10 +45,10 @@ class _Entry:
         self.users = 0
 
 
-class MemoryLease:
+class SessionLease:
     """The right to run one turn of a session, from the turn's start until its record is updated."""
 
-    def __init__(self, store: MemorySessionStore, key: SessionKey, entry: _Entry) -> None:
+    def __init__(self, store: SessionStore, key: SessionKey, entry: _Entry) -> None:
         self._store = store
         self._entry = entry
         self.key = key
@@ -59,7 +79,7 @@ class MemoryLease:
         return True
 
 
-class MemorySessionStore:
+class SessionStore:
     """All sessions of this router. Sessions of one key are invisible to every other key.
 
         absent ──lease()──► first turn ──commit──► idle ◄──lease/commit──► in a turn
@@ -96,7 +116,7 @@ class MemorySessionStore:
         return self._clock() + self.ttl_s(key)
 
     @asynccontextmanager
-    async def lease(self, key: SessionKey, *, needs_record: bool = True) -> AsyncIterator[MemoryLease]:
+    async def lease(self, key: SessionKey, *, needs_record: bool = True) -> AsyncIterator[SessionLease]:
         """Wait until the session is free, and lease it.
 
         Args: needs_record: whether a turn without the record would be wrong.
@@ -110,7 +130,7 @@ class MemorySessionStore:
             try:
                 await self._lock(key, entry)
                 try:
-                    lease = MemoryLease(self, key, entry)
+                    lease = SessionLease(self, key, entry)
                     if not lease.is_valid:
                         continue  # deleted while we waited: start again with the session's new entry
                     if entry.record is not None and entry.record.expires_at_s <= self._clock():
@@ -129,24 +149,107 @@ class MemorySessionStore:
             async with asyncio.timeout(self._wait_s):
                 await entry.lock.acquire()
         except TimeoutError:
-            raise busy(key, self._wait_s) from None
+            raise self.busy(key) from None
 
     async def get(self, key: SessionKey) -> SessionRecord:
-        """Raises: SessionNotFound, StoreUnavailable."""
+        """Raises: SessionNotFound, DocumentNotFound, StoreUnavailable."""
         record = self.peek(key)
         if record is None:
             raise not_found(key)
         return record
 
     def peek(self, key: SessionKey) -> SessionRecord | None:
-        """The record; None where there is none or it has expired."""
+        """The record in this process; None where there is none or it has expired."""
         entry = self._entries.get(key)
         return None if entry is None or self._is_expired(entry) else entry.record
 
     async def owned_by(self, owner: str, *, documents: bool) -> list[tuple[SessionKey, SessionSummary]]:
         """The owner's sessions, or its documents. Raises: StoreUnavailable."""
+        return [(key, record.summary) for key, record in self._owned(owner, documents)]
+
+    async def usage(self, owner: str, *, documents: bool, excluding: SessionKey) -> KeyUsage:
+        """What the owner has stored, apart from one of them. Raises: StoreUnavailable."""
+        found = [len(record.token_ids) for key, record in self._owned(owner, documents) if key != excluding]
+        return KeyUsage(num_records=len(found), num_tokens=sum(found))
+
+    async def check_quota(self, lease: SessionLease, config: RouterConfig, *, num_tokens: int) -> None:
+        """Whether the lease's owner may store its session or document with this many tokens.
+
+        Checked before a turn runs, so that nothing is computed that cannot be stored. Routers that share a
+        Redis count together; two simultaneous requests may both pass.
+
+        Args: num_tokens: its tokens after the turn, as far as they are known.
+        Raises:
+            InvalidRequest: it is too long by itself.
+            CapacityExceeded: with the owner's others it is too much; deleting some of them helps.
+        """
+        key, is_new, documents = lease.key, lease.record is None, is_document(lease.key)
+        what = "documents" if documents else "sessions"
+        limit = config.max_documents_per_key if documents else config.max_sessions_per_key
+        max_tokens = config.max_history_tokens_per_key
+        if max_tokens and num_tokens > max_tokens:
+            raise InvalidRequest(
+                f"This would be {num_tokens} tokens; all {what} of a key may have {max_tokens} together"
+            )
+        if not is_new and not max_tokens:
+            return
+        usage = await self.usage(key.owner, documents=documents, excluding=key)
+        if is_new and usage.num_records >= limit:
+            raise CapacityExceeded(
+                f"This key has {usage.num_records} {what}; the limit is {limit}, delete some",
+                reason=f"{what}_quota",
+                retry_after_s=_QUOTA_RETRY_AFTER_S,
+            )
+        if max_tokens and usage.num_tokens + num_tokens > max_tokens:
+            raise CapacityExceeded(
+                f"This key's other {what} have {usage.num_tokens} tokens and this one would have "
+                f"{num_tokens}; the limit for all is {max_tokens}, delete some",
+                reason=f"{what}_tokens_quota",
+                retry_after_s=_QUOTA_RETRY_AFTER_S,
+            )
+
+    async def delete(self, key: SessionKey) -> None:
+        """Delete a session, even during a turn. Raises as `get` does."""
+        entry = self._entries.get(key)
+        if entry is None or self._is_expired(entry):
+            raise not_found(key)
+        del self._entries[key]
+
+    async def remove_stale(self) -> list[SessionKey]:
+        """Remove expired sessions, and the longest idle ones above `max_sessions`; returns those whose
+        history can be dropped."""
+        stale = self._stale()
+        for key in stale:
+            del self._entries[key]
+        return stale
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    def busy(self, key: SessionKey) -> SessionBusy:
+        return SessionBusy(
+            f"Session {key.session_id!r} is in another request; waited {self._wait_s:g} s", retry_after_s=1.0
+        )
+
+    def _stale(self) -> list[SessionKey]:
+        """Idle sessions that `remove_stale` would remove."""
+        idle = sorted(self._idle().items(), key=lambda item: item[1].expires_at_s)
+        now_s, excess = self._clock(), len(self._entries) - self._max_sessions
         return [
-            (key, entry.record.summary)
+            key for rank, (key, record) in enumerate(idle) if record.expires_at_s <= now_s or rank < excess
+        ]
+
+    def _idle(self) -> dict[SessionKey, SessionRecord]:
+        """Records of sessions that no request has or waits for."""
+        return {
+            key: entry.record
+            for key, entry in self._entries.items()
+            if entry.users == 0 and entry.record is not None
+        }
+
+    def _owned(self, owner: str, documents: bool) -> list[tuple[SessionKey, SessionRecord]]:
+        return [
+            (key, entry.record)
             for key, entry in self._entries.items()
             if key.owner == owner
             and is_document(key) == documents
@@ -154,73 +257,11 @@ class MemorySessionStore:
             and not self._is_expired(entry)
         ]
 
-    async def usage(self, owner: str, *, documents: bool, excluding: SessionKey) -> KeyUsage:
-        """What the owner has stored, apart from one of them. Raises: StoreUnavailable."""
-        found = [
-            summary.num_tokens
-            for key, summary in await self.owned_by(owner, documents=documents)
-            if key != excluding
-        ]
-        return KeyUsage(num_records=len(found), num_tokens=sum(found))
-
-    async def delete(self, key: SessionKey) -> None:
-        """Delete a session, even during a turn. Raises: SessionNotFound, StoreUnavailable."""
-        entry = self._entries.get(key)
-        if entry is None or self._is_expired(entry):
-            raise not_found(key)
-        del self._entries[key]
-
-    def forget(self, key: SessionKey) -> None:
-        """`delete` that may find nothing."""
-        self._entries.pop(key, None)
-
-    def forget_idle(self, key: SessionKey, record: SessionRecord) -> None:
-        """Drop this record, unless a turn has started since."""
-        entry = self._entries.get(key)
-        if entry is not None and entry.users == 0 and entry.record is record:
-            del self._entries[key]
-
-    def is_used(self, key: SessionKey) -> bool:
-        """Whether a request has the session or waits for it."""
-        entry = self._entries.get(key)
-        return entry is not None and entry.users > 0
-
-    async def remove_stale(self) -> list[SessionKey]:
-        """Remove expired sessions, and the longest idle ones above `max_sessions`; returns those whose
-        history can be dropped."""
-        stale = self.stale()
-        for key in stale:
-            del self._entries[key]
-        return stale
-
-    def stale(self) -> list[SessionKey]:
-        """Idle sessions that `remove_stale` would remove."""
-        idle = sorted(self.idle_records(), key=lambda item: item[1].expires_at_s)
-        now_s, excess = self._clock(), len(self._entries) - self._max_sessions
-        return [
-            key for rank, (key, record) in enumerate(idle) if record.expires_at_s <= now_s or rank < excess
-        ]
-
-    def idle_records(self) -> list[tuple[SessionKey, SessionRecord]]:
-        """Records of sessions that no request has or waits for."""
-        return [
-            (key, entry.record)
-            for key, entry in self._entries.items()
-            if entry.users == 0 and entry.record is not None
-        ]
-
-    async def close(self) -> None:
-        """Nothing is open."""
-
     def _is_expired(self, entry: _Entry) -> bool:
         return entry.users == 0 and entry.record is not None and entry.record.expires_at_s <= self._clock()
 
 
-def not_found(key: SessionKey) -> SessionNotFound:
+def not_found(key: SessionKey) -> KvferryError:
+    if is_document(key):
+        return DocumentNotFound(f"There is no document {key.session_id.removeprefix(DOCUMENT_PREFIX)!r}")
     return SessionNotFound(f"There is no session {key.session_id!r}")
-
-
-def busy(key: SessionKey, wait_s: float) -> SessionBusy:
-    return SessionBusy(
-        f"Session {key.session_id!r} is in another request; waited {wait_s:g} s", retry_after_s=1.0
-    )

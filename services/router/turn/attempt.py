@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +16,16 @@ import structlog
 
 from kvferry.services.router.turn.worker_pool import Role, Worker
 from kvferry.shared.compression.plan import CompressionPlan
-from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
 from kvferry.shared.control.messages import (
+    DecodeControl,
     FinishReason,
     FirstToken,
     GenerateEvent,
     GenerateRequest,
     GenerationFinished,
+    PrefillControl,
     PrefillRequest,
+    RedirectRequest,
     SessionKey,
     Ticket,
     TicketIssued,
@@ -38,6 +40,7 @@ from kvferry.shared.sampling.params import SampledToken, SamplingParams
 CUT_OFF_S = 10.0
 """Time limit for returning the delivered tokens of a cut-off turn to the history."""
 _CLOSE_TIMEOUT_S = 5.0
+_REDIRECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +49,13 @@ class TurnRequest:
 
     Attributes:
         request_id: the client's; each attempt derives its own id for the workers.
-        session: whose history is looked up and stored; None stores none.
+        session: whose history is looked up and stored; of an implicit one the prompt's alone. None: neither.
         document: whose history the session may begin with.
         has_history: whether the session has had turns.
         prefer_prefill: addresses that may have the session's history, best first.
         prefer_decode: addresses that may have retained the session's last selection, best first.
         keeps_cut_off: whether the delivered tokens of a cut-off completion become part of the session.
-        kept_bins: number of stretches of the prompt to report the retained fraction for; 0 reports none.
+        retained_bins: number of stretches of the prompt to report the retained fraction for; 0 reports none.
         deadline_s: when the whole turn must have ended, on the event loop's clock.
     """
 
@@ -69,7 +72,7 @@ class TurnRequest:
     prefer_prefill: tuple[str, ...] = ()
     prefer_decode: tuple[str, ...] = ()
     probe: bool = False
-    kept_bins: int = 0
+    retained_bins: int = 0
 
 
 @dataclass(kw_only=True)
@@ -82,6 +85,8 @@ class TurnStats:
         shipped_bytes: everything that crossed the wire.
         delta_bytes: newly selected rows, where decode had retained the others; else None.
         cache_bytes: decode's memory for the sequence at its end.
+        smaller_budget: the least budget in tokens with which decode, short of memory, served an attempt; None
+            if it never gave less than the request asked for.
         prefill_address, worker_request_id: where, and under which id, history was staged last.
         decode_address: where the last attempt decoded.
     """
@@ -91,6 +96,7 @@ class TurnStats:
     shipped_bytes: int = 0
     delta_bytes: int | None = None
     cache_bytes: int = 0
+    smaller_budget: int | None = None
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     replays: int = 0
@@ -123,7 +129,8 @@ class Attempt:
     """Yields Admitted, each token once, and Finished; then waits until generated KV is back at prefill.
 
         decode:   ticket ─────────────► accepted ─► token 1, 2, ... ─► finished ─► history returned
-        prefill:         ─► first token ─► transfer done
+                    ▲         └ failed ─► another worker's ticket, to which prefill ships again
+        prefill:    └─► first token ─► transfer done
 
     The first token comes from prefill and is yielded at once; decode's tokens wait for it. Finished waits for
     `TransferDone`, which has the sizes. Closing either stream (an error, cancellation) frees what its worker
@@ -139,7 +146,9 @@ class Attempt:
         decode: Worker[DecodeControl],
         request: TurnRequest,
         stats: TurnStats,
+        other_decode: Callable[[KvferryError], Worker[DecodeControl] | None],
     ) -> None:
+        """Args: other_decode: a worker to go on with when decode has failed before it had the prompt's KV."""
         self.prefill = prefill
         self.decode = decode
         self.instance_ids: dict[Role, str] = {"prefill": prefill.instance_id, "decode": decode.instance_id}
@@ -150,22 +159,57 @@ class Attempt:
         self._stats = stats
         self._due_index: int | None = None
         self._accepted = False
+        self._other_decode = other_decode
+        self._is_redirecting = False
+        self._first: asyncio.Future[SampledToken] = asyncio.get_running_loop().create_future()
         self._shipping: asyncio.Task[None] | None = None
         self._log = structlog.get_logger(__name__).bind(request_id=self.worker_request_id)
 
     async def events(self) -> AsyncGenerator[TurnEvent, None]:
         """Raises: KvferryError, with `failed_role` set."""
-        with self.prefill.busy(), self.decode.busy():
+        with self.prefill.busy():
+            try:
+                moves = True
+                while moves:
+                    moves = False
+                    try:
+                        async with aclosing(self._decoded()) as events:
+                            async for event in events:
+                                yield event
+                    except (WorkerUnavailable, TransferFailed) as error:
+                        if not (moves := self._moves(error)):
+                            raise
+            finally:
+                if self._shipping is not None:
+                    await _cancel(self._shipping)
+
+    def _moves(self, error: KvferryError) -> bool:
+        """Whether the attempt goes on with another decode worker, to which prefill ships what it has."""
+        shipping = self._shipping
+        if self._accepted or self._is_redirecting or shipping is None or shipping.done():
+            return False
+        decode = self._other_decode(error)
+        if decode is None:
+            return False
+        self.decode, self.instance_ids["decode"], self.failed_role = decode, decode.instance_id, None
+        return True
+
+    async def _decoded(self) -> AsyncGenerator[TurnEvent, None]:
+        """The events of the attempt with one decode worker."""
+        with self.decode.busy():
             async with aclosing(self._generate()) as decoding:
                 with self._blaming("decode"):
                     ticket = await self._ticket(decoding)
-                yield Admitted()
-                first = asyncio.get_running_loop().create_future()
-                self._shipping = asyncio.create_task(self._ship(ticket, first))
+                if self._shipping is None:
+                    yield Admitted()
+                    self._shipping = asyncio.create_task(self._ship(ticket))
+                else:
+                    await self._redirect(ticket)
                 accepting = asyncio.create_task(self._acceptance(decoding))
                 try:
-                    await _until(first, self._shipping, accepting)
-                    yield self._in_order(first.result())
+                    if self._due_index is None:
+                        await _until(self._first, self._shipping, accepting)
+                        yield self._in_order(self._first.result())
                     await _until(accepting, self._shipping)
                     finished = False
                     with self._blaming("decode"):
@@ -181,7 +225,7 @@ class Attempt:
                         if not finished:
                             raise WorkerUnavailable("Decode's stream ended before the completion did")
                 finally:
-                    await _cancel(self._shipping, accepting)
+                    await _cancel(accepting)
 
     async def shipped(self) -> None:
         """Wait until prefill has sent everything, or was lost after it had."""
@@ -214,7 +258,15 @@ class Attempt:
 
     # ---- prefill -----------------------------------------------------------------------------------------
 
-    async def _ship(self, ticket: Ticket, first: asyncio.Future[SampledToken]) -> None:
+    async def _redirect(self, ticket: Ticket) -> None:
+        """Have prefill ship what it has to another worker's ticket. Where it cannot, the attempt fails."""
+        self._is_redirecting = True
+        with self._blaming("prefill"):
+            request = RedirectRequest(request_id=self.worker_request_id, ticket=ticket)
+            await self.prefill.client.redirect(request, timeout_s=_REDIRECT_TIMEOUT_S)
+        self._is_redirecting = False
+
+    async def _ship(self, ticket: Ticket) -> None:
         """Run prefill against a ticket. Once decode has the whole transfer, prefill's loss is no failure."""
         request, stats = self._request, self._stats
         stream = self.prefill.client.prefill(
@@ -227,12 +279,12 @@ class Attempt:
                 session=request.session,
                 document=request.document,
                 probe=request.probe,
-                kept_bins=request.kept_bins,
+                retained_bins=request.retained_bins,
                 has_history=request.has_history,
             ),
             timeout_s=self._remaining_s(),
         )
-        sent = False
+        sent, first = False, self._first
         with self._blaming("prefill"):
             try:
                 async with aclosing(stream):
@@ -262,7 +314,9 @@ class Attempt:
     # ---- decode ------------------------------------------------------------------------------------------
 
     def _generate(self) -> AsyncGenerator[GenerateEvent, None]:
-        request = self._request
+        request, session = self._request, self._request.session
+        if session is not None and session.is_implicit:
+            session = None
         return self.decode.client.generate(
             GenerateRequest(
                 request_id=self.worker_request_id,
@@ -270,9 +324,9 @@ class Attempt:
                 prompt_token_ids=request.prompt_token_ids,
                 plan=request.plan,
                 sampling=request.sampling,
-                store_history=request.session is not None,
+                store_history=session is not None,
                 probe=request.probe,
-                session=request.session,
+                session=session,
             ),
             timeout_s=self._remaining_s(),
         )
@@ -281,6 +335,9 @@ class Attempt:
         event = await anext(decoding, None)
         if not isinstance(event, TicketIssued):
             raise WorkerUnavailable("Decode ended the turn without a ticket")
+        granted = event.ticket.plan.plan.budget.tokens if event.ticket.plan is not None else None
+        if granted is not None and granted < (self._request.plan.budget.tokens or 0):
+            self._stats.smaller_budget = min(granted, self._stats.smaller_budget or granted)
         return event.ticket
 
     async def _acceptance(self, decoding: AsyncGenerator[GenerateEvent, None]) -> None:

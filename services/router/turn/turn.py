@@ -24,9 +24,14 @@ from kvferry.services.router.turn.attempt import (
     TurnRequest,
     TurnStats,
 )
-from kvferry.services.router.turn.worker_pool import Role, WorkerPool
-from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
-from kvferry.shared.control.messages import FinishReason
+from kvferry.services.router.turn.worker_pool import Role, Worker, WorkerPool, served_model
+from kvferry.shared.control.messages import (
+    CommitTurnRequest,
+    DecodeControl,
+    FinishReason,
+    PrefillControl,
+    SessionKey,
+)
 from kvferry.shared.errors import (
     CapacityExceeded,
     DeadlineExceeded,
@@ -36,9 +41,14 @@ from kvferry.shared.errors import (
     WorkerUnavailable,
 )
 from kvferry.shared.metrics import RouterMetrics
+from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken
 
 _ABORT_TIMEOUT_S = 2.0
+_COMMIT_TIMEOUT_S = 10.0
+_DROP_TIMEOUT_S = 2.0
+
+_logger = structlog.get_logger(__name__)
 
 
 class BackgroundTasks:
@@ -46,7 +56,6 @@ class BackgroundTasks:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
-        self._log = structlog.get_logger(__name__)
 
     def start(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -70,9 +79,9 @@ class BackgroundTasks:
             return
         error = task.exception()
         if isinstance(error, KvferryError):
-            self._log.warning("background task failed", task=task.get_name(), error=error.message)
+            _logger.warning("background task failed", task=task.get_name(), error=error.message)
         elif error is not None:
-            self._log.error("background task failed unexpectedly", task=task.get_name(), exc_info=error)
+            _logger.error("background task failed unexpectedly", task=task.get_name(), exc_info=error)
 
 
 @dataclass(kw_only=True)
@@ -110,6 +119,54 @@ class TurnRunner:
                 raise deadline_passed() from None
         return turn.stats
 
+    def model(self) -> ModelSpec:
+        """The model that the workers serve now.
+
+        Raises: Overloaded where workers of both roles have none in common.
+        """
+        model = served_model(self.prefill, self.decode)
+        if model is None:
+            raise Overloaded("No ready prefill/decode pair serves the same model")
+        return model
+
+    async def publish(
+        self, session: SessionKey, stats: TurnStats, prompt: tuple[int, ...], *, is_current: bool
+    ) -> bool:
+        """Make what the turn staged the session's history, or drop it where the session's lease is no longer
+        current. Lost history costs a prefill, not the session. Returns whether it was published."""
+        if (worker := self.prefill.worker(stats.prefill_address)) is None:
+            return False
+        request_id, token_ids = stats.worker_request_id, prompt + tuple(stats.token_ids)
+        commit = CommitTurnRequest(request_id=request_id, session=session, token_ids=token_ids)
+        try:
+            if is_current:
+                await worker.client.commit_turn(commit, timeout_s=_COMMIT_TIMEOUT_S)
+                return True
+            await worker.client.abort_turn(request_id, timeout_s=_COMMIT_TIMEOUT_S)
+            decode = self.decode.worker(stats.decode_address)
+            if decode is not None and not session.is_implicit:
+                await decode.client.drop_session(session, timeout_s=_DROP_TIMEOUT_S)
+        except KvferryError as error:
+            log = _logger.debug if session.is_implicit else _logger.warning
+            log("history not committed", address=worker.address, error=error.message)
+        return False
+
+    async def drop(self, session: SessionKey, *, prefill_address: str | None = None) -> None:
+        """Have every worker drop a session's KV, since its turns may have moved between them; or one."""
+        clients: tuple[DecodeControl | PrefillControl, ...] = (
+            *(worker.client for worker in self.prefill.workers()),
+            *(worker.client for worker in self.decode.workers()),
+        )
+        if prefill_address is not None:
+            one = self.prefill.worker(prefill_address)
+            clients = () if one is None else (one.client,)
+        calls = (client.drop_session(session, timeout_s=_DROP_TIMEOUT_S) for client in clients)
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, KvferryError):
+                _logger.warning("history not dropped", error=result.message)
+            elif isinstance(result, BaseException):
+                raise result
+
 
 class Turn:
     """The attempts of one turn.
@@ -134,7 +191,7 @@ class Turn:
         self._admitted = False
         self._was_cut = False
         self._avoid: dict[Role, set[str]] = {"prefill": set(), "decode": set()}
-        self._log = structlog.get_logger(__name__).bind(request_id=request.request_id)
+        self._log = _logger.bind(request_id=request.request_id)
 
     async def events(self) -> AsyncGenerator[TurnEvent, None]:
         """Admitted, each token of the completion once, and Finished; then goes on until generated KV is back
@@ -215,12 +272,45 @@ class Turn:
                 max_tokens=request.sampling.max_tokens - len(delivered),
                 first_index=len(delivered),
             )
-            prompt = request.prompt_token_ids + delivered
-            request = replace(request, prompt_token_ids=prompt, sampling=sampling)
-        self._attempt = attempt = Attempt(prefill, decode, request, stats)
+            prompt, session = request.prompt_token_ids + delivered, request.session
+            if session is not None and session.is_implicit:
+                session = None  # the prompt was stored with the first token
+            request = replace(request, prompt_token_ids=prompt, sampling=sampling, session=session)
+        self._attempt = attempt = Attempt(prefill, decode, request, stats, self._other_decode)
         stats.prefill_address, stats.decode_address = prefill.address, decode.address
         stats.worker_request_id = attempt.worker_request_id
         return attempt
+
+    def _other_decode(self, error: KvferryError) -> Worker[DecodeControl] | None:
+        """A ready decode worker that may take over the running attempt; None where a replay is better."""
+        runner, stats, attempt = self._runner, self.stats, self._attempt
+        if attempt is None or self._was_cut or not error.retryable or stats.replays >= runner.max_recoveries:
+            return None
+        fingerprint, address = self.request.model.fingerprint, attempt.decode.address
+        self._avoid["decode"].add(address)
+        if isinstance(error, WorkerUnavailable):
+            runner.decode.report_lost(address, attempt.instance_ids["decode"])
+        if not runner.decode.ready_workers(fingerprint):
+            return None
+        other = runner.decode.choose(
+            fingerprint=fingerprint, prefer=self.request.prefer_decode, avoid=self._avoid["decode"]
+        )
+        self._count_recovery("decode", address, error)
+        stats.decode_address = other.address
+        return other
+
+    def _count_recovery(self, role: Role, address: str, error: KvferryError) -> None:
+        self.stats.replays += 1
+        if not self.request.probe:
+            self._runner.metrics.recoveries.labels(role=role).inc()
+        self._log.warning(
+            "turn resumes on another worker",
+            role=role,
+            address=address,
+            error=error.message,
+            num_tokens=len(self.stats.token_ids),
+            replay=self.stats.replays,
+        )
 
     def _end_of_tokens(self) -> FinishReason | None:
         """Why the delivered tokens are a whole completion; None while they are not. Needed where decode was
@@ -255,17 +345,7 @@ class Turn:
         if isinstance(error, WorkerUnavailable):
             pool.report_lost(address, attempt.instance_ids[role])
         pause_s = runner.backoff_s * 2**stats.replays * random.uniform(0.5, 1.5)
-        stats.replays += 1
-        if not self.request.probe:
-            runner.metrics.recoveries.labels(role=role).inc()
-        self._log.warning(
-            "turn resumes on another worker",
-            role=role,
-            address=address,
-            error=error.message,
-            num_tokens=len(stats.token_ids),
-            replay=stats.replays,
-        )
+        self._count_recovery(role, address, error)
         if self._end_of_tokens() is not None:
             return
         await asyncio.sleep(pause_s)
@@ -282,12 +362,8 @@ class Turn:
         """Have prefill drop what the attempt staged, in the background."""
         if self.request.session is None or self.finish_reason is not None:
             return
-        client, request_id = attempt.prefill.client, attempt.worker_request_id
-
-        async def abort() -> None:
-            await client.abort_turn(request_id, timeout_s=_ABORT_TIMEOUT_S)
-
-        self._runner.tasks.start(abort(), name="abort turn")
+        abort = attempt.prefill.client.abort_turn(attempt.worker_request_id, timeout_s=_ABORT_TIMEOUT_S)
+        self._runner.tasks.start(abort, name="abort turn")
 
 
 def deadline_passed() -> DeadlineExceeded:

@@ -116,40 +116,23 @@ class WorkerPool(Generic[ClientT]):
         self._log = structlog.get_logger(__name__).bind(role=role)
 
     @classmethod
-    def of_clients(
-        cls,
-        role: Role,
-        clients: Mapping[str, ClientT],
-        *,
-        status_interval_s: float,
-        status_timeout_s: float = _STATUS_TIMEOUT_S,
-    ) -> WorkerPool[ClientT]:
+    def of_clients(cls, role: Role, clients: Mapping[str, ClientT], **polling: Any) -> WorkerPool[ClientT]:
         """A pool of clients that the caller made and closes, by names that are not resolved."""
 
         async def unresolved(name: str) -> tuple[str, ...]:
             return (name,)
 
-        return cls(
-            role,
-            tuple(clients),
-            connect=clients.__getitem__,
-            resolve=unresolved,
-            status_interval_s=status_interval_s,
-            status_timeout_s=status_timeout_s,
-        )
+        return cls(role, tuple(clients), connect=clients.__getitem__, resolve=unresolved, **polling)
 
     async def start(self) -> None:
         """Resolve names and poll every worker once, then go on in the background."""
         await self._refresh_addresses()
         await self._poll_all()
-        self._loops = [
-            asyncio.create_task(
-                self._repeat(self._poll_all, self._status_interval_s), name=f"{self.role} status"
-            ),
-            asyncio.create_task(
-                self._repeat(self._refresh_addresses, self._resolve_interval_s), name=f"{self.role} names"
-            ),
-        ]
+        repeated = (
+            (self._poll_all, self._status_interval_s),
+            (self._refresh_addresses, self._resolve_interval_s),
+        )
+        self._loops = [asyncio.create_task(self._repeat(*work), name=self.role) for work in repeated]
 
     async def close(self) -> None:
         for task in self._loops:

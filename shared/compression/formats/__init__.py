@@ -1,4 +1,4 @@
-"""Formats by name, for the `representation` part of a plan and of a resolved layer.
+"""Formats by name, as a plan and its resolved layers name them (`representation`).
 
 Adding one is one file and one entry of `FORMATS`, or an entry point of another package (`installed.py`).
 """
@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvferry.shared.compression.formats.interface import LayerFormat, LayerShape
+from torch import Tensor
+
+from kvferry.shared.compression.formats.interface import LayerFormat, Tensors
 from kvferry.shared.compression.formats.kivi import Kivi
 from kvferry.shared.compression.formats.ragged import Ragged
 from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.formats.rows import Rows
 from kvferry.shared.compression.formats.think import Think
+from kvferry.shared.compression.formats.uniform import Uniform
 from kvferry.shared.compression.installed import installed_formats
-from kvferry.shared.compression.plan import LayerPlan, Part, ResolvedPlan, is_measured
+from kvferry.shared.compression.interface import LayerInputs, LayerShape
+from kvferry.shared.compression.plan import Part, ResolvedPlan, is_measured, look_up, with_installed
 from kvferry.shared.compression.scorers import make_scorer
-from kvferry.shared.errors import ConfigurationError, InvalidRequest
+from kvferry.shared.errors import KvferryError
 from kvferry.shared.model.spec import TORCH_DTYPES, ModelSpec
 
 FORMATS: Mapping[str, type[LayerFormat]] = {
@@ -25,6 +29,7 @@ FORMATS: Mapping[str, type[LayerFormat]] = {
     "kivi": Kivi,
     "think": Think,
     "ragged": Ragged,
+    "packed": Uniform,
 }
 
 
@@ -35,17 +40,7 @@ def format_class(part: Part) -> type[LayerFormat]:
         InvalidRequest: no format has this name.
         ConfigurationError: an installed method brings a format whose name is taken.
     """
-    outside = installed_formats()
-    if taken := sorted(set(outside) & set(FORMATS)):
-        raise ConfigurationError(f"installed packages name formats {', '.join(taken)}; the package has them")
-    found = FORMATS.get(part.name) or outside.get(part.name)
-    if found is None:
-        raise InvalidRequest(
-            f"the plan's representation is {part.name!r}; it must be one of "
-            f"{', '.join((*FORMATS, *outside))}",
-            param="kv_compression",
-        )
-    return found
+    return look_up("representation", part.name, with_installed("formats", FORMATS, installed_formats()))
 
 
 def make_formats(
@@ -64,15 +59,15 @@ def make_formats(
         head_dim=spec.head_dim,
         dtype=TORCH_DTYPES[spec.dtype],
         returns_generated=returns_generated,
+        fingerprint=spec.fingerprint,
     )
-    made: list[tuple[LayerPlan, LayerFormat]] = []
-    formats = []
-    for layer in resolved.layers:
-        fmt = next((its for plan, its in made if plan == layer), None)
-        if fmt is None:
-            fmt = format_class(layer.representation).of(resolved.plan, layer, shape)
-            made.append((layer, fmt))
-        formats.append(fmt)
+    formats: list[LayerFormat] = []
+    for number, layer in enumerate(resolved.layers):
+        first = resolved.layers.index(layer)
+        if first == number:
+            formats.append(format_class(layer.representation).of(resolved.plan, layer, shape))
+        else:
+            formats.append(formats[first])
     return tuple(formats)
 
 
@@ -89,12 +84,35 @@ def num_observed_queries(resolved: ResolvedPlan, formats: tuple[LayerFormat, ...
     needs = [1]
     for fmt in {id(its): its for its in formats}.values():
         observed = [fmt.observed_queries]
-        if resolved.plan.scorer is not None and not (
-            isinstance(fmt, Rows) and fmt.rows == resolved.num_prompt_tokens
-        ):
+        if resolved.plan.scorer is not None and fmt.rows < resolved.num_prompt_tokens:
             observed.append(make_scorer(resolved.plan.scorer, rows=fmt.rows).observed_queries)
         for count in observed:
             if count is None:
                 return None
             needs.append(count)
     return max(needs)
+
+
+def compress_layer(
+    resolved: ResolvedPlan, fmt: LayerFormat, inputs: LayerInputs, *, scores: Tensor | None = None
+) -> Tensors:
+    """Compress one layer as the resolved plan says.
+
+    Args:
+        fmt: the layer's format.
+        inputs: K and V of the whole prompt (`T == resolved.num_prompt_tokens`), queries of its new tokens.
+        scores: of the plan's scorer, float32 `[H_kv, T]`, if they have been computed already.
+
+    Raises: KvferryError: K or V of a layer to pack or quantise are not finite, or out of the format's range.
+    """
+    num_tokens = inputs.keys.shape[1]
+    assert num_tokens == resolved.num_prompt_tokens, (num_tokens, resolved.num_prompt_tokens)
+    scorer = resolved.plan.scorer
+    if fmt.rows == num_tokens:
+        scores = None
+    elif scores is None and scorer is not None:
+        scores = make_scorer(scorer, rows=fmt.rows)(inputs)
+    try:
+        return fmt.compress(inputs, scores)
+    except ValueError as error:
+        raise KvferryError(f"layer {inputs.layer} cannot be packed: {error}", reason="packing") from error

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvferry.shared.compression.attention.interface import TensorSpec
 from kvferry.shared.compression.d2o.cache import EvictingCache
 from kvferry.shared.compression.d2o.eviction import half_zones, zones
 from kvferry.shared.compression.d2o.merging import merge_prompt
@@ -23,19 +22,14 @@ from kvferry.shared.compression.formats.interface import (
     InvalidTensors,
     LayerCache,
     LayerFormat,
-    LayerShape,
     NaiveLayer,
-    Sizing,
     Specs,
     Tensors,
     check_index,
-    gather_rows,
     on_host,
-    select_rows,
 )
-from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import CompressionPlan, LayerPlan
-from kvferry.shared.errors import InvalidRequest
+from kvferry.shared.compression.interface import LayerInputs, LayerShape, TensorSpec
+from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, read_params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,29 +46,13 @@ class Evicting(LayerFormat):
 
     name: ClassVar[str] = "evicting"
     kinds: ClassVar[Mapping[str, str]] = {
-        "index": "index",
-        "keys": "rows",
-        "values": "rows",
-        "state": "state",
-    }
+        "index": "index", "keys": "rows", "values": "rows", "state": "state"
+    }  # fmt: skip
     attention: str
 
     @classmethod
-    def check(cls, plan: CompressionPlan) -> None:
-        raise AssertionError("plans name this format by their attention; the format of rows checks them")
-
-    @classmethod
-    def plan_layer(cls, plan: CompressionPlan, sizing: Sizing) -> LayerPlan:
-        raise AssertionError("the format of rows plans layers that evict")
-
-    @classmethod
     def of(cls, plan: CompressionPlan, layer: LayerPlan, shape: LayerShape) -> Evicting:
-        if layer.attention.params:
-            raise InvalidRequest(
-                f"a layer's attention is {layer.attention.name!r} with {layer.attention.params}; it has no "
-                "sizes",
-                param="kv_compression",
-            )
+        read_params(f"a layer's attention {layer.attention.name!r}", layer.attention.params, {})
         return cls(shape=shape, rows=layer.rows, attention=layer.attention.name)
 
     @property
@@ -90,18 +68,14 @@ class Evicting(LayerFormat):
         """Select rows; for "merge", merge the others into them (D2O section 4.2, prompt encoding)."""
         inputs = inputs.with_sums()
         assert inputs.sums is not None
-        kept = torch.arange(inputs.keys.shape[1], device=inputs.keys.device).expand(inputs.keys.shape[0], -1)
-        index = {}
-        if scores is not None:
-            kept = select_rows(scores, self.rows)
-            index = {"index": kept}
+        index, keys, values = self.selected(inputs, scores)
+        every = torch.arange(inputs.keys.shape[1], device=keys.device).expand(keys.shape[0], -1)
+        kept = index.get("index", every)
         state = inputs.sums.sums.gather(1, kept.long()).flatten()
         if self.merges:
             merged = merge_prompt(inputs.keys, inputs.values, kept)
             keys, values, state = merged.keys, merged.values, torch.cat([state, merged.thresholds])
-        else:
-            keys, values = gather_rows(inputs.keys, kept), gather_rows(inputs.values, kept)
-        return {**index, "keys": keys, "values": values, "state": state}
+        return {**index, "keys": keys.contiguous(), "values": values.contiguous(), "state": state}
 
     def tensors(self) -> Specs:
         rows = self.shape.row_spec(self.rows)
@@ -128,13 +102,6 @@ class Evicting(LayerFormat):
         if self.merges:
             specs["thresholds"] = TensorSpec(shape=(self.shape.num_kv_heads,), dtype=torch.float32)
         return specs
-
-    def _receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
-        places = {name: regions[name][:, : self.rows] for name in ("keys", "values")}
-        return {
-            name: places[name] if name in places else torch.empty(its.shape, dtype=its.dtype)
-            for name, its in header.items()
-        }
 
     def open(self, regions: Tensors, tensors: Tensors) -> EvictingLayer:
         index, state = tensors.get("index"), tensors["state"]
@@ -176,7 +143,7 @@ class Evicting(LayerFormat):
 
     def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
         working = sum(its.size_bytes for its in self._working(self.rows + min(num_appended, 1)).values())
-        own = 2 * self.shape.row_spec(num_appended).size_bytes if self.shape.returns_generated else 0
+        own = self.shape.rows_bytes(num_appended) if self.shape.returns_generated else 0
         return working + own
 
     def kept_bytes(self, prompt_bytes: int | None = None) -> int:

@@ -12,21 +12,26 @@ arena.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels.decode_batch import CachedRows
-from kvferry.shared.compression.attention.interface import TensorSpec
-from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import CompressionPlan, LayerPlan
+from kvferry.kernels.packed import PackedLayer
+from kvferry.shared.compression.attention.interface import CacheView
+from kvferry.shared.compression.interface import LayerInputs, LayerShape, TensorSpec
+from kvferry.shared.compression.plan import Allowed, CompressionPlan, LayerPlan, Part, read_params
+from kvferry.shared.errors import InvalidRequest
 
 Tensors = Mapping[str, Tensor]
 """The compressed prompt of a layer: contiguous tensors by name, in the order in which they are sent."""
 Specs = Mapping[str, TensorSpec]
+SIZED_ALLOCATIONS = ("uniform", "pyramid")
+"""Layer allocations whose rows are known before the prompt is run."""
+_AUXILIARY = "auxiliary_"
 
 
 class InvalidTensors(ValueError):
@@ -38,55 +43,18 @@ class InvalidTensors(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """What a layer's sizes depend on, besides its plan.
-
-    Attributes:
-        num_prompt_tokens: T, history included.
-        max_new_tokens: N; the last new token never gets a KV row.
-        group_size: G, query heads per KV head.
-        dtype: of K and V.
-        returns_generated: whether K and V of new tokens are wanted at the end, unmerged and in order.
-    """
-
-    num_prompt_tokens: int
-    max_new_tokens: int
-    num_kv_heads: int
-    group_size: int
-    head_dim: int
-    dtype: torch.dtype
-    returns_generated: bool = False
-
-    @property
-    def num_new_rows(self) -> int:
-        return max(self.max_new_tokens - 1, 0)
-
-    def row_spec(self, num_rows: int) -> TensorSpec:
-        """K or V with `num_rows` rows per KV head."""
-        return TensorSpec(shape=(self.num_kv_heads, num_rows, self.head_dim), dtype=self.dtype)
-
-    def index_spec(self, num_rows: int) -> Specs:
-        """The selected positions, int32 `[H_kv, n]`; empty if every token is selected."""
-        if num_rows == self.num_prompt_tokens:
-            return {}
-        return {"index": TensorSpec(shape=(self.num_kv_heads, num_rows), dtype=torch.int32)}
-
-
-@dataclass(frozen=True, kw_only=True)
 class Sizing:
     """The budget of one layer, from which its format computes exact sizes.
 
     Attributes:
         layer: its index in the model.
-        rows: the layer's budget as prompt rows per KV head.
-        cap: the most rows that decode attention chooses from, new tokens included.
+        rows: the layer's budget as prompt rows per KV head; decode's attention chooses from them.
         budget: t, the plan's budget in tokens.
         packed_budget: B_tok, for a format that spreads its bits over more tokens than `rows`.
     """
 
     layer: int
     rows: int
-    cap: int
     budget: int
     packed_budget: int
     num_prompt_tokens: int
@@ -104,6 +72,21 @@ class LayerCache(ABC):
     def __init__(self, fmt: LayerFormat, regions: Tensors) -> None:
         self.format = fmt
         self.regions = regions
+
+    def move(self, fmt: LayerFormat, regions: Tensors) -> None:
+        """Copy the layer to other memory and continue there; results do not change.
+
+        Args: fmt: the same format with room for as many new tokens or more; so every region is as large or
+            larger in each dimension, and begins with what the smaller one contains.
+        """
+        for name, target in regions.items():
+            source = self.regions[name]
+            target[tuple(slice(size) for size in source.shape)].copy_(source)
+        self.format, self.regions = fmt, regions
+        self.bind()
+
+    def bind(self) -> None:  # noqa: B027 (most formats have none)
+        """Take the views of `regions` that a subclass holds beside them; called after a move."""
 
     @property
     def name(self) -> str:
@@ -162,29 +145,54 @@ class LayerFormat(ABC):
     Attributes:
         rows: prompt rows retained per KV head; the mean if heads differ, the maximum if bits are allocated.
         kinds: for each tensor that `compress` may return, its label in `kv_transfer_bytes_total`.
+        is_plain: whether the arena stores rows exactly as prefill computed them. Deltas need that.
+        allowed: the parameters of the part that names the format; see `read_params`.
+        attentions, allocations: the decode attentions and layer allocations that it goes with; None: all.
+        scored: whether the plan must have a scorer; None: it may.
     """
 
     name: ClassVar[str]
     kinds: ClassVar[Mapping[str, str]]
+    is_plain: ClassVar[bool] = False
+    allowed: ClassVar[Allowed] = {}
+    attentions: ClassVar[tuple[str, ...] | None] = None
+    allocations: ClassVar[tuple[str, ...] | None] = None
+    scored: ClassVar[bool | None] = None
     shape: LayerShape
     rows: int
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the arena stores rows exactly as prefill computed them. Deltas need that."""
-        return False
 
     # ---- planning ----------------------------------------------------------------------------------------
 
     @classmethod
-    @abstractmethod
-    def check(cls, plan: CompressionPlan) -> None:
-        """Check that the plan's parts can be combined. Raises: InvalidRequest: they cannot."""
+    def params(cls, part: Part) -> dict[str, Any]:
+        """The parameters of a part that names the format. Raises: InvalidRequest: they are not `allowed`."""
+        return read_params(f"format {part.name!r}", part.params, cls.allowed)
 
     @classmethod
-    @abstractmethod
+    def check(cls, plan: CompressionPlan) -> None:
+        """Check that the plan's parts can be combined. Raises: InvalidRequest: they cannot."""
+        cls.params(plan.representation)
+        scorer = "none" if plan.scorer is None else plan.scorer.name
+        for what, given, taken in (
+            ("attention", plan.attention.name, cls.attentions),
+            ("layer_allocation", plan.layer_allocation.name, cls.allocations),
+            ("scorer", scorer, ("none",) if cls.scored is False else None),
+        ):
+            if taken is not None and given not in taken:
+                raise InvalidRequest(
+                    f"format {plan.representation.name!r} does not go with {what} {given!r}; it takes "
+                    f"{' or '.join(map(repr, taken))} only",
+                    param="kv_compression",
+                )
+        if cls.scored and plan.scorer is None:
+            raise InvalidRequest(
+                f"format {plan.representation.name!r} does not go without a scorer", param="kv_compression"
+            )
+
+    @classmethod
     def plan_layer(cls, plan: CompressionPlan, sizing: Sizing) -> LayerPlan:
         """A layer's exact sizes under a budget. Raises: InvalidRequest: the budget is too small."""
+        return LayerPlan(rows=sizing.rows, representation=plan.representation)
 
     @classmethod
     def plan_whole(cls, plan: CompressionPlan, num_prompt_tokens: int) -> LayerPlan:
@@ -192,9 +200,12 @@ class LayerFormat(ABC):
         return LayerPlan(rows=num_prompt_tokens)
 
     @classmethod
-    @abstractmethod
     def of(cls, plan: CompressionPlan, layer: LayerPlan, shape: LayerShape) -> LayerFormat:
-        """The format of a resolved layer. Raises: InvalidRequest: sizes that do not belong to this format."""
+        """The format of a resolved layer; by default, the part's parameters are fields.
+
+        Raises: InvalidRequest: sizes that do not belong to this format.
+        """
+        return cls(shape=shape, rows=layer.rows, **cls.params(layer.representation))
 
     # ---- prefill -----------------------------------------------------------------------------------------
 
@@ -211,6 +222,16 @@ class LayerFormat(ABC):
             has no scorer.
         Raises: ValueError: K or V have values that the format cannot store.
         """
+
+    def selected(
+        self, inputs: LayerInputs, scores: Tensor | None
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """The tensor "index", and K and V `[H_kv, n, D]` of the `rows` highest scores; every row and no index
+        if there are no scores."""
+        if scores is None:
+            return {}, inputs.keys, inputs.values
+        index = select_rows(scores, self.rows)
+        return {"index": index}, gather_rows(inputs.keys, index), gather_rows(inputs.values, index)
 
     def positions_by_head(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
         """The selected tokens of each KV head, integers `[n_h]` in no particular order; None means all."""
@@ -237,9 +258,15 @@ class LayerFormat(ABC):
         self.check_header(header, self.tensors())
         return self._receive(header, regions)
 
-    @abstractmethod
     def _receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
-        """As `receive`, with a header that has been checked."""
+        """As `receive`, with a header that has been checked: the first part of the region of the same name,
+        else host memory."""
+        return {
+            name: regions[name][tuple(map(slice, its.shape))]
+            if name in regions
+            else torch.empty(its.shape, dtype=its.dtype)
+            for name, its in header.items()
+        }
 
     @abstractmethod
     def open(self, regions: Tensors, tensors: Tensors) -> LayerCache:
@@ -283,12 +310,24 @@ class LayerFormat(ABC):
         def text(specs: Specs) -> str:
             return ", ".join(f"{name} {list(its.shape)} {its.dtype}" for name, its in specs.items())
 
-        sent = [(name, its.shape, its.dtype) for name, its in header.items()]
-        if sent != [(name, its.shape, its.dtype) for name, its in expected.items()]:
+        if list(header.items()) != list(expected.items()):
             raise InvalidTensors(
                 f"its tensors are {text(header) or 'none'}; {text(expected)} are expected",
                 reason="layer_header",
             )
+
+
+def named_auxiliary(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
+    """An attention's auxiliary tensors by the names of their regions."""
+    return {f"{_AUXILIARY}{i}": its for i, its in enumerate(specs)}
+
+
+def cache_view(regions: Tensors, packed: Sequence[PackedLayer] = ()) -> CacheView:
+    """Regions "keys", "values" and those of `named_auxiliary`, as attention reads them."""
+    auxiliary = [its for name, its in regions.items() if name.startswith(_AUXILIARY)]
+    return CacheView(
+        keys=regions["keys"], values=regions["values"], auxiliary=tuple(auxiliary), packed=packed
+    )
 
 
 def check_index(index: Tensor, num_tokens: int, *, reason: str) -> None:
@@ -327,16 +366,3 @@ def select_rows(scores: Tensor, rows: int) -> Tensor:
     # torch.topk does not define the order of ties; a stable sort does.
     order = scores.sort(dim=1, descending=True, stable=True).indices
     return order[:, :rows].sort(dim=1).values.to(torch.int32)
-
-
-def select_ragged_rows(scores: Tensor, head_rows: Tensor) -> tuple[Tensor, Tensor]:
-    """As `select_rows`, but each head has its own number of rows.
-
-    Args: scores: float32 `[H_kv, T]`; head_rows: integers `[H_kv]`, each 0 to T.
-    Returns: two int64 `[n]`: head numbers, ascending, and positions, ascending and unique per head.
-    """
-    order = scores.sort(dim=1, descending=True, stable=True).indices
-    ranks = torch.arange(scores.shape[1], device=scores.device)
-    kept = torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, ranks < head_rows[:, None])
-    heads, positions = kept.nonzero(as_tuple=True)
-    return heads, positions

@@ -5,81 +5,27 @@ A layer always has H_kv * B rows; the number per head depends on the scores and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from fractions import Fraction
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels.ragged_decode import ragged_decode
-from kvferry.shared.compression.attention.interface import TensorSpec
-from kvferry.shared.compression.formats.interface import (
-    InvalidTensors,
-    LayerShape,
-    Specs,
-    Tensors,
-    select_ragged_rows,
-)
-from kvferry.shared.compression.formats.stored import StoredFormat
-from kvferry.shared.compression.head_budgets import head_budgets
-from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, Part, check_params
-from kvferry.shared.errors import InvalidRequest
-
-
-@dataclass(frozen=True, kw_only=True)
-class RaggedPrompt:
-    """Implements `StoredPrompt`: the heads' rows one after another, without padding.
-
-    Attributes:
-        head_rows: int32 `[H_kv]`, rows of each head; their sum is n.
-        index: int32 `[n]`, selected positions, ascending within a head.
-        keys, values: `[n, D]`.
-    """
-
-    head_rows: Tensor
-    index: Tensor
-    keys: Tensor
-    values: Tensor
-
-    @cached_property
-    def counts(self) -> tuple[int, ...]:
-        """`head_rows` on the host."""
-        return tuple(self.head_rows.tolist())
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        return {"head_rows": self.head_rows, "index": self.index, "keys": self.keys, "values": self.values}
-
-    def check(self, num_tokens: int) -> None:
-        """Check that the counts sum to n and that positions ascend within 0 to T - 1 for each head.
-
-        Raises: InvalidTensors: otherwise.
-        """
-        num_rows = len(self.index)
-        if min(self.counts) < 0 or max(self.counts) > num_tokens or sum(self.counts) != num_rows:
-            raise InvalidTensors(
-                f"heads have {list(self.counts)} rows; each must have 0 to {num_tokens}, all {num_rows}",
-                reason="packed",
-            )
-        heads = torch.split(self.index.long(), list(self.counts))
-        ascending = all(bool((its.diff() > 0).all()) for its in heads)
-        if not ascending or bool(((self.index < 0) | (self.index >= num_tokens)).any()):
-            raise InvalidTensors(
-                f"kept positions must ascend within 0 to {num_tokens - 1} for each KV head", reason="packed"
-            )
-
-    def attend(self, queries: Tensor, new_keys: Tensor, new_values: Tensor, *, scaling: float) -> Tensor:
-        return ragged_decode(
-            queries, self.counts, self.keys, self.values, new_keys, new_values, scaling=scaling
-        )
+from kvferry.shared.compression.formats.interface import InvalidTensors, Specs, Tensors
+from kvferry.shared.compression.formats.stored import PromptAttention, StoredFormat
+from kvferry.shared.compression.interface import LayerInputs, TensorSpec
+from kvferry.shared.compression.plan import Allowed, Between, Part
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ragged(StoredFormat):
-    """The heads' rows one after another, `H_kv * rows` in all.
+    """The heads' rows one after another without padding, `H_kv * rows` in all.
+
+    Tensors: head_rows int32 `[H_kv]`, index int32 `[n]`, ascending within a head, keys and values `[n, D]`.
 
     Attributes:
         floor: fraction of an equal share of the contested rows that every head gets; see `head_budgets`.
@@ -89,29 +35,9 @@ class Ragged(StoredFormat):
     kinds: ClassVar[Mapping[str, str]] = {
         "head_rows": "index", "index": "index", "keys": "rows", "values": "rows"
     }  # fmt: skip
+    allowed: ClassVar[Allowed] = {"floor": Between(0.0, 1.0)}
+    scored: ClassVar[bool | None] = True
     floor: float
-
-    @classmethod
-    def _params(cls, part: Part) -> float:
-        check_params("representation 'ragged'", part.params, {"floor": float})
-        floor = float(part.params["floor"])
-        if not 0 <= floor <= 1:
-            raise InvalidRequest(f"floor is {floor}; it must be in [0, 1]", param="kv_compression.floor")
-        return floor
-
-    @classmethod
-    def check(cls, plan: CompressionPlan) -> None:
-        if plan.scorer is None:
-            raise InvalidRequest(
-                "representation 'ragged' does not go without a scorer: it shares rows between heads by their "
-                "scores",
-                param="kv_compression",
-            )
-        super().check(plan)
-
-    @classmethod
-    def of(cls, plan: CompressionPlan, layer: LayerPlan, shape: LayerShape) -> Ragged:
-        return cls(shape=shape, rows=layer.rows, floor=cls._params(layer.representation))
 
     @classmethod
     def rows_within(cls, part: Part, budget_rows: int, *, num_tokens: int, head_dim: int) -> int:
@@ -130,22 +56,94 @@ class Ragged(StoredFormat):
             "values": rows,
         }
 
-    def store(self, inputs: LayerInputs, scores: Tensor | None) -> RaggedPrompt:
-        assert scores is not None, "ragged heads keep all rows of no prompt"
+    def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
+        assert scores is not None, "the heads of a whole prompt are not ragged"
         budgets = head_budgets(scores, rows=self.rows, window=_window(scores, self.rows), floor=self.floor)
         heads, positions = select_ragged_rows(scores, budgets)
-        return RaggedPrompt(
-            head_rows=budgets.to(torch.int32),
-            index=positions.to(torch.int32),
-            keys=inputs.keys[heads, positions],
-            values=inputs.values[heads, positions],
+        return {
+            "head_rows": budgets.to(torch.int32),
+            "index": positions.to(torch.int32),
+            "keys": inputs.keys[heads, positions],
+            "values": inputs.values[heads, positions],
+        }
+
+    def check_content(self, tensors: Tensors) -> None:
+        """Check that the counts sum to n and that positions ascend within 0 to T - 1 for each head."""
+        index, num_tokens, counts = tensors["index"], self.shape.num_prompt_tokens, _counts(tensors)
+        if min(counts) < 0 or max(counts) > num_tokens or sum(counts) != len(index):
+            raise InvalidTensors(
+                f"heads have {counts} rows; each must have 0 to {num_tokens}, all {len(index)}",
+                reason="packed",
+            )
+        heads = torch.split(index.long(), counts)
+        ascending = all(bool((its.diff() > 0).all()) for its in heads)
+        if not ascending or bool(((index < 0) | (index >= num_tokens)).any()):
+            raise InvalidTensors(
+                f"kept positions must ascend within 0 to {num_tokens - 1} for each KV head", reason="packed"
+            )
+
+    def attention(self, tensors: Tensors) -> PromptAttention:
+        counts = _counts(tensors)
+        return lambda queries, keys, values, scaling: ragged_decode(
+            queries, counts, tensors["keys"], tensors["values"], keys, values, scaling=scaling
         )
 
-    def prompt(self, tensors: Tensors) -> RaggedPrompt:
-        return RaggedPrompt(**tensors)
+
+def _counts(tensors: Tensors) -> list[int]:
+    """Rows of each head, on the host."""
+    return tensors["head_rows"].tolist()
+
+
+def select_ragged_rows(scores: Tensor, head_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """As `interface.select_rows`, but each head has its own number of rows.
+
+    Args: scores: float32 `[H_kv, T]`; head_rows: integers `[H_kv]`, each 0 to T.
+    Returns: two int64 `[n]`: head numbers, ascending, and positions, ascending and unique per head.
+    """
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    ranks = torch.arange(scores.shape[1], device=scores.device)
+    kept = torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, ranks < head_rows[:, None])
+    heads, positions = kept.nonzero(as_tuple=True)
+    return heads, positions
 
 
 def _window(scores: Tensor, rows: int) -> int:
     """The number of last columns that score +inf in every head: heads do not compete for them."""
     protected = (scores == torch.inf).all(dim=0)
     return min(int(protected.flip(0).long().cumprod(0).sum()), rows)
+
+
+def head_budgets(scores: Tensor, *, rows: int, window: int, floor: float = 0.2) -> Tensor:
+    """Split a layer's H_kv * B rows over its heads as one top-k over all heads would.
+
+    Every head gets the window and its own best `floor(f (B - W))` rows, f being `floor`. The rest of the
+    H_kv (B - W) rows go to the highest remaining scores of all heads. Among equal scores the lowest
+    (head, position) wins, so that `select_rows` selects the same tokens with a head's budget.
+
+    Deviation: the paper takes 0.8 of each head's share of a plain top-k plus 0.2 of B - W, rounded. A floor
+    of 0.2 (as in kvpress, which however includes the window) needs no rounding and preserves the total.
+
+    Args:
+        scores: float32 `[H_kv, T]`; the last `window` columns are the window's and are not read.
+        rows: B, the mean rows per head, `window` to T.
+        window: W, at least 0.
+        floor: f, the fraction of B - W that every head gets at least, in [0, 1].
+
+    Returns:
+        int64 `[H_kv]`, window included: each `W + floor(f (B - W))` to T, their sum exactly H_kv * B.
+    """
+    num_kv_heads, num_tokens = scores.shape
+    assert 0 <= window <= rows <= num_tokens, f"window {window}, rows {rows}, tokens {num_tokens}"
+    assert 0 <= floor <= 1, f"floor is {floor}; it must be in [0, 1]"
+    # the shortest decimal that gives this float is what the plan says: 0.29 of 100 is 29
+    guaranteed = math.floor(Fraction(repr(floor)) * (rows - window))
+    ranked = scores[:, : num_tokens - window].sort(dim=1, descending=True, stable=True).values
+    contested = ranked[:, guaranteed:]
+    num_contested = contested.shape[1]
+    num_free = num_kv_heads * (rows - window - guaranteed)
+    if num_free == 0:
+        return torch.full((num_kv_heads,), rows, dtype=torch.int64, device=scores.device)
+    # heads in order, each by descending score: a stable sort keeps a head's winners a prefix of its ranking
+    winners = contested.flatten().sort(descending=True, stable=True).indices[:num_free]
+    won = torch.bincount(winners // num_contested, minlength=num_kv_heads)
+    return won + (window + guaranteed)

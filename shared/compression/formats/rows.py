@@ -1,6 +1,6 @@
 """Rows: K and V of the selected tokens in the model's dtype, for every attention that does not evict.
 
-They may be quantised for the wire only (`wire_bits`); the receiver then restores rows from the codes.
+They may be quantised for the wire only (`WireRows`); the receiver then restores rows from the codes.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -18,31 +19,35 @@ from torch import Tensor
 from kvferry.kernels.decode_batch import CachedRows
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.hsa.batch import SparseRows, is_too_long
-from kvferry.kernels.quantise import WIDTHS as CODE_WIDTHS
-from kvferry.shared.compression.attention import EVICTIONS, make_attention, size_attention
-from kvferry.shared.compression.attention.dense import Dense
-from kvferry.shared.compression.attention.interface import AttentionKind, TensorSpec
-from kvferry.shared.compression.attention.paged import Hsa
+from kvferry.kernels.kivi import kivi_dequantise
+from kvferry.kernels.quantise import WIDTHS
+from kvferry.shared.compression.attention.interface import AttentionKind
+from kvferry.shared.compression.attention.kinds import (
+    EVICTIONS,
+    Dense,
+    Hsa,
+    make_attention,
+    size_attention,
+)
 from kvferry.shared.compression.formats.evicting import Evicting
 from kvferry.shared.compression.formats.interface import (
     LayerCache,
     LayerFormat,
-    LayerShape,
     NaiveLayer,
     Sizing,
     Specs,
     Tensors,
+    cache_view,
     check_index,
-    gather_rows,
+    named_auxiliary,
     on_host,
-    select_rows,
 )
-from kvferry.shared.compression.formats.kivi import Kivi, KiviPrompt
-from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, Part, check_params
+from kvferry.shared.compression.formats.kivi import Kivi
+from kvferry.shared.compression.interface import LayerInputs, LayerShape
+from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, Part, read_params
 from kvferry.shared.errors import InvalidRequest
 
-PLAIN_BITS = 16
+_PLAIN_BITS = 16
 """`wire_bits` of rows that are sent unquantised."""
 
 
@@ -52,31 +57,19 @@ class Rows(LayerFormat):
 
     Attributes:
         attention: decode's attention, which may store auxiliary tensors beside K and V.
-        wire_bits: 16, or the width to which rows are quantised for the wire.
     """
 
     name: ClassVar[str] = "rows"
-    kinds: ClassVar[Mapping[str, str]] = {
-        "index": "index", "keys": "rows", "values": "rows", "codes": "codes", "scales": "scales"
-    }  # fmt: skip
+    kinds: ClassVar[Mapping[str, str]] = {"index": "index", "keys": "rows", "values": "rows"}
+    is_plain: ClassVar[bool] = True
     attention: AttentionKind
-    wire_bits: int = PLAIN_BITS
-
-    @property
-    def is_plain(self) -> bool:
-        return self.wire_bits == PLAIN_BITS
 
     @classmethod
     def check(cls, plan: CompressionPlan) -> None:
-        part = plan.representation
-        check_params("representation 'rows'", part.params, {"wire_bits": int} if part.params else {})
-        bits, allowed = part.params.get("wire_bits", PLAIN_BITS), (*CODE_WIDTHS, PLAIN_BITS)
-        if bits not in allowed:
-            raise InvalidRequest(
-                f"wire_bits is {bits}; it must be one of {', '.join(map(str, allowed))}",
-                param="kv_compression.wire_bits",
-            )
-        if bits != PLAIN_BITS and plan.attention.name in EVICTIONS:
+        params = plan.representation.params
+        allowed = {"wire_bits": (*WIDTHS, _PLAIN_BITS)} if params else {}
+        bits = read_params("format 'rows'", params, allowed).get("wire_bits", _PLAIN_BITS)
+        if bits != _PLAIN_BITS and plan.attention.name in EVICTIONS:
             raise InvalidRequest(
                 f"wire_bits {bits} does not go with attention {plan.attention.name!r}, which changes its "
                 "rows",
@@ -88,7 +81,7 @@ class Rows(LayerFormat):
         attention = size_attention(
             plan.attention,
             layer=sizing.layer,
-            cap=sizing.cap,
+            cap=sizing.rows,
             budget=sizing.budget,
             head_dim=sizing.head_dim,
         )
@@ -102,93 +95,83 @@ class Rows(LayerFormat):
     def of(cls, plan: CompressionPlan, layer: LayerPlan, shape: LayerShape) -> LayerFormat:
         if layer.attention.name in EVICTIONS:
             return Evicting.of(plan, layer, shape)
-        bits = int(layer.representation.params.get("wire_bits", PLAIN_BITS))
-        return cls(shape=shape, rows=layer.rows, attention=make_attention(layer.attention), wire_bits=bits)
-
-    @property
-    def capacity(self) -> int:
-        """The number of rows for which there is room."""
-        return self.rows + self.shape.num_new_rows
-
-    @property
-    def _quantiser(self) -> Kivi | None:
-        return None if self.is_plain else Kivi(shape=self.shape, rows=self.rows, bits=self.wire_bits)
+        attention = make_attention(layer.attention)
+        bits = int(layer.representation.params.get("wire_bits", _PLAIN_BITS))
+        if bits == _PLAIN_BITS:
+            return Rows(shape=shape, rows=layer.rows, attention=attention)
+        return WireRows(shape=shape, rows=layer.rows, attention=attention, wire_bits=bits)
 
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
-        quantiser = self._quantiser
-        if quantiser is not None:
-            return quantiser.compress(inputs, scores)
-        if scores is None:
-            return {"keys": inputs.keys.contiguous(), "values": inputs.values.contiguous()}
-        index = select_rows(scores, self.rows)
-        keys, values = gather_rows(inputs.keys, index), gather_rows(inputs.values, index)
-        return {"index": index, "keys": keys, "values": values}
+        index, keys, values = self.selected(inputs, scores)
+        return {**index, "keys": keys.contiguous(), "values": values.contiguous()}
 
     def tensors(self) -> Specs:
-        quantiser = self._quantiser
-        if quantiser is not None:
-            return quantiser.tensors()
         rows = self.shape.row_spec(self.rows)
         return {**self.shape.index_spec(self.rows), "keys": rows, "values": rows}
 
     def regions(self) -> Specs:
-        rows = self.shape.row_spec(self.capacity)
-        return {"keys": rows, "values": rows, **self._auxiliary(self.capacity)}
-
-    def _auxiliary(self, num_rows: int) -> Specs:
-        specs = self.attention.auxiliary_specs(
-            num_kv_heads=self.shape.num_kv_heads,
-            num_rows=num_rows,
-            head_dim=self.shape.head_dim,
-            dtype=self.shape.dtype,
-        )
-        return {f"auxiliary_{i}": its for i, its in enumerate(specs)}
-
-    def _receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
-        device = regions["keys"].device
-        if not self.is_plain:
-            return {
-                name: torch.empty(its.shape, dtype=its.dtype, device=device) for name, its in header.items()
-            }
-        places = {name: regions[name][:, : self.rows] for name in ("keys", "values")}
-        return {
-            name: places[name] if name in places else torch.empty(its.shape, dtype=its.dtype)
-            for name, its in header.items()
-        }
+        num_rows = self.rows + self.shape.num_new_rows
+        rows = self.shape.row_spec(num_rows)
+        return {"keys": rows, "values": rows, **named_auxiliary(self.attention.specs(self.shape, num_rows))}
 
     def open(self, regions: Tensors, tensors: Tensors) -> RowsCache:
         index = tensors.get("index")
-        if not self.is_plain:
-            quantised = self._quantised(tensors)
-            quantised.check(self.shape.num_prompt_tokens)
-            for name, rows in zip(("keys", "values"), quantised.dequantised(), strict=True):
-                regions[name][:, : self.rows] = rows
-        elif index is not None:
+        if index is not None:
             check_index(index, self.shape.num_prompt_tokens, reason="index")
         cache = RowsCache(self, regions, positions=None if index is None else index.cpu().numpy())
-        self.attention.build(cache.keys, cache.values, cache.auxiliary, length=self.rows)
+        self.attention.build(cache.view, length=self.rows)
         return cache
-
-    def _quantised(self, tensors: Tensors) -> KiviPrompt:
-        """The received codes of rows that were quantised for the wire."""
-        quantiser = self._quantiser
-        assert quantiser is not None
-        return quantiser.prompt(tensors)
 
     def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
         num_rows = self.rows + num_appended
-        beside = sum(its.size_bytes for its in self._auxiliary(num_rows).values())
-        return 2 * self.shape.row_spec(num_rows).size_bytes + beside
+        auxiliary = [its.size_bytes for its in self.attention.specs(self.shape, num_rows)]
+        return self.shape.rows_bytes(num_rows) + sum(auxiliary)
 
     def read_bytes(self, prompt_bytes: int | None = None) -> int:
-        return self.shape.num_kv_heads * self.attention.read_bytes(
-            num_rows=self.rows, head_dim=self.shape.head_dim, element_bytes=self.shape.dtype.itemsize
-        )
+        return self.attention.read_bytes(self.shape, self.rows)
 
     def naive(self, tensors: Tensors) -> NaiveRows:
-        if self.is_plain:
-            return NaiveRows(self.attention, tensors["keys"], tensors["values"])
-        return NaiveRows(self.attention, *self._quantised(tensors).dequantised())
+        return NaiveRows(self, tensors["keys"], tensors["values"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireRows(Rows):
+    """Rows that are quantised for the wire as KIVI does and restored on arrival.
+
+    Attributes:
+        wire_bits: the width of a code.
+    """
+
+    kinds: ClassVar[Mapping[str, str]] = {**Kivi.kinds}
+    is_plain: ClassVar[bool] = False
+    wire_bits: int
+
+    @cached_property
+    def _sent(self) -> Kivi:
+        return Kivi(shape=self.shape, rows=self.rows, bits=self.wire_bits)
+
+    def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
+        return self._sent.compress(inputs, scores)
+
+    def tensors(self) -> Specs:
+        return self._sent.tensors()
+
+    def _receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
+        device = regions["keys"].device
+        return {name: torch.empty(its.shape, dtype=its.dtype, device=device) for name, its in header.items()}
+
+    def open(self, regions: Tensors, tensors: Tensors) -> RowsCache:
+        self._sent.check_content(tensors)
+        for name, rows in self._restored(tensors).items():
+            regions[name][:, : self.rows] = rows
+        return super().open(regions, tensors)
+
+    def naive(self, tensors: Tensors) -> NaiveRows:
+        return super().naive(self._restored(tensors))
+
+    def _restored(self, tensors: Tensors) -> dict[str, Tensor]:
+        keys, values = kivi_dequantise(self._sent.quantised(tensors))
+        return {"keys": keys, "values": values}
 
 
 class RowsCache(LayerCache):
@@ -196,7 +179,7 @@ class RowsCache(LayerCache):
 
     Attributes:
         keys, values: `[H_kv, cap, D]`.
-        auxiliary: the attention's auxiliary tensors.
+        view: the same with the attention's auxiliary tensors.
         positions: the prompt rows' tokens, int32 `[H_kv, n]` on the host; None if every token is selected.
     """
 
@@ -204,9 +187,12 @@ class RowsCache(LayerCache):
 
     def __init__(self, fmt: Rows, regions: Tensors, *, positions: npt.NDArray[np.int32] | None) -> None:
         super().__init__(fmt, regions)
-        self.keys, self.values = regions["keys"], regions["values"]
-        self.auxiliary = tuple(region for name, region in regions.items() if name.startswith("auxiliary_"))
         self.positions = positions
+        self.bind()
+
+    def bind(self) -> None:
+        self.view = cache_view(self.regions)
+        self.keys, self.values = self.view.keys, self.view.values
 
     @property
     def name(self) -> str:
@@ -216,10 +202,8 @@ class RowsCache(LayerCache):
         self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: float
     ) -> Tensor:
         attention, position = self.format.attention, self.format.rows + num_appended
-        attention.append(self.keys, self.values, self.auxiliary, key, value, position=position)
-        return attention.attend(
-            queries, self.keys, self.values, self.auxiliary, length=position + 1, scaling=scaling
-        )
+        attention.append(self.view, key, value, position=position)
+        return attention.attend(queries, self.view, length=position + 1, scaling=scaling)
 
     def batched(self, num_appended: int) -> CachedRows | None:
         attention, length = self.format.attention, self.format.rows + num_appended
@@ -229,7 +213,7 @@ class RowsCache(LayerCache):
             return CachedRows(keys=self.keys, values=self.values, length=length)
         if type(attention) is not Hsa:
             return None
-        page_max, page_min = attention.extremes(self.keys, self.auxiliary)
+        page_max, page_min = attention.extremes(self.view)
         rows = SparseRows(
             keys=self.keys,
             values=self.values,
@@ -250,8 +234,8 @@ class RowsCache(LayerCache):
 class NaiveRows(NaiveLayer):
     """K and V by concatenation; the attention's auxiliary tensors are rebuilt at every step."""
 
-    def __init__(self, attention: AttentionKind, keys: Tensor, values: Tensor) -> None:
-        self._attention = attention
+    def __init__(self, fmt: Rows, keys: Tensor, values: Tensor) -> None:
+        self._format = fmt
         self._keys, self._values = keys, values
 
     def attend(
@@ -261,29 +245,16 @@ class NaiveRows(NaiveLayer):
         self._values = torch.cat([self._values, value[:, None]], 1)
         if dense:
             return dense_decode(queries, self._keys, self._values, scaling=scaling)
-        num_kv_heads, length, head_dim = self._keys.shape
-        auxiliary = empty_tensors(
-            self._attention.auxiliary_specs(
-                num_kv_heads=num_kv_heads, num_rows=length, head_dim=head_dim, dtype=self._keys.dtype
-            ),
-            self._keys.device,
-        )
-        self._attention.build(self._keys, self._values, auxiliary, length=length)
-        return self._attention.attend(
-            queries, self._keys, self._values, auxiliary, length=length, scaling=scaling
-        )
+        attention = self._format.attention
+        view = attention.rebuilt(self._format.shape, self._keys, self._values)
+        return attention.attend(queries, view, length=self._keys.shape[1], scaling=scaling)
 
     def fork(self) -> NaiveRows:
         return copy.copy(self)
 
 
-def empty_tensors(specs: tuple[TensorSpec, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Uninitialised tensors, with room for alignment."""
-    return tuple(torch.empty(its.placed_shape, dtype=its.dtype, device=device) for its in specs)
-
-
 def _wire_part(plan: CompressionPlan) -> Part:
     """The part "rows" of a resolved layer; it has `wire_bits` only if the rows are quantised for the wire."""
     part = plan.representation
-    quantised = part.name == "rows" and part.params.get("wire_bits", PLAIN_BITS) != PLAIN_BITS
+    quantised = part.name == "rows" and part.params.get("wire_bits", _PLAIN_BITS) != _PLAIN_BITS
     return part if quantised else Part(name="rows")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvferry.shared.compression.formats.interface import (
+    SIZED_ALLOCATIONS,
     LayerCache,
     LayerFormat,
     NaiveLayer,
@@ -22,70 +23,32 @@ from kvferry.shared.compression.formats.interface import (
     Tensors,
     on_host,
 )
-from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import MEASURED_ALLOCATIONS, Budget, CompressionPlan, LayerPlan, Part
+from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part
 from kvferry.shared.errors import InvalidRequest
 
 _PROMPT = "prompt_"
-"""Prefix of the regions that hold the prompt's tensors."""
-
-
-class StoredPrompt(Protocol):
-    """One layer's compressed prompt, which can be attended directly."""
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Contiguous tensors with the names, shapes and dtypes of `LayerFormat.tensors`."""
-        ...
-
-    def check(self, num_tokens: int) -> None:
-        """Check the content of received tensors.
-
-        Args: num_tokens: T.
-        Raises: InvalidTensors: content that compression cannot have made.
-        """
-        ...
-
-    def attend(self, queries: Tensor, new_keys: Tensor, new_values: Tensor, *, scaling: float) -> Tensor:
-        """Attention of one token to the prompt and the new rows.
-
-        Args: queries: `[H_kv, G, D]`; new_keys, new_values: `[H_kv, m, D]`.
-        Returns: `[H_kv, G, D]`.
-        """
-        ...
+"""Prefix of the regions of the prompt's tensors."""
+PromptAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""(queries `[H_kv, G, D]`, new keys, new values `[H_kv, m, D]`, scaling) -> `[H_kv, G, D]`, over the prompt
+and the new rows."""
 
 
 class StoredFormat(LayerFormat):
     """A format whose tensor sizes are known from the plan, with dense attention."""
 
+    attentions: ClassVar[tuple[str, ...] | None] = ("dense",)
+    allocations: ClassVar[tuple[str, ...] | None] = SIZED_ALLOCATIONS
+
     @classmethod
     def check(cls, plan: CompressionPlan) -> None:
         """See `LayerFormat.check`. Without a scorer every row is stored, and a budget is refused."""
-        name = plan.representation.name
-        cls._params(plan.representation)
-        if plan.attention.name != "dense":
-            raise InvalidRequest(
-                f"representation {name!r} does not go with attention {plan.attention.name!r}; it takes "
-                "'dense' only",
-                param="kv_compression",
-            )
-        if plan.layer_allocation.name in MEASURED_ALLOCATIONS:
-            raise InvalidRequest(
-                f"representation {name!r} does not go with layer_allocation {plan.layer_allocation.name!r}; "
-                "its sizes must be known before the prompt is run",
-                param="kv_compression",
-            )
+        super().check(plan)
         if plan.scorer is None and plan.budget != Budget():
             raise InvalidRequest(
-                f"method {plan.method!r} keeps every token and takes no budget; the size of representation "
-                f"{name!r} follows from its parameters",
+                f"method {plan.method!r} keeps every token and takes no budget; the size of format "
+                f"{plan.representation.name!r} follows from its parameters",
                 param="kv_compression",
             )
-
-    @classmethod
-    @abstractmethod
-    def _params(cls, part: Part) -> object:
-        """The part's parameters, checked. Raises: InvalidRequest: one is missing, unknown or out of range."""
 
     @classmethod
     @abstractmethod
@@ -111,15 +74,12 @@ class StoredFormat(LayerFormat):
         return LayerPlan(rows=num_prompt_tokens, representation=plan.representation)
 
     @abstractmethod
-    def store(self, inputs: LayerInputs, scores: Tensor | None) -> StoredPrompt:
-        """As `LayerFormat.compress`, but returns the prompt as an object."""
+    def check_content(self, tensors: Tensors) -> None:
+        """Check received tensors. Raises: InvalidTensors: content that `compress` cannot have made."""
 
     @abstractmethod
-    def prompt(self, tensors: Tensors) -> StoredPrompt:
-        """The prompt whose tensors these are; nothing is copied."""
-
-    def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
-        return self.store(inputs, scores).tensors
+    def attention(self, tensors: Tensors) -> PromptAttention:
+        """Attention to the prompt that these tensors are; nothing is copied."""
 
     def regions(self) -> Specs:
         rows = self.shape.row_spec(self.shape.num_new_rows)
@@ -130,34 +90,39 @@ class StoredFormat(LayerFormat):
         return {name: regions[_PROMPT + name] for name in header}
 
     def open(self, regions: Tensors, tensors: Tensors) -> LayerCache:
-        prompt = self.prompt(tensors)
-        prompt.check(self.shape.num_prompt_tokens)
-        return StoredCache(self, regions, prompt)
+        self.check_content(tensors)
+        return StoredCache(self, regions)
 
     def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
-        return self._prompt_bytes + 2 * self.shape.row_spec(num_appended).size_bytes
+        return self.read_bytes() + self.shape.rows_bytes(num_appended)
 
     def kept_bytes(self, prompt_bytes: int | None = None) -> int:
-        return self.used_bytes(0)
+        return self.read_bytes()
 
     def read_bytes(self, prompt_bytes: int | None = None) -> int:
-        return self._prompt_bytes
+        return sum(its.size_bytes for its in self.tensors().values())
 
     def naive(self, tensors: Tensors) -> NaiveLayer:
-        return NaiveStored(self.prompt(tensors))
-
-    @property
-    def _prompt_bytes(self) -> int:
-        return sum(its.size_bytes for its in self.tensors().values())
+        return NaiveStored(self.attention(tensors))
 
 
 class StoredCache(LayerCache):
-    """A stored prompt in the arena, and rows `[H_kv, cap, D]` of new tokens."""
+    """A stored prompt in the arena, and rows `[H_kv, cap, D]` of new tokens.
 
-    def __init__(self, fmt: StoredFormat, regions: Tensors, prompt: StoredPrompt) -> None:
+    Attributes:
+        prompt: the prompt's tensors.
+    """
+
+    format: StoredFormat
+
+    def __init__(self, fmt: StoredFormat, regions: Tensors) -> None:
         super().__init__(fmt, regions)
-        self.prompt = prompt
-        self.keys, self.values = regions["keys"], regions["values"]
+        self.bind()
+
+    def bind(self) -> None:
+        self.keys, self.values = self.regions["keys"], self.regions["values"]
+        self.prompt = {name: self.regions[_PROMPT + name] for name in self.format.tensors()}
+        self._attend = self.format.attention(self.prompt)
 
     def append_and_attend(
         self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: float
@@ -165,7 +130,7 @@ class StoredCache(LayerCache):
         self.keys[:, num_appended] = key
         self.values[:, num_appended] = value
         length = num_appended + 1
-        return self.prompt.attend(queries, self.keys[:, :length], self.values[:, :length], scaling=scaling)
+        return self._attend(queries, self.keys[:, :length], self.values[:, :length], scaling)
 
     def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
         return on_host(self.keys[:, :num_appended]), on_host(self.values[:, :num_appended])
@@ -174,20 +139,16 @@ class StoredCache(LayerCache):
 class NaiveStored(NaiveLayer):
     """The stored prompt, and the new rows by concatenation."""
 
-    def __init__(self, prompt: StoredPrompt) -> None:
-        self._prompt = prompt
-        self._rows: tuple[Tensor, Tensor] | None = None
+    def __init__(self, attend: PromptAttention) -> None:
+        self._attend = attend
+        self._rows: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def attend(
         self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float, dense: bool = False
     ) -> Tensor:
-        new = (key[:, None], value[:, None])
-        self._rows = new if self._rows is None else _joined(self._rows, new)
-        return self._prompt.attend(queries, *self._rows, scaling=scaling)
+        self._rows += ((key, value),)
+        keys, values = (torch.stack(its, 1) for its in zip(*self._rows, strict=True))
+        return self._attend(queries, keys, values, scaling)
 
     def fork(self) -> NaiveStored:
         return copy.copy(self)
-
-
-def _joined(rows: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return torch.cat([rows[0], new[0]], 1), torch.cat([rows[1], new[1]], 1)

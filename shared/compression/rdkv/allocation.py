@@ -3,7 +3,9 @@
 Called by RDKV's compression between weights and packing. Budgets are in bits of codes; scales, minima and
 indexes are not part of the budget and are counted separately.
 
-Legend: H_kv KV heads, T prompt tokens, D head_dim, B_tok budget in tokens per head, n retained tokens.
+Legend: H_kv KV heads, T prompt tokens, D head_dim, B_tok budget in tokens per head, n retained tokens; of the
+knapsack: H heads, U units a head (V tokens or K channels), w weights, epsilon the distortion at each of
+`WIDTHS`, B the budget.
 """
 
 from __future__ import annotations
@@ -15,12 +17,10 @@ import torch
 from torch import Tensor
 
 from kvferry.shared.compression.rdkv.epsilon import WIDTHS, EpsilonTable
-from kvferry.shared.compression.rdkv.knapsack import KnapsackSolution, solve_knapsack
+from kvferry.shared.errors import KvferryError
 
-SCALE_BITS = 64
-"""A float32 scale and a float32 minimum for each unit below 16 bits."""
-POSITION_BITS = 32
-CHANNEL_BITS = 16
+_NEAR = 64
+"""How many increments after the first that does not fit are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,32 +28,12 @@ class LayerAllocation:
     """The widths of one layer.
 
     Attributes:
-        values: bits `[H_kv, T]` of V tokens; with 0 the token is dropped, K and V.
-        keys: bits `[H_kv, D]` of K channels over the retained tokens; with 0 the channel is dropped.
+        values: bits, uint8 `[H_kv, T]`, of V tokens; with 0 the token is dropped, K and V.
+        keys: bits, uint8 `[H_kv, D]`, of K channels over the retained tokens; with 0 the channel is dropped.
     """
 
-    values: KnapsackSolution
-    keys: KnapsackSolution
-
-    @property
-    def num_kept(self) -> Tensor:
-        """n, int64 `[H_kv]`."""
-        return (self.values.bits > 0).sum(dim=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BitCount:
-    """The bits of one layer's allocation, before alignment and padding.
-
-    Attributes:
-        codes: what the budget counts: codes, and values stored at 16 bits.
-        scales: scales and minima, which the budget does not count.
-        index: positions of retained tokens and numbers of retained channels.
-    """
-
-    codes: int
-    scales: int
-    index: int
+    values: Tensor
+    keys: Tensor
 
 
 def allocate(
@@ -87,7 +67,7 @@ def allocate(
     share = WIDTHS[-1] * min(budget_tokens, num_tokens)
     value_budget = torch.full((num_kv_heads,), share, dtype=torch.int64, device=token_weights.device)
     values = solve_knapsack(token_weights, table.value_curve, value_budget, widths=widths)
-    kept = (values.bits > 0).sum(dim=1)
+    kept = (values > 0).sum(dim=1)
     key_budget = (share * head_dim // kept.clamp(min=1)).clamp(max=WIDTHS[-1] * head_dim)
     keys = solve_knapsack(
         channel_weights, table.key_curve, torch.where(kept > 0, key_budget, 0), widths=widths
@@ -95,15 +75,68 @@ def allocate(
     return LayerAllocation(values=values, keys=keys)
 
 
-def count_bits(allocation: LayerAllocation) -> BitCount:
-    """Bits of one layer, summed over its KV heads."""
-    key_bits, value_bits = allocation.keys.bits.long(), allocation.values.bits.long()
-    kept = allocation.num_kept
-    code_bits = (key_bits.sum(dim=1) * kept + value_bits.sum(dim=1) * key_bits.shape[1]).sum()
-    coded = _below_16(key_bits).sum() + _below_16(value_bits).sum()
-    index = kept.sum() * POSITION_BITS + (key_bits > 0).sum() * CHANNEL_BITS
-    return BitCount(codes=int(code_bits), scales=int(coded) * SCALE_BITS, index=int(index))
+def solve_knapsack(
+    weights: Tensor, curve: Sequence[float], budget_bits: Tensor, *, widths: Sequence[int] = WIDTHS
+) -> Tensor:
+    """Minimise `sum_u w_u epsilon(b_u)` subject to `sum_u b_u <= B`: RDKV's multiple-choice knapsack (Eq. 6).
+
+    The increments along epsilon's lower convex hull are taken in order of gain per bit, which is the limit of
+    Algorithm 2's bisection on lambda, until one does not fit. Fewer bits than that increment's (at most 16)
+    are then left, so a head's distortion exceeds the optimum by less than 16 lambda (Prop. A.3). Of the next
+    increments, the first that fits is taken too. All heads are solved at once.
+
+    Deviation: Algorithm 2 may return an allocation up to 1 % over budget. Here every head is within it.
+
+    Args:
+        weights: `[H, U]`, finite, at least 0.
+        curve: epsilon at each of `WIDTHS`: 1 at 0 bits, then at least 0.
+        budget_bits: int64 `[H]`: bits summed over a head's units, at least U times the least width.
+        widths: the widths that a unit may have, ascending, a subset of `WIDTHS`.
+
+    Returns: uint8 `[H, U]`, each one of `widths`. Among equal gains the lowest unit comes first.
+
+    Raises:
+        KvferryError: a weight is negative or not finite.
+    """
+    assert budget_bits.shape == weights.shape[:1], (weights.shape, budget_bits.shape)
+    if not bool((weights.isfinite() & (weights >= 0)).all()):
+        raise KvferryError("distortion weights must be finite and at least 0; some are not")
+    costs, num_units = weights.double(), weights.shape[1]
+    # every unit starts with the least width; the hull's increments are added to it
+    budgets = budget_bits.to(costs.device, torch.int64) - widths[0] * num_units
+    assert bool((budgets >= 0).all()), budget_bits
+    steps, gains = hull_increments(curve, widths)
+    step_bits = torch.tensor(steps, dtype=torch.int64, device=costs.device)
+    gained = (costs[:, None, :] * costs.new_tensor(gains)[None, :, None]).flatten(1)
+    gained, order = gained.sort(dim=1, descending=True, stable=True)
+    taken = step_bits.repeat_interleave(num_units)[order]
+    fits = (taken.cumsum(dim=1) <= budgets[:, None]) & (gained > 0)
+    units = order % max(num_units, 1)
+    bits = torch.zeros_like(costs, dtype=torch.int64).scatter_add_(1, units, taken * fits)
+    # the next few increments; of each unit, only the one after those it has
+    near = fits.sum(dim=1, keepdim=True) + torch.arange(min(_NEAR, order.shape[1]), device=costs.device)
+    inside = near < order.shape[1]
+    near = near.clamp(max=max(order.shape[1] - 1, 0))
+    unit, step = units.gather(1, near), (order // max(num_units, 1)).gather(1, near)
+    left = budgets - bits.sum(dim=1)
+    fits_still = inside & (gained.gather(1, near) > 0) & (step_bits[step] <= left[:, None])
+    fits_still &= bits.gather(1, unit) == (step_bits.cumsum(0) - step_bits)[step]
+    first = fits_still & (fits_still.cumsum(dim=1) == 1)
+    return (bits.scatter_add_(1, unit, step_bits[step] * first) + widths[0]).to(torch.uint8)
 
 
-def _below_16(bits: Tensor) -> Tensor:
-    return (bits > 0) & (bits < WIDTHS[-1])
+def hull_increments(curve: Sequence[float], widths: Sequence[int]) -> tuple[list[int], list[float]]:
+    """The increments along the lower convex hull of epsilon, from the least width on: bits, and gain per bit
+    and unit weight, which descends. For any lambda the cheapest widths are on the hull."""
+    points = [(width, curve[WIDTHS.index(width)]) for width in widths]
+    steps: list[int] = []
+    gains: list[float] = []
+    while better := [its for its in points if its[0] > points[0][0] and its[1] < points[0][1]]:
+        width, epsilon = points[0]
+        slopes = [(epsilon - its[1]) / (its[0] - width) for its in better]
+        best = slopes.index(max(slopes))
+        steps.append(better[best][0] - width)
+        # rounding must not put a unit's later increment before an earlier one
+        gains.append(min([slopes[best], *gains[-1:]]))
+        points = better[best:]
+    return steps, gains

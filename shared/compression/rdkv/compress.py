@@ -10,23 +10,20 @@ from typing import get_args
 
 from kvferry.kernels.packed import PackedLayer, pack_layer
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import Part, check_params
+from kvferry.shared.compression.plan import Allowed, Between, Part, read_params
 from kvferry.shared.compression.rdkv.allocation import LayerAllocation, allocate
-from kvferry.shared.compression.rdkv.epsilon import WIDTHS, EpsilonTable, find_table, table_names
+from kvferry.shared.compression.rdkv.epsilon import WIDTHS, EpsilonTable, find_table
 from kvferry.shared.compression.rdkv.weights import ChannelWeights, channel_weights, token_weights
 from kvferry.shared.errors import InvalidRequest
 
-_PARAMS = {
+RDKV_PARAMS: Allowed = {
     "epsilon_table": str,
-    "window": int,
-    "kernel_size": int,
-    "channel_weights": str,
+    "window": Between(1, 1024),
+    "kernel_size": Between(1, 255, odd=True),
+    "channel_weights": get_args(ChannelWeights),
     "widths": str,
-    "rebudget_tokens": int,
+    "rebudget_tokens": Between(0, 1 << 20),
 }
-_MAX_WINDOW = 1024
-_MAX_KERNEL_SIZE = 255
-_MAX_REBUDGET_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,64 +73,46 @@ class Rebudgeting:
         return min(self.settings.window, self.segment_tokens)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RdkvLayer:
-    """A packed layer and its allocation."""
+def allocate_layer(settings: RdkvSettings, inputs: LayerInputs) -> LayerAllocation:
+    """The bits of one layer's tokens and channels. The window is the last min(window, T_new) queries.
 
-    packed: PackedLayer
-    allocation: LayerAllocation
-
-
-def compress_layer_rdkv(settings: RdkvSettings, inputs: LayerInputs) -> RdkvLayer:
-    """Allocate bits to one layer's tokens and channels and pack it.
-
-    The window is the last min(window, T_new) queries.
-
-    Raises:
-        KvferryError: weights are not finite.
-        ValueError: K or V of a retained token are not finite, in float16 if they are stored at 16 bits.
+    Raises: KvferryError: weights are not finite.
     """
-    window = min(settings.window, inputs.queries.shape[2])
-    queries = inputs.queries[:, :, -window:]
-    allocation = allocate(
+    queries = inputs.queries[:, :, -min(settings.window, inputs.queries.shape[2]) :]
+    return allocate(
         token_weights(queries, inputs.keys, scaling=inputs.scaling, kernel_size=settings.kernel_size),
         channel_weights(queries, inputs.keys, variant=settings.channel_weights),
         budget_tokens=settings.budget_tokens,
         table=settings.table,
         widths=settings.widths,
     )
-    packed = pack_layer(inputs.keys, inputs.values, allocation.keys.bits, allocation.values.bits)
-    return RdkvLayer(packed=packed, allocation=allocation)
 
 
-def rdkv_settings(part: Part, *, budget_tokens: int) -> RdkvSettings:
+def compress_layer_rdkv(settings: RdkvSettings, inputs: LayerInputs) -> PackedLayer:
+    """Allocate bits to one layer and pack it.
+
+    Raises:
+        KvferryError: weights are not finite.
+        ValueError: K or V of a retained token are not finite, in float16 if they are stored at 16 bits.
+    """
+    allocation = allocate_layer(settings, inputs)
+    return pack_layer(inputs.keys, inputs.values, allocation.keys, allocation.values)
+
+
+def rdkv_settings(part: Part, *, budget_tokens: int, fingerprint: str = "") -> RdkvSettings:
     """RDKV's settings from the `representation` part of a plan.
 
+    Args: fingerprint: of the served model, as in `find_table`.
     Raises: InvalidRequest: a parameter is unknown, missing or out of range.
     """
-    check_params("representation 'rdkv'", part.params, _PARAMS)
-    table, window, kernel_size, variant, widths, rebudget = (part.params[name] for name in _PARAMS)
-    assert isinstance(window, int)
-    assert isinstance(kernel_size, int)
-    assert isinstance(rebudget, int)
-    if table not in table_names():
-        raise _out_of_range("epsilon_table", table, ", ".join(table_names()))
-    if not 1 <= window <= _MAX_WINDOW:
-        raise _out_of_range("window", window, f"1 to {_MAX_WINDOW}")
-    if not 1 <= kernel_size <= _MAX_KERNEL_SIZE or kernel_size % 2 == 0:
-        raise _out_of_range("kernel_size", kernel_size, f"odd, 1 to {_MAX_KERNEL_SIZE}")
-    if not 0 <= rebudget <= _MAX_REBUDGET_TOKENS:
-        raise _out_of_range("rebudget_tokens", rebudget, f"0 to {_MAX_REBUDGET_TOKENS}")
-    weights: dict[object, ChannelWeights] = {name: name for name in get_args(ChannelWeights)}
-    if variant not in weights:
-        raise _out_of_range("channel_weights", variant, ", ".join(get_args(ChannelWeights)))
+    params = read_params("format 'rdkv'", part.params, RDKV_PARAMS)
     return RdkvSettings(
         budget_tokens=budget_tokens,
-        table=find_table(str(table)),
-        window=window,
-        kernel_size=kernel_size,
-        channel_weights=weights[variant],
-        widths=_widths(str(widths)),
+        table=find_table(params["epsilon_table"], fingerprint=fingerprint),
+        window=params["window"],
+        kernel_size=params["kernel_size"],
+        channel_weights=params["channel_weights"],
+        widths=_widths(params["widths"]),
     )
 
 
@@ -141,13 +120,9 @@ def _widths(text: str) -> tuple[int, ...]:
     chosen = [entry.strip() for entry in text.split(",")]
     widths = tuple(width for width in WIDTHS if str(width) in chosen)
     if len(widths) != len(chosen) or widths == (0,):
-        raise _out_of_range(
-            "widths", text, f"some of {','.join(map(str, WIDTHS))}, each once, one above 0 among them"
+        raise InvalidRequest(
+            f"widths of format 'rdkv' is {text!r}; it must be some of {','.join(map(str, WIDTHS))}, "
+            "each once, one above 0 among them",
+            param="kv_compression.widths",
         )
     return widths
-
-
-def _out_of_range(name: str, value: object, allowed: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"representation 'rdkv' was given {name} {value!r}; it must be {allowed}", param="kv_compression"
-    )

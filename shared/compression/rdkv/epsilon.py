@@ -1,24 +1,29 @@
 """Distortion tables: the normalised squared error of each bit-width (RDKV section J, Table 14).
 
-The knapsack uses them as costs. The tables of the paper's five models are built in; `calibrate_epsilon.py`
-measures other models, with one JSON file each:
+The knapsack uses them as costs. The tables of the paper's five models are built in;
+`tools/evaluation/epsilon.py` measures other models, with one JSON file each:
 
-    {"keys": [e2, e4, e8], "values": [e2, e4, e8], ...}              # other entries describe the measurement
+    {"keys": [e2, e4, e8], "values": [e2, e4, e8], "fingerprints": {"float32": "43f5...", ...}, ...}
 
-A service reads its folder of such files once at start (`install_tables`). Requests name tables, never paths.
-Router and workers should have the same tables: one that lacks a table refuses requests that name it.
+"fingerprints" are those of the measured model by compute dtype; other entries describe the measurement. A
+service reads its folder of such files once at start (`install_tables`); the shipped models' are always there.
+Requests name tables, never paths; the name "model" is the table of the served model. Router and workers
+should have the same tables: one that lacks a table refuses requests that name it.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any
 
+from kvferry.models import SHIPPED_CALIBRATION
+from kvferry.shared.compression.plan import look_up
 from kvferry.shared.errors import ConfigurationError
 
 WIDTHS = (0, 2, 4, 8, 16)
@@ -29,16 +34,21 @@ WIDTHS = (0, 2, 4, 8, 16)
 class EpsilonTable:
     """epsilon(2), epsilon(4), epsilon(8) of K channels and of V tokens; epsilon(0) = 1 and epsilon(16) = 0.
 
+    Attributes:
+        fingerprints: of the model that it was measured on, one for each compute dtype.
+
     Raises:
         ConfigurationError: not three finite numbers of at least 0.
     """
 
-    keys: tuple[float, float, float]
-    values: tuple[float, float, float]
+    keys: tuple[float, ...]
+    values: tuple[float, ...]
+    fingerprints: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, entries in (("keys", self.keys), ("values", self.values)):
-            if len(entries) != 3 or not all(math.isfinite(e) and e >= 0 for e in entries):
+            numbers = all(type(e) in (int, float) and math.isfinite(e) and e >= 0 for e in entries)
+            if len(entries) != 3 or not numbers:
                 raise ConfigurationError(
                     f"epsilon of {name} is {entries}; it must be three finite numbers of at least 0, for 2, "
                     "4 and 8 bits"
@@ -65,26 +75,34 @@ PAPER_TABLES: Mapping[str, EpsilonTable] = {
 """Table 14, every number as printed."""
 
 
-_SUFFIX = ".json"
+OWN_TABLE = "model"
+"""The name of the served model's own table."""
+FALLBACK = "LLaMA-3.1-8B"
+"""The table that OWN_TABLE is for a model that none was measured on; the ratios between widths differ little
+between models."""
+
 _installed: dict[str, EpsilonTable] = {}
 """The tables of the last `install_tables`; one set per process."""
 
 
-def table_names() -> tuple[str, ...]:
-    """The names that `find_table` accepts: the paper's models, then the installed folder's."""
-    return (*PAPER_TABLES, *_installed)
+def find_table(name: str, *, fingerprint: str = "") -> EpsilonTable:
+    """A table by its name: OWN_TABLE, one of the paper's models, or of the installed folder's.
 
+    Args: fingerprint: of the served model. Its own table is the installed one that was measured on it, else
+        the shipped one, else FALLBACK.
 
-def find_table(name: str) -> EpsilonTable:
-    """A table by its name.
-
-    Raises:
-        ConfigurationError: there is none.
+    Raises: InvalidRequest: there is none.
     """
-    table = PAPER_TABLES.get(name) or _installed.get(name)
-    if table is None:
-        raise ConfigurationError(f"no epsilon table is named {name!r}; there are {', '.join(table_names())}")
-    return table
+    own = PAPER_TABLES[FALLBACK]
+    for table in (*_shipped_tables(), *_installed.values()):
+        if fingerprint in table.fingerprints:
+            own = table
+    return look_up("epsilon_table", name, {OWN_TABLE: own, **PAPER_TABLES, **_installed})
+
+
+@functools.cache
+def _shipped_tables() -> tuple[EpsilonTable, ...]:
+    return tuple(load_table(path) for path in sorted(SHIPPED_CALIBRATION.glob("*.epsilon.json")))
 
 
 def install_tables(folder: str) -> None:
@@ -97,16 +115,10 @@ def install_tables(folder: str) -> None:
     Raises:
         ConfigurationError: the folder or a table cannot be read, or a name is one of the paper's.
     """
-    paths: list[Path] = []
-    if folder:
-        try:
-            paths = sorted(path for path in Path(folder).iterdir() if path.suffix == _SUFFIX)
-        except OSError as error:
-            raise ConfigurationError(
-                f"epsilon_tables is {folder!r}; it must be a folder of tables: {error}"
-            ) from error
-    taken = [path.name for path in paths if path.stem in PAPER_TABLES]
-    if taken:
+    if folder and not Path(folder).is_dir():
+        raise ConfigurationError(f"epsilon_tables is {folder!r}; it must be a folder of tables")
+    paths = sorted(Path(folder).glob("*.json")) if folder else []
+    if taken := [path.name for path in paths if path.stem in (OWN_TABLE, *PAPER_TABLES)]:
         raise ConfigurationError(
             f"epsilon_tables {folder!r} has {', '.join(taken)}; those names are built in"
         )
@@ -123,22 +135,20 @@ def load_table(path: Path) -> EpsilonTable:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"an epsilon table cannot be read from {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"{path} holds a {type(content).__name__}; it must have keys and values")
-    return EpsilonTable(
-        keys=_curve(path, content, "keys"),
-        values=_curve(path, content, "values"),
-    )
+        return EpsilonTable(
+            keys=tuple(content["keys"]),
+            values=tuple(content["values"]),
+            fingerprints=tuple(content.get("fingerprints", {}).values()),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigurationError) as error:
+        raise ConfigurationError(f"no epsilon table can be read from {path}: {error!r}") from error
 
 
-def save_table(
-    path: Path, table: EpsilonTable, *, origin: Mapping[str, str | int | float] | None = None
-) -> None:
+def save_table(path: Path, table: EpsilonTable, *, origin: Mapping[str, Any] | None = None) -> None:
     """Write a table for `load_table`. The file is replaced atomically, so a reader never sees a part of it.
 
-    Args: origin: how the table was measured; any names except "keys" and "values".
+    Args: origin: the model's "fingerprints", and how the table was measured; any names except "keys" and
+        "values".
 
     Raises:
         ConfigurationError: the file cannot be written.
@@ -150,13 +160,3 @@ def save_table(
         os.replace(temporary, path)
     except OSError as error:
         raise ConfigurationError(f"the epsilon table cannot be written to {path}: {error}") from error
-
-
-def _curve(path: Path, content: Mapping[str, object], name: str) -> tuple[float, float, float]:
-    curve = content.get(name)
-    numbers = isinstance(curve, list) and all(type(entry) in (int, float) for entry in curve)
-    if not numbers:
-        raise ConfigurationError(
-            f"{path}: {name} is {curve!r}; it must be three numbers, for 2, 4 and 8 bits"
-        )
-    return cast(tuple[float, float, float], tuple(float(entry) for entry in cast(list[float], curve)))

@@ -13,7 +13,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvferry.kernels.window_scores import window_scores
+from kvferry.kernels.column_sums import window_scores
 
 ChannelWeights = Literal["norms", "mean_squares"]
 

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 
 from kvferry.shared.compression.installed import installed_scorers
 from kvferry.shared.compression.interface import Scorer, ScorerFactory
-from kvferry.shared.compression.plan import Part
+from kvferry.shared.compression.plan import Part, look_up, with_installed
 from kvferry.shared.compression.scorers.accumulated_attention import AccumulatedAttentionScorer
+from kvferry.shared.compression.scorers.baselines import RandomScorer, StreamingScorer
 from kvferry.shared.compression.scorers.compactor import CompactorScorer
-from kvferry.shared.compression.scorers.random_rows import RandomScorer
-from kvferry.shared.compression.scorers.streaming import StreamingScorer
 from kvferry.shared.compression.scorers.window_attention import WindowAttentionScorer
-from kvferry.shared.errors import ConfigurationError, InvalidRequest
+from kvferry.shared.errors import ConfigurationError
 
 SCORERS: Mapping[str, ScorerFactory] = {
     "window_attention": WindowAttentionScorer.from_params,
@@ -35,19 +34,10 @@ def make_scorer(part: Part, *, rows: int) -> Scorer:
         InvalidRequest: an unknown name or bad parameters.
         ConfigurationError: an installed method brings a scorer whose name is taken.
     """
-    outside = installed_scorers()
-    taken = sorted(set(outside) & set(SCORERS))
-    if taken:
-        raise ConfigurationError(f"installed packages name scorers {', '.join(taken)}; the package has them")
-    known = {**SCORERS, **outside}
-    factory = known.get(part.name)
-    if factory is None:
-        raise InvalidRequest(
-            f"the plan's scorer is {part.name!r}; it must be one of {', '.join(sorted(known))}",
-            param="kv_compression",
-        )
+    factory = look_up("scorer", part.name, with_installed("scorers", SCORERS, installed_scorers()))
     scorer = factory(part.params, rows)
-    missing = [name for name in ("observed_queries", "depends_on_rows") if not hasattr(scorer, name)]
+    stated = ("observed_queries", "protected_rows", "depends_on_rows")
+    missing = [name for name in stated if not hasattr(scorer, name)]
     if missing:
         raise ConfigurationError(
             f"scorer {part.name!r} does not say {' and '.join(missing)}; `interface.Scorer` explains them"

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from kvferry.shared.compression.d2o.eviction import Zones, half_zones, protected, zones
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import ParamValue, check_params
+from kvferry.shared.compression.plan import ParamValue, read_params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,31 +29,25 @@ class AccumulatedAttentionScorer:
         layer_zones: how the selected rows of a KV head divide into sinks, important rows and recents.
     """
 
+    observed_queries: ClassVar[None] = None
+    depends_on_rows: ClassVar[bool] = True
     layer_zones: Zones
 
     @classmethod
     def heavy_hitters(cls, params: Mapping[str, ParamValue], rows: int) -> AccumulatedAttentionScorer:
         """H2O's zones: half of the rows, rounded up, are recents. Raises InvalidRequest on any parameter."""
-        check_params("heavy_hitters", params, {})
+        read_params("heavy_hitters", params, {})
         return cls(layer_zones=half_zones(rows))
 
     @classmethod
     def from_params(cls, params: Mapping[str, ParamValue], rows: int) -> AccumulatedAttentionScorer:
-        """D2O's zones: 4 sinks, then three important rows for each recent one.
-
-        Raises: InvalidRequest: on any parameter.
-        """
-        check_params("accumulated_attention", params, {})
+        """D2O's zones: 4 sinks, then three important rows for each recent one. Raises as `heavy_hitters`."""
+        read_params("accumulated_attention", params, {})
         return cls(layer_zones=zones(rows))
 
     @property
-    def observed_queries(self) -> None:
-        """All of them."""
-        return None
-
-    @property
-    def depends_on_rows(self) -> bool:
-        return True
+    def protected_rows(self) -> int:
+        return self.layer_zones.num_sinks + self.layer_zones.num_recents
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
         """Returns float32 `[H_kv, T]`, +inf on sinks and recents."""

@@ -8,23 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast, get_args
+from typing import ClassVar, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvferry.kernels.chunk_scores import chunk_scores, shared_chunk_scores
+from kvferry.kernels.chunk_scores import chunk_scores
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.leverage import Sketch, Solver, leverage_scores
-from kvferry.shared.compression.plan import ParamValue, check_params
-from kvferry.shared.errors import InvalidRequest
+from kvferry.shared.compression.plan import Allowed, Between, ParamValue, read_params
 
-MAX_SKETCH_COLUMNS = 1024
-MAX_CHUNK_TOKENS = 4096
-MAX_PROTECTED = 4096
 _MIN_STD = 1e-6
 _POOL = 3
+_ALLOWED: Allowed = {
+    "sketch": get_args(Sketch),
+    "sketch_columns": Between(1, 1024),
+    "solver": get_args(Solver),
+    "centered": bool,
+    "seed": Between(0, 2**31 - 1),
+    "chunk_tokens": Between(1, 4096),
+    "scaled": bool,
+    "leverage_weight": Between(0.0, 1e6),
+    "sinks": Between(0, 4096),
+    "recents": Between(0, 4096),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +60,8 @@ class CompactorScorer:
         rows: rows to select per KV head; if they are fewer than sinks and recents, recents come first.
     """
 
+    observed_queries: ClassVar[None] = None
+    depends_on_rows: ClassVar[bool] = False
     sketch: Sketch
     sketch_columns: int
     solver: Solver
@@ -64,57 +74,14 @@ class CompactorScorer:
     recents: int
     rows: int
 
-    def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("sketch", self.sketch, get_args(Sketch)),
-            ("solver", self.solver, get_args(Solver)),
-        ):
-            if value not in allowed:
-                raise InvalidRequest(
-                    f"{name} is {value!r}; it must be one of {', '.join(allowed)}",
-                    param=f"kv_compression.{name}",
-                )
-        for name, number, low, high in (
-            ("sketch_columns", self.sketch_columns, 1, MAX_SKETCH_COLUMNS),
-            ("seed", self.seed, 0, 2**31 - 1),
-            ("chunk_tokens", self.chunk_tokens, 1, MAX_CHUNK_TOKENS),
-            ("leverage_weight", self.leverage_weight, 0.0, 1e6),
-            ("sinks", self.sinks, 0, MAX_PROTECTED),
-            ("recents", self.recents, 0, MAX_PROTECTED),
-        ):
-            if not low <= number <= high:
-                raise InvalidRequest(
-                    f"{name} is {number}; it must be {low} to {high}", param=f"kv_compression.{name}"
-                )
-        if self.rows < 1:
-            raise InvalidRequest(f"rows is {self.rows}; it must be at least 1", param="kv_compression")
-
     @classmethod
     def from_params(cls, params: Mapping[str, ParamValue], rows: int) -> CompactorScorer:
-        """From a plan's `Part.params`. Raises InvalidRequest on missing, unknown or mistyped parameters."""
-        check_params("compactor", params, _PARAMS)
-        return cls(
-            sketch=cast(Sketch, params["sketch"]),
-            sketch_columns=int(params["sketch_columns"]),
-            solver=cast(Solver, params["solver"]),
-            centered=bool(params["centered"]),
-            seed=int(params["seed"]),
-            chunk_tokens=int(params["chunk_tokens"]),
-            scaled=bool(params["scaled"]),
-            leverage_weight=float(params["leverage_weight"]),
-            sinks=int(params["sinks"]),
-            recents=int(params["recents"]),
-            rows=rows,
-        )
+        """From a plan's `Part.params`; raises as `read_params`."""
+        return cls(**read_params("compactor", params, _ALLOWED), rows=rows)
 
     @property
-    def observed_queries(self) -> None:
-        """All of them."""
-        return None
-
-    @property
-    def depends_on_rows(self) -> bool:
-        return False
+    def protected_rows(self) -> int:
+        return self.sinks + self.recents
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
         """Returns float32 `[H_kv, T]`, +inf on sinks and recents."""
@@ -145,11 +112,12 @@ class CompactorScorer:
         num_history = inputs.keys.shape[1] - inputs.queries.shape[2]
         # from here on, every token of a chunk has a query
         first_own = min(begin + -(-max(num_history - begin, 0) // self.chunk_tokens) * self.chunk_tokens, end)
-        earlier = shared_chunk_scores(
+        earlier = chunk_scores(
             inputs.queries[:, :, -self.chunk_tokens :],
             inputs.keys[:, begin:first_own],
             chunk_tokens=self.chunk_tokens,
             scaling=scaling,
+            shared=True,
         )
         own = chunk_scores(
             inputs.queries[:, :, first_own - num_history : end - num_history],
@@ -160,20 +128,6 @@ class CompactorScorer:
         sums = torch.cat([earlier, own], dim=1)
         weighted = sums * inputs.values[:, begin:end].float().norm(dim=2)
         return F.avg_pool1d(weighted[:, None], _POOL, stride=1, padding=_POOL // 2)[:, 0]
-
-
-_PARAMS: Mapping[str, type] = {
-    "sketch": str,
-    "sketch_columns": int,
-    "solver": str,
-    "centered": bool,
-    "seed": int,
-    "chunk_tokens": int,
-    "scaled": bool,
-    "leverage_weight": float,
-    "sinks": int,
-    "recents": int,
-}
 
 
 def _z_scores(scores: Tensor) -> Tensor:

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.packed import LAYOUT_VERSION, PackedLayer
-from kvferry.shared.cache.layout import LayerLayout, sequence_layout
-from kvferry.shared.compression import compress
-from kvferry.shared.compression.attention.interface import TensorSpec
+from kvferry.shared.cache.arena import LayerLayout, sequence_layout
+from kvferry.shared.compression import formats
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, Tensors
-from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.interface import LayerInputs, TensorSpec
 from kvferry.shared.compression.plan import LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.spec import TORCH_DTYPES, ModelSpec
@@ -99,9 +98,10 @@ def formats_for(
     return make_formats(spec, resolved, returns_generated=returns_generated)
 
 
-def compress_layer(resolved: ResolvedPlan, inputs: LayerInputs) -> Tensors:
+def compress_layer(resolved: ResolvedPlan, inputs: LayerInputs, *, scores: Tensor | None = None) -> Tensors:
     """A layer's tensors."""
-    return compress.compress_layer(resolved, formats_for(resolved, inputs)[inputs.layer], inputs)
+    fmt = formats_for(resolved, inputs)[inputs.layer]
+    return formats.compress_layer(resolved, fmt, inputs, scores=scores)
 
 
 def one_format(

@@ -13,16 +13,18 @@ from structlog.contextvars import get_contextvars
 
 from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, ResolvedPlan
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
-from kvferry.shared.control.interfaces import DecodeControl, PrefillControl
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
+    DecodeControl,
     FirstToken,
     GenerateEvent,
     GenerateRequest,
     GenerationFinished,
     HistoryInfo,
+    PrefillControl,
     PrefillEvent,
     PrefillRequest,
+    RedirectRequest,
     SessionKey,
     Ticket,
     TicketIssued,
@@ -31,7 +33,7 @@ from kvferry.shared.control.messages import (
     WorkerStatus,
 )
 from kvferry.shared.control.server import ControlServer, serve_control
-from kvferry.shared.errors import SessionNotFound
+from kvferry.shared.errors import SessionNotFound, TransferFailed
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 
@@ -98,7 +100,7 @@ PREFILL_REQUEST = PrefillRequest(
     sampling=SamplingParams(max_tokens=1),
     ticket=TICKET,
     session=SESSION,
-    kept_bins=3,
+    retained_bins=3,
 )
 
 
@@ -164,13 +166,16 @@ class PrefillService:
             prefill_s=0.5,
             compress_s=0.25,
             queue_s=0.125,
-            kept=(0.0, 0.5, 1.0),
+            retained_fractions=(0.0, 0.5, 1.0),
         )
         yield TransferDone(bytes_by_kind={"rows": 2**33, "index": 0}, transfer_s=0.5)
 
     async def commit_turn(self, request: CommitTurnRequest, *, timeout_s: float) -> HistoryInfo:
         self.asked.append(request)
         return HistoryInfo(num_tokens=len(request.token_ids), size_bytes=2**40)
+
+    async def redirect(self, request: RedirectRequest, *, timeout_s: float) -> None:
+        raise TransferFailed("nothing is sent again here", reason="resend")
 
     async def abort_turn(self, request_id: str, *, timeout_s: float) -> None:
         self.asked.append(request_id)

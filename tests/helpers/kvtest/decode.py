@@ -26,6 +26,7 @@ from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
+from kvferry.tools.oracle import OneProcessGenerator
 
 torch.set_num_threads(1)
 
@@ -95,6 +96,10 @@ class SmallModel:
             hidden = [h + o.reshape(-1) for h, o in zip(hidden, output, strict=True)]
         return self.edit_logits(positions, torch.stack([self._logits(h) for h in hidden]))
 
+    def pre_rope_keys(self, layer, keys):
+        """Its keys have no positions."""
+        return keys.float()
+
 
 @functools.cache
 def demo_tokenizer():
@@ -110,6 +115,7 @@ class PromptCache:
         self.full = []
         self._inputs = []
         with torch.inference_mode():
+            self._model = model
             logits = model.prefill(torch.tensor(request.prompt_token_ids), start=0, observer=self)
             self.measured, layers = compress_prompt(model.spec, self.resolved, self._inputs)
         self.layers = [dict(tensors) for tensors in layers]
@@ -122,7 +128,14 @@ class PromptCache:
 
     def layer_done(self, layer, queries, keys, values, scaling):
         self._inputs.append(
-            LayerInputs(layer=layer, queries=queries, keys=keys, values=values, scaling=scaling)
+            LayerInputs(
+                layer=layer,
+                queries=queries,
+                keys=keys,
+                values=values,
+                scaling=scaling,
+                unrotate=lambda rows: self._model.pre_rope_keys(layer, rows),
+            )
         )
         self.full.append((keys.clone(), values.clone()))
 
@@ -233,7 +246,7 @@ class Harness:
         self.sender = self.hub.sender(buffer_bytes=1 << 24, timeout_s=20)
         self.prefill_sender = self.hub.sender(buffer_bytes=1 << 24, timeout_s=20)
         self.shipper = Shipper(prefill_model or SmallModel(), self.prefill_sender)
-        settings = {"arena_bytes": 1 << 20, "sweep_interval_s": 0.02, "admission_wait_s": 0.2} | config
+        settings = {"arena_bytes": 1 << 20, "admission_wait_s": 0.2} | config
         self.service = DecodeService(
             DecodeConfig(**settings),
             model=self.model,
@@ -241,6 +254,7 @@ class Harness:
             metrics=self.metrics,
             server_factory=self.hub.server,
             sender=self.sender,
+            sweep_interval_s=0.02,
         )
 
     async def close(self):
@@ -328,3 +342,87 @@ def shipper():
 def small_model():
     """Makes a `SmallModel`; all have the same weights."""
     return SmallModel
+
+
+def oracle_ids(model, request):
+    tokens = OneProcessGenerator(model).generate(
+        list(request.prompt_token_ids), plan=request.plan, sampling=request.sampling
+    )
+    return [t.token_id for t in tokens]
+
+
+MIXED = [
+    {"prompt": range(5, 45)},
+    {"prompt": [7], "max_tokens": 12},
+    {"prompt": [i * 7 % 50 for i in range(150)], "method": "rocketkv", "tokens": 16},
+    {"prompt": [i * 3 % 50 for i in range(97)], "method": "rocketkv", "tokens": 24, "max_tokens": 3},
+    {"prompt": [i * 11 % 50 for i in range(120)], "method": "snapkv", "tokens": 40},
+    {"prompt": range(10, 40), "temperature": 1.0, "seed": 5, "max_tokens": 20},
+    {"prompt": range(9, 49), "temperature": 0.8, "seed": 6, "frequency_penalty": 0.7, "top_p": 0.9},
+    {"prompt": [i * 13 % 50 for i in range(200)], "method": "rocketkv", "tokens": 32, "temperature": 1.5},
+    {"prompt": [i * 17 % 50 for i in range(113)], "method": "exact-topk", "tokens": 11},
+    {
+        "prompt": [i * 19 % 50 for i in range(127)],
+        "method": "quest",
+        "tokens": 16,
+        "overrides": {"dense_layers": 1},
+    },
+    {"prompt": [i * 21 % 50 for i in range(131)], "method": "sparq", "tokens": 24, "max_tokens": 20},
+    {"prompt": [i * 23 % 50 for i in range(89)], "method": "streamingllm", "tokens": 17},
+    {"prompt": [i * 27 % 50 for i in range(97)], "method": "h2o", "tokens": 21},
+    {"prompt": [i * 27 % 50 for i in range(97)], "method": "h2o", "tokens": 1, "max_tokens": 12},
+    {"prompt": [i * 29 % 50 for i in range(101)], "method": "random", "tokens": 33},
+    {"prompt": [i * 43 % 50 for i in range(113)], "method": "d2o", "tokens": 24, "max_tokens": 40},
+    {"prompt": [i * 47 % 50 for i in range(31)], "method": "d2o", "tokens": 2, "max_tokens": 9},
+    {"prompt": [i * 49 % 50 for i in range(103)], "method": "d2o", "tokens": 30, "skip_layers": (1,)},
+    {"prompt": [i * 43 % 50 for i in range(181)], "method": "rocketkv-d2o", "tokens": 20},
+    {"prompt": [i * 31 % 50 for i in range(149)], "method": "pyramidkv", "tokens": 60},
+    {"prompt": [i * 33 % 50 for i in range(149)], "method": "pyramidkv", "tokens": 60, "attention": "sparq"},
+    {"prompt": [i * 37 % 50 for i in range(160)], "method": "h2o", "tokens": 12, "attention": "quest"},
+    {"prompt": [i * 39 % 50 for i in range(151)], "method": "rdkv", "tokens": 20, "max_tokens": 14},
+    {"prompt": [i * 41 % 50 for i in range(133)], "method": "rdkv", "tokens": 70, "skip_layers": (0,)},
+    {
+        "prompt": [i * 43 % 50 for i in range(151)],
+        "method": "rdkv",
+        "tokens": 5,
+        "max_tokens": 36,
+        "overrides": {"rebudget_tokens": 32, "window": 5},
+    },
+    {
+        "prompt": [i * 47 % 50 for i in range(120)],
+        "method": "rdkv",
+        "tokens": 30,
+        "overrides": {"widths": "0,4,16"},
+    },
+    {"prompt": [(i * 49 + i % 7) % 50 for i in range(163)], "method": "rdkv-hsa", "tokens": 16},
+    {"prompt": [i * 11 % 47 for i in range(140)], "method": "rdkv-hsa", "tokens": 9, "skip_layers": (1,)},
+    {
+        "prompt": [i * 43 % 50 for i in range(141)],
+        "method": "adakv",
+        "tokens": 20,
+        "overrides": {"window": 8},
+    },
+    {"prompt": [i * 47 % 50 for i in range(99)], "method": "think", "overrides": {"channel_retention": 0.4}},
+    {"prompt": [i * 43 % 50 for i in range(103)], "method": "snapkv-think", "tokens": 33, "max_tokens": 12},
+    {"prompt": [i * 9 % 50 for i in range(131)], "method": "kivi", "overrides": {"bits": 2}},
+    {"prompt": [i * 9 % 50 for i in range(117)], "method": "snapkv-kivi", "tokens": 35, "skip_layers": (1,)},
+    {"prompt": [7, 8], "method": "kivi", "max_tokens": 12},
+    {"prompt": [i * 8 % 50 for i in range(127)], "method": "compactor-kivi", "tokens": 16},
+    {
+        "prompt": [i * 13 % 50 for i in range(139)],
+        "method": "compactor-kivi",
+        "tokens": 12,
+        "overrides": {"v_bits": 2},
+        "skip_layers": (1,),
+    },
+    {"prompt": [i * 17 % 50 for i in range(149)], "method": "rocketkv-kivi", "tokens": 20},
+    {"prompt": [i * 12 % 50 for i in range(133)], "overrides": {"wire_bits": 8}},
+    {
+        "prompt": [i * 14 % 50 for i in range(171)],
+        "method": "rocketkv",
+        "tokens": 24,
+        "overrides": {"wire_bits": 2},
+        "skip_layers": (0,),
+    },
+    {"prompt": [3, 5], "method": "rdkv", "tokens": 1, "overrides": {"window": 1, "kernel_size": 1}},
+]

@@ -1,4 +1,4 @@
-"""A prefill worker's tiered history over a real Redis, and an engine's way of using it.
+"""A prefill worker's history over a real Redis or a folder, and an engine's way of using it.
 
 Rows encode their layer, token, position and head, so that a wrong row anywhere is a wrong value.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +18,13 @@ from torch import Tensor
 from kvferry.shared.config import HistoryBits
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss
+from kvferry.shared.history.disk_history import DiskHistory
 from kvferry.shared.history.redis_client import RedisLink, RedisOptions
-from kvferry.shared.history.redis_format import RowShape
 from kvferry.shared.history.redis_history import RedisHistory
 from kvferry.shared.history.redis_quota import RedisQuota
 from kvferry.shared.history.rows import RowPrecision
-from kvferry.shared.history.tiered import TieredHistoryStore
+from kvferry.shared.history.store import HistoryStore
+from kvferry.shared.history.stored_format import StoredShape
 from kvferry.shared.history.turn import StagedTurn
 
 LAYERS, HEADS, DIM = 3, 2, 4
@@ -37,12 +39,19 @@ def rows(layer: int, token_ids: tuple[int, ...], start: int) -> Tensor:
 
 
 class Worker:
-    """One prefill worker's store. `misses` and `failures` count what metrics would."""
+    """One prefill worker's store: with Redis if it has a URL, with a folder if it has one. `misses` and
+    `failures` count what metrics would."""
+
+    link: RedisLink
+    remote: RedisHistory
+    disk: DiskHistory
 
     def __init__(
         self,
-        url: str,
+        url: str = "",
         *,
+        folder: Path | None = None,
+        disk_max_bytes: int = 1 << 30,
         max_bytes: int = 1 << 30,
         bits: HistoryBits = "model",
         fingerprint: str = "model-a",
@@ -59,26 +68,40 @@ class Worker:
         precision = RowPrecision(bits=bits, dtype=torch.float32)
         self.misses: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-        options = RedisOptions(url=url, timeout_s=timeout_s, backoff_s=0.001, breaker_open_s=retry_s)
-        self.link = RedisLink(options)
-        quota = RedisQuota(self.link, max_bytes=redis_max_bytes, ttl_s=1000)
-        shape = RowShape(num_layers=num_layers, num_kv_heads=heads, head_dim=dim, precision=precision)
-        self.remote = RedisHistory(
-            self.link, quota, shape=shape, fingerprint=fingerprint, ttl_s=1000, value_bytes=value_bytes
-        )
-        self.store = TieredHistoryStore(
-            self.remote,
+        shape = StoredShape(
+            fingerprint=fingerprint, num_layers=num_layers, num_kv_heads=heads, head_dim=dim,
+            precision=precision,
+        )  # fmt: skip
+        self.store = HistoryStore(
             max_bytes=max_bytes,
             num_layers=num_layers,
             turn_lease_s=600,
             precision=precision,
-            turn_timeout_s=turn_timeout_s,
-            commit_timeout_s=commit_timeout_s,
             on_miss=lambda reason: self.misses.update([reason]),
-            on_failure=lambda reason: self.failures.update([reason]),
             clock=time.monotonic,
         )
+        tier: dict[str, Any] = {
+            "turn_timeout_s": turn_timeout_s,
+            "commit_timeout_s": commit_timeout_s,
+            "on_failure": lambda reason: self.failures.update([reason]),
+        }
+        if folder is not None:
+            self.disk = DiskHistory(
+                folder, max_bytes=disk_max_bytes, shape=shape, ttl_s=1000, value_bytes=value_bytes
+            )
+            self.store.add_tier(self.disk, **tier)
+        if url:
+            options = RedisOptions(url=url, timeout_s=timeout_s, backoff_s=0.001, breaker_open_s=retry_s)
+            self.link = RedisLink(options)
+            quota = RedisQuota(self.link, max_bytes=redis_max_bytes, ttl_s=1000)
+            self.remote = RedisHistory(self.link, quota, shape=shape, ttl_s=1000, value_bytes=value_bytes)
+            self.store.add_tier(self.remote, **tier)
         self._count = 0
+
+    def evict(self, session: SessionKey) -> None:
+        """Remove a session from host memory, as if there were no room."""
+        with self.store.records.lock:
+            self.store.records.forget(session)
 
     def begin(self, session: SessionKey, prompt: tuple[int, ...], **options: Any) -> StagedTurn:
         self._count += 1
@@ -138,6 +161,20 @@ def make_worker(redis_server: Any) -> Iterator[Callable[..., Worker]]:
 
     def make(url: str = "", **options: Any) -> Worker:
         made.append(Worker(url or redis_server.socket_url, **options))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.store.close()
+
+
+@pytest.fixture
+def make_disk_worker(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
+    """`make_disk_worker(**options)`: workers that share one folder; all are closed at the end."""
+    made: list[Worker] = []
+
+    def make(**options: Any) -> Worker:
+        made.append(Worker(**{"folder": tmp_path / "history", **options}))
         return made[-1]
 
     yield make

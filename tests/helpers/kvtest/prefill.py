@@ -34,6 +34,7 @@ from kvferry.shared.model.interface import LanguageModel, PrefillObserver
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.spec import TORCH_DTYPES
 from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.wire.frames import tensor_starts
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import BlockHeader, EndRecord, LayerHeader, Manifest, TransferKey
 from kvferry.shared.wire.receiver import BlockServer
@@ -78,7 +79,7 @@ class RecordingSink:
     def write(self, header: BlockHeader, payload: memoryview) -> None:
         layer = self.layers[header.key][header.layer]
         announced = layer.tensors[header.tensor]
-        size_bytes = layer.starts[header.tensor + 1] - layer.starts[header.tensor]
+        size_bytes = tensor_starts(layer)[header.tensor + 1] - tensor_starts(layer)[header.tensor]
         buffer = self._bytes[header.key, header.layer, announced.name]
         assert len(buffer) == header.offset
         buffer.extend(payload)
@@ -247,7 +248,7 @@ async def harness(demo_model: LanguageModel, prefill_options: dict[str, object])
     config = PrefillConfig(**prefill_options)  # type: ignore[arg-type]
     model = ControlledModel(demo_model)
     store = HistoryStore(
-        max_bytes=config.history_bytes,
+        max_bytes=config.history_bytes or 1 << 30,
         num_layers=model.spec.num_layers,
         turn_lease_s=config.turn_lease_s,
         clock=time.monotonic,

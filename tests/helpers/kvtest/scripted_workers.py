@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import secrets
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import (
@@ -24,6 +24,7 @@ from kvferry.shared.control.messages import (
     HistoryReturned,
     PrefillEvent,
     PrefillRequest,
+    RedirectRequest,
     SessionKey,
     Ticket,
     TicketIssued,
@@ -58,7 +59,11 @@ class Wire:
         self.transfers: dict[int, Transfer] = {}
 
     def open(self, request: GenerateRequest, spec: ModelSpec) -> Ticket:
-        """A ticket for a request, with its plan resolved, as a decode worker gives it."""
+        """A ticket for a request, as a decode worker gives it that is short of memory.
+
+        Its plan is resolved with the least budget that the request allows.
+        """
+        budget = (request.plan.budget, *request.plan.budget.smaller())[-1]
         transfer_id = secrets.randbits(63)
         self.transfers[transfer_id] = Transfer()
         return Ticket(
@@ -69,7 +74,7 @@ class Wire:
             lease_s=30.0,
             reserved_bytes=4096,
             plan=resolve_plan(
-                request.plan,
+                replace(request.plan, budget=budget),
                 num_prompt_tokens=len(request.prompt_token_ids),
                 max_new_tokens=request.sampling.max_tokens,
                 num_layers=spec.num_layers,
@@ -232,7 +237,9 @@ class ScriptedPrefill(_Worker):
                 prefill_s=0.002,
                 compress_s=0.001,
                 queue_s=0.0,
-                kept=tuple(b / max(1, request.kept_bins - 1) for b in range(request.kept_bins)),
+                retained_fractions=tuple(
+                    b / max(1, request.retained_bins - 1) for b in range(request.retained_bins)
+                ),
             )
             transfer = self._wire.transfers.pop(request.ticket.transfer_id, None)
             if transfer is None or transfer.first_token.done():
@@ -244,11 +251,18 @@ class ScriptedPrefill(_Worker):
     def _reused(self, request: PrefillRequest) -> int:
         if request.session is None:
             return 0
-        stored = self.history.get(request.session) or self.history.get(request.document) or ()
-        same = itertools.takewhile(
-            lambda pair: pair[0] == pair[1], zip(stored, request.prompt_token_ids, strict=False)
-        )
-        return min(sum(1 for _ in same), len(request.prompt_token_ids) - 1)
+        found = [self.history.get(request.session) or self.history.get(request.document) or ()]
+        if request.session.is_implicit:
+            owner = request.session.owner
+            found += [
+                stored for key, stored in self.history.items() if key is not None and key.owner == owner
+            ]
+        return max(self._shared(stored, request.prompt_token_ids) for stored in found)
+
+    @staticmethod
+    def _shared(stored: tuple[int, ...], prompt: tuple[int, ...]) -> int:
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(stored, prompt, strict=False))
+        return min(sum(1 for _ in same), len(prompt) - 1)
 
     async def commit_turn(self, request: CommitTurnRequest, *, timeout_s: float) -> HistoryInfo:
         if self.commit_error is not None:
@@ -256,6 +270,9 @@ class ScriptedPrefill(_Worker):
         assert self.staged.pop(request.request_id) == request.session
         self.history[request.session] = request.token_ids[:-1]
         return self._info(request.session)
+
+    async def redirect(self, request: RedirectRequest, *, timeout_s: float) -> None:
+        raise TransferFailed("nothing is sent again here", reason="resend")
 
     async def abort_turn(self, request_id: str, *, timeout_s: float) -> None:
         self.staged.pop(request_id, None)

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from kvferry.models import DEMO_MODEL
-from kvferry.shared.model.location import quiet_libraries
+from kvferry.shared.model.checkpoint import quiet_libraries
 
 VOCAB_SIZE = 704
 _COMMON: Mapping[str, Any] = {

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.sampling.params import SampledToken
-from kvferry.shared.wire.channel import ConnectingChannel, PeerLost, Received, SendResult
+from kvferry.shared.wire.channel import Channel, ListeningChannel, PeerLost, Received, SendResult
 from kvferry.shared.wire.frames import (
     decode_message,
     decode_nack,
@@ -23,8 +23,9 @@ from kvferry.shared.wire.frames import (
     encode_header,
     encode_layer,
     encode_manifest,
+    tensor_starts,
 )
-from kvferry.shared.wire.in_process import InProcessConnectingChannel, InProcessHub
+from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import (
     BlockHeader,
     EndRecord,
@@ -37,8 +38,7 @@ from kvferry.shared.wire.messages import (
     TransferKey,
 )
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
-from kvferry.shared.wire.sender import BlockSender
-from kvferry.shared.wire.transfer import OutgoingTransfer
+from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 
 WAIT_S = 20.0
@@ -101,7 +101,7 @@ class RecordingSink:
         announced = layers[-1].tensors[header.tensor]
         tensor = self.tensors.setdefault((header.key, header.layer, announced.name), bytearray())
         assert len(tensor) == header.offset
-        start, end = layers[-1].starts[header.tensor : header.tensor + 2]
+        start, end = tensor_starts(layers[-1])[header.tensor : header.tensor + 2]
         assert header.offset + payload.nbytes <= header.tensor_bytes == end - start
         tensor += payload
         self.blocks += 1
@@ -132,52 +132,45 @@ class Wire:
         self.failures: list[str] = []
 
     def server(self, sink: BlockSink, *, idle_timeout_s: float = WAIT_S) -> BlockServer:
+        channel: ListeningChannel
         if self.kind == "inproc":
-            server = self._hub.server(
-                sink,
-                idle_timeout_s=idle_timeout_s,
-                on_late_block=self._on_late_block,
-                on_failed=self.failures.append,
-            )
+            channel = self._hub.listening()
         else:
             bind = "tcp://127.0.0.1:0" if self.kind == "tcp" else f"ipc://{self._folder}/{next(ids)}"
-            server = BlockServer(
-                ZmqListeningChannel(bind),
-                sink,
-                idle_timeout_s=idle_timeout_s,
-                on_late_block=self._on_late_block,
-                on_failed=self.failures.append,
-            )
+            channel = ZmqListeningChannel(bind)
+        server = BlockServer(
+            channel,
+            sink,
+            idle_timeout_s=idle_timeout_s,
+            on_late_block=self._on_late_block,
+            on_failed=self.failures.append,
+        )
         self._closers.append(server.close)
         return server
 
     def sender(
         self, *, buffer_bytes: int = 64 << 20, timeout_s: float = WAIT_S, keepalive_interval_s: float = 2.0
     ) -> BlockSender:
-        if self.kind == "inproc":
-            sender = self._hub.sender(
-                buffer_bytes=buffer_bytes, timeout_s=timeout_s, keepalive_interval_s=keepalive_interval_s
-            )
-        else:
-            sender = BlockSender(
-                ZmqConnectingChannel(),
-                buffer_bytes=buffer_bytes,
-                timeout_s=timeout_s,
-                keepalive_interval_s=keepalive_interval_s,
-            )
+        sender = BlockSender(
+            self._connecting(),
+            buffer_bytes=buffer_bytes,
+            timeout_s=timeout_s,
+            keepalive_interval_s=keepalive_interval_s,
+        )
         self._closers.append(sender.close)
         return sender
 
     def bare(self, endpoint: str) -> BarePeer:
-        channel: ConnectingChannel
-        channel = InProcessConnectingChannel(self._hub) if self.kind == "inproc" else ZmqConnectingChannel()
-        peer = BarePeer(channel, endpoint)
+        peer = BarePeer(self._connecting(), endpoint)
         self._closers.append(peer.close)
         return peer
 
     def close(self) -> None:
         for close in reversed(self._closers):
             close()
+
+    def _connecting(self) -> Channel:
+        return self._hub.connecting() if self.kind == "inproc" else ZmqConnectingChannel()
 
     def _on_late_block(self) -> None:
         self.late_blocks += 1
@@ -186,13 +179,12 @@ class Wire:
 class BarePeer:
     """A sender without a state machine: says whatever a test wants."""
 
-    def __init__(self, channel: ConnectingChannel, endpoint: str) -> None:
+    def __init__(self, channel: Channel, endpoint: str) -> None:
         self._channel = channel
         self._endpoint = endpoint.encode()
         self._received: list[tuple[FrameHeader, bytes]] = []
         self._closed = False
         channel.open()
-        channel.connect(self._endpoint)
 
     def say(self, header: FrameHeader, *payload: bytes) -> None:
         payload = payload or (b"",)

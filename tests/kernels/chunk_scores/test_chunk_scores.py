@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
-from kvferry.kernels.chunk_scores import (
-    chunk_scores,
-    chunk_scores_torch,
-    shared_chunk_scores,
-    shared_chunk_scores_torch,
-)
-from kvferry.kernels.chunk_scores.reference import chunk_scores_reference, shared_chunk_scores_reference
+from kvferry.kernels.chunk_scores import chunk_scores, chunk_scores_torch, shared_chunk_scores_torch
+from kvferry.kernels.reference.scores import chunk_scores_reference, shared_chunk_scores_reference
+
+shared_chunk_scores = partial(chunk_scores, shared=True)
 
 
 def make(group: int, num_queries: int, num_tokens: int, num_kv_heads: int = 2) -> tuple[Tensor, Tensor]:
@@ -68,7 +67,7 @@ def test_references_equal_softmaxes_written_query_by_query() -> None:
 def test_the_bound_on_logits_changes_nothing(max_logits: int) -> None:
     queries, keys = make(4, 61, 61)
     torch.testing.assert_close(
-        chunk_scores_torch(queries, keys, 8, 0.25, max_logits),
+        chunk_scores_torch(queries, keys, 8, 0.25),
         chunk_scores_reference(queries, keys, 8, 0.25),
         atol=1e-5,
         rtol=1e-5,

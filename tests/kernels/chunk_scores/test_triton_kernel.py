@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvferry.kernels.chunk_scores import chunk_scores, shared_chunk_scores
-from kvferry.kernels.chunk_scores.reference import chunk_scores_reference, shared_chunk_scores_reference
+from kvferry.kernels.chunk_scores import chunk_scores
+from kvferry.kernels.reference.scores import chunk_scores_reference, shared_chunk_scores_reference
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -41,6 +41,6 @@ def test_scores_of_shared_queries_equal_the_reference() -> None:
         torch.randn(2, 2, 17, 32, generator=generator),
         torch.randn(2, 50, 32, generator=generator),
     )
-    scores = shared_chunk_scores(queries, keys, chunk_tokens=20, scaling=0.2)
+    scores = chunk_scores(queries, keys, chunk_tokens=20, scaling=0.2, shared=True)
     expected = shared_chunk_scores_reference(queries, keys, 20, 0.2)
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.column_sums import MAX_CHUNK_QUERIES, column_sums, column_sums_torch
-from kvferry.kernels.column_sums.reference import column_sums_reference
+from kvferry.kernels.reference.scores import column_sums_reference
 
 
 def make(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvferry.kernels.column_sums import column_sums
-from kvferry.kernels.column_sums.reference import column_sums_reference
+from kvferry.kernels.reference.scores import column_sums_reference
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.dense_decode import dense_decode, triton_kernel
-from kvferry.kernels.dense_decode.reference import dense_decode as reference
-from kvferry.kernels.split_workspace import split_workspace
+from kvferry.kernels.descriptors import split_workspace, uniform_heads
+from kvferry.kernels.reference.dense import dense_decode as reference
 
 # float16 inputs are exact in the reference too: what is left is the rounding of probabilities and of the
 # output. The interpreter cuts bfloat16 off instead of rounding it.
@@ -69,9 +69,7 @@ def test_a_batch_of_ragged_sequences_in_one_arena_is_one_launch() -> None:
                 else torch.zeros_like(one[0])
             )
     output = torch.full_like(queries, torch.nan)
-    workspace = split_workspace(
-        num_heads=8, num_slots=24, group_size=group_size, head_dim=head_dim, device=arena.device
-    )
+    workspace = split_workspace(output, 24)
     workspace.partial.fill_(torch.nan)
     workspace.lse.fill_(torch.nan)
     triton_kernel.dense_decode_batch(
@@ -87,6 +85,25 @@ def test_a_batch_of_ragged_sequences_in_one_arena_is_one_launch() -> None:
     )
     torch.testing.assert_close(output, torch.stack(expected).view_as(output), rtol=1e-5, atol=1e-6)
     assert not workspace.counters.any()
+
+
+def test_more_splits_than_are_combined_at_once_are_all_counted() -> None:
+    generator = torch.Generator().manual_seed(2)
+    keys, values = torch.randn(2, 1, 256 * 19 + 5, 16, generator=generator)
+    queries = 2 * torch.randn(1, 1, 2, 16, generator=generator)
+    output = torch.full_like(queries, torch.nan)
+    triton_kernel.dense_decode_batch(
+        queries,
+        keys,
+        values,
+        uniform_heads(keys, values),
+        row_stride=16,
+        scaling=0.5,
+        workspace=split_workspace(output, 24),
+        num_splits=24,
+        output=output,
+    )
+    torch.testing.assert_close(output[0], reference(queries[0], keys, values, scaling=0.5))
 
 
 def test_rows_may_lie_in_pages_anywhere_in_the_arena() -> None:
@@ -115,9 +132,7 @@ def test_rows_may_lie_in_pages_anywhere_in_the_arena() -> None:
         torch.tensor(heads),
         row_stride=head_dim,
         scaling=0.2,
-        workspace=split_workspace(
-            num_heads=4, num_slots=8, group_size=group_size, head_dim=head_dim, device=arena.device
-        ),
+        workspace=split_workspace(output, 8),
         num_splits=2,
         output=output,
         page_table=table * page_elements,

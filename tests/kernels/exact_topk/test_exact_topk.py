@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvferry.kernels import exact_topk
-from kvferry.kernels.exact_topk import reference
-from kvferry.kernels.top_tokens import top_tokens
+from kvferry.kernels.reference import sparse as reference
+from kvferry.kernels.torch_attention import top_tokens
 
 NAN = float("nan")
 
@@ -31,7 +31,7 @@ def test_output_agrees_with_the_reference(group_size, length, num_tokens):
     queries = make_queries(group_size)
     output = exact_topk.attend(queries, keys, values, length=length, num_tokens=num_tokens, scaling=0.25)
     used = keys[:, :length], values[:, :length]
-    expected = reference.attend(queries, *used, num_tokens=num_tokens, scaling=0.25)
+    expected = reference.exact_attend(queries, *used, num_tokens=num_tokens, scaling=0.25)
     torch.testing.assert_close(output, expected, atol=2e-6, rtol=2e-6)
 
 
@@ -44,7 +44,7 @@ def test_scores_are_the_mean_of_the_groups_softmaxes(group_size):
         [torch.stack([torch.softmax(0.25 * keys[h] @ q, 0) for q in queries[h]]).mean(0) for h in range(2)]
     )
     torch.testing.assert_close(scores, expected)
-    torch.testing.assert_close(reference.token_scores(queries, keys, scaling=0.25), expected)
+    torch.testing.assert_close(reference.exact_scores(queries, keys, scaling=0.25), expected)
 
 
 def test_the_newest_token_is_attended_and_ties_go_to_the_lowest_index():
@@ -59,7 +59,7 @@ def test_half_precision_chooses_in_float32(dtype):
     keys, values = make_cache(40, 45, dtype=dtype)
     queries = make_queries(4, dtype=dtype)
     output = exact_topk.attend(queries, keys, values, length=40, num_tokens=9, scaling=0.3)
-    expected = reference.attend(queries, keys[:, :40], values[:, :40], num_tokens=9, scaling=0.3)
+    expected = reference.exact_attend(queries, keys[:, :40], values[:, :40], num_tokens=9, scaling=0.3)
     assert output.dtype == dtype
     torch.testing.assert_close(output.float(), expected, atol=2e-2, rtol=2e-2)
 

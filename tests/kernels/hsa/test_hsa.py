@@ -1,14 +1,13 @@
 """Hybrid sparse attention agrees with the plain reference up to ties, and reads nothing beyond its length."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels import hsa
-from kvferry.kernels.hsa import reference, torch_path
+from kvferry.kernels.hsa import torch_path
+from kvferry.kernels.reference import sparse as reference
 
 NAN = float("nan")
 
@@ -81,8 +80,8 @@ def test_selection_and_output_agree_with_the_reference_up_to_ties(
         torch.testing.assert_close(output, expected, atol=2e-6, rtol=2e-6)
         return
     used = (page_max[:, :pages], page_min[:, :pages])
-    scores = reference.token_scores(queries, *used, length=length, **sizes)
-    ranked = torch_path.rank_channels(queries, num_channels=num_channels)
+    scores = reference.hsa_scores(queries, *used, length=length, scaling=0.25, **sizes)
+    ranked = torch_path.rank_channels(queries, num_channels=num_channels, scaling=0.25)
     selected = torch_path.select_tokens(
         ranked, *used, length=length, page_size=page_size, num_tokens=num_tokens
     )
@@ -121,7 +120,7 @@ def test_pages_that_lie_channel_by_channel_are_attended_as_those_that_lie_page_b
 
 def test_equal_scores_select_the_lowest_indices_and_the_newest_token():
     page_max = page_min = torch.ones(1, 4, 8)
-    ranked = torch_path.rank_channels(torch.ones(1, 2, 8), num_channels=3)
+    ranked = torch_path.rank_channels(torch.ones(1, 2, 8), num_channels=3, scaling=1.0)
     selected = torch_path.select_tokens(ranked, page_max, page_min, length=15, page_size=4, num_tokens=6)
     assert selected.sort().values.tolist() == [[0, 1, 2, 3, 4, 14]]
 
@@ -130,7 +129,7 @@ def test_channels_of_equal_magnitude_go_to_the_lowest_index():
     queries = torch.tensor([[[1.0, -1.0, 1.0, 1.0]]])
     # channel 0 favours page 0, channel 2 would favour page 1; only channel 0 may be read
     page_max = torch.tensor([[[5.0, 0.0, -9.0, 0.0], [0.0, 0.0, 9.0, 0.0], [0.0, 0.0, 0.0, 0.0]]])
-    ranked = torch_path.rank_channels(queries, num_channels=1)
+    ranked = torch_path.rank_channels(queries, num_channels=1, scaling=1.0)
     selected = torch_path.select_tokens(ranked, page_max, -page_max, length=3, page_size=1, num_tokens=2)
     assert selected.tolist() == [[2, 0]]
 
@@ -138,12 +137,12 @@ def test_channels_of_equal_magnitude_go_to_the_lowest_index():
 def test_a_zero_sum_over_the_group_takes_the_maximum():
     queries = torch.tensor([[[1.0], [-1.0]]])
     page_max, page_min = torch.tensor([[[3.0], [0.0], [0.0]]]), torch.tensor([[[0.0], [0.0], [0.0]]])
-    kwargs = {"length": 3, "page_size": 1, "num_channels": 1}
-    scores = reference.token_scores(queries, page_max, page_min, **kwargs)
+    kwargs = {"length": 3, "page_size": 1, "num_channels": 1, "scaling": 1.0}
+    scores = reference.hsa_scores(queries, page_max, page_min, **kwargs)
     flat = torch.softmax(torch.tensor([3.0, 0.0, 0.0]), 0) + torch.softmax(torch.tensor([-3.0, 0.0, 0.0]), 0)
     torch.testing.assert_close(scores[0], flat / 2)
     # page 0 stands out by its maximum (mean 0.466 of 1); by its minimum all would tie
-    ranked = torch_path.rank_channels(queries, num_channels=1)
+    ranked = torch_path.rank_channels(queries, num_channels=1, scaling=1.0)
     selected = torch_path.select_tokens(ranked, page_max, page_min, length=3, page_size=1, num_tokens=2)
     assert selected.tolist() == [[2, 0]]
 
@@ -151,9 +150,23 @@ def test_a_zero_sum_over_the_group_takes_the_maximum():
 def test_a_partial_last_page_counts_its_own_tokens_only():
     queries = torch.tensor([[[2.0, 1.0]]])
     page_max = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
-    scores = reference.token_scores(queries, page_max, page_max, length=5, page_size=4, num_channels=2)
-    logits = torch.tensor([2.0, 2.0, 2.0, 2.0, 1.0]) / math.sqrt(2)
+    sizes = {"page_size": 4, "num_channels": 2, "scaling": 0.7}
+    scores = reference.hsa_scores(queries, page_max, page_max, length=5, **sizes)
+    logits = torch.tensor([2.0, 2.0, 2.0, 2.0, 1.0]) * 0.7
     torch.testing.assert_close(scores[0], torch.softmax(logits, 0))
+
+
+def test_with_all_channels_and_pages_of_one_token_estimates_are_the_attention_at_its_own_scale():
+    generator = torch.Generator().manual_seed(8)
+    queries, keys = torch.randn(2, 3, 16, generator=generator), torch.randn(2, 20, 16, generator=generator)
+    exact = reference.exact_scores(queries, keys, scaling=0.9)
+    sizes = {"page_size": 1, "num_channels": 16, "scaling": 0.9}
+    estimates = reference.hsa_scores(queries, keys, keys, length=20, **sizes)
+    torch.testing.assert_close(estimates, exact)
+    ranked = torch_path.rank_channels(queries, num_channels=16, scaling=0.9)
+    index = ranked.channels[:, None].expand(-1, 3, -1)
+    in_order = torch.zeros_like(queries).scatter_(2, index, ranked.queries)
+    torch.testing.assert_close(in_order, queries * 0.9)
 
 
 def test_a_head_that_is_zero_on_the_chosen_channels_stays_finite():
@@ -181,7 +194,7 @@ def test_half_precision_stays_near_the_reference_when_all_is_attended(dtype):
     kwargs = {"page_size": 3, "num_channels": 6, "num_tokens": 12, "scaling": 0.3}
     output = hsa.attend(queries, keys, values, page_max, page_min, length=12, **kwargs)
     pages = page_max[:, :4], page_min[:, :4]
-    expected = reference.attend(queries, keys[:, :12], values[:, :12], *pages, **kwargs)
+    expected = reference.hsa_attend(queries, keys[:, :12], values[:, :12], *pages, **kwargs)
     torch.testing.assert_close(output.float(), expected, atol=2e-2, rtol=2e-2)
 
 

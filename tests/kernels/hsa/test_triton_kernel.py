@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels import hsa
-from kvferry.kernels.hsa import reference, triton_kernel
-from kvferry.kernels.hsa.descriptors import FIELDS, PageSizes, hsa_scratch
+from kvferry.kernels.hsa import triton_kernel
+from kvferry.kernels.hsa.batch import FIELDS, HsaScratch, SparseSize
+from kvferry.kernels.reference import sparse as reference
 
 
 def channel_major(num_kv_heads: int, num_pages: int, head_dim: int, dtype: torch.dtype) -> Tensor:
@@ -62,7 +63,7 @@ def test_attention_equals_the_reference(
         scaling=head_dim**-0.5,
     )
     used = hsa.num_pages(length, page_size)
-    expected = reference.attend(
+    expected = reference.hsa_attend(
         queries.float(),
         keys[:, :length].float(),
         values[:, :length].float(),
@@ -111,26 +112,19 @@ def test_a_batch_of_other_sizes_appends_selects_and_attends_in_one_go() -> None:
         caches.append((keys, values, page_max, page_min))
     assert len(table[0]) == FIELDS
     output = torch.full_like(queries, torch.nan)
-    scratch = hsa_scratch(
-        num_heads=len(sizes),
-        group_size=group_size,
-        head_dim=head_dim,
-        max_pages=capacity,
-        max_tokens=capacity,
-        num_splits=2,
-        device=arena.device,
+    size = SparseSize(
+        max_pages=capacity, max_tokens=capacity, max_channels=32, pages_of_one=True, larger_pages=True
     )
+    scratch = HsaScratch.of(size, output)
+    assert scratch.num_splits == 2
     scratch.scores.fill_(torch.nan)
     scratch.partial.fill_(torch.nan)
     triton_kernel.append_and_attend_batch(
         queries,
         arena.view(-1),
         torch.tensor(table),
-        max_channels=32,
-        page_sizes=PageSizes.of(size[1] for size in sizes),
+        scratch,
         scaling=0.2,
-        scratch=scratch,
-        num_splits=2,
         output=output,
         new_keys=new[0],
         new_values=new[1],
@@ -146,7 +140,7 @@ def test_a_batch_of_other_sizes_appends_selects_and_attends_in_one_go() -> None:
         used = expected_max.shape[1]
         torch.testing.assert_close(page_max[:, :used], expected_max)
         torch.testing.assert_close(page_min[:, :used], expected_min)
-        expected = reference.attend(
+        expected = reference.hsa_attend(
             queries[sequence],
             keys[:, :length],
             values[:, :length],

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels import kivi
-from kvferry.kernels.dense_decode.reference import dense_decode
 from kvferry.kernels.kivi import (
     KiviRows,
     kivi_decode,
@@ -14,7 +13,8 @@ from kvferry.kernels.kivi import (
     kivi_quantise,
     kivi_shapes,
 )
-from kvferry.kernels.kivi.reference import rounded
+from kvferry.kernels.reference.dense import dense_decode
+from kvferry.kernels.reference.scores import rounded
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 

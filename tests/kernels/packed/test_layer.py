@@ -36,13 +36,13 @@ def expected_head(keys, values, key_bits, value_bits):
         if bits == 16:
             expected_keys[kept, c] = channel.half().float()
         elif bits and kept.any():
-            expected_keys[kept, c] = dequantise_rows(*quantise_rows(channel[None], bits))[0]
+            expected_keys[kept, c] = dequantise_rows(*quantise_rows(channel[None], bits, half=True))[0]
     for t, bits in enumerate(value_bits.tolist()):
         token = values[t].float()
         if bits == 16:
             expected_values[t] = token.half().float()
         elif bits:
-            expected_values[t] = dequantise_rows(*quantise_rows(token[None], bits))[0]
+            expected_values[t] = dequantise_rows(*quantise_rows(token[None], bits, half=True))[0]
     return expected_keys, expected_values
 
 
@@ -100,18 +100,36 @@ def test_a_layer_is_viewed_from_its_bytes_and_counts_alone():
     place = arena[1024 : 1024 + packed.layout.size_bytes]
     for start, size in packed.layout.kinds.values():
         place[start : start + size] = packed.buffer[start : start + size]
-    viewed = view_packed_layer(packed_layout(packed.layout.heads, 12), place)
+    viewed = view_packed_layer(packed_layout(packed.layout.heads, 12, num_tokens=141), place)
     for one, other in zip(unpack_layer(viewed), unpack_layer(packed), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_values_beyond_half_precision_are_refused_where_they_are_kept_at_sixteen_bits():
+@pytest.mark.parametrize("width", [2, 4, 8, 16])
+def test_values_beyond_half_precision_are_refused_at_every_width(width):
     keys, values = torch.full((1, 2, 2), 70000.0), torch.zeros(1, 2, 2)
-    bits = torch.full((1, 2), 16)
-    with pytest.raises(ValueError, match="65504"):
-        pack_layer(keys, values, bits, bits)
-    eight = torch.full((1, 2), 8)
-    assert unpack_layer(pack_layer(keys, values, eight, eight))[0][0].eq(70000).all()
+    bits = torch.full((1, 2), width)
+    for one, other in ((keys, values), (values, keys)):
+        with pytest.raises(ValueError, match="65504"):
+            pack_layer(one, other, bits, bits)
+
+
+@pytest.mark.parametrize(("num_tokens", "dtype"), [(65536, torch.uint16), (65537, torch.int32)])
+def test_positions_take_two_bytes_as_long_as_these_suffice(num_tokens, dtype):
+    keys = torch.ones(1, num_tokens, 2)
+    value_bits = torch.zeros(1, num_tokens, dtype=torch.uint8)
+    value_bits[0, [0, 40000, num_tokens - 1]] = 4
+    packed = pack_layer(keys, keys, torch.full((1, 2), 4, dtype=torch.uint8), value_bits)
+    assert packed.heads[0].positions.dtype == dtype
+    assert unpack_layer(packed)[0][2].tolist() == [0, 40000, num_tokens - 1]
+    check_packed_layer(packed, num_tokens)
+
+
+def test_scales_and_minima_take_two_bytes():
+    packed = pack_layer(*make_layer(2, 50, 8))
+    for head in packed.heads:
+        for name in ("key_scales", "key_minima", "value_scales", "value_minima"):
+            assert getattr(head, name).dtype == torch.float16
 
 
 def test_misfits_are_named():
@@ -131,7 +149,7 @@ def test_misfits_are_named():
 @pytest.mark.parametrize(
     ("name", "entry", "named"),
     [
-        ("positions", -1, "positions of head 1"),
+        ("positions", 65535, "positions of head 1"),
         ("positions", 99, "positions of head 1"),
         ("channels", 4, "channels of head 1"),
         ("channels", 0, "channels of head 1"),
@@ -139,7 +157,7 @@ def test_misfits_are_named():
         ("key_scales", 0.0, "scales of head 1"),
         ("value_scales", -1.0, "scales of head 1"),
         ("value_minima", float("inf"), "scales of head 1"),
-        ("value_scales", 1e38, "scales of head 1"),
+        ("value_scales", float("inf"), "scales of head 1"),
         ("values_16", float("nan"), "head 1 keeps at 16 bits"),
     ],
 )

@@ -52,7 +52,7 @@ def test_products_see_the_tile_that_they_are_laid_down_in(monkeypatch):
         made.reserve(codes.numel())
         floats = made.floats(*codes.shape)
         made.convert(codes, floats)
-        made.multiply(tiles.RowProducts(weights=torch.ones(2, 6), codes=floats, addend=output, target=output))
+        made.then(torch.addmm, output, torch.ones(2, 6), floats, out=output)
     made.run()
     assert output.flatten().tolist() == [66, 66]
 

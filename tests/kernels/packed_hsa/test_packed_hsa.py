@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from kvferry.kernels import packed_hsa
 from kvferry.kernels.hsa import num_pages
-from kvferry.kernels.hsa import reference as hsa_reference
 from kvferry.kernels.packed import pack_layer, unpack_layer
 from kvferry.kernels.packed.key_words import gather_key_codes, key_tiles
-from kvferry.kernels.packed_hsa import append_key, attend, page_extremes, reference
+from kvferry.kernels.packed_hsa import append_key, attend, page_extremes
+from kvferry.kernels.reference import sparse as reference
 
 WIDTHS = torch.tensor([0, 2, 4, 8, 16], dtype=torch.uint8)
 
@@ -63,7 +63,7 @@ def test_output_equals_hsa_over_dequantised_tensors(
         "scaling": 0.3,
     }
     output = attend(queries, packed, new_keys, new_values, *build(packed, new_keys, page_size), **sizes)
-    expected = reference.attend(queries, packed, new_keys, new_values, **sizes)
+    expected = reference.packed_hsa_attend(queries, packed, new_keys, new_values, **sizes)
     torch.testing.assert_close(output, expected, atol=1e-3, rtol=1e-3)
 
 
@@ -73,7 +73,7 @@ def test_page_extremes_are_those_of_each_heads_own_dequantised_tokens(page_size)
     page_max, page_min = build(packed, new_keys, page_size)
     for h, (keys, _, _) in enumerate(unpack_layer(packed)):
         all_keys = torch.cat([keys, new_keys[h]])[None]
-        expected = hsa_reference.page_extremes(all_keys, page_size=page_size)
+        expected = reference.page_extremes(all_keys, page_size=page_size)
         pages = expected[0].shape[1]
         torch.testing.assert_close(page_max[h, :pages], expected[0][0], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(page_min[h, :pages], expected[1][0], atol=1e-5, rtol=1e-5)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels.quantise import dequantise_rows, quantise_rows
-from kvferry.kernels.quantise.reference import quantise_row
+from kvferry.kernels.reference.scores import quantise_row
 
 WIDTHS = (2, 4, 8)
 
@@ -79,6 +79,35 @@ def test_a_minimum_far_beyond_the_range_costs_no_precision():
     channel = torch.linspace(4000, 4001, 257)[None]
     ours = dequantise_rows(*quantise_rows(channel, 8))
     assert float((ours - channel).abs().max()) <= 0.5 / 255 + 3e-4  # 4000 has a float32 spacing of 2.4e-4
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("offset", [-300.0, -1.0, 0.0, 1e-6, 20.0, 3000.0])
+def test_half_precision_headers_still_cover_the_row(bits, offset):
+    """The minimum is rounded down and the scale up, so no value is further from a code than half a step."""
+    rows = offset + torch.randn(50, 64, generator=torch.Generator().manual_seed(3))
+    codes, scales, minima = quantise_rows(rows, bits, half=True)
+    assert scales.dtype == minima.dtype == torch.float16
+    assert (minima.float() <= rows.amin(dim=1)).all()
+    error = (dequantise_rows(codes, scales, minima) - rows).abs()
+    assert (error <= scales.float()[:, None] * 0.501 + abs(offset) * 1e-6).all()
+
+
+def test_half_precision_headers_cost_no_accuracy_that_matters():
+    rows = torch.randn(200, 64, generator=torch.Generator().manual_seed(4))
+    for bits in WIDTHS:
+        whole, half = (
+            (dequantise_rows(*quantise_rows(rows, bits, half=half)) - rows).square().mean()
+            for half in (False, True)
+        )
+        assert half < 1.04 * whole
+
+
+def test_a_constant_row_with_half_precision_headers_keeps_its_value():
+    for value in (0.0, 3.5, -2.0, 1000.0, 0.1):
+        rows = torch.full((1, 9), value)
+        restored = dequantise_rows(*quantise_rows(rows, 4, half=True))
+        assert restored.sub(value).abs().max() <= abs(value) * 2e-3
 
 
 def test_rows_of_a_transposed_view_are_channels():

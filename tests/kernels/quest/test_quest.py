@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels import hsa, quest
-from kvferry.kernels.dense_decode.reference import dense_decode
-from kvferry.kernels.hsa.reference import page_extremes
-from kvferry.kernels.quest import reference
-from kvferry.kernels.top_tokens import top_tokens
+from kvferry.kernels.reference import sparse as reference
+from kvferry.kernels.reference.dense import dense_decode
+from kvferry.kernels.reference.sparse import page_extremes
+from kvferry.kernels.torch_attention import top_tokens
 
 NAN = float("nan")
 
@@ -37,7 +37,7 @@ def test_selection_and_output_agree_with_the_reference_up_to_ties(group_size, le
         length=length, page_size=page_size, num_tokens=num_tokens, scaling=0.25,
     )  # fmt: skip
     assert output.isfinite().all()
-    expected_scores = reference.token_scores(queries, keys[:, :length], page_size=page_size, scaling=0.25)
+    expected_scores = reference.quest_scores(queries, keys[:, :length], page_size=page_size, scaling=0.25)
     pages = hsa.num_pages(length, page_size)
     used = page_max[:, :pages], page_min[:, :pages]
     scores = quest.token_scores(queries, *used, length=length, page_size=page_size, scaling=0.25)

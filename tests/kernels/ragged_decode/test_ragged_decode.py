@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.kernels.dense_decode.reference import dense_decode
 from kvferry.kernels.ragged_decode import ragged_decode
-from kvferry.kernels.ragged_decode.reference import ragged_decode as reference
+from kvferry.kernels.reference.dense import dense_decode
+from kvferry.kernels.reference.dense import ragged_decode as reference
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels import sparq
-from kvferry.kernels.sparq import reference
+from kvferry.kernels.reference import sparse as reference
 
 NAN = float("nan")
 
@@ -34,9 +34,9 @@ def test_scores_and_output_agree_with_the_reference(group_size, length, num_chan
     used = keys[:, :length], values[:, :length]
     torch.testing.assert_close(
         sparq.approximate_scores(queries, used[0], **sizes),
-        reference.approximate_scores(queries, used[0], **sizes),
+        reference.sparq_scores(queries, used[0], **sizes),
     )
-    expected = reference.attend(queries, *used, num_tokens=num_tokens, **sizes)
+    expected = reference.sparq_attend(queries, *used, num_tokens=num_tokens, **sizes)
     torch.testing.assert_close(output, expected, atol=5e-6, rtol=5e-6)
 
 
@@ -92,7 +92,7 @@ def test_half_precision_stays_near_the_reference(dtype):
     sizes = {"num_channels": 6, "num_tokens": 12, "scaling": 0.3}
     output = sparq.attend(queries, keys, values, value_sum, length=40, **sizes)
     assert output.dtype == dtype
-    expected = reference.attend(queries, keys[:, :40], values[:, :40], **sizes)
+    expected = reference.sparq_attend(queries, keys[:, :40], values[:, :40], **sizes)
     torch.testing.assert_close(output.float(), expected, atol=2e-2, rtol=2e-2)
 
 

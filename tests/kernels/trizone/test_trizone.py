@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.packed import pack_layer, packed_layout, tiles, unpack_layer, view_packed_layer
 from kvferry.kernels.packed.key_words import block_groups
-from kvferry.kernels.trizone import reference, torch_path, trizone_decode, trizone_decode_segments
+from kvferry.kernels.reference import dense as reference
+from kvferry.kernels.trizone import torch_path, trizone_decode, trizone_decode_segments
 
 WIDTHS = torch.tensor([0, 2, 4, 8, 16], dtype=torch.uint8)
 
@@ -137,7 +138,10 @@ def poison_padding(packed):
         for region in regions.values():
             used[region.offset : region.offset + region.size_bytes] = True
     poisoned[~used] = 0xFF
-    viewed = view_packed_layer(packed_layout(packed.layout.heads, packed.layout.head_dim), poisoned)
+    viewed = view_packed_layer(
+        packed_layout(packed.layout.heads, packed.layout.head_dim, num_tokens=packed.layout.num_tokens),
+        poisoned,
+    )
     for head in viewed.heads:
         counts = head.counts
         num_blocks, lanes = block_groups(counts.num_tokens)[-1]

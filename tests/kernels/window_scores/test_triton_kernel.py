@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvferry.kernels.window_scores import window_scores
-from kvferry.kernels.window_scores.reference import window_scores_reference
+from kvferry.kernels.column_sums import window_scores
+from kvferry.kernels.reference.scores import window_scores_reference
 
 
 @pytest.mark.usefixtures("interpreter")

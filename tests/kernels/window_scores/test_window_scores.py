@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvferry.kernels.window_scores import window_scores, window_scores_torch
-from kvferry.kernels.window_scores.reference import window_scores_reference
+from kvferry.kernels.column_sums import column_sums_torch, window_scores
+from kvferry.kernels.reference.scores import window_scores_reference
 
 
 def make(num_kv_heads: int, group: int, window: int, num_tokens: int, dtype: torch.dtype = torch.float32):
@@ -40,7 +40,7 @@ def test_reference_equals_a_softmax_written_query_by_query() -> None:
 @pytest.mark.parametrize("max_logits", [1, 100, 1000, 10**6])
 def test_chunking_changes_nothing(max_logits: int) -> None:
     queries, keys = make(2, 4, 9, 61)
-    scores = window_scores_torch(queries, keys, 0.25, max_logits)
+    scores = column_sums_torch(queries, keys, 0.25, max_logits).sums
     torch.testing.assert_close(scores, window_scores_reference(queries, keys, 0.25), atol=1e-5, rtol=1e-5)
 
 

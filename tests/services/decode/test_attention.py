@@ -6,10 +6,10 @@ from kvtest.compression import Placed, make_resolved, make_spec, one_format, pac
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.kernels import dispatch
-from kvferry.kernels.dense_decode.reference import dense_decode
 from kvferry.kernels.packed import pack_layer
-from kvferry.services.decode.attention import BatchAttention, Members
-from kvferry.shared.cache.layout import sequence_layout
+from kvferry.kernels.reference.dense import dense_decode
+from kvferry.services.decode.attention import BatchAttention, SlotAttention
+from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import LayerPlan, Part
 
@@ -45,7 +45,7 @@ def make_caches(rows, seed):
 
 def test_a_full_cache_is_recorded_for_its_sequence_and_the_other_goes_on():
     caches = [make_caches(5, 0), make_caches(3, 1)]
-    attention = BatchAttention.of(SPEC, caches, [1, 0])  # the first has used its one spare row already
+    slots, attention = placed(caches, num_appended=[1, 0])  # the first has used its one spare row already
     for layer in range(2):
         queries, keys, values = torch.randn(2, 2, 2, 8), torch.randn(2, 2, 8), torch.randn(2, 2, 8)
         output = attention(layer, queries, keys, values, 0.3)
@@ -55,8 +55,8 @@ def test_a_full_cache_is_recorded_for_its_sequence_and_the_other_goes_on():
         expected = dense_decode(queries[1], cache.keys, cache.values, scaling=0.3)
         torch.testing.assert_close(output[1], expected, atol=2e-6, rtol=2e-6)
         assert not output[0].any()
-    assert list(attention.errors) == [0]
-    assert isinstance(attention.errors[0], IndexError)
+    assert list(slots.errors) == [0]
+    assert isinstance(slots.errors[0], IndexError)
 
 
 class OperatorCount(TorchDispatchMode):
@@ -156,16 +156,19 @@ MIXED = [
 ]
 
 
-def placed(members):
-    attention = BatchAttention(members)
-    attention.place(members)
-    return attention
+def placed(sequences, *, num_slots=None, num_appended=None):
+    """Slots with these sequences, and attention over them."""
+    num_slots = len(sequences) if num_slots is None else num_slots
+    slots = SlotAttention(SPEC, num_slots, sequences[0][0].regions["keys"])
+    for slot, caches in enumerate(sequences):
+        slots.place(slot, caches, num_appended[slot] if num_appended else 0)
+    return slots, BatchAttention(slots, num_slots)
 
 
 def run_steps(plans, *, num_slots, active=None):
     """Outputs of a few steps, `[STEPS, 2, S, H_kv, G, D]`, and the batch's caches; the same at every call."""
     sequences = fill_arena(plans)
-    attention = placed(Members.of(SPEC, sequences, [0] * len(plans), num_slots=num_slots))
+    slots, attention = placed(sequences, num_slots=num_slots)
     generator = torch.Generator().manual_seed(2)
     outputs = []
     for step in range(STEPS):
@@ -175,7 +178,7 @@ def run_steps(plans, *, num_slots, active=None):
             queries = torch.randn(num_slots, 2, 2, 8, generator=generator)
             keys, values = torch.randn(2, num_slots, 2, 8, generator=generator)
             outputs.append(attention(layer, queries, keys, values, 0.3).clone())
-    assert not attention.errors
+    assert not slots.errors
     return torch.stack(outputs).view(STEPS, 2, num_slots, 2, 2, 8), sequences
 
 
@@ -215,7 +218,7 @@ def test_a_slot_that_is_not_active_writes_nothing_and_its_output_is_zero(interpr
 def test_a_layer_takes_as_many_launches_however_many_sequences_there_are(interpreter):
     def launches(copies):
         sequences = fill_arena([plan for plan in MIXED[:3] for _ in range(copies)])
-        attention = BatchAttention.of(SPEC, sequences, [0] * len(sequences))
+        _, attention = placed(sequences)
         before = dispatch.calls()
         num_slots = len(sequences)
         attention(0, *(torch.zeros(num_slots, 2, *size, 8) for size in ((2,), (), ())), 0.3)
@@ -232,26 +235,67 @@ def test_a_layer_takes_as_many_launches_however_many_sequences_there_are(interpr
     }
 
 
-def test_batches_whose_pages_want_other_launches_share_none():
+def test_batches_whose_pages_want_other_launches_share_none(interpreter):
     """Pages of one token have a launch of their own: sizes alike otherwise are not enough."""
     of_one = Part(name="hsa", params=dict(HSA.params) | {"page_size": 1})
     sequences = fill_arena([(20, HSA, HSA), (20, of_one, of_one), (20, HSA, of_one)])
-    signatures = {Members.of(SPEC, [caches], [0], num_slots=1).signature for caches in sequences}
+    signatures = {placed([caches])[0].signature() for caches in sequences}
     assert len(signatures) == 3
 
 
 def test_batches_of_one_shape_share_memory_and_launches(interpreter):
-    """A new batch placed in the memory of another attends as one of its own would."""
+    """Sequences that take the slots of others attend as they would in a batch of their own."""
     plans = [*MIXED[:3], (7, *MIXED[0][1:]), MIXED[1], (20, HSA, HSA_FINE)]
-
-    def members(first, last):
-        return Members.of(SPEC, sequences[first:last], [0] * 3, num_slots=3)
-
     sequences = fill_arena(plans)
-    attention = placed(members(0, 3))
-    assert members(0, 3).signature == members(3, 6).signature
-    assert members(0, 3).signature != Members.of(SPEC, sequences[:2], [0] * 2, num_slots=3).signature
+    slots, attention = placed(sequences[:3])
+    assert slots.signature() == placed(sequences[3:])[0].signature()
+    assert slots.signature() != placed(sequences[:2], num_slots=3)[0].signature()
     inputs = [torch.randn(3, 2, 2, 8), *torch.randn(2, 3, 2, 8)]
     attention(0, *inputs, 0.3)
-    attention.place(members(3, 6))
-    assert torch.equal(attention(0, *inputs, 0.3).clone(), placed(members(3, 6))(0, *inputs, 0.3))
+    for slot, caches in enumerate(sequences[3:]):
+        slots.remove(slot)
+        slots.place(slot, caches, 0)
+    assert torch.equal(attention(0, *inputs, 0.3).clone(), placed(sequences[3:])[1](0, *inputs, 0.3))
+
+
+@pytest.mark.parametrize("path", ["triton", "torch"])
+def test_a_sequence_that_joins_or_leaves_changes_no_other_output(interpreter, path):
+    """Each one's outputs are those it has in a batch that never changes, wherever it is placed and when."""
+    dispatch.configure(path, torch.device("cpu"))
+    plans = [MIXED[i] for i in (2, 1, 0, 4)]
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(3, 2, 4, 2, 4, 8, generator=generator)  # steps, layers, sequences
+
+    def attend(attention, slots_of, step):
+        attended = {}
+        for layer in range(2):
+            rows = torch.zeros(4, 2, 4, 8)
+            for sequence, slot in slots_of.items():
+                rows[slot] = inputs[step - started[sequence], layer, sequence]
+            output = attention(layer, rows[:, :, :2], rows[:, :, 2], rows[:, :, 3], 0.3)
+            for sequence, slot in slots_of.items():
+                attended[sequence, step - started[sequence], layer] = output[slot].clone()
+        return attended
+
+    sequences, started = fill_arena(plans), dict.fromkeys(range(4), 0)
+    expected = {}
+    _, attention = placed(sequences)
+    for step in range(STEPS):
+        expected |= attend(attention, {i: i for i in range(4)}, step)
+        attention.advance(torch.ones(4, dtype=torch.int64))
+
+    sequences, found, slots_of = fill_arena(plans), {}, {}
+    slots = SlotAttention(SPEC, 4, sequences[0][0].regions["keys"])
+    for step, (leaving, joining) in enumerate([([], [3, 1]), ([], [0]), ([3, 1], [2])]):
+        for sequence in leaving:
+            slots.remove(slots_of.pop(sequence))
+        for sequence in joining:
+            slot = min({0, 1, 2, 3} - set(slots_of.values()))
+            slots.place(slot, sequences[sequence], 0)
+            slots_of[sequence], started[sequence] = slot, step
+        attention = BatchAttention(slots, 4)
+        found |= attend(attention, slots_of, step)
+        attention.advance(torch.tensor([int(slot in slots_of.values()) for slot in range(4)]))
+    assert not slots.errors
+    for key, output in found.items():
+        torch.testing.assert_close(output, expected[key], rtol=2e-3, atol=2e-3)

@@ -15,18 +15,19 @@ from kvtest.compression import NOT_WRITTEN, Placed, make_inputs, make_spec
 from kvtest.wire import header_of, to_bytes
 
 from kvferry.kernels.packed import LAYOUT_VERSION, unpack_layer
-from kvferry.services.decode.cache_writer import ArenaCopier, CacheWriter
-from kvferry.shared.cache.layout import sequence_layout
+from kvferry.services.decode.receiver import ArenaCopier, CacheWriter
+from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.formats import FORMATS, make_formats
 from kvferry.shared.compression.formats.evicting import Evicting
-from kvferry.shared.compression.formats.rdkv import RdkvCache
-from kvferry.shared.compression.formats.rows import RowsCache
+from kvferry.shared.compression.formats.packed_layer import PackedCache
+from kvferry.shared.compression.formats.rows import RowsCache, WireRows
 from kvferry.shared.compression.formats.stored import StoredCache
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.errors import ProtocolMismatch, TransferFailed
+from kvferry.shared.wire.frames import TransferCursor
 from kvferry.shared.wire.messages import (
     BlockHeader,
     FrameHeader,
@@ -34,7 +35,6 @@ from kvferry.shared.wire.messages import (
     MessageType,
     NamedTensor,
     TensorHeader,
-    TransferCursor,
     TransferKey,
 )
 
@@ -55,6 +55,8 @@ CASES = {
     "snapkv-think": {"tokens": 40},
     "kivi": {"bits": 2},
     "snapkv-kivi": {"tokens": 40},
+    "compactor-kivi": {"tokens": 20},
+    "rocketkv-kivi": {"tokens": 20, "v_bits": 2},
     "snapkv, wire": {"tokens": 45, "wire_bits": 4},
     "full, wire": {"wire_bits": 8},
     "rdkv, skip": {"tokens": 40, "skip_layers": (1,)},
@@ -145,7 +147,7 @@ def damage(tensor):
 
 def test_every_format_is_among_the_cases():
     kinds = {type(fmt) for case in CASES for fmt in compressed(case)[0]}
-    assert kinds == {*FORMATS.values(), Evicting}
+    assert kinds == {*FORMATS.values(), Evicting, WireRows}
 
 
 @settings(max_examples=80, deadline=None)
@@ -171,13 +173,13 @@ def test_layers_are_the_same_however_their_tensors_are_cut(case, cuts):
             assert torch.equal(cache.keys[:, : fmt.rows], sent["keys"])
             assert torch.equal(cache.values[:, : fmt.rows], sent["values"])
         if isinstance(cache, StoredCache):
-            received = cache.prompt.tensors
+            received = cache.prompt
             assert list(received) == list(sent)
             assert all(torch.equal(received[name], sent[name]) for name in sent)
             assert all(start <= its.data_ptr() < end for its in received.values() if its.numel())
             assert all(rows.shape[1] == NEW_ROWS for rows in (cache.keys, cache.values))
             assert all(rows.isnan().all() for rows in (cache.keys, cache.values))
-        if isinstance(cache, RdkvCache):
+        if isinstance(cache, PackedCache):
             assert cache.packed.layout == whole.packed.layout
             assert cache.packed.buffer.data_ptr() == cache.regions["packed"].data_ptr()
             assert (cache.regions["packed"][cache.packed.layout.size_bytes :] == NOT_WRITTEN).all()
@@ -276,7 +278,7 @@ def test_garbage_becomes_layers_within_bounds_or_a_named_error(case, data):
     assert bool(caches) != (reason in REASONS)
     assert (transfer.buffer[-SPARE_BYTES:] == NOT_WRITTEN).all()
     for cache in caches:
-        if isinstance(cache, RdkvCache):
+        if isinstance(cache, PackedCache):
             for keys, values, positions in unpack_layer(cache.packed):
                 assert keys.isfinite().all()
                 assert values.isfinite().all()

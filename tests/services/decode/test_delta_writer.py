@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from kvtest.compression import make_resolved, make_spec
 from kvtest.wire import header_of, to_bytes
 
-from kvferry.services.decode.cache_writer import ArenaCopier, CacheWriter
+from kvferry.services.decode.receiver import ArenaCopier, CacheWriter
+from kvferry.services.decode.sequence import PinnedRows
+from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.cache.delta import RetainedChain, RetainedRows, delta_tensors
-from kvferry.shared.cache.layout import sequence_layout
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import LayerPlan
 from kvferry.shared.control.messages import SessionKey
@@ -53,8 +54,7 @@ class Receiver:
             layout,
             self.buffer,
             ArenaCopier(1 << 12, self.buffer.device),
-            retained=retained,
-            retained_layers=[[rows] for rows in retained_rows],
+            pinned=PinnedRows(chain=retained, layers=[[rows] for rows in retained_rows], unpin=lambda: None),
         )
 
     def begin(self, tensors):

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.oracle import OneProcessGenerator
+from kvferry.tools.oracle import OneProcessGenerator
 
 FACTS = "the {0} castle has a pin . the pin of the {0} castle is {1} {2} . "
 QUESTION = "what is the pin of the red castle ?"

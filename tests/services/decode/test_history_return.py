@@ -11,8 +11,8 @@ from kvferry.shared.control.messages import (
     GenerationFinished,
     HistoryReturned,
 )
-from kvferry.shared.oracle import OneProcessGenerator, OracleSession
 from kvferry.shared.wire.messages import TensorHeader
+from kvferry.tools.oracle import OneProcessGenerator, OracleSession
 
 REBUDGETED = {"method": "rdkv", "tokens": 5, "overrides": {"rebudget_tokens": 32, "window": 5}}
 

@@ -13,8 +13,8 @@ from kvferry.shared.control.messages import (
     TransferAccepted,
 )
 from kvferry.shared.errors import LeaseExpired
-from kvferry.shared.oracle import OneProcessGenerator
 from kvferry.shared.wire.messages import TransferKey
+from kvferry.tools.oracle import OneProcessGenerator
 
 
 def key_of(ticket):
@@ -131,9 +131,9 @@ async def test_a_transfer_that_stalls_expires_although_the_event_loop_is_blocked
 
 
 async def test_a_running_sequence_outlives_its_lease(harness, request_of):
-    made = await harness(lease_s=0.3)
+    made = await harness(lease_s=1.5)
     slept = threading.Event()
-    made.model.before_step = lambda token_ids: slept.wait(0.1)
+    made.model.before_step = lambda token_ids: slept.wait(0.3)
     assert len(await made.tokens(request_of(max_tokens=8))) == 8
     assert made.value("leases_expired_total") == 0
 

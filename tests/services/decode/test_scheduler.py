@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from kvferry.services.decode.scheduler import Scheduler
+from kvferry.services.decode.memory import Scheduler
 from kvferry.shared.cache.arena import ByteArena
 from kvferry.shared.errors import CapacityExceeded, InvalidRequest
 

@@ -14,9 +14,9 @@ import pytest
 from kvferry.shared.control.client import GrpcDecodeClient
 from kvferry.shared.control.messages import GenerationFinished, TransferAccepted
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.oracle import OneProcessGenerator
 from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.zmq import ZmqConnectingChannel
+from kvferry.tools.oracle import OneProcessGenerator
 
 PROGRAM = """
 import asyncio, sys

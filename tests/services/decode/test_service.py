@@ -8,87 +8,12 @@ import threading
 
 import pytest
 import torch
+from kvtest.decode import MIXED, oracle_ids
 
 from kvferry.kernels.dense_decode import dense_decode
-from kvferry.shared.compression.attention import ATTENTIONS
-from kvferry.shared.compression.attention.interface import RowsAlone
+from kvferry.shared.compression.attention.interface import AttentionKind
+from kvferry.shared.compression.attention.kinds import ATTENTIONS
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
-from kvferry.shared.oracle import OneProcessGenerator
-
-
-def oracle_ids(model, request):
-    tokens = OneProcessGenerator(model).generate(
-        list(request.prompt_token_ids), plan=request.plan, sampling=request.sampling
-    )
-    return [t.token_id for t in tokens]
-
-
-MIXED = [
-    {"prompt": range(5, 45)},
-    {"prompt": [7], "max_tokens": 12},
-    {"prompt": [i * 7 % 50 for i in range(150)], "method": "rocketkv", "tokens": 16},
-    {"prompt": [i * 3 % 50 for i in range(97)], "method": "rocketkv", "tokens": 24, "max_tokens": 3},
-    {"prompt": [i * 11 % 50 for i in range(120)], "method": "snapkv", "tokens": 40},
-    {"prompt": range(10, 40), "temperature": 1.0, "seed": 5, "max_tokens": 20},
-    {"prompt": range(9, 49), "temperature": 0.8, "seed": 6, "frequency_penalty": 0.7, "top_p": 0.9},
-    {"prompt": [i * 13 % 50 for i in range(200)], "method": "rocketkv", "tokens": 32, "temperature": 1.5},
-    {"prompt": [i * 17 % 50 for i in range(113)], "method": "exact-topk", "tokens": 11},
-    {
-        "prompt": [i * 19 % 50 for i in range(127)],
-        "method": "quest",
-        "tokens": 16,
-        "overrides": {"dense_layers": 1},
-    },
-    {"prompt": [i * 21 % 50 for i in range(131)], "method": "sparq", "tokens": 24, "max_tokens": 20},
-    {"prompt": [i * 23 % 50 for i in range(89)], "method": "streamingllm", "tokens": 17},
-    {"prompt": [i * 27 % 50 for i in range(97)], "method": "h2o", "tokens": 21},
-    {"prompt": [i * 27 % 50 for i in range(97)], "method": "h2o", "tokens": 1, "max_tokens": 12},
-    {"prompt": [i * 29 % 50 for i in range(101)], "method": "random", "tokens": 33},
-    {"prompt": [i * 43 % 50 for i in range(113)], "method": "d2o", "tokens": 24, "max_tokens": 40},
-    {"prompt": [i * 47 % 50 for i in range(31)], "method": "d2o", "tokens": 2, "max_tokens": 9},
-    {"prompt": [i * 49 % 50 for i in range(103)], "method": "d2o", "tokens": 30, "skip_layers": (1,)},
-    {"prompt": [i * 43 % 50 for i in range(181)], "method": "rocketkv-d2o", "tokens": 20},
-    {"prompt": [i * 31 % 50 for i in range(149)], "method": "pyramidkv", "tokens": 60},
-    {"prompt": [i * 33 % 50 for i in range(149)], "method": "pyramidkv", "tokens": 60, "attention": "sparq"},
-    {"prompt": [i * 37 % 50 for i in range(160)], "method": "h2o", "tokens": 12, "attention": "quest"},
-    {"prompt": [i * 39 % 50 for i in range(151)], "method": "rdkv", "tokens": 20, "max_tokens": 14},
-    {"prompt": [i * 41 % 50 for i in range(133)], "method": "rdkv", "tokens": 70, "skip_layers": (0,)},
-    {
-        "prompt": [i * 43 % 50 for i in range(151)],
-        "method": "rdkv",
-        "tokens": 5,
-        "max_tokens": 36,
-        "overrides": {"rebudget_tokens": 32, "window": 5},
-    },
-    {
-        "prompt": [i * 47 % 50 for i in range(120)],
-        "method": "rdkv",
-        "tokens": 30,
-        "overrides": {"widths": "0,4,16"},
-    },
-    {"prompt": [(i * 49 + i % 7) % 50 for i in range(163)], "method": "rdkv-hsa", "tokens": 16},
-    {"prompt": [i * 11 % 47 for i in range(140)], "method": "rdkv-hsa", "tokens": 9, "skip_layers": (1,)},
-    {
-        "prompt": [i * 43 % 50 for i in range(141)],
-        "method": "adakv",
-        "tokens": 20,
-        "overrides": {"window": 8},
-    },
-    {"prompt": [i * 47 % 50 for i in range(99)], "method": "think", "overrides": {"channel_retention": 0.4}},
-    {"prompt": [i * 43 % 50 for i in range(103)], "method": "snapkv-think", "tokens": 33, "max_tokens": 12},
-    {"prompt": [i * 9 % 50 for i in range(131)], "method": "kivi", "overrides": {"bits": 2}},
-    {"prompt": [i * 9 % 50 for i in range(117)], "method": "snapkv-kivi", "tokens": 35, "skip_layers": (1,)},
-    {"prompt": [7, 8], "method": "kivi", "max_tokens": 12},
-    {"prompt": [i * 12 % 50 for i in range(133)], "overrides": {"wire_bits": 8}},
-    {
-        "prompt": [i * 14 % 50 for i in range(171)],
-        "method": "rocketkv",
-        "tokens": 24,
-        "overrides": {"wire_bits": 2},
-        "skip_layers": (0,),
-    },
-    {"prompt": [3, 5], "method": "rdkv", "tokens": 1, "overrides": {"window": 1, "kernel_size": 1}},
-]
 
 
 @pytest.mark.parametrize("case", MIXED, ids=[str(i) for i in range(len(MIXED))])
@@ -134,7 +59,7 @@ async def test_a_mixed_batch_gives_each_request_what_it_gets_alone(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EveryStride(RowsAlone):
+class EveryStride(AttentionKind):
     """A decode attention that the package does not have: every n-th row and the newest."""
 
     name = "every_stride"
@@ -144,9 +69,12 @@ class EveryStride(RowsAlone):
     def sized(cls, *, cap, budget, head_dim):
         return cls(stride=max(cap // budget, 1))
 
-    def attend(self, queries, keys, values, auxiliary, *, length, scaling):
+    def attend(self, queries, cache, *, length, scaling):
         rows = [*range(0, length - 1, self.stride), length - 1]
-        return dense_decode(queries, keys[:, rows], values[:, rows], scaling=scaling)
+        return dense_decode(queries, cache.keys[:, rows], cache.values[:, rows], scaling=scaling)
+
+    def read_bytes(self, shape, num_rows, packed_bytes=None):
+        return shape.rows_bytes(-(-num_rows // self.stride))
 
 
 async def test_a_new_decode_attention_is_one_class_and_one_entry(

@@ -16,15 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from kvferry.kernels import dispatch
 from kvferry.services.decode import engine
-from kvferry.services.decode.attention import Members
-from kvferry.services.decode.step import DecodeStep, StepInput, StepShape
-from kvferry.services.decode.step_device import CpuDevice
+from kvferry.services.decode.step import BatchSlots, DecodeStep, StepDevice, StepInput
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.control.messages import TokenGenerated
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.oracle import OneProcessGenerator
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
+from kvferry.tools.oracle import OneProcessGenerator
 
 aten = torch.ops.aten
 WAITS = {
@@ -79,7 +77,7 @@ def interpreter(monkeypatch):
     dispatch.configure("auto", torch.device("cpu"))
 
 
-class ReplayingDevice(CpuDevice):
+class ReplayingDevice(StepDevice):
     """Captures as a GPU does, in that the step's function is what is run again; its results arrive late."""
 
     captures = True
@@ -105,22 +103,28 @@ def demo(demo_model_dir):
 
 
 def sequences_of(model, request_of, methods, sampling):
-    """Caches of the requests' prompts, filled as the receiver fills them, and what a step takes up."""
-    oracle, caches, inputs = OneProcessGenerator(model), [], []
+    """What a step is given of the requests' prompts, filled as the receiver fills them."""
+    oracle, inputs = OneProcessGenerator(model), []
     for method, params in zip(methods, sampling, strict=True):
         request = request_of([i % 40 + 4 for i in range(60)], **method)
         captured = oracle.capture(list(request.prompt_token_ids))
         continuation = oracle.compress(captured, plan=request.plan, max_new_tokens=8)
         formats = make_formats(model.spec, continuation.resolved)
         layers = zip(formats, continuation.compressed, strict=True)
-        caches.append([opened(fmt, tensors) for fmt, tensors in layers])
+        caches = tuple(opened(fmt, tensors) for fmt, tensors in layers)
         sampler = SequenceSampler(params, request.prompt_token_ids, model.spec.vocab_size)
         first = sampler.sample(captured.logits)
         given = StepInput(
-            token_id=first.token_id, position=60, num_left=7, stop_ids=frozenset(), sampler=sampler
+            caches=caches,
+            num_appended=0,
+            token_id=first.token_id,
+            position=60,
+            num_left=7,
+            stop_ids=frozenset(),
+            sampler=sampler,
         )
         inputs.append(given)
-    return caches, inputs
+    return inputs
 
 
 @torch.inference_mode()
@@ -130,23 +134,79 @@ def test_a_step_waits_for_nothing_and_allocates_no_more_than_the_one_before(inte
         SamplingParams(max_tokens=8, temperature=0.0, repetition_penalty=1.2),
         SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=5),
     ]
-    caches, inputs = sequences_of(demo, request_of, methods, sampling)
-    members = Members.of(demo.spec, caches, [0, 0], num_slots=2)
-    step = DecodeStep(demo, members, StepShape.of(members, inputs))
-    assert step.is_launched
-    step.run()  # empty: what is imported and compiled at the first time is
-    step.place(members, inputs)
+    inputs = sequences_of(demo, request_of, methods, sampling)
+    slots = BatchSlots(demo, 2, inputs[0].caches[0].regions["keys"])
+    for slot, given in enumerate(inputs):
+        slots.place(slot, given)
+    step = DecodeStep(demo, slots, 2)
+    assert step.attention.is_launched
+    step.launch()  # what is imported and compiled at the first time is
     watched = []
     for _ in range(3):
-        step.prepare()
+        slots.sampler.refill()
         with NoWait() as mode:
             step.run()
         watched.append(mode)
     assert watched[0].operators.total() > 100
     assert watched[0].operators == watched[1].operators == watched[2].operators
     assert watched[0].num_storages == watched[1].num_storages == watched[2].num_storages
-    assert not step.attention.errors
+    assert not slots.attention.errors
     assert step.drawn[1:].all()
+
+
+class Written(TorchDispatchMode):
+    """Counts operators and the elements that they write to tensors in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.counts["operators"] += 1
+        if function in (aten.copy_.default, aten.zero_.default, aten.index_put_.default):
+            self.counts["written"] += args[0].numel()
+        return result
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("method", "fields"), [({}, 3), ({"method": "rocketkv", "tokens": 24}, 9)], ids=["dense", "hsa"]
+)
+def test_a_join_writes_one_sequence_s_descriptors_however_many_others_there_are(
+    interpreter, demo, request_of, method, fields
+):
+    greedy = SamplingParams(max_tokens=8, temperature=0.0)
+    (given,) = sequences_of(demo, request_of, [method], [greedy])
+    written = []
+    for others in (1, 7, 31):
+        slots = BatchSlots(demo, 32, given.caches[0].regions["keys"])
+        for slot in range(others):
+            slots.place(slot, given)
+        with Written() as mode:
+            slots.place(others, given)
+        written.append(dict(mode.counts))
+    assert written[0] == written[1] == written[2]
+    # descriptors, lengths and which of them grow; sampling parameters, the last token, stop ids
+    descriptors = demo.spec.num_layers * demo.spec.num_kv_heads * (fields + 2)
+    assert written[0]["written"] == descriptors + 7 + 4 + 1
+
+
+@torch.inference_mode()
+def test_a_packed_sequence_joins_with_as_many_writes_however_many_others_there_are(
+    interpreter, demo, request_of
+):
+    greedy = SamplingParams(max_tokens=8, temperature=0.0)
+    (given,) = sequences_of(demo, request_of, [{"method": "rdkv", "tokens": 24}], [greedy])
+    written = []
+    for others in (1, 31):
+        slots = BatchSlots(demo, 32, given.caches[0].regions["keys"])
+        for slot in range(others):
+            slots.place(slot, given)
+        with Written() as mode:
+            slots.place(others, given)
+        written.append(dict(mode.counts))
+    assert written[0] == written[1]
 
 
 def test_what_refuses_waits_refuses_them():
@@ -165,12 +225,13 @@ CASES = [
     {"temperature": 1.0, "seed": 4, "top_p": 0.8, "frequency_penalty": 0.5, "logprobs": 2, "max_tokens": 5},
     {"method": "rocketkv", "tokens": 16, "prompt": [9] * 50, "max_tokens": 4},
     {"method": "rdkv", "tokens": 16, "overrides": {"window": 4, "rebudget_tokens": 0}, "max_tokens": 3},
+    {"method": "compactor-kivi", "tokens": 12, "prompt": [i * 7 % 50 for i in range(60)], "max_tokens": 3},
 ]
 
 
 @pytest.mark.timeout(900)
 async def test_running_ahead_changes_no_token(runs_ahead, harness, request_of, small_model):
-    """Three kinds, sequences that join and end at other times."""
+    """Every batched kind, sequences that join and end at other times."""
     oracle = OneProcessGenerator(small_model())
 
     def expected(request):
@@ -232,14 +293,60 @@ async def test_an_attention_without_a_kernel_runs_eagerly_and_is_named(
     oracle = OneProcessGenerator(small_model())
     expected = oracle.generate(list(request.prompt_token_ids), plan=request.plan, sampling=request.sampling)
     assert await made.tokens(request) == [t.token_id for t in expected]
-    assert made.value("decode_steps_total", path="eager", because="evict") == 3
+    assert made.value("decode_steps_total", path="eager", reason="evict") == 3
     assert made.value("decode_steps_total") == 3
+
+
+def expected_of(model, request):
+    oracle = OneProcessGenerator(model)
+    prompt = list(request.prompt_token_ids)
+    return [t.token_id for t in oracle.generate(prompt, plan=request.plan, sampling=request.sampling)]
+
+
+@pytest.mark.timeout(900)
+async def test_a_sequence_without_a_kernel_runs_beside_the_others_not_in_their_step(
+    runs_ahead, harness, request_of, ticket_of, small_model
+):
+    """It joins while their steps run ahead, and ends before they do."""
+    made = await harness()
+    sizes = []
+    made.model.before_step = lambda token_ids: sizes.append(len(token_ids))
+    requests = [
+        request_of(request_id="captured", max_tokens=14),
+        request_of(request_id="beside", method="h2o", tokens=16, max_tokens=4),
+    ]
+    tokens = {request.request_id: [] for request in requests}
+    joined = asyncio.Event()
+
+    async def run(request):
+        stream, ticket = await ticket_of(made.service, request, timeout_s=600)
+        async with contextlib.aclosing(stream):
+            first = await asyncio.to_thread(made.shipper.ship, request, ticket)
+            tokens[request.request_id].append(first.token_id)
+            async for event in stream:
+                if isinstance(event, TokenGenerated):
+                    tokens[request.request_id].append(event.token.token_id)
+                    if len(tokens["captured"]) == 3:
+                        joined.set()
+
+    async def run_later(request):
+        await joined.wait()
+        await run(request)
+
+    await asyncio.gather(run(requests[0]), run_later(requests[1]))
+    for request in requests:
+        assert tokens[request.request_id] == expected_of(small_model(), request)
+    assert set(sizes) == {1}, "no step had both"
+    assert made.value("decode_steps_total", path="eager", reason="evict") == 3
+    assert made.value("decode_steps_total", path="eager") == 3
+    assert made.value("decode_steps_total", path="graph") >= 13
+    assert await made.arena_is_free(within_s=30)
 
 
 async def test_the_cpu_steps_eagerly_and_says_so(harness, request_of):
     made = await harness()
     await made.tokens(request_of(max_tokens=4))
-    assert made.value("decode_steps_total", path="eager", because="cpu") == 3
+    assert made.value("decode_steps_total", path="eager", reason="cpu") == 3
     assert (await made.service.status(timeout_s=1)).kernel_paths["decode_step"] == "eager"
 
 
@@ -253,4 +360,4 @@ async def test_a_step_that_cannot_be_captured_runs_eagerly_and_is_named(
     monkeypatch.setattr(engine, "step_device", lambda device: Incapable())
     made = await harness()
     assert len(await made.tokens(request_of(max_tokens=3))) == 3
-    assert made.value("decode_steps_total", path="eager", because="capture_failed") == 2
+    assert made.value("decode_steps_total", path="eager", reason="capture_failed") == 2

@@ -9,8 +9,8 @@ import torch
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey
-from kvferry.shared.oracle import OneProcessGenerator
 from kvferry.shared.wire.messages import TransferKey
+from kvferry.tools.oracle import OneProcessGenerator
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness

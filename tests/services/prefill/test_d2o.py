@@ -15,8 +15,8 @@ from kvferry.shared.compression.plan import Budget, is_measured, plan_digest
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey, TransferDone
 from kvferry.shared.errors import HistoryMiss, ProtocolMismatch
-from kvferry.shared.oracle import OneProcessGenerator
 from kvferry.shared.wire.messages import TransferKey
+from kvferry.tools.oracle import OneProcessGenerator
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness

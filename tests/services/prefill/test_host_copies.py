@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvferry.services.prefill.host_copies import Arrived, CpuCopies
+from kvferry.services.prefill.host_copies import Arrived, HostCopies
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SESSION = SessionKey(owner="key", session_id="s")
 
 
-class LateCopies(CpuCopies):
+class LateCopies(HostCopies):
     """Copies that have begun and have not arrived while the next layer runs, as on a GPU."""
 
     layers_behind = 1

@@ -70,8 +70,12 @@ async def test_every_family_is_moved(harness: Harness) -> None:
     await harness.run(harness.request(prompt, session=A))
 
     for family in harness.metrics.registry.collect():
-        if family.name == "kvferry_history_store_failed":
-            continue  # a Redis that fails moves it: tests/e2e/test_history_redis.py
+        if family.name in (
+            "kvferry_history_store_failed",
+            "kvferry_history_waiting",
+            "kvferry_kv_resent_bytes",
+        ):
+            continue  # moved by tests/e2e/test_history_redis.py and tests/services/test_resume.py
         values = [s.value for s in family.samples if not s.name.endswith("_created")]
         assert any(value > 0 for value in values), family.name
     assert harness.metric("history_bytes", tier="memory") == harness.store.size_bytes > 0
@@ -116,9 +120,13 @@ async def test_status_names_the_worker_and_is_ready_once_the_engine_has_worked(h
     assert (status.running, status.waiting) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    "prefill_options", [{"ready_timeout_s": 0.3, "probe_interval_s": 0.05}], ids=["short-readiness"]
-)
+@pytest.fixture
+def short_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.services.prefill.engine._READY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("kvferry.services.prefill.engine._PROBE_INTERVAL_S", 0.05)
+
+
+@pytest.mark.usefixtures("short_readiness")
 async def test_a_stuck_engine_is_not_ready_and_a_working_one_is_again(harness: Harness) -> None:
     async def ready() -> bool:
         return (await harness.service.status(timeout_s=1)).ready

@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from kvferry.services.prefill.session_turns import ShippedSelection, ShippedSelections
+from kvferry.shared.cache.delta import RetainedRows, ShippedSelections
 from kvferry.shared.control.messages import SessionKey
 
 
 def selection(transfer_id):
     """Positions of 32 bytes, and a layer that keeps all."""
     layers = (np.arange(8, dtype=np.int32).reshape(2, 4), None)
-    return ShippedSelection(transfer_id=transfer_id, num_prompt_tokens=9, layers=layers)
+    return RetainedRows(transfer_id=transfer_id, num_prompt_tokens=9, num_tokens=9, layers=layers)
 
 
 def key(name):

@@ -62,23 +62,27 @@ def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(torch.randint(10, 700, (num_tokens,), generator=generator).tolist())
 
 
-def pooled_scores(attention: Tensor, num_kv_heads: int, pooling: str, kernel: int) -> Tensor:
-    """`[H, T, T]` probabilities -> `[H_kv, T - W]`."""
-    num_tokens = attention.shape[-1]
-    sums = attention[:, -WINDOW:, : num_tokens - WINDOW].sum(1)
-    grouped = sums.view(num_kv_heads, -1, num_tokens - WINDOW).sum(1)
+def pooled_scores(attention: Tensor, num_kv_heads: int, pooling: str, kernel: int, protected: int) -> Tensor:
+    """`[H, T, T]` probabilities -> `[H_kv, T - protected]`."""
+    before = attention.shape[-1] - protected
+    sums = attention[:, -WINDOW:, :before].sum(1)
+    grouped = sums.view(num_kv_heads, -1, before).sum(1)
     if pooling == "max":
         return F.max_pool1d(grouped[None], kernel, 1, kernel // 2)[0]
     return F.avg_pool1d(grouped[None], kernel, 1, kernel // 2)[0]
 
 
-@pytest.mark.parametrize(("method", "pooling", "kernel"), [("rocketkv", "max", 63), ("snapkv", "avg", 7)])
+@pytest.mark.parametrize(
+    ("method", "pooling", "kernel"),
+    [("rocketkv", "avg", 9), ("rocketkv", "max", 63), ("snapkv", "avg", 9), ("snapkv", "avg", 7)],
+)
 @pytest.mark.parametrize("num_tokens", [211, 257])
 async def test_rows_on_the_wire_are_the_selection_of_a_plain_run(
     harness: Harness, plain_run, method: str, pooling: str, kernel: int, num_tokens: int
 ) -> None:
     prompt = make_prompt(num_tokens)
-    plan = plan_for(method, budget=Budget(tokens=48))
+    overrides = {"pooling": pooling, "kernel_size": kernel}
+    plan = plan_for(method, budget=Budget(tokens=48), overrides=overrides)
     request = harness.request(prompt, plan=plan)
     first, done = await harness.run(request)
 
@@ -102,13 +106,14 @@ async def test_rows_on_the_wire_are_the_selection_of_a_plain_run(
         values = harness.sink.rows(key, layer, "values")
         torch.testing.assert_close(keys, plain.keys[layer].gather(1, index), atol=1e-3, rtol=1e-3)
         torch.testing.assert_close(values, plain.values[layer].gather(1, index), atol=1e-3, rtol=1e-3)
-        scores = pooled_scores(plain.attentions[layer], spec.num_kv_heads, pooling, kernel)
+        protected = min(8, rows // 4)
+        scores = pooled_scores(plain.attentions[layer], spec.num_kv_heads, pooling, kernel, protected)
         for head in range(spec.num_kv_heads):
             kept = positions[head].tolist()
             assert kept == sorted(set(kept))
-            assert kept[-WINDOW:] == list(range(num_tokens - WINDOW, num_tokens))
-            chosen = torch.zeros(num_tokens - WINDOW, dtype=torch.bool)
-            chosen[positions[head, :-WINDOW]] = True
+            assert kept[-protected:] == list(range(num_tokens - protected, num_tokens))
+            chosen = torch.zeros(num_tokens - protected, dtype=torch.bool)
+            chosen[positions[head, :-protected]] = True
             assert scores[head][~chosen].max() <= scores[head][chosen].min() + 1e-4
     rows_bytes = sum(layer.rows for layer in resolved.layers) * spec.num_kv_heads * spec.row_bytes * 2
     assert done.bytes_by_kind["rows"] == rows_bytes
@@ -118,14 +123,16 @@ async def test_rows_on_the_wire_are_the_selection_of_a_plain_run(
 
 async def test_the_map_of_kept_tokens_is_that_of_the_positions_on_the_wire(harness: Harness) -> None:
     plan = plan_for("snapkv", budget=Budget(tokens=48))
-    request = dataclasses.replace(harness.request(make_prompt(200), plan=plan), kept_bins=8)
+    request = dataclasses.replace(harness.request(make_prompt(200), plan=plan), retained_bins=8)
     first, _ = await harness.run(request)
     spec = harness.model.spec
     key = TransferKey(transfer_id=request.ticket.transfer_id, generation=1)
     bins = torch.cat([harness.sink.rows(key, layer, "index").flatten() for layer in range(spec.num_layers)])
     counts = torch.bincount(bins.long() // 25, minlength=8)
-    assert first.kept == pytest.approx((counts / (25 * spec.num_layers * spec.num_kv_heads)).tolist())
-    assert sum(first.kept) == pytest.approx(48 / 25)
+    assert first.retained_fractions == pytest.approx(
+        (counts / (25 * spec.num_layers * spec.num_kv_heads)).tolist()
+    )
+    assert sum(first.retained_fractions) == pytest.approx(48 / 25)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 97])

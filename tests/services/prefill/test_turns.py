@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +12,14 @@ from torch import Tensor
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
-from kvferry.shared.control.messages import CommitTurnRequest, HistoryInfo, PrefillRequest, SessionKey, Ticket
+from kvferry.shared.control.messages import (
+    IMPLICIT_PREFIX,
+    CommitTurnRequest,
+    HistoryInfo,
+    PrefillRequest,
+    SessionKey,
+    Ticket,
+)
 from kvferry.shared.errors import HistoryMiss, InvalidRequest, LeaseExpired, ProtocolMismatch, SessionNotFound
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
@@ -156,6 +164,39 @@ async def test_a_turn_with_a_session_names_where_generated_kv_returns(harness: H
     assert manifest.history_credit_bytes > 0
 
 
+async def test_a_prompt_without_a_session_ships_the_same_rows_from_a_stored_one(harness: Harness) -> None:
+    prompt, plan = make_prompt(150), plan_for("rocketkv", budget=Budget(tokens=48))
+    keys = [SessionKey(owner="key-a", session_id=f"{IMPLICIT_PREFIX}{number}") for number in range(2)]
+    requests = [harness.request(prompt, session=key, plan=plan) for key in keys]
+    firsts = []
+    for request in requests:
+        first, _ = await harness.run(request)
+        await commit(harness, request, (*prompt, first.token.token_id))
+        firsts.append(first)
+    assert [(first.reused_tokens, first.reuse_source) for first in firsts] == [
+        (0, "session"),
+        (118, "prefix"),
+    ]
+    assert firsts[0].token == firsts[1].token
+    for layer in range(harness.model.spec.num_layers):
+        for name in ("keys", "values"):
+            one, other = (harness.sink.rows(key_of(request), layer, name) for request in requests)
+            torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
+    assert all(manifest.history_endpoint == "" for manifest in harness.sink.manifests)
+
+
+async def test_a_method_that_looks_at_all_queries_stores_no_prompt_without_a_session(
+    harness: Harness,
+) -> None:
+    key = SessionKey(owner="key-a", session_id=f"{IMPLICIT_PREFIX}0")
+    request = harness.request(make_prompt(150), session=key, plan=plan_for("h2o", budget=Budget(tokens=48)))
+    first, _ = await harness.run(request)
+    assert first.reused_tokens == 0
+    assert harness.store.size_bytes == 0
+    with pytest.raises(HistoryMiss):
+        await commit(harness, request, (*request.prompt_token_ids, first.token.token_id))
+
+
 async def test_without_a_return_the_prompt_alone_is_committed(harness: Harness) -> None:
     prompt = make_prompt(30)
     request = harness.request(prompt, session=A)
@@ -184,21 +225,27 @@ async def test_a_return_that_does_not_match_its_turn_is_refused(harness: Harness
         {"head_dim": 63},
     ]
     for change in changes:
-        with pytest.raises(ProtocolMismatch):
+        with pytest.raises(ProtocolMismatch) as refused:
             await returner.send(rows, **change)
+        assert refused.value.reason == "manifest"
     too_many = generated_rows(harness, prompt, tuple(range(20, 30)))
-    with pytest.raises(ProtocolMismatch, match="0 to 8"):
+    with pytest.raises(ProtocolMismatch, match="0 to 8") as refused:
         await returner.send(too_many)
+    assert refused.value.reason == "num_tokens"
     with pytest.raises(ProtocolMismatch, match="num_layers"):
         await returner.send([*rows, rows[0]], num_layers=len(rows) + 1)
     other = [(keys, values[:, :1].contiguous()) for keys, values in rows]
-    with pytest.raises(ProtocolMismatch, match="layer 0 of returned history has tensors"):
+    with pytest.raises(ProtocolMismatch, match="layer 0 of returned history has tensors") as refused:
         await returner.send(other)
+    assert refused.value.reason == "layer_tensors"
     assert harness.store.size_bytes == staged_bytes
     # None of these spoils the turn: the true return still goes through, once.
     await returner.send(rows)
-    with pytest.raises(LeaseExpired):
+    staged_bytes = harness.store.size_bytes
+    # Over another connection it is acknowledged again, perhaps before its end, and not staged again.
+    with contextlib.suppress(ProtocolMismatch):
         await returner.send(rows)
+    assert harness.store.size_bytes == staged_bytes
     assert (await commit(harness, request, (*prompt, 20, 21, 22))).num_tokens == 32
 
 

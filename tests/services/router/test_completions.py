@@ -338,3 +338,21 @@ async def test_models_are_listed_with_their_window(stack: Any) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         await stack.client.models.retrieve("org/other")
     assert missing.value.code == "model_not_found"
+
+
+async def test_a_smaller_budget_that_decode_used_is_reported(stack: Any) -> None:
+    compression = {"method": "snapkv", "token_budget": 64, "min_token_budget": 20}
+    answer = await chat(stack, max_tokens=2, extra_body={"kv_compression": compression})
+    assert answer.kv["smaller_token_budget"] == 20
+    assert stack.decode[0].requests[-1].plan.budget == Budget(tokens=64, floor_tokens=20)
+    del compression["min_token_budget"]
+    answer = await chat(stack, max_tokens=2, extra_body={"kv_compression": compression})
+    assert "smaller_token_budget" not in answer.kv
+
+
+@pytest.mark.parametrize("budget", [{}, {"token_budget": 8}], ids=["without a budget", "below its floor"])
+async def test_a_floor_above_the_budget_is_refused_by_name(stack: Any, budget: dict[str, int]) -> None:
+    compression = {"method": "snapkv", "min_token_budget": 9, **budget}
+    with pytest.raises(openai.BadRequestError, match="min_token_budget is 9") as caught:
+        await chat(stack, extra_body={"kv_compression": compression})
+    assert caught.value.param == "kv_compression.min_token_budget"

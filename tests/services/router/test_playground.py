@@ -19,9 +19,12 @@ BODY: dict[str, Any] = {
 }
 
 
-async def test_the_page_is_whole_and_its_policy_allows_its_own_parts_only(start_stack: Any) -> None:
+@pytest.mark.parametrize("path", ["/", "/docs"])
+async def test_the_page_is_whole_and_its_policy_allows_its_own_parts_only(
+    start_stack: Any, path: str
+) -> None:
     stack = await start_stack()
-    response = await stack.http.get("/")
+    response = await stack.http.get(path)
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     assert not re.search(r"""(src|href|action)=["']?(https?:)?//""", response.text)

@@ -13,12 +13,11 @@ from kvferry.services.router.sessions.record import (
     FORMAT_VERSION,
     SessionRecord,
     decode_record,
-    document_key,
     encode_record,
 )
 from kvferry.services.router.sessions.redis_records import RedisRecords
 from kvferry.services.router.sessions.redis_store import RedisSessionStore
-from kvferry.services.router.sessions.store import MemorySessionStore
+from kvferry.services.router.sessions.store import document_key
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import SessionBusy, SessionNotFound, StoreUnavailable
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
@@ -51,21 +50,19 @@ class Router:
         self.events: list[str] = []
         self.clock = options.pop("clock", None) or Clock()
         settings: dict[str, Any] = {"lease_s": 30.0, "wait_s": 30.0, "ttl_s": 600.0, **options}
-        wait_s = settings["wait_s"]
-        local = MemorySessionStore(
-            ttl_s=settings["ttl_s"], wait_s=wait_s, max_sessions=100, clock=self.clock, document_ttl_s=900.0
-        )
         # The breaker is impatient so that tests need not wait for it.
         link = AsyncRedisLink(
             RedisOptions(url=url, timeout_s=settings.get("timeout_s", 30.0), breaker_open_s=0.001)
         )
         self.store = RedisSessionStore(
             RedisRecords(link, clock=self.clock),
-            local,
             lease_s=settings["lease_s"],
-            wait_s=wait_s,
-            clock=self.clock,
             on_event=self.events.append,
+            ttl_s=settings["ttl_s"],
+            wait_s=settings["wait_s"],
+            max_sessions=100,
+            clock=self.clock,
+            document_ttl_s=900.0,
         )
 
     async def turn(self, record: SessionRecord = RECORD, key: SessionKey = KEY) -> SessionRecord | None:

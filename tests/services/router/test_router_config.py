@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from kvferry.services.router.completion.plans import PlanChooser
+from kvferry.services.router.completion.inputs import PlanChooser
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.shared.errors import ConfigurationError, KvferryError
 

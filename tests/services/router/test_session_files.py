@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvferry.services.router.http.errors import from_framework
-from kvferry.services.router.sessions.file import SessionFile
+from kvferry.services.router.sessions.record import SessionFile
 from kvferry.shared.errors import InvalidRequest
 
 A, B = {"Authorization": "Bearer key-a"}, {"Authorization": "Bearer key-b"}

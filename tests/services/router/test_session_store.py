@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvferry.services.router.sessions.record import SessionRecord
-from kvferry.services.router.sessions.store import MemorySessionStore
+from kvferry.services.router.sessions.store import SessionStore
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import SessionBusy, SessionNotFound
 
@@ -25,11 +25,11 @@ def key(name: str = "s", owner: str = "o") -> SessionKey:
     return SessionKey(owner=owner, session_id=name)
 
 
-def store(clock: Clock | None = None, *, wait_s: float = 0.05, max_sessions: int = 100) -> MemorySessionStore:
-    return MemorySessionStore(ttl_s=60.0, wait_s=wait_s, max_sessions=max_sessions, clock=clock or Clock())
+def store(clock: Clock | None = None, *, wait_s: float = 0.05, max_sessions: int = 100) -> SessionStore:
+    return SessionStore(ttl_s=60.0, wait_s=wait_s, max_sessions=max_sessions, clock=clock or Clock())
 
 
-async def have(sessions: MemorySessionStore, name: str) -> None:
+async def have(sessions: SessionStore, name: str) -> None:
     async with sessions.lease(key(name)) as lease:
         assert await lease.commit(RECORD)
 

@@ -21,9 +21,9 @@ from kvferry.shared.cache.delta import (
     RetainedRows,
     delta_tensors,
 )
-from kvferry.shared.compression.attention.interface import TensorSpec
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
 from kvferry.shared.compression.formats.rows import RowsCache
+from kvferry.shared.compression.interface import TensorSpec
 
 DIM = 3
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvtest.compression import make_spec
 
 from kvferry.kernels.packed import max_packed_bytes
-from kvferry.shared.cache.layout import ALIGNMENT_BYTES, sequence_layout
+from kvferry.shared.cache.arena import ALIGNMENT_BYTES, sequence_layout
 from kvferry.shared.compression.formats import format_class, make_formats
 from kvferry.shared.compression.formats.evicting import Evicting
 from kvferry.shared.compression.formats.interface import Sizing
@@ -123,7 +123,7 @@ def test_regions_are_aligned_disjoint_and_shaped_for_the_whole_sequence(
 @pytest.mark.parametrize(("max_new_tokens", "capacity"), [(1, 5), (2, 6), (9, 13)])
 def test_the_last_token_gets_no_row(max_new_tokens, capacity):
     layout = layout_of(make_spec(), make_resolved([LayerPlan(rows=5)] * 2, max_new_tokens=max_new_tokens))
-    assert [layer.format.capacity for layer in layout.layers] == [capacity, capacity]
+    assert [layer.regions["keys"].shape[1] for layer in layout.layers] == [capacity, capacity]
     assert [layer.regions["keys"].shape[1] for layer in layout.layers] == [capacity, capacity]
 
 
@@ -155,7 +155,6 @@ def test_a_packed_layer_has_room_for_its_bound_and_for_new_rows_only(
     sizing = Sizing(
         layer=0,
         rows=budget_tokens,
-        cap=60 + max_new_tokens,
         budget=budget_tokens,
         packed_budget=budget_tokens,
         num_prompt_tokens=60,
@@ -221,9 +220,12 @@ def test_generated_tokens_that_are_packed_have_room_for_one_segment_of_rows_and_
     assert last.shape == (2, 2, 9, 16)
     assert last.offset + last.size_bytes <= layout.size_bytes
     appended = range(max_new_tokens)
-    row, beside = 2 * 2 * 16 * 4, last.size_bytes
-    used = [(layer.format.used_bytes(n, 0) - beside) / row for n in appended]
-    assert used == [(n - 1) % segment + 1 if n else 0 for n in appended]
+    row = 2 * 2 * 16 * 4
+    rows = [(n - 1) % segment + 1 if n else 0 for n in appended]
+    # of the segment's last queries, as many as its rows
+    queries = [last.size_bytes * min(n, 9) // 9 for n in rows]
+    used = [layer.format.used_bytes(n, 0) for n in appended]
+    assert used == [n * row + beside for n, beside in zip(rows, queries, strict=True)]
 
 
 def test_a_running_sum_is_used_once_whatever_the_length():

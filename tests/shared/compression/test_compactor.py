@@ -22,7 +22,7 @@ from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.scorers.compactor import CompactorScorer
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.oracle import CapturedPrompt, OneProcessGenerator
+from kvferry.tools.oracle import CapturedPrompt, OneProcessGenerator
 from kvferry.tools.recall.tasks import TASKS
 
 D = 8

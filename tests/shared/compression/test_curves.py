@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.shared.compression.calibration import Calibration, Observation
-from kvferry.shared.compression.context_nll import estimate_context_nll
+from kvferry.shared.compression.calibration import Calibration, Observation, estimate_context_nll
 from kvferry.shared.compression.curves import CurveBook, ModelCurves, QualityCurve, load_curves, save_curves
 from kvferry.shared.errors import ConfigurationError
 

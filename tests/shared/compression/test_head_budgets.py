@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.shared.compression.head_budgets import head_budgets
+from kvferry.shared.compression.formats.ragged import head_budgets
 
 
 def plain_head_budgets(scores: list[list[float]], rows: int, window: int, floor: float) -> list[int]:

@@ -24,6 +24,7 @@ from kvferry.shared.compression.plan import Budget, CompressionPlan, Part
 
 class EveryOther:
     observed_queries = 0
+    protected_rows = 0
     depends_on_rows = False
 
     def __init__(self, params, rows):

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest import d2o_reference as reference
 from kvtest.compression import compress_layer, make_spec
 
-from kvferry.kernels.column_sums.reference import column_sums_reference
-from kvferry.shared.cache.layout import measured_limit_bytes, sequence_layout
-from kvferry.shared.compression.allocation import ALLOCATIONS
+from kvferry.kernels.reference.scores import column_sums_reference
+from kvferry.shared.cache.arena import measured_limit_bytes, sequence_layout
 from kvferry.shared.compression.compress import (
     allocate_rows,
     compress_prompt,
@@ -22,7 +22,6 @@ from kvferry.shared.compression.compress import (
     measure_layer,
     with_layer_rows,
 )
-from kvferry.shared.compression.d2o import reference
 from kvferry.shared.compression.d2o.layer_budgets import layer_budgets
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.interface import LayerInputs
@@ -35,7 +34,8 @@ from kvferry.shared.compression.plan import (
     is_measured,
 )
 from kvferry.shared.compression.presets import plan_for
-from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.compression.resolve import ALLOCATIONS, resolve_plan
+from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.errors import InvalidRequest, KvferryError
 
 W, D, HEADS, LAYERS = 32, 8, 2, 5
@@ -132,8 +132,13 @@ def test_layers_that_waited_keep_what_they_keep_alone_with_the_same_rows(
     resolved = resolve(shared_by_variance(method, tokens=45), 151)
     measured_plan, kept = compress_prompt(SPEC, resolved, layers)
     assert len({layer.rows for layer in measured_plan.layers}) > 1
+    scorer = resolved.plan.scorer
+    assert scorer is not None
+    mean = make_scorer(scorer, rows=resolved.layers[0].rows)
     for inputs, layer in zip(layers, kept, strict=True):
-        alone = compress_layer(measured_plan, inputs)
+        # what is protected follows from the mean, which is known when a waiting layer is scored
+        scores = None if mean.depends_on_rows else mean(inputs)
+        alone = compress_layer(measured_plan, inputs, scores=scores)
         assert list(layer) == list(alone)
         assert layer.keys() - {"index", "state"} == {"keys", "values"}
         for name, mine in layer.items():

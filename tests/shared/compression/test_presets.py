@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from kvferry.shared.compression.formats.interface import select_rows
+from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import PRESETS, method_names, plan_for
+from kvferry.shared.compression.rdkv.weights import token_weights
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.errors import InvalidRequest
@@ -59,9 +63,37 @@ def test_the_wire_quantises_plain_rows_only(method: str) -> None:
 def test_overrides_replace_parameters_in_every_part_that_has_them() -> None:
     plan = plan_for("pyramidkv", overrides={"window": 8, "beta": 5, "kernel_size": 5})
     assert plan.scorer is not None
-    assert plan.scorer.params == {"window": 8, "pooling": "avg", "kernel_size": 5}
+    assert plan.scorer.params == {"window": 8, "pooling": "avg", "kernel_size": 5, "recents": 8}
     assert plan.layer_allocation.params == {"window": 8, "beta": 5}
     assert plan_for("quest", overrides={"dense_layers": 0}).attention.params == {"dense_layers": 0}
+
+
+def test_methods_that_score_by_the_last_queries_share_one_window_and_one_pooling_kernel() -> None:
+    """RDKV once had 5 where snapkv had 7 and rocketkv 63, so tables compared kernels, not methods."""
+    shared: dict[str, set[object]] = {"window": set(), "kernel_size": set(), "pooling": set()}
+    for plan in PRESETS.values():
+        for part in (plan.scorer, plan.layer_allocation, plan.representation):
+            for name, values in shared.items():
+                if part is not None and name in part.params:
+                    values.add(part.params[name])
+    assert shared == {"window": {32}, "kernel_size": {9}, "pooling": {"avg"}}
+
+
+def test_a_kernel_reaches_the_answer_beside_the_tokens_that_a_question_matches() -> None:
+    """An answer four tokens from the attended one is retained with it; with a kernel of 5 it was not."""
+    queries = torch.zeros(1, 1, 32, 4)
+    queries[..., 0] = 1.0
+    keys = torch.zeros(1, 400, 4)
+    keys[:, 100, 0] = 50.0
+    for method in ("snapkv", "rocketkv", "adakv", "pyramidkv"):
+        scorer = plan_for(method).scorer
+        assert scorer is not None
+        inputs = LayerInputs(layer=0, queries=queries, keys=keys, values=keys, scaling=1.0)
+        kept = select_rows(make_scorer(scorer, rows=20)(inputs), 20)[0].tolist()
+        assert set(range(96, 105)) <= set(kept)
+    part = plan_for("rdkv").representation
+    weights = token_weights(queries, keys, scaling=1.0, kernel_size=int(part.params["kernel_size"]))
+    assert weights[0].topk(9).indices.sort().values.tolist() == list(range(96, 105))
 
 
 def test_skipped_layers_join_the_presets() -> None:
@@ -70,10 +102,11 @@ def test_skipped_layers_join_the_presets() -> None:
 
 
 def test_overrides_replace_the_scorers_parameters_only() -> None:
+    assert PRESETS["rocketkv"].scorer is not None
+    preset_params = PRESETS["rocketkv"].scorer.params
     plan = plan_for("rocketkv", overrides={"window": 128})
     assert plan.scorer is not None
-    assert plan.scorer.params == {"window": 128, "pooling": "max", "kernel_size": 63}
-    assert PRESETS["rocketkv"].scorer is not None
+    assert plan.scorer.params == {**preset_params, "window": 128}
     assert PRESETS["rocketkv"].scorer.params["window"] == 32
 
 
@@ -93,6 +126,8 @@ def test_unknown_overrides_are_named(method: str) -> None:
         {"kernel_size": 4},
         {"kernel_size": 0},
         {"pooling": "min"},
+        {"recents": -1},
+        {"recents": 10**6},
         {"pooling": 7},
     ],
 )

@@ -81,6 +81,7 @@ ANNOTATIONS: dict[str, Any] = {
     "FinishResponse": type(None),
     "AbortTurnRequest": str,
     "AbortTurnResponse": type(None),
+    "RedirectResponse": type(None),
     "StatusRequest": type(None),
 }
 """Of messages that have no class of their own."""

@@ -2,4 +2,5 @@
 
 from __future__ import annotations
 
+from kvtest.history import make_disk_worker as make_disk_worker
 from kvtest.history import make_worker as make_worker

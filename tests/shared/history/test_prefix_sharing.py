@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import InvalidRequest
-from kvferry.shared.history.prefix import BLOCK_TOKENS, common_prefix
+from kvferry.shared.history.records import BLOCK_TOKENS, common_prefix
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
 
@@ -197,4 +197,4 @@ def test_random_conversations_load_right_rows_and_return_every_byte(data: st.Dat
     for session in sessions:
         store.drop(session)
     assert store.size_bytes == 0
-    assert len(store._records._prefixes) == 0
+    assert len(store.records._prefixes) == 0

@@ -173,7 +173,7 @@ def test_a_session_that_every_tier_lost_is_a_counted_miss(
 ) -> None:
     worker = make_worker()
     worker.turn(A, tokens(30))
-    worker.store.evict(A)
+    worker.evict(A)
     with redis_server.client() as admin:
         admin.flushall()
     assert worker.turn(A, (*tokens(30), 1)) == 0

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss
-from kvferry.shared.history.redis_format import (
+from kvferry.shared.history.rows import GROUP_TOKENS, RowPrecision
+from kvferry.shared.history.stored_format import (
     RecordBody,
-    RowShape,
     SegmentEntry,
+    StoredShape,
     pack_token_ids,
     read_chunk,
     read_record,
     write_chunk,
     write_record,
 )
-from kvferry.shared.history.rows import GROUP_TOKENS, RowPrecision
 
 SEGMENT = bytes(range(16))
 BITS: tuple[Literal["16", "8", "4"], ...] = ("16", "8", "4")
@@ -92,7 +92,7 @@ def test_a_part_has_the_wholes_values_also_after_redis(
         start = data.draw(st.integers(0, chunk.num_tokens - 1))
         stop = data.draw(st.integers(start + 1, chunk.num_tokens))
         chunk, whole = chunk.part(start, stop), (whole[0][:, start:stop], whole[1][:, start:stop])
-        shape = RowShape(num_layers=1, num_kv_heads=2, head_dim=dim, precision=precision)
+        shape = StoredShape(fingerprint="m", num_layers=1, num_kv_heads=2, head_dim=dim, precision=precision)
         where = {"shape": shape, "segment_id": SEGMENT, "layer": 0, "first_token": 5}
         value = write_chunk(chunk, **where)  # type: ignore[arg-type]
         read = read_chunk(value, num_tokens=chunk.num_tokens, **where)  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def test_a_part_has_the_wholes_values_also_after_redis(
 @given(data=st.data())
 def test_any_other_bytes_are_a_miss(data: st.DataObject) -> None:
     precision = RowPrecision(bits="8", dtype=torch.float32)
-    shape = RowShape(num_layers=1, num_kv_heads=2, head_dim=3, precision=precision)
+    shape = StoredShape(fingerprint="m", num_layers=1, num_kv_heads=2, head_dim=3, precision=precision)
     chunk = precision.encode(*random_kv(2, 5, 3))
     assert chunk.bits == 8
     value = write_chunk(chunk, shape=shape, segment_id=SEGMENT, layer=0, first_token=0)

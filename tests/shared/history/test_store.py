@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvferry.shared.control.messages import HistoryInfo, SessionKey
+from kvferry.shared.control.messages import IMPLICIT_PREFIX, HistoryInfo, SessionKey
 from kvferry.shared.errors import HistoryMiss, InvalidRequest, SessionBusy, SessionNotFound
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
@@ -233,7 +233,7 @@ def test_the_first_of_two_turns_to_commit_wins(store: HistoryStore) -> None:
     assert store.size_bytes == 3 * TOKEN_BYTES
     record = store.record(A)
     assert record is not None
-    assert (record.token_ids, record.version) == ((1, 2, 3), 2)
+    assert record.token_ids == (1, 2, 3)
 
 
 def test_two_first_turns_are_fenced_too(store: HistoryStore) -> None:
@@ -344,6 +344,15 @@ def test_the_least_recently_used_idle_session_is_evicted_whole(clock: Clock) -> 
     assert [store.info(key).num_tokens for key in keys] == [3, 3, 0, 3]
     assert store.size_bytes == 9 * TOKEN_BYTES
     assert_loads(busy, (1, 2, 3))
+
+
+def test_prompts_without_a_session_make_room_before_any_session(clock: Clock) -> None:
+    store = make_store(clock, max_tokens=10)
+    keys = [SessionKey(owner="", session_id=name) for name in ("s", f"{IMPLICIT_PREFIX}0", "t")]
+    for number, key in enumerate(keys):
+        run_turn(store, key, f"r{number}", (1, 2, 3))
+    run_turn(store, A, "new", (5, 6, 7))
+    assert [store.info(key).num_tokens for key in keys] == [3, 0, 3]
 
 
 def test_a_turn_without_room_leaves_the_base_and_other_sessions_alone(clock: Clock) -> None:

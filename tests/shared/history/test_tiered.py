@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from kvtest import redis_server as redis_servers
 
-from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.control.messages import IMPLICIT_PREFIX, SessionKey
 from kvferry.shared.errors import SessionBusy
-from kvferry.shared.history.redis_format import CHUNK_HEADER_BYTES, record_key
+from kvferry.shared.history.redis_history import record_key
+from kvferry.shared.history.stored_format import CHUNK_HEADER_BYTES
 
 if TYPE_CHECKING:
     from kvtest.history import Worker
@@ -279,3 +280,16 @@ def test_a_cluster_keeps_a_session_on_one_node(make_worker: Callable[..., Worker
         assert reader.turn(A, (*tokens(40), 1, 2, 3)) == 41
         reader.store.drop(A)
         assert admin.dbsize() == 0
+
+
+def test_a_prompt_without_a_session_stays_in_memory(
+    make_worker: Callable[..., Worker], redis_server: Any
+) -> None:
+    worker, prompt = make_worker(), tokens(70)
+    first, second = (SessionKey(owner="key-a", session_id=f"{IMPLICIT_PREFIX}{n}") for n in range(2))
+    worker.turn(first, prompt)
+    assert worker.turn(second, (*prompt, 1), num_observed=1) == 70
+    assert worker.store.drop(first).num_tokens == 70
+    with redis_server.client() as admin:
+        assert admin.keys("*") == []
+    assert not worker.misses

@@ -65,7 +65,7 @@ def test_a_document_is_found_in_memory_and_in_redis(
 def test_an_evicted_record_is_not_found_as_a_prefix(make_worker: Callable[..., Worker]) -> None:
     worker = make_worker()
     worker.turn(A, (*SYSTEM, 900), num_observed=1)
-    worker.store.evict(A)
+    worker.evict(A)
     assert worker.turn(B, (*SYSTEM, 901), num_observed=1) == 0
     worker.store.drop(B)
     assert worker.store.size_bytes == 0

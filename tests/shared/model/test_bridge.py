@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.shared.errors import Cancelled, ContextLengthExceeded
+from kvferry.shared.model import bridge
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.loading import load_model
 
@@ -174,6 +176,62 @@ def test_prefill_in_pieces_equals_one_run(
     for (keys, values), (whole_keys, whole_values) in zip(history, whole.kv, strict=True):
         torch.testing.assert_close(keys, whole_keys, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(values, whole_values, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("limit", [0, 1 << 14, 1 << 40])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 2), (6, 2), (4, 4), (8, 1)])
+@pytest.mark.parametrize(
+    ("num_history", "num_queries"), [(0, 2), (0, 33), (0, 300), (1, 2), (70, 129), (300, 5)]
+)
+def test_attention_in_blocks_is_the_softmax_over_all_visible_keys(
+    num_history: int,
+    num_queries: int,
+    num_heads: int,
+    num_kv_heads: int,
+    limit: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bridge, "_CPU_PAIRS", limit)
+    monkeypatch.setattr(bridge, "_BLOCK_QUERIES", 64)
+    generator = torch.Generator().manual_seed(num_queries)
+    num_keys = num_history + num_queries
+    query = torch.randn(1, num_heads, num_queries, 16, generator=generator).to(dtype)
+    key, value = torch.randn(2, 1, num_kv_heads, num_keys, 16, generator=generator).to(dtype)
+    group = num_heads // num_kv_heads
+    logits = query.double() @ key.double().repeat_interleave(group, 1).mT * 0.25
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_history)
+    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
+    expected = weights @ value.double().repeat_interleave(group, 1)
+    tolerance = 2e-6 if dtype is torch.float32 else 3e-2
+    attended = bridge.causal_attention(query, key, value, 0.25)
+    assert attended.dtype == dtype
+    torch.testing.assert_close(attended.double(), expected, atol=tolerance, rtol=tolerance)
+    # What a GPU runs.
+    masked = bridge._masked_attention(query, key, value, 0.25)
+    torch.testing.assert_close(masked.double(), expected, atol=tolerance, rtol=tolerance)
+    if num_history == 0:
+        monkeypatch.setattr(bridge, "_CUDA_PAIRS", limit)
+        by_heads = bridge._attention_by_heads(query, key, value, is_causal=True, scale=0.25)
+        torch.testing.assert_close(by_heads.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_pass_within_another_ones_layer_changes_neither(tiny_model_dir: TinyModelDir) -> None:
+    model = load(tiny_model_dir("llama"))
+    outer_ids, inner_ids = some_ids(60), some_ids(25, seed=1)
+    alone = [model.prefill(token_ids, start=0, observer=Recorder()) for token_ids in (outer_ids, inner_ids)]
+    inner: list[Tensor] = []
+
+    class Interrupted(Recorder):
+        def layer_done(self, layer: int, *arguments: Any) -> None:
+            super().layer_done(layer, *arguments)
+            inner.append(model.prefill(inner_ids, start=0, observer=Recorder()))
+
+    outer = model.prefill(outer_ids, start=0, observer=Interrupted())
+    assert torch.equal(outer, alone[0])
+    assert len(inner) == model.spec.num_layers
+    assert all(torch.equal(its, alone[1]) for its in inner)
 
 
 @pytest.mark.parametrize("num_history", [1, 255, 300])

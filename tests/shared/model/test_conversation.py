@@ -7,8 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.shared.model.conversation import RecordedConversation, render_conversation
-from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.model.tokenizer import ChatTokenizer, RecordedConversation, render_conversation
 
 PROPERTY = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

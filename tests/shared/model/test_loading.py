@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from kvferry.models import DEMO_MODEL
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.model import fingerprint, loading
-from kvferry.shared.model.fingerprint import model_fingerprint
+from kvferry.shared.model import checkpoint, loading
+from kvferry.shared.model.checkpoint import model_fingerprint
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.spec import ModelSpec
 
@@ -146,7 +146,7 @@ def test_sharded_checkpoints_load(llama_copy: Path, tiny_model_dir: TinyModelDir
 def test_a_start_writes_nothing_and_importing_does_nothing() -> None:
     script = (
         "import sys\n"
-        "from kvferry.shared.model import loading, tokenizer, text, conversation\n"
+        "from kvferry.shared.model import loading, tokenizer, text\n"
         "assert 'transformers' not in sys.modules\n"
         "from transformers import AttentionInterface\n"
         "assert 'kvferry' not in AttentionInterface()\n"
@@ -181,8 +181,8 @@ def test_dtype_configuration_and_weights_each_change_the_fingerprint(llama_copy:
 def test_large_files_are_known_by_size_header_and_sampled_chunks(
     llama_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint, "_WHOLE_FILE_BYTES", 4096)
-    monkeypatch.setattr(fingerprint, "_CHUNK_BYTES", 256)
+    monkeypatch.setattr(checkpoint, "_WHOLE_FILE_BYTES", 4096)
+    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 256)
     file = llama_copy / "model.safetensors"
     original = file.read_bytes()
     header_end = 8 + int.from_bytes(original[:8], "little")

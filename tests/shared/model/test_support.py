@@ -12,7 +12,7 @@ from kvtest import tiny_models
 from torch import nn
 
 from kvferry.shared.errors import UnsupportedModel
-from kvferry.shared.model.attention import ATTENTION_NAME, PrefillPass, attention_forward
+from kvferry.shared.model.bridge import ATTENTION_NAME, PrefillPass, attention_forward
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.support import check_config
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from kvferry.shared.sampling.batch import AHEAD_TOKENS, BatchSampler
 from kvferry.shared.sampling.params import SamplingParams
-from kvferry.shared.sampling.sampler import Flavour, SequenceSampler
+from kvferry.shared.sampling.sampler import AHEAD_TOKENS, BatchSampler, SequenceSampler
 
 VOCAB = 37
 CPU = torch.device("cpu")
@@ -23,6 +22,16 @@ PARAMS = [
 CHOICES = [[0], [0, 1], [1, 2, 3], [0, 4], list(range(7))]
 
 
+def placed_in(batch, samplers):
+    for slot, sampler in enumerate(samplers):
+        batch.place(slot, sampler)
+
+
+def sample(batch, logits, active):
+    batch.refill()
+    return batch.sample(logits, torch.as_tensor(active), batch.flavour)
+
+
 def logits_of(step):
     generator = torch.Generator().manual_seed(step)
     logits = torch.randn(len(PARAMS) + 1, VOCAB, generator=generator)
@@ -34,14 +43,12 @@ def test_tokens_equal_those_of_each_alone(chosen):
     prompt = (1, 5, 9, 5)
     params = [PARAMS[i] for i in chosen]
     own, placed = ([SequenceSampler(p, prompt, VOCAB) for p in params] for _ in range(2))
-    batch = BatchSampler(len(params) + 1, VOCAB, CPU, Flavour.of(params))
-    batch.place(placed)
+    batch = BatchSampler(len(params) + 1, VOCAB, CPU)
+    placed_in(batch, placed)
     active = torch.tensor([1] * len(params) + [0])
     for step in range(AHEAD_TOKENS + 5):
         logits = logits_of(step)[: len(params) + 1]
-        batch.refill()
-        batch.count()
-        tokens, valid = batch.sample(logits, active)
+        tokens, valid = sample(batch, logits, active)
         expected = [sampler.sample(logits[i]).token_id for i, sampler in enumerate(own)]
         assert tokens[:-1].tolist() == expected
         assert valid.all()
@@ -49,20 +56,20 @@ def test_tokens_equal_those_of_each_alone(chosen):
 
 def test_a_slot_that_is_not_active_remembers_nothing_of_what_is_drawn_for_it():
     params = [SamplingParams(max_tokens=9, temperature=0.0, frequency_penalty=2.0)] * 2
-    batch = BatchSampler(2, VOCAB, CPU, Flavour.of(params))
-    batch.place([SequenceSampler(p, (1,), VOCAB) for p in params])
+    batch = BatchSampler(2, VOCAB, CPU)
+    placed_in(batch, [SequenceSampler(p, (1,), VOCAB) for p in params])
     logits = torch.linspace(0, 1, VOCAB).expand(2, VOCAB)
-    drawn = [batch.sample(logits, torch.tensor([1, 0]))[0].tolist() for _ in range(3)]
+    drawn = [sample(batch, logits, [1, 0])[0].tolist() for _ in range(3)]
     assert drawn == [[36, 36], [35, 36], [34, 36]]
 
 
 def test_logits_that_allow_no_token_are_told_and_touch_no_neighbour():
     params = [SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, seed=i) for i in range(4)]
-    batch = BatchSampler(4, VOCAB, CPU, Flavour.of(params))
-    batch.place([SequenceSampler(p, (1,), VOCAB) for p in params])
+    batch = BatchSampler(4, VOCAB, CPU)
+    placed_in(batch, [SequenceSampler(p, (1,), VOCAB) for p in params])
     logits = torch.randn(4, VOCAB)
     logits[0, 3], logits[1, 4], logits[2] = torch.nan, torch.inf, -torch.inf
-    tokens, valid = batch.sample(logits, torch.ones(4, dtype=torch.int64))
+    tokens, valid = sample(batch, logits, [1] * 4)
     assert valid.tolist() == [False, False, False, True]
     assert ((tokens >= 0) & (tokens < VOCAB)).all()
     assert tokens[3] == SequenceSampler(params[3], (1,), VOCAB).sample(logits[3]).token_id
@@ -70,11 +77,30 @@ def test_logits_that_allow_no_token_are_told_and_touch_no_neighbour():
 
 def test_another_batch_starts_from_its_own_state():
     params = PARAMS[5]
-    batch = BatchSampler(1, VOCAB, CPU, Flavour.of([params]))
+    batch = BatchSampler(1, VOCAB, CPU)
     for _ in range(2):
         sampler = SequenceSampler(params, (1, 2, 3), VOCAB)
-        batch.place([sampler])
+        batch.place(0, sampler)
         alone = SequenceSampler(params, (1, 2, 3), VOCAB)
         for step in range(3):
-            token = int(batch.sample(logits_of(step)[:1], torch.ones(1, dtype=torch.int64))[0])
+            token = int(sample(batch, logits_of(step)[:1], [1])[0])
             assert token == alone.sample(logits_of(step)[0]).token_id
+        batch.remove(0)
+
+
+def test_a_completion_draws_the_same_tokens_whoever_joins_or_leaves_beside_it():
+    own, beside = ([SequenceSampler(p, (1, 5), VOCAB) for p in PARAMS] for _ in range(2))
+    batch = BatchSampler(len(PARAMS), VOCAB, CPU)
+    slots = {}
+    for step in range(2 * AHEAD_TOKENS + 7):
+        joining = step // 20
+        if step % 20 == 0 and joining < len(PARAMS):
+            slots[joining] = min(set(range(len(PARAMS))) - set(slots.values()))
+            batch.place(slots[joining], beside[joining])
+        if step == 70:
+            batch.remove(slots.pop(1))
+        active = [int(slot in slots.values()) for slot in range(len(PARAMS))]
+        logits = logits_of(step)[: len(PARAMS)]
+        tokens, _ = sample(batch, logits, active)
+        for i, slot in slots.items():
+            assert tokens[slot] == own[i].sample(logits[slot]).token_id

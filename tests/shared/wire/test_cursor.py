@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.shared.errors import TransferFailed
+from kvferry.shared.errors import ProtocolMismatch, TransferFailed
+from kvferry.shared.wire.frames import TransferCursor, tensor_starts
 from kvferry.shared.wire.messages import (
     TENSOR_DTYPE_BYTES,
     BlockHeader,
@@ -18,7 +19,6 @@ from kvferry.shared.wire.messages import (
     LayerHeader,
     MessageType,
     TensorHeader,
-    TransferCursor,
     TransferKey,
 )
 
@@ -75,7 +75,7 @@ def test_every_tensor_in_order_in_any_pieces_completes(
     for layer, its in enumerate(shapes):
         assert not is_complete(cursor)
         header = layer_of(layer, *its)
-        total = header.starts[-1]
+        total = tensor_starts(header)[-1]
         sent = data.draw(st.binary(min_size=total, max_size=total))
         offset = data.draw(st.integers(0, total))
         message = FrameHeader(type=MessageType.LAYER, key=KEY, sequence=cursor.sequence)
@@ -106,7 +106,7 @@ def assert_split(layer: LayerHeader, parts: list[tuple[BlockHeader, memoryview]]
     """The parts are the layer's bytes in order, each within one tensor and none of them empty."""
     assert b"".join(part for _, part in parts) == sent
     passed = [0] * len(layer.tensors)
-    sizes = [end - start for start, end in itertools.pairwise(layer.starts)]
+    sizes = [end - start for start, end in itertools.pairwise(tensor_starts(layer))]
     for block, part in parts:
         assert block.layer == layer.layer
         assert block.tensor_bytes == sizes[block.tensor]
@@ -120,7 +120,11 @@ def assert_split(layer: LayerHeader, parts: list[tuple[BlockHeader, memoryview]]
 def test_a_tensors_size_follows_its_shape_and_dtype(tensor: tuple[str, tuple[int, ...]]) -> None:
     dtype, shape = tensor
     width = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int16": 2, "uint8": 1}[dtype]
-    assert layer_of(0, tensor, tensor).starts == [0, math.prod(shape) * width, 2 * math.prod(shape) * width]
+    assert tensor_starts(layer_of(0, tensor, tensor)) == [
+        0,
+        math.prod(shape) * width,
+        2 * math.prod(shape) * width,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +163,7 @@ def test_the_last_tensor_is_as_large_as_its_header_says() -> None:
 def test_a_layers_message_may_carry_its_tensors_but_no_more() -> None:
     cursor = TransferCursor(2)
     layer = layer_of(0, ("float16", (24,)), ("float32", (3, 5)))
-    with pytest.raises(TransferFailed, match="109 bytes; it implies 108") as refused:
+    with pytest.raises(TransferFailed, match="109 bytes; its header implies 108") as refused:
         begin(cursor, layer, 109)
     assert refused.value.reason == "size"
     begin(cursor, layer, 107)
@@ -169,6 +173,14 @@ def test_a_layers_message_may_carry_its_tensors_but_no_more() -> None:
     begin(cursor, replace(layer, layer=1), 108)
     assert is_complete(cursor)
     assert (cursor.sequence, cursor.num_blocks, cursor.payload_bytes) == (3, 1, 216)
+
+
+@pytest.mark.parametrize("shapes", [[(1,), (1,)], [(2**24, 2**24, 2)], [(2**31 - 1, 2**31 - 1)]])
+def test_a_layer_with_a_name_twice_or_too_many_bytes_is_refused(shapes: list[tuple[int, ...]]) -> None:
+    tensors = tuple(TensorHeader(name="same", dtype="float32", shape=shape) for shape in shapes)
+    with pytest.raises(ProtocolMismatch, match="different names and at most") as refused:
+        begin(TransferCursor(1), LayerHeader(layer=0, tensors=tensors))
+    assert refused.value.reason == "malformed"
 
 
 def test_an_earlier_tensor_and_anything_after_the_end_are_refused() -> None:
@@ -233,7 +245,7 @@ def test_headers_and_blocks_share_one_count(sequence: int) -> None:
     cursor = TransferCursor(2)
     begin(cursor, layer_of(0, ("uint8", (4,))))
     block = FrameHeader(type=MessageType.BLOCK, key=KEY, sequence=sequence, total_bytes=4)
-    with pytest.raises(TransferFailed, match=f"block {sequence} came; number 1") as refused:
+    with pytest.raises(TransferFailed, match=f"block {sequence}, .* was received; number 1") as refused:
         cursor.pass_block(block, 4)
     assert refused.value.reason == "order"
     walk(cursor, 0, 4, 0, 4)

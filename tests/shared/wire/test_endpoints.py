@@ -71,9 +71,9 @@ def test_binding_everywhere_needs_an_advertised_address() -> None:
 
 def test_an_in_process_name_is_given_once() -> None:
     hub = InProcessHub()
-    server = hub.server(RecordingSink(), name="decode")
+    server = BlockServer(hub.listening("decode"), RecordingSink())
     assert server.endpoint == "inproc://decode"
     with pytest.raises(ConfigurationError, match="already in use"):
-        hub.server(RecordingSink(), name="decode")
+        BlockServer(hub.listening("decode"), RecordingSink())
     server.close()
-    hub.server(RecordingSink(), name="decode").close()
+    BlockServer(hub.listening("decode"), RecordingSink()).close()

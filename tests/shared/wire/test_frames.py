@@ -93,7 +93,7 @@ def test_header_bytes_stay_as_documented() -> None:
     encoded = encode_header(block_header(), [b"ab", b"cd"])
     assert HEADER_BYTES == 56
     assert encoded[:48].hex() == (
-        "4b564642" "0200" "03" "00" "ffffffffffffffff" "07000000" "00000000" "0100" "0000" "04000000"
+        "4b564642" "0300" "03" "00" "ffffffffffffffff" "07000000" "00000000" "0100" "0000" "04000000"
         "0800000000000000" "0400000000000000"
     )  # fmt: skip
     assert encoded[48:] == struct.pack("<Q", xxhash.xxh3_64_intdigest(encoded[:48] + b"abcd"))
@@ -140,7 +140,7 @@ def test_random_frames_raise_nothing_but_refusals(frames: list[bytes]) -> None:
 @UNTIMED
 @given(st.binary(min_size=HEADER_BYTES - 14, max_size=HEADER_BYTES - 14))
 def test_random_fields_with_a_right_checksum_decode_or_are_refused(fields: bytes) -> None:
-    checked = (b"KVFB\x02\x00" + fields)[: HEADER_BYTES - 8]
+    checked = (b"KVFB\x03\x00" + fields)[: HEADER_BYTES - 8]
     encoded = checked + struct.pack("<Q", xxhash.xxh3_64_intdigest(checked))
     try:
         header, _ = decode_message([encoded, b""])
@@ -177,7 +177,7 @@ def test_fields_out_of_range_are_malformed(changes: dict[str, int | bytes]) -> N
 
 def test_another_version_is_named_and_its_key_can_be_read() -> None:
     encoded = repack(version=1)
-    with pytest.raises(ProtocolMismatch, match="version 1; this side speaks 2") as refused:
+    with pytest.raises(ProtocolMismatch, match="version 1; this side speaks 3") as refused:
         decode_message([encoded, b"abcd"])
     assert refused.value.reason == "protocol_version"
     assert peek_key([encoded]) == KEY

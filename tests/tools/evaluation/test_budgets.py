@@ -10,15 +10,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvferry.shared.compression.attention import EVICTIONS, make_attention, packed_attention
-from kvferry.shared.compression.attention.paged import Hsa
+from kvferry.shared.compression.attention.kinds import EVICTIONS, Hsa, make_attention
+from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import Budget, CompressionPlan, ResolvedPlan
 from kvferry.shared.compression.presets import PRESETS, plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.oracle import OneProcessGenerator
 from kvferry.tools.evaluation.budgets import (
     full_bytes,
     kept_bytes,
@@ -26,6 +25,7 @@ from kvferry.tools.evaluation.budgets import (
     plan_for_target,
     read_bytes,
 )
+from kvferry.tools.oracle import OneProcessGenerator
 from kvferry.tools.recall.tasks import TASKS
 
 SPEC = ModelSpec(
@@ -131,12 +131,9 @@ def test_kept_bytes_are_those_of_the_tensors_held(model: TransformersModel, meth
             if "index" not in tensors:
                 held += spec.num_kv_heads * layer.rows * 4  # positions, which eviction needs in any case
             continue
-        sizes = {"num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim, "dtype": torch.float32}
-        kind = make_attention(layer.attention)
-        if layer.representation.name == "rdkv":
-            specs = packed_attention(kind).packed_specs(num_tokens=layer.rows, **sizes)
-        else:
-            specs = kind.auxiliary_specs(num_rows=layer.rows, **sizes)
+        shape = make_formats(spec, continuation.resolved)[0].shape
+        packed = layer.representation.name == "rdkv"
+        specs = make_attention(layer.attention).specs(shape, layer.rows, packed=packed)
         held += sum(its.size_bytes for its in specs)
     kept = kept_bytes(model.spec, continuation.resolved)
     if plan.representation.name == "rows":

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.models import SHIPPED_CURVES
+from kvferry.models import DEMO_MODEL, SHIPPED_CALIBRATION
 from kvferry.services.launcher import cli
 from kvferry.shared.compression.curves import CurveBook, load_curves
 from kvferry.shared.compression.rdkv.epsilon import load_table
-from kvferry.shared.model.fingerprint import model_fingerprint
+from kvferry.shared.model.checkpoint import model_fingerprint
 
 SMALL = ("--length", "256", "--samples", "2", "--threads", "1")
 
@@ -31,6 +31,7 @@ def test_epsilon_is_measured_and_written_under_the_models_name(tmp_path: Path) -
         assert 15 < curve[0] / curve[1] < 35
         assert 200 < curve[1] / curve[2] < 400
     assert json.loads((tmp_path / "tables" / "demo.json").read_text())["samples"] == 2
+    assert model_fingerprint(DEMO_MODEL, dtype="float16") in table.fingerprints
 
 
 def test_curves_are_measured_fitted_and_written_for_the_model(
@@ -109,7 +110,7 @@ def test_help_shows_both_kinds(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_shipped_calibration_is_of_the_shipped_model(demo_model_dir: Path) -> None:
     """With another demo model: `kvferry calibrate quality --methods all --calibration models/calibration`."""
-    book = CurveBook.read([SHIPPED_CURVES])
+    book = CurveBook.read([SHIPPED_CALIBRATION])
     for dtype in ("float32", "float16", "bfloat16"):
         methods = book.methods(model_fingerprint(demo_model_dir, dtype=dtype))
         assert {"rocketkv", "snapkv", "compactor", "rdkv"} <= set(methods)

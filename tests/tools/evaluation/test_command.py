@@ -12,6 +12,7 @@ from kvferry.services.launcher import cli
 from kvferry.shared.command_line import option_name
 from kvferry.tools.evaluation import jobs
 from kvferry.tools.evaluation.config import HIDDEN_OPTIONS, EvalConfig
+from kvferry.tools.recall.tasks import TASKS
 
 SMALL = (
     *("--methods", "full,snapkv", "--budgets", "25%", "--tasks", "single_needle,third_turn"),
@@ -80,6 +81,63 @@ def test_a_second_run_measures_nothing_and_more_examples_only_the_new_ones(
     assert answers((folder / "records.jsonl").read_text(encoding="utf-8")) == answers(records)
 
 
+def test_own_questions_are_answered_from_their_contexts(tmp_path: Path) -> None:
+    """As the tasks' own examples are, with any of the right answers, in batches or alone."""
+    lines = []
+    for seed in range(3):
+        example = TASKS["single_needle"].example(num_tokens=256 + 40 * seed, seed=seed)
+        question = example.messages[0]["content"].removeprefix(example.document).strip()
+        right = ["never said", example.answer] if seed else [example.answer]
+        lines.append({"context": example.document, "question": question, "answers": right})
+    data = tmp_path / "own.jsonl"
+    data.write_text("\n".join(map(json.dumps, lines)) + "\n\n", encoding="utf-8")
+    found = {}
+    for batch in ("1", "2"):
+        out = tmp_path / batch
+        arguments = (
+            "--methods",
+            "full,snapkv",
+            "--budgets",
+            "25%",
+            "--max-new-tokens",
+            "8",
+            "--threads",
+            "1",
+        )
+        assert evaluate(*arguments, "--data", str(data), "--batch", batch, "--out", str(out)) == 0
+        found[batch] = answers((out / "records.jsonl").read_text(encoding="utf-8"))
+        cells = json.loads((out / "results.json").read_text(encoding="utf-8"))["cells"]
+        assert {(c["task"], c["method"], c["num_examples"]) for c in cells} == {
+            ("own.jsonl", "full", 3),
+            ("own.jsonl", "snapkv", 3),
+        }
+        assert {c["method"]: c["scores"]["accuracy"] for c in cells}["full"] == 1.0
+        table = (out / "results.md").read_text(encoding="utf-8")
+        assert "## own prompts, aware" in table
+        # both axes: bytes retained, bytes read
+        assert "| method | budget | kept | read | own.jsonl |" in table
+    assert found["1"] == found["2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no examples"),
+        ("{}", "line 1 of --data"),
+        ('{"context": "a", "question": "b", "answers": []}', "at least one"),
+        ('{"context": "a", "question": "b", "answers": "c"}', "a list of texts"),
+        ('{"context": 1, "question": "b", "answers": ["c"]}', "context and question (text)"),
+        ("no json", "line 1 of --data"),
+    ],
+)
+def test_own_questions_without_their_fields_are_refused_by_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    (tmp_path / "own.jsonl").write_text(text, encoding="utf-8")
+    assert evaluate("--data", str(tmp_path / "own.jsonl"), "--out", str(tmp_path / "out")) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
 def test_several_processes_give_the_records_of_one(folder: Path, tmp_path: Path) -> None:
     arguments = (*SMALL, "--examples", "2", "--tasks", "single_needle", "--jobs", "2")
     assert evaluate(*arguments, "--out", str(tmp_path)) == 0
@@ -122,6 +180,8 @@ def test_plots_without_matplotlib_are_refused_before_anything_runs(
         (("--settings", "blind"), "allowed are aware, once, agnostic"),
         (("--lengths", "100"), "whole numbers of at least 256"),
         (("--depths", "2"), "depths are 0 to 1"),
+        (("--data", "nowhere.jsonl"), "--data nowhere.jsonl cannot be read"),
+        (("--methods", "full", "--gap", "9", "--batch", "2"), "with --gap it must be 1"),
         (("--budgets", "64KiB", "--match", "given"), "bytes need --match kept or read"),
         (("--match", "rows"), "input should be 'kept', 'read' or 'given'"),
         (("--lengths", "9000", "--examples", "1"), "whose window is 8192"),

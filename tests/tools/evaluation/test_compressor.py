@@ -8,10 +8,10 @@ import pytest
 
 from kvferry.shared.compression.presets import PRESETS
 from kvferry.shared.model.bridge import TransformersModel
-from kvferry.shared.oracle import CapturedPrompt, OneProcessGenerator
 from kvferry.tools.evaluation.compressor import Compressor
 from kvferry.tools.evaluation.config import EvalConfig
 from kvferry.tools.evaluation.experiment import Contender, Experiment, read_experiment
+from kvferry.tools.oracle import CapturedPrompt, OneProcessGenerator
 from kvferry.tools.recall.tasks import TASKS
 
 

@@ -28,7 +28,7 @@ def exact(model: TransformersModel, tokenizer: ChatTokenizer, **options: object)
     wanted = read_experiment(EvalConfig(methods=FULL, **options))
     runner = UnitRunner(model, tokenizer, wanted)
     (contender,) = wanted.contenders
-    records = [runner.run(unit, [("aware", contender)])[0] for unit in wanted.units()]
+    records = [runner.run([(unit, (("aware", contender),))])[0] for unit in wanted.units()]
     return [record.turns[-1].exact for record in records]
 
 

@@ -13,13 +13,13 @@ from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.oracle import OneProcessGenerator
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.evaluation.config import EvalConfig
 from kvferry.tools.evaluation.conversation import contains, same_text, tokenize
 from kvferry.tools.evaluation.experiment import Experiment, read_experiment
 from kvferry.tools.evaluation.records import Record
 from kvferry.tools.evaluation.runner import UnitRunner
+from kvferry.tools.oracle import OneProcessGenerator
 from kvferry.tools.recall.tasks import TASKS
 
 N = 8
@@ -41,7 +41,7 @@ def run(model: TransformersModel, tokenizer: ChatTokenizer, wanted: Experiment) 
     runner = UnitRunner(model, tokenizer, wanted)
     (unit,) = wanted.units()
     work = [(s, c) for s in wanted.settings_of(unit.task) for c in wanted.contenders]
-    return {(record.key.setting, record.key.method): record for record in runner.run(unit, work)}
+    return {(record.key.setting, record.key.method): record for record in runner.run([(unit, tuple(work))])}
 
 
 @pytest.mark.parametrize("task", ["single_needle", "multi_key_8"])
@@ -57,7 +57,7 @@ def test_prompts_are_the_tasks_own_tokens(tokenizer: ChatTokenizer, task: str) -
 def test_every_turn_of_a_conversation_continues_the_one_before(tokenizer: ChatTokenizer) -> None:
     example = TASKS["third_turn"].example(num_tokens=256, seed=2)
     conversation = tokenize(example, tokenizer)
-    assert [turn.answer for turn in conversation.turns[:-1]] == [
+    assert [turn.answers[0] for turn in conversation.turns[:-1]] == [
         m["content"] for m in example.messages if m["role"] == "assistant"
     ]
     assert list(conversation.turns[-1].prompt_token_ids) == example.prompt_token_ids
@@ -203,7 +203,7 @@ def test_own_answers_stand_in_later_turns(model: TransformersModel, tokenizer: C
         if index < 2:
             prompt = conversation.next_prompt(index + 1, prompt, answer)
     assert [turn.text for turn in records["aware", "streamingllm"].turns] == own
-    assert own[1] != conversation.turns[1].answer  # so the last prompt differs from the right one
+    assert own[1] != conversation.turns[1].answers[0]  # so the last prompt differs from the right one
     assert records["aware", "streamingllm"].num_compressed_tokens == len(prompt)
     full, agnostic = (records[setting, "full"].turns for setting in ("aware", "agnostic"))
     assert [turn.text for turn in full] == [turn.text for turn in agnostic]
@@ -219,6 +219,27 @@ def test_the_next_prompt_holds_any_answer_with_one_end(tokenizer: ChatTokenizer,
     other = conversation.next_prompt(1, first.prompt_token_ids, (7, 8) if cut_off else (7, 8, end))
     question = second.prompt_token_ids[len(first.prompt_token_ids) + len(first.answer_token_ids) :]
     assert other == (*first.prompt_token_ids, 7, 8, end, *question)
+
+
+@pytest.mark.parametrize("settings", ["aware", "aware,agnostic"])
+def test_prompts_that_are_answered_together_get_the_answers_they_get_alone(
+    model: TransformersModel, tokenizer: ChatTokenizer, settings: str
+) -> None:
+    """Prompts and conversations of different lengths, and answers of different lengths."""
+    wanted = experiment(tasks="multi_key_8,third_turn,distant_pair", settings=settings, examples=2)
+    runner = UnitRunner(model, tokenizer, wanted)
+    jobs = [
+        (unit, tuple((s, c) for s in wanted.settings_of(unit.task) for c in wanted.contenders))
+        for unit in wanted.units()
+    ]
+    together = {record.key: record for record in runner.run(jobs)}
+    alone = {record.key: record for job in jobs for record in runner.run([job])}
+    assert together.keys() == alone.keys()
+    for key, record in alone.items():
+        assert [turn.text for turn in together[key].turns] == [turn.text for turn in record.turns]
+        assert together[key].kept_bytes == record.kept_bytes
+        for ours, theirs in zip(together[key].turns, record.turns, strict=True):
+            assert math.isclose(ours.nll, theirs.nll, rel_tol=1e-3, abs_tol=1e-4)
 
 
 def test_a_contenders_digest_changes_with_its_definition_alone() -> None:

@@ -90,6 +90,21 @@ def test_both_facts_of_a_query_are_stated() -> None:
             assert f"the {key} is {answer} ." in document_of(example)
 
 
+@pytest.mark.parametrize("held_out", [False, True])
+@pytest.mark.parametrize("name", ["distant_pair", "distant_values"])
+def test_long_answers_are_two_numbers_with_other_facts_between_them(name: str, held_out: bool) -> None:
+    for seed in range(30):
+        example = TASKS[name].example(num_tokens=700, seed=seed, held_out=held_out)
+        assert re.fullmatch(r"\d \d \d \d , \d \d \d \d", example.answer)
+        assert 6 <= len(example.answer.split()) <= 12
+        stated = re.findall(r"(\d \d \d \d) \.", document_of(example))
+        assert len(stated) in (8, 9)
+        values = {stated[0], stated[-1]}
+        assert values == set(example.answer.split(" , "))
+        if name == "distant_values":
+            assert example.answer == f"{stated[0]} , {stated[-1]}"
+
+
 @pytest.mark.parametrize(("name", "hops"), [("variables_1_hop", 1), ("variables_2_hops", 2)])
 def test_variables_take_the_hops_of_their_task(name: str, hops: int) -> None:
     example = TASKS[name].example(num_tokens=700, seed=3)

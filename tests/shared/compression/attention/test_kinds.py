@@ -10,20 +10,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels import hsa, quest
-from kvferry.shared.compression.attention import (
+from kvferry.shared.compression.attention.interface import CacheView
+from kvferry.shared.compression.attention.kinds import (
     ATTENTIONS,
     EVICTIONS,
+    ExactTopK,
+    Hsa,
+    Quest,
+    SparQ,
     check_attention,
     make_attention,
     size_attention,
 )
-from kvferry.shared.compression.attention.exact_topk import ExactTopK
-from kvferry.shared.compression.attention.paged import Hsa, Quest
-from kvferry.shared.compression.attention.sparq import SparQ
+from kvferry.shared.compression.interface import LayerShape
 from kvferry.shared.compression.plan import Part
 from kvferry.shared.errors import InvalidRequest
 
 HEADS, D = 2, 12
+
+
+def shape_of(head_dim: int, *, num_kv_heads: int = 1, dtype: torch.dtype = torch.float16) -> LayerShape:
+    return LayerShape(
+        num_prompt_tokens=1,
+        max_new_tokens=1,
+        num_kv_heads=num_kv_heads,
+        group_size=1,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
+
+
+SHAPE = shape_of(D, num_kv_heads=HEADS, dtype=torch.float32)
 NOT_DENSE = [name for name in (*ATTENTIONS, *EVICTIONS) if name != "dense"]
 SCORERS_OF = {"evict": Part(name="heavy_hitters"), "merge": Part(name="accumulated_attention")}
 
@@ -47,7 +64,7 @@ def test_a_step_reads_no_more_than_the_budget_where_sizes_are_not_at_their_least
     for name in ("exact_topk", "quest", "sparq"):
         kind = ATTENTIONS[name].sized(cap=cap, budget=budget, head_dim=head_dim)
         assert all(size >= 1 for size in dataclasses.asdict(kind).values())
-        read = kind.read_bytes(num_rows=cap, head_dim=head_dim, element_bytes=2)
+        read = kind.read_bytes(shape_of(head_dim), cap)
         slack = 4 * head_dim if name == "sparq" else 0  # the mean value
         if name == "quest":
             slack += token_bytes // 2  # the last page is begun
@@ -58,7 +75,7 @@ def test_a_step_reads_no_more_than_the_budget_where_sizes_are_not_at_their_least
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_up_to_the_tokens_attended_every_row_is_read_and_no_estimate(name: str) -> None:
     kind = ATTENTIONS[name].sized(cap=100, budget=20, head_dim=D)
-    assert kind.read_bytes(num_rows=10, head_dim=D, element_bytes=4) == 2 * 10 * D * 4
+    assert kind.read_bytes(SHAPE, 10) == HEADS * 2 * 10 * D * 4
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -69,22 +86,19 @@ def test_appending_row_by_row_attends_as_building_at_once_does(name: str, group:
     rows = torch.randn(2, HEADS, 41, D, generator=generator)
     grown = torch.full_like(rows, torch.nan)
     grown[:, :, :17] = rows[:, :, :17]
-    specs = kind.auxiliary_specs(num_kv_heads=HEADS, num_rows=41, head_dim=D, dtype=torch.float32)
-    auxiliary = tuple(torch.full(s.shape, torch.nan, dtype=s.dtype) for s in specs)
-    kind.build(grown[0], grown[1], auxiliary, length=17)
+    auxiliary = tuple(torch.full(s.shape, torch.nan, dtype=s.dtype) for s in kind.specs(SHAPE, 41))
+    cache = CacheView(keys=grown[0], values=grown[1], auxiliary=auxiliary)
+    kind.build(cache, length=17)
     for length in range(18, 42):
         new = length - 1
-        kind.append(grown[0], grown[1], auxiliary, rows[0, :, new], rows[1, :, new], position=new)
+        kind.append(cache, rows[0, :, new], rows[1, :, new], position=new)
         queries = torch.randn(HEADS, group, D, generator=generator)
-        output = kind.attend(queries, grown[0], grown[1], auxiliary, length=length, scaling=0.3)
-        keys, values = rows[0, :, :length].clone(), rows[1, :, :length].clone()
-        exact_specs = kind.auxiliary_specs(num_kv_heads=HEADS, num_rows=length, head_dim=D, dtype=keys.dtype)
-        rebuilt = tuple(torch.full(s.shape, torch.nan, dtype=s.dtype) for s in exact_specs)
-        kind.build(keys, values, rebuilt, length=length)
-        expected = kind.attend(queries, keys, values, rebuilt, length=length, scaling=0.3)
+        output = kind.attend(queries, cache, length=length, scaling=0.3)
+        rebuilt = kind.rebuilt(SHAPE, rows[0, :, :length].clone(), rows[1, :, :length].clone())
+        expected = kind.attend(queries, rebuilt, length=length, scaling=0.3)
         torch.testing.assert_close(output, expected, atol=2e-6, rtol=2e-6)
     with pytest.raises((IndexError, ValueError)):
-        kind.append(grown[0], grown[1], auxiliary, rows[0, :, 0], rows[1, :, 0], position=41)
+        kind.append(cache, rows[0, :, 0], rows[1, :, 0], position=41)
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -95,12 +109,13 @@ def test_pages_of_one_token_are_the_keys_themselves_and_take_no_memory(kind: Hsa
     generator = torch.Generator().manual_seed(6)
     keys, values = torch.randn(2, HEADS, 30, D, generator=generator)
     queries = torch.randn(HEADS, group, D, generator=generator)
-    assert kind.auxiliary_specs(num_kv_heads=HEADS, num_rows=30, head_dim=D, dtype=keys.dtype) == ()
-    kind.build(keys, values, (), length=29)
+    assert kind.specs(SHAPE, 30) == ()
+    cache = CacheView(keys=keys, values=values)
+    kind.build(cache, length=29)
     key, value = keys[:, 29].clone(), values[:, 29].clone()
     keys[:, 29] = values[:, 29] = torch.nan
-    kind.append(keys, values, (), key, value, position=29)
-    output = kind.attend(queries, keys, values, (), length=30, scaling=0.3)
+    kind.append(cache, key, value, position=29)
+    output = kind.attend(queries, cache, length=30, scaling=0.3)
     own = {"num_channels": 5} if isinstance(kind, Hsa) else {}
     kernel = hsa if isinstance(kind, Hsa) else quest
     pages = (keys.clone(), keys.clone())
@@ -158,12 +173,13 @@ def test_rocketkv_stores_and_reads_what_table_1_says_in_bytes() -> None:
     and t/2 tokens of K and V."""
     num_rows, head_dim, budget = 1595, 128, 256
     kind = Hsa.sized(cap=num_rows, budget=budget, head_dim=head_dim)
-    specs = kind.auxiliary_specs(num_kv_heads=1, num_rows=num_rows, head_dim=head_dim, dtype=torch.bfloat16)
+    shape = shape_of(head_dim, dtype=torch.bfloat16)
+    specs = kind.specs(shape, num_rows)
     rows_bytes = num_rows * head_dim * 2 * 2
     pages_bytes = sum(spec.size_bytes for spec in specs)
     assert pages_bytes == 2 * 532 * 128 * 2  # ceil(1595 / 3) pages
     assert pages_bytes / rows_bytes == pytest.approx(1 / kind.page_size, rel=1e-3)
-    read = kind.read_bytes(num_rows=num_rows, head_dim=head_dim, element_bytes=2)
+    read = kind.read_bytes(shape, num_rows)
     estimates = 532 * kind.num_channels * 2
     assert read == estimates + 128 * head_dim * 4
     token_bytes = head_dim * 4

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from kvtest.d2o_reference import ReferenceCache, ReferenceRow
 from torch import Tensor
 
-from kvferry.kernels.dense_decode.reference import dense_decode
+from kvferry.kernels.reference.dense import dense_decode
 from kvferry.shared.compression.d2o.cache import EvictingCache
 from kvferry.shared.compression.d2o.eviction import Zones, half_zones, protected, zones
 from kvferry.shared.compression.d2o.merging import merge_prompt
-from kvferry.shared.compression.d2o.reference import ReferenceCache, ReferenceRow
 from kvferry.shared.compression.formats.interface import select_rows
 
 HEADS, HEAD_DIM = 2, 8

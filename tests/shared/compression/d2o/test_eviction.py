@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest import d2o_reference as reference
 
-from kvferry.shared.compression.d2o import reference
 from kvferry.shared.compression.d2o.eviction import half_zones, protected, zones
 from kvferry.shared.compression.formats.interface import select_rows
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest import d2o_reference as reference
 from kvtest.compression import compress_layer, make_inputs, make_resolved
 from torch import Tensor
 
 from kvferry.kernels.column_sums import column_sums
-from kvferry.shared.compression.d2o import reference
 from kvferry.shared.compression.d2o.eviction import protected, zones
 from kvferry.shared.compression.d2o.merging import (
     MergedRows,

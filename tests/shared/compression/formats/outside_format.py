@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.dense_decode import dense_decode
-from kvferry.shared.compression.attention.interface import TensorSpec
 from kvferry.shared.compression.formats.interface import (
     InvalidTensors,
     LayerCache,
     LayerFormat,
-    LayerShape,
     NaiveLayer,
     Sizing,
     Specs,
@@ -25,8 +23,8 @@ from kvferry.shared.compression.formats.interface import (
     on_host,
     select_rows,
 )
-from kvferry.shared.compression.interface import LayerInputs, Method
-from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part, check_params
+from kvferry.shared.compression.interface import LayerInputs, LayerShape, Method, TensorSpec
+from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part, read_params
 from kvferry.shared.errors import InvalidRequest
 
 HALF = torch.float16
@@ -42,9 +40,9 @@ class Halved(LayerFormat):
 
     @classmethod
     def check(cls, plan: CompressionPlan) -> None:
-        check_params("representation 'halved'", plan.representation.params, {"scale": float})
+        read_params("format 'halved'", plan.representation.params, {"scale": float})
         if plan.attention.name != "dense":
-            raise InvalidRequest("representation 'halved' takes attention 'dense' only")
+            raise InvalidRequest("format 'halved' takes attention 'dense' only")
 
     @classmethod
     def plan_layer(cls, plan: CompressionPlan, sizing: Sizing) -> LayerPlan:
@@ -151,6 +149,7 @@ class FromTheEnd:
     """Scores by position, at the right distance to the end. No queries are looked at."""
 
     observed_queries = 0
+    protected_rows = 0
     depends_on_rows = False
 
     def __call__(self, inputs: LayerInputs) -> Tensor:

@@ -10,13 +10,13 @@ from kvtest.compression import Placed, formats_for, make_inputs
 from torch import Tensor
 
 from kvferry.kernels.kivi import kivi_dequantise, kivi_quantise
-from kvferry.kernels.kivi.reference import rounded
-from kvferry.shared.compression.compress import compress_layer
-from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat, LayerShape
-from kvferry.shared.compression.formats.kivi import Kivi, KiviPrompt
-from kvferry.shared.compression.formats.rows import Rows
+from kvferry.kernels.reference.scores import rounded
+from kvferry.shared.compression.formats import compress_layer
+from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
+from kvferry.shared.compression.formats.kivi import Kivi
+from kvferry.shared.compression.formats.rows import WireRows
 from kvferry.shared.compression.formats.stored import StoredCache
-from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.interface import LayerInputs, LayerShape
 from kvferry.shared.compression.plan import Budget, Part
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
@@ -42,7 +42,7 @@ def test_every_token_is_kept_as_the_reference_rounds_it(num_tokens: int) -> None
     assert "index" not in tensors
     assert tensors["keys"].shape == (HEADS, num_tokens % 32, DIM)
     for ours, expected in zip(
-        fmt.prompt(tensors).dequantised(), rounded(inputs.keys, inputs.values, 2), strict=True
+        kivi_dequantise(fmt.quantised(tensors)), rounded(inputs.keys, inputs.values, 2), strict=True
     ):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
@@ -51,7 +51,7 @@ def test_every_token_is_kept_as_the_reference_rounds_it(num_tokens: int) -> None
 def test_rows_quantised_for_the_wire_are_what_the_receiver_makes_of_the_codes(dtype: torch.dtype) -> None:
     _, _, plain = compress("snapkv", 90, 70, dtype=dtype)
     _, fmt, wire = compress("snapkv", 90, 70, dtype=dtype, wire_bits=4)
-    assert isinstance(fmt, Rows)
+    assert isinstance(fmt, WireRows)
     assert not fmt.is_plain
     assert torch.equal(wire["index"], plain["index"])
     placed = Placed.of(fmt)
@@ -112,15 +112,13 @@ def test_a_layer_survives_its_place_in_the_arena(num_tokens: int, budget: int, b
     if not isinstance(fmt, Kivi):  # the budget covers the prompt
         assert budget >= num_tokens
         return
-    prompt = fmt.prompt(tensors)
-    prompt.check(num_tokens)
+    fmt.check_content(tensors)
     placed = Placed.of(fmt)
     cache = placed.open(tensors)
     assert isinstance(cache, StoredCache)
-    assert isinstance(cache.prompt, KiviPrompt)
-    assert all(placed.holds(its) for its in cache.prompt.tensors.values())
-    for one, other in zip(cache.prompt.dequantised(), prompt.dequantised(), strict=True):
-        assert torch.equal(one, other)
+    assert all(placed.holds(its) for its in cache.prompt.values())
+    assert list(cache.prompt) == list(tensors)
+    assert all(torch.equal(cache.prompt[name], its) for name, its in tensors.items())
     assert (placed.buffer[-64:] == 0xFF).all()
 
 

@@ -18,7 +18,8 @@ from kvferry.kernels.packed import (
     unpack_layer,
 )
 from kvferry.shared.compression.formats.interface import InvalidTensors
-from kvferry.shared.compression.formats.rdkv import Rdkv, RdkvCache
+from kvferry.shared.compression.formats.packed_layer import PackedCache
+from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.plan import Part
 
 HEADS, DIM, PROMPT = 2, 6, 41
@@ -59,10 +60,10 @@ def make_format(*, budget_tokens: int = PROMPT, num_tokens: int = PROMPT) -> Rdk
     return fmt
 
 
-def arrive(tensors: dict[str, Tensor], fmt: Rdkv | None = None) -> tuple[Placed, RdkvCache]:
+def arrive(tensors: dict[str, Tensor], fmt: Rdkv | None = None) -> tuple[Placed, PackedCache]:
     placed = Placed.of(fmt or make_format())
     cache = placed.open(tensors)
-    assert isinstance(cache, RdkvCache)
+    assert isinstance(cache, PackedCache)
     return placed, cache
 
 
@@ -215,7 +216,7 @@ def test_any_layout_is_within_bounds_or_refused_by_name(counts: list[int], versi
         heads = tuple(
             HeadCounts(channels=tuple(counts[i : i + 4]), tokens=tuple(counts[i + 4 : i + 8])) for i in (0, 8)
         )
-        layout = packed_layout(heads, DIM)
+        layout = packed_layout(heads, DIM, num_tokens=PROMPT)
         sizes = {name: layout.kinds[kind][1] for name, kind in zip(PARTS, layout.kinds, strict=True)}
         if sum(sizes.values()) > fmt.limit_bytes:
             raise ValueError("beyond what may be announced")
@@ -230,4 +231,4 @@ def test_any_layout_is_within_bounds_or_refused_by_name(counts: list[int], versi
     layout = cache.packed.layout
     assert layout.size_bytes <= fmt.limit_bytes
     assert all(head.num_tokens <= PROMPT and head.num_channels <= DIM for head in layout.heads)
-    assert layout == packed_layout(layout.heads, DIM)
+    assert layout == packed_layout(layout.heads, DIM, num_tokens=PROMPT)

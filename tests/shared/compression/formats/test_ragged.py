@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from kvtest.compression import Placed, compress_layer, formats_for, header_of, one_format
 from torch import Tensor
 
-from kvferry.kernels.dense_decode.reference import dense_decode
-from kvferry.shared.compression.formats.interface import InvalidTensors
-from kvferry.shared.compression.formats.ragged import Ragged, RaggedPrompt
+from kvferry.kernels.reference.dense import dense_decode
+from kvferry.shared.compression.formats.interface import InvalidTensors, Tensors
+from kvferry.shared.compression.formats.ragged import Ragged
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
@@ -45,14 +45,14 @@ def resolve(num_tokens: int, budget: int) -> ResolvedPlan:
     )
 
 
-def stored(resolved: ResolvedPlan, inputs: LayerInputs) -> tuple[Ragged, RaggedPrompt]:
+def stored(resolved: ResolvedPlan, inputs: LayerInputs) -> tuple[Ragged, Tensors]:
     fmt = formats_for(resolved, inputs)[0]
     assert isinstance(fmt, Ragged)
-    return fmt, fmt.prompt(compress_layer(resolved, inputs))
+    return fmt, compress_layer(resolved, inputs)
 
 
 def plain_selection(scores: Tensor, rows: int, window: int, floor: float) -> list[list[int]]:
-    """Each head's window and best fifth, then the best of what is left, whichever head has it."""
+    """Each head's last rows and best fifth, then the best of what is left, whichever head has it."""
     num_heads, num_tokens = scores.shape
     before = num_tokens - window
     guaranteed = int(floor * (rows - window))
@@ -74,15 +74,17 @@ def test_each_head_keeps_what_the_plain_reference_keeps(num_tokens: int, group: 
     _, kept = stored(resolved, inputs)
     scorer = resolved.plan.scorer
     assert scorer is not None
-    expected = plain_selection(make_scorer(scorer, rows=rows)(inputs), rows, WINDOW, 0.2)
-    heads = [part.tolist() for part in kept.index.split(list(kept.counts))]
+    protected = min(8, rows // 4)
+    expected = plain_selection(make_scorer(scorer, rows=rows)(inputs), rows, protected, 0.2)
+    counts = kept["head_rows"].tolist()
+    heads = [part.tolist() for part in kept["index"].split(counts)]
     assert heads == expected
     if num_tokens == 97:
-        assert len(set(kept.counts)) > 1
+        assert len(set(counts)) > 1
     flat = torch.cat([inputs.keys[head, tokens] for head, tokens in enumerate(expected)])
-    assert torch.equal(kept.keys, flat)
+    assert torch.equal(kept["keys"], flat)
     flat = torch.cat([inputs.values[head, tokens] for head, tokens in enumerate(expected)])
-    assert torch.equal(kept.values, flat)
+    assert torch.equal(kept["values"], flat)
 
 
 @settings(max_examples=40, deadline=None)
@@ -100,22 +102,22 @@ def test_budgets_are_met_exactly_and_the_tensors_go_round(
     inputs = make_inputs(num_tokens, group, seed, new_tokens=1 + int(new_share * (num_tokens - 1)))
     resolved = resolve(num_tokens, rows)
     ragged, prompt = stored(resolved, inputs)
-    assert sum(prompt.counts) == HEADS * rows
-    prompt.check(num_tokens)
-    floor = int(0.2 * (rows - min(WINDOW, rows, inputs.queries.shape[2])))
-    assert min(prompt.counts) >= floor
-    assert ragged.tensors() == header_of(prompt.tensors)
-    assert list(ragged.tensors()) == list(prompt.tensors)
-    assert ragged.prompt(prompt.tensors).tensors == prompt.tensors
+    counts = prompt["head_rows"].tolist()
+    assert sum(counts) == HEADS * rows
+    ragged.check_content(prompt)
+    floor = int(0.2 * (rows - min(8, max(rows // 4, 1))))
+    assert min(counts) >= floor
+    assert ragged.tensors() == header_of(prompt)
+    assert list(ragged.tensors()) == list(prompt)
 
 
 def test_attention_is_that_of_each_heads_own_rows() -> None:
     inputs = make_inputs(61, 2, seed=5)
-    _, prompt = stored(resolve(61, 20), inputs)
+    fmt, prompt = stored(resolve(61, 20), inputs)
     generator = torch.Generator().manual_seed(1)
     queries, new = (torch.randn(HEADS, 2, DIM, generator=generator) for _ in range(2))
-    output = prompt.attend(queries, new, -new, scaling=0.4)
-    for head, tokens in enumerate(prompt.index.split(list(prompt.counts))):
+    output = fmt.attention(prompt)(queries, new, -new, 0.4)
+    for head, tokens in enumerate(prompt["index"].split(prompt["head_rows"].tolist())):
         keys = torch.cat([inputs.keys[head, tokens.long()], new[head]])
         values = torch.cat([inputs.values[head, tokens.long()], -new[head]])
         expected = dense_decode(queries[head : head + 1], keys[None], values[None], scaling=0.4)

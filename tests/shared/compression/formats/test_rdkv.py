@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,14 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtest.compression import compress_layer, formats_for, packed_tensors
 
+from kvferry.models import DEMO_MODEL
 from kvferry.shared.compression.formats.rdkv import Rdkv, rdkv_settings
 from kvferry.shared.compression.formats.rows import Rows
-from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.interface import LayerInputs, LayerShape
 from kvferry.shared.compression.plan import Budget, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for, preset
-from kvferry.shared.compression.rdkv.compress import compress_layer_rdkv
+from kvferry.shared.compression.rdkv.compress import allocate_layer, compress_layer_rdkv
+from kvferry.shared.compression.rdkv.epsilon import find_table
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.errors import InvalidRequest, KvferryError
+from kvferry.shared.model.checkpoint import model_fingerprint
 
 KIVI = Part(name="kivi", params={"bits": 4})
 THINK = Part(name="think", params={"channel_retention": 0.5, "window": 32})
@@ -100,7 +104,10 @@ def test_skipped_layers_stay_rows() -> None:
         ({"representation": KIVI}, "takes no budget"),
         ({"representation": KIVI, "attention": Part(name="hsa")}, "'kivi' does not go with attention 'hsa'"),
         ({"representation": THINK, "attention": Part(name="quest")}, "'think' does not go with .*'quest'"),
-        ({"representation": Part(name="think", params={"channel_retention": 0.0, "window": 3})}, "0, 1"),
+        (
+            {"representation": Part(name="think", params={"channel_retention": 0.0, "window": 3})},
+            "0.001 to 1",
+        ),
         (
             {"representation": Part(name="think", params={"channel_retention": 0.5, "window": 0})},
             "window is 0",
@@ -166,18 +173,20 @@ def test_a_budget_below_the_least_width_of_every_token_is_refused(
 def test_a_layer_has_the_widths_that_it_may_have_and_keeps_its_budget(widths: str) -> None:
     inputs = make_inputs(90, 90, 8, seed=3)
     part = plan_for("rdkv", overrides={"widths": widths}).representation
-    layer = compress_layer_rdkv(rdkv_settings(part, budget_tokens=20), inputs)
+    chosen = rdkv_settings(part, budget_tokens=20)
+    allocation = allocate_layer(chosen, inputs)
     allowed = {int(width) for width in widths.split(",")}
-    values, keys = layer.allocation.values.bits.long(), layer.allocation.keys.bits.long()
+    values, keys = allocation.values.long(), allocation.keys.long()
+    num_kept = (values > 0).sum(dim=1)
     assert set(values.flatten().tolist()) <= allowed
     assert set(keys.flatten().tolist()) <= allowed
     assert (values.sum(dim=1) <= 16 * 20).all()
-    assert (keys.sum(dim=1) * layer.allocation.num_kept <= 16 * 20 * 8).all()
-    assert (layer.allocation.num_kept == (90 if widths.startswith("2") else layer.allocation.num_kept)).all()
+    assert (keys.sum(dim=1) * num_kept <= 16 * 20 * 8).all()
+    assert (num_kept == 90).all() or not widths.startswith("2")
     solution = resolve(Budget(tokens=20), 90, overrides={"widths": widths})
     fmt = formats_for(solution, inputs)[0]
     assert isinstance(fmt, Rdkv)
-    assert layer.packed.layout.size_bytes <= fmt.limit_bytes
+    assert compress_layer_rdkv(chosen, inputs).layout.size_bytes <= fmt.limit_bytes
 
 
 def test_parameters_can_be_chosen() -> None:
@@ -217,7 +226,7 @@ def test_a_layer_is_packed_with_the_plans_parameters() -> None:
     layer = compress_layer(resolve(Budget(tokens=9), 90, overrides={"window": 4}), inputs)
     assert list(layer) == ["layout", "codes", "scales", "rows", "index"]
     part = plan_for("rdkv", overrides={"window": 4}).representation
-    expected = compress_layer_rdkv(rdkv_settings(part, budget_tokens=9), inputs).packed
+    expected = compress_layer_rdkv(rdkv_settings(part, budget_tokens=9), inputs)
     sent = {name: its for name, its in layer.items() if name != "layout"}
     assert torch.equal(torch.cat(list(sent.values())), expected.buffer)
     assert all(torch.equal(its, layer[name]) for name, its in packed_tensors(expected).items())
@@ -240,15 +249,50 @@ def test_selecting_from_packed_tokens_splits_the_budget_as_rocketkv_and_reads_as
     # as many bits as RocketKV keeps rows, over up to eight times as many tokens
     assert packed.representation.params == {"budget_tokens": rows.rows}
     assert packed.rows == 8 * rows.rows
-    assert packed.attention.params["num_tokens"] == rows.attention.params["num_tokens"] == 128
+    assert rows.attention.params["num_tokens"] == 128
+    # t/2 rows of 16 bits are as many bytes as four times as many tokens of 4
+    assert packed.attention.params["num_tokens"] == 512
     page_size, num_channels = (int(packed.attention.params[n]) for n in ("page_size", "num_channels"))
-    assert (page_size, num_channels) == (24, 61)  # RocketKV's 3 and 61, over 12,320 tokens instead of 1,596
-    assert -(-(packed.rows + 64) // page_size) * num_channels <= 128 * 256  # t/2 rows of K and V, in scalars
+    assert (page_size, num_channels) == (8, 20)  # ceil(sqrt(12760 / 256)), floor(128 * 8 * 256 / 12760)
+    assert packed.rows // page_size * num_channels <= 128 * 256  # t/2 rows of K and V, in scalars
 
 
-def test_selecting_from_packed_tokens_keeps_a_prompt_as_rows_that_its_share_covers() -> None:
-    plan = plan_for("rdkv-hsa", budget=Budget(tokens=90))
+@pytest.mark.parametrize("budget", [16, 32, 64, 100])
+@pytest.mark.parametrize("num_tokens", [1024, 4096])
+def test_pages_of_packed_tokens_are_smaller_than_what_is_attended(budget: int, num_tokens: int) -> None:
+    """Pages spread over packed tokens as if these were rows once had 18 tokens where 16 were attended."""
+    plan = plan_for("rdkv-hsa", budget=Budget(tokens=budget))
+    resolved = resolve_plan(plan, num_prompt_tokens=num_tokens, max_new_tokens=64, num_layers=1, head_dim=64)
+    sizes = resolved.layers[0].attention.params
+    assert 2 * int(sizes["page_size"]) <= int(sizes["num_tokens"])
+    assert int(sizes["num_channels"]) >= 2
+    if (budget, num_tokens) == (32, 1024):
+        assert sizes == {"page_size": 6, "num_channels": 12, "num_tokens": 64}
+
+
+@pytest.mark.parametrize("budget", [1, 50, 90, 99])
+def test_selecting_from_packed_tokens_packs_whatever_the_budget_does_not_cover(budget: int) -> None:
+    plan = plan_for("rdkv-hsa", budget=Budget(tokens=budget))
     resolved = resolve_plan(plan, num_prompt_tokens=100, max_new_tokens=100, num_layers=1, head_dim=8)
     assert resolved.method == "rdkv-hsa"
-    assert resolved.layers[0].representation.name == "rows"
-    assert resolved.layers[0].attention.name == "hsa"
+    (layer,) = resolved.layers
+    assert layer.representation.name == "rdkv"
+    assert layer.attention.name == "hsa"
+    assert budget <= int(layer.representation.params["budget_tokens"]) < 100
+
+
+def test_bits_are_weighed_by_the_served_models_own_table() -> None:
+    shape = LayerShape(
+        num_prompt_tokens=90,
+        max_new_tokens=1,
+        num_kv_heads=2,
+        group_size=2,
+        head_dim=8,
+        dtype=torch.float32,
+        fingerprint=model_fingerprint(DEMO_MODEL, dtype="float32"),
+    )
+    resolved = resolve(Budget(tokens=20), 90)
+    for fingerprint, own in ((shape.fingerprint, True), ("another model", False)):
+        fmt = Rdkv.of(resolved.plan, resolved.layers[0], replace(shape, fingerprint=fingerprint))
+        assert (fingerprint in fmt.settings.table.fingerprints) == own
+        assert (fmt.settings.table == find_table("LLaMA-3.1-8B")) != own

@@ -15,7 +15,7 @@ from kvferry.shared.compression.formats import FORMATS
 from kvferry.shared.compression.formats.evicting import Evicting
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
 from kvferry.shared.compression.formats.rdkv import Rdkv
-from kvferry.shared.compression.formats.rows import Rows
+from kvferry.shared.compression.formats.rows import Rows, WireRows
 from kvferry.shared.compression.formats.stored import StoredCache
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget
@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in PRESETS},
     "rdkv, segments": ("rdkv", {"rebudget_tokens": 20, "window": 7}),
     "kivi, 2 bits": ("kivi", {"bits": 2}),
+    "compactor-kivi, K4V2": ("compactor-kivi", {"v_bits": 2}),
     "snapkv, wire": ("snapkv", {"wire_bits": 4}),
     "full, wire": ("full", {"wire_bits": 8}),
 }
@@ -95,7 +96,9 @@ def test_a_layer_in_the_arena_attends_as_the_naive_one(case: str, num_tokens: in
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", ["full", "rdkv", "kivi", "think", "adakv", "snapkv, wire"])
+@pytest.mark.parametrize(
+    "case", ["full", "rdkv", "kivi", "compactor-kivi", "rocketkv-kivi", "think", "adakv", "snapkv, wire"]
+)
 def test_half_precision_attends_as_the_naive_one(case: str, dtype: torch.dtype) -> None:
     fmt, tensors, _ = compressed(case, 97, head_dim=32, dtype=dtype)
     assert_attends_as_naive(fmt, tensors, steps=5)
@@ -158,7 +161,7 @@ def test_a_stored_layer_lies_in_the_arena_bit_for_bit(case: str) -> None:
     assert all(rows.shape[1] == NEW_TOKENS - 1 for rows in new_rows)
     assert all(rows.isnan().all() for rows in new_rows)
     if isinstance(cache, StoredCache):
-        received = cache.prompt.tensors
+        received = cache.prompt
         assert list(received) == list(tensors)
         assert all(torch.equal(received[name], its) for name, its in tensors.items())
         assert all(placed.holds(its) for its in received.values())
@@ -208,6 +211,6 @@ def test_other_tensors_than_the_layers_are_refused_before_their_bytes(case: str)
 
 def test_every_format_and_every_eviction_is_among_the_cases() -> None:
     made = [compressed(case, 97)[0] for case in CASES]
-    assert {type(fmt) for fmt in made} == {*FORMATS.values(), Evicting}
+    assert {type(fmt) for fmt in made} == {*FORMATS.values(), Evicting, WireRows}
     assert {fmt.attention for fmt in made if isinstance(fmt, Evicting)} == {"evict", "merge"}
-    assert [fmt.is_plain for fmt in made] == [isinstance(fmt, Rows) and fmt.wire_bits == 16 for fmt in made]
+    assert [fmt.is_plain for fmt in made] == [type(fmt) is Rows for fmt in made]

@@ -7,8 +7,8 @@ import torch
 from kvtest.compression import Placed, one_format
 from torch import Tensor
 
-from kvferry.kernels.hsa.reference import page_extremes
-from kvferry.shared.compression.attention.paged import Hsa
+from kvferry.kernels.reference.sparse import page_extremes
+from kvferry.shared.compression.attention.kinds import Hsa
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
 from kvferry.shared.compression.formats.rows import RowsCache
 from kvferry.shared.compression.plan import Part
@@ -74,7 +74,7 @@ def test_rows_and_page_extremes_are_there_and_nothing_else_is_written() -> None:
     expected_max, expected_min = page_extremes(tensors["keys"], page_size=2)
     attention = cache.format.attention
     assert isinstance(attention, Hsa)
-    page_max, page_min = attention.extremes(cache.keys, cache.auxiliary)
+    page_max, page_min = attention.extremes(cache.view)
     assert torch.equal(page_max[:, :3], expected_max)
     assert torch.equal(page_min[:, :3], expected_min)
     assert page_max[:, 3:].isnan().all()

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtest.compression import Placed, compress_layer, formats_for, one_format
 
-from kvferry.kernels.dense_decode.reference import dense_decode
-from kvferry.shared.compression.formats.interface import InvalidTensors, LayerShape
-from kvferry.shared.compression.formats.think import Think, ThinkPrompt
-from kvferry.shared.compression.interface import LayerInputs
+from kvferry.kernels.reference.dense import dense_decode
+from kvferry.shared.compression.formats.interface import InvalidTensors, Tensors
+from kvferry.shared.compression.formats.think import Think
+from kvferry.shared.compression.interface import LayerInputs, LayerShape
 from kvferry.shared.compression.plan import Budget, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
@@ -40,10 +40,10 @@ def resolve(method: str, num_tokens: int, budget: Budget | None, **overrides: fl
     )
 
 
-def stored(resolved: ResolvedPlan, inputs: LayerInputs) -> ThinkPrompt:
+def stored(resolved: ResolvedPlan, inputs: LayerInputs) -> tuple[Think, Tensors]:
     fmt = formats_for(resolved, inputs)[0]
     assert isinstance(fmt, Think)
-    return fmt.prompt(compress_layer(resolved, inputs))
+    return fmt, compress_layer(resolved, inputs)
 
 
 def plain_channels(inputs: LayerInputs, window: int, count: int) -> list[list[int]]:
@@ -65,28 +65,27 @@ def test_channels_are_those_of_the_papers_criterion(
     num_tokens: int, new_tokens: int, group: int, retention: float, count: int
 ) -> None:
     inputs = make_inputs(num_tokens, new_tokens, group)
-    prompt = stored(resolve("think", num_tokens, None, channel_retention=retention), inputs)
-    channels = prompt.channels.tolist()
+    _, prompt = stored(resolve("think", num_tokens, None, channel_retention=retention), inputs)
+    channels = prompt["channels"].tolist()
     assert channels == plain_channels(inputs, min(32, new_tokens), count)
-    assert torch.equal(prompt.keys, torch.stack([inputs.keys[h][:, channels[h]] for h in range(HEADS)]))
-    assert torch.equal(prompt.values, inputs.values)
-    assert prompt.index is None
+    assert torch.equal(prompt["keys"], torch.stack([inputs.keys[h][:, channels[h]] for h in range(HEADS)]))
+    assert torch.equal(prompt["values"], inputs.values)
+    assert "index" not in prompt
 
 
 def test_rows_by_score_and_channels_go_together_and_are_attended_as_zeros_elsewhere() -> None:
     inputs = make_inputs(80, 80, 2)
-    prompt = stored(resolve("snapkv-think", 80, Budget(tokens=30)), inputs)
-    assert prompt.index is not None
-    assert prompt.channels.tolist() == plain_channels(inputs, 32, 5)
-    whole = torch.zeros(HEADS, prompt.index.shape[1], DIM)
+    fmt, prompt = stored(resolve("snapkv-think", 80, Budget(tokens=30)), inputs)
+    assert prompt["channels"].tolist() == plain_channels(inputs, 32, 5)
+    whole = torch.zeros(HEADS, prompt["index"].shape[1], DIM)
     for head in range(HEADS):
-        rows, channels = prompt.index[head].long(), prompt.channels[head].long()
+        rows, channels = prompt["index"][head].long(), prompt["channels"][head].long()
         whole[head][:, channels] = inputs.keys[head][rows][:, channels]
-        assert torch.equal(prompt.values[head], inputs.values[head][rows])
+        assert torch.equal(prompt["values"][head], inputs.values[head][rows])
     queries, new = torch.randn(HEADS, 2, DIM), torch.randn(HEADS, 1, DIM)
-    output = prompt.attend(queries, new, new, scaling=0.3)
+    output = fmt.attention(prompt)(queries, new, new, 0.3)
     expected = dense_decode(
-        queries, torch.cat([whole, new], 1), torch.cat([prompt.values, new], 1), scaling=0.3
+        queries, torch.cat([whole, new], 1), torch.cat([prompt["values"], new], 1), scaling=0.3
     )
     torch.testing.assert_close(output, expected, atol=3e-6, rtol=3e-6)
 

@@ -7,7 +7,7 @@ from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.packed import check_packed_layer, unpack_layer
 from kvferry.kernels.trizone import trizone_decode
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.rdkv.compress import RdkvSettings, compress_layer_rdkv
+from kvferry.shared.compression.rdkv.compress import RdkvSettings, allocate_layer, compress_layer_rdkv
 from kvferry.shared.compression.rdkv.epsilon import find_table
 from kvferry.shared.errors import KvferryError
 
@@ -34,22 +34,23 @@ def make_inputs(num_tokens, *, num_new=None, group_size=2, head_dim=16, seed=0):
 @pytest.mark.parametrize("group_size", [1, 4])
 def test_what_is_packed_is_what_was_allocated(num_tokens, num_new, group_size):
     inputs = make_inputs(num_tokens, num_new=num_new, group_size=group_size)
-    layer = compress_layer_rdkv(RdkvSettings(budget_tokens=8, table=TABLE), inputs)
-    check_packed_layer(layer.packed, num_tokens)
-    for h, (_, _, positions) in enumerate(unpack_layer(layer.packed)):
-        expected = layer.allocation.values.bits[h].nonzero()[:, 0]
+    settings = RdkvSettings(budget_tokens=8, table=TABLE)
+    packed = compress_layer_rdkv(settings, inputs)
+    check_packed_layer(packed, num_tokens)
+    for h, (_, _, positions) in enumerate(unpack_layer(packed)):
+        expected = allocate_layer(settings, inputs).values[h].nonzero()[:, 0]
         assert torch.equal(positions.sort().values, expected)
 
 
 def attention_error(inputs, budget_tokens):
     """Relative error of attention on the packed bytes, for the prompt's last queries."""
-    layer = compress_layer_rdkv(RdkvSettings(budget_tokens=budget_tokens, table=TABLE), inputs)
+    packed = compress_layer_rdkv(RdkvSettings(budget_tokens=budget_tokens, table=TABLE), inputs)
     none = inputs.keys[:, :0]
     error = power = 0.0
     for i in range(-8, 0):
         queries = inputs.queries[:, :, i]
         exact = dense_decode(queries, inputs.keys, inputs.values, scaling=inputs.scaling)
-        output = trizone_decode(queries, layer.packed, none, none, scaling=inputs.scaling)
+        output = trizone_decode(queries, packed, none, none, scaling=inputs.scaling)
         error += float((output - exact).square().sum())
         power += float(exact.square().sum())
     return error / power
@@ -66,11 +67,11 @@ def test_attention_nears_the_exact_one_as_the_budget_grows():
 def test_the_codes_variant_of_channel_weights_can_be_chosen():
     inputs = make_inputs(100)
     layers = [
-        compress_layer_rdkv(RdkvSettings(budget_tokens=10, table=TABLE, channel_weights=variant), inputs)
+        allocate_layer(RdkvSettings(budget_tokens=10, table=TABLE, channel_weights=variant), inputs)
         for variant in ("norms", "mean_squares")
     ]
-    assert torch.equal(layers[0].allocation.values.bits, layers[1].allocation.values.bits)
-    assert not torch.equal(layers[0].allocation.keys.bits, layers[1].allocation.keys.bits)
+    assert torch.equal(layers[0].values, layers[1].values)
+    assert not torch.equal(layers[0].keys, layers[1].keys)
 
 
 def test_keys_that_are_not_finite_are_refused():

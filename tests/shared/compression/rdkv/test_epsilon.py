@@ -4,7 +4,10 @@ import json
 
 import pytest
 
+from kvferry.models import DEMO_MODEL
 from kvferry.shared.compression.rdkv.epsilon import (
+    FALLBACK,
+    OWN_TABLE,
     PAPER_TABLES,
     WIDTHS,
     EpsilonTable,
@@ -12,9 +15,9 @@ from kvferry.shared.compression.rdkv.epsilon import (
     install_tables,
     load_table,
     save_table,
-    table_names,
 )
-from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.errors import ConfigurationError, InvalidRequest
+from kvferry.shared.model.checkpoint import model_fingerprint
 
 
 def test_tables_hold_the_papers_five_models():
@@ -34,7 +37,7 @@ def test_more_bits_always_distort_less(model):
 
 
 def test_an_unknown_model_is_named_with_those_there_are():
-    with pytest.raises(ConfigurationError, match=r"'gpt'.*Qwen3-4B"):
+    with pytest.raises(InvalidRequest, match=r"'gpt'.*Qwen3-4B"):
         find_table("gpt")
 
 
@@ -69,10 +72,10 @@ def test_installed_tables_are_found_by_the_names_of_their_files_until_others_are
     (folder / "notes.txt").write_text("no table", encoding="utf-8")
     install_tables(str(folder))
     assert (find_table("one"), find_table("two.v2")) == (ONE, TWO)
-    assert table_names() == (*PAPER_TABLES, "one", "two.v2")
+    with pytest.raises(InvalidRequest, match=r"Qwen3-4B, one, two\.v2"):
+        find_table("three")
     install_tables("")
-    assert table_names() == tuple(PAPER_TABLES)
-    with pytest.raises(ConfigurationError, match="'one'"):
+    with pytest.raises(InvalidRequest, match=r"'one'.*Qwen3-4B$"):
         find_table("one")
 
 
@@ -81,7 +84,7 @@ def test_a_name_is_no_path(folder):
     (folder / "sub").mkdir()
     install_tables(str(folder / "sub"))
     for name in ("../one", str(folder / "one.json"), "one.json"):
-        with pytest.raises(ConfigurationError, match="no epsilon table"):
+        with pytest.raises(InvalidRequest, match="epsilon_table"):
             find_table(name)
 
 
@@ -119,3 +122,24 @@ def test_files_that_hold_something_else_are_refused(folder, content):
         install_tables(str(folder))
     with pytest.raises(ConfigurationError):
         load_table(folder / "absent.json")
+
+
+def test_a_models_own_table_is_the_one_that_was_measured_on_it(folder):
+    own = EpsilonTable(keys=ONE.keys, values=ONE.values, fingerprints=("f16", "f32"))
+    save_table(folder / "mine.json", ONE, origin={"fingerprints": {"float32": "f32", "float16": "f16"}})
+    save_table(folder / "other.json", TWO, origin={"fingerprints": {"float32": "another"}})
+    install_tables(str(folder))
+    assert find_table(OWN_TABLE, fingerprint="f16") == find_table("mine") == own
+    assert find_table(OWN_TABLE, fingerprint="f8") == PAPER_TABLES[FALLBACK]
+
+
+def test_the_shipped_models_tables_are_there_without_a_folder(folder):
+    for dtype in ("float32", "float16"):
+        fingerprint = model_fingerprint(DEMO_MODEL, dtype=dtype)
+        table = find_table(OWN_TABLE, fingerprint=fingerprint)
+        assert fingerprint in table.fingerprints
+        assert table != PAPER_TABLES[FALLBACK]
+    # a user's own measurement of the same model comes first
+    save_table(folder / "again.json", ONE, origin={"fingerprints": {"float16": fingerprint}})
+    install_tables(str(folder))
+    assert find_table(OWN_TABLE, fingerprint=fingerprint).keys == ONE.keys

@@ -1,0 +1,230 @@
+"""Many concurrent streams against `kvferry serve`, with answers whose length nobody knows beforehand.
+
+    python benchmarks/concurrent_streams.py [--streams 256] [--longest 2048] [--arena-bytes 24MiB]
+        [--output FILE]
+
+Serves the demo model with one decode worker and starts all streams at once. Every request allows `--longest`
+tokens, is drawn at a temperature with a seed, and ends at a stop token: 16 to `--longest` tokens,
+log-uniformly. The arena is too small for all of them, so requests wait and sequences are swapped out. Every
+answer is compared with the one-process oracle's, no request may be refused or fail, and the arena is to be
+nearly full in every sample in which a request waits for memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvferry.shared.compression.plan import Budget
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.model.checkpoint import resolve_model_path
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.sampling.params import SamplingParams
+from kvferry.tools.oracle import OneProcessGenerator
+
+TIMEOUT_S = 3600.0
+SHORTEST = 16
+SAMPLE_S = 0.5
+LEAST_USED = 0.85
+"""The least share of the arena in use while a request waits for memory."""
+TEMPERATURE = 1.6
+PROMPTS = (
+    ("full", None), ("rocketkv", 64), ("snapkv", 96), ("full", None), ("streamingllm", 64), ("rocketkv", 128),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A request's body without its end, and the token ids that the oracle generates for it."""
+
+    body: dict[str, Any]
+    token_ids: list[int]
+
+    def ending_near(self, length: int) -> tuple[int, int]:
+        """A stop token and the number of tokens with which the answer ends at it, close to this length."""
+        first = {token: i for i, token in reversed(list(enumerate(self.token_ids)))}
+        at = min((i for i in first.values() if i >= SHORTEST - 1), key=lambda i: abs(i + 1 - length))
+        return self.token_ids[at], at + 1
+
+
+def oracle_answers(longest: int) -> list[Answer]:
+    """What one process generates for each prompt."""
+    model = load_model("demo", device="cpu")
+    tokenizer = ChatTokenizer.load(resolve_model_path("demo", weights=False))
+    generator = OneProcessGenerator(model)
+    answers = []
+    for i, (method, tokens) in enumerate(PROMPTS):
+        text = "the old sailor painted the quiet bridge . " * (8 + 9 * i)
+        prompt = tokenizer.encode(text)
+        compression = {"method": method} | ({} if tokens is None else {"token_budget": tokens})
+        body = {
+            "model": "demo", "prompt": prompt, "temperature": TEMPERATURE, "seed": 100 + i, "stream": True,
+            "ignore_eos": True, "max_tokens": longest, "kv_compression": compression,
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        plan = plan_for(method, budget=None if tokens is None else Budget(tokens=tokens))
+        params = SamplingParams(max_tokens=longest, temperature=TEMPERATURE, seed=100 + i, ignore_eos=True)
+        sampled = generator.generate(prompt, plan=plan, sampling=params)
+        answers.append(Answer(body=body, token_ids=[token.token_id for token in sampled]))
+    return answers
+
+
+@contextlib.contextmanager
+def served(arena_bytes: str, num_streams: int) -> Iterator[tuple[str, str]]:
+    """Addresses of a running `kvferry serve`: of its API and of decode's metrics."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        metrics = f"127.0.0.1:{probe.getsockname()[1]}"
+    with tempfile.TemporaryDirectory() as folder:
+        ready, log = Path(folder) / "ready", Path(folder) / "log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [
+                    sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()",
+                    "serve", "--listen", "127.0.0.1:0", "--ready-file", str(ready),
+                    "--arena-bytes", arena_bytes, "--max-waiting", str(num_streams),
+                    "--admission-wait-s", str(TIMEOUT_S), "--request-timeout-s", str(TIMEOUT_S),
+                    "--decode-metrics-listen", metrics,
+                ],
+                stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        try:
+            deadline_s = time.monotonic() + 300
+            while not ready.exists():
+                if process.poll() is not None or time.monotonic() > deadline_s:
+                    raise SystemExit(log.read_text()[-4000:])
+                time.sleep(0.1)
+            yield f"http://{json.loads(ready.read_text())['address']}", f"http://{metrics}"
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+async def ask(client: httpx.AsyncClient, answer: Answer, length: int) -> dict[str, Any]:
+    """Stream one answer. Returns how it differs from the oracle's, if it does, and its length."""
+    stop, num_tokens = answer.ending_near(length)
+    body = answer.body | {"stop_token_ids": [stop]}
+    text, usage, error = "", {}, ""
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            error = f"{response.status_code}: {(await response.aread()).decode()[:300]}"
+        else:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    chunk = json.loads(line[len("data: ") :])
+                    error = error or json.dumps(chunk.get("error", ""))[:300].strip('"')
+                    text += "".join(choice["text"] for choice in chunk.get("choices", ()))
+                    usage = chunk.get("usage") or usage
+    return {
+        "error": error,
+        "tokens": usage.get("completion_tokens", 0),
+        "expected_tokens": num_tokens,
+        "text": text,
+        "expected_ids": answer.token_ids[:num_tokens],
+    }
+
+
+async def sample(address: str, samples: list[tuple[float, float]]) -> None:
+    """Note the waiting requests and the share of the arena in use, until cancelled."""
+    async with httpx.AsyncClient() as client:
+        while True:
+            lines = (await client.get(f"{address}/metrics", timeout=60)).text.splitlines()
+            values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+            arena = {name: float(value) for name, value in values.items() if "kvferry_arena_bytes" in name}
+            free = arena['kvferry_arena_bytes{state="free"}'] + arena['kvferry_arena_bytes{state="retained"}']
+            samples.append((float(values["kvferry_decode_waiting"]), 1 - free / sum(arena.values())))
+            await asyncio.sleep(SAMPLE_S)
+
+
+async def run(address: str, metrics: str, answers: list[Answer], lengths: list[int]) -> dict[str, Any]:
+    samples: list[tuple[float, float]] = []
+    sampling = asyncio.create_task(sample(metrics, samples))
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    began_s = time.monotonic()
+    async with httpx.AsyncClient(base_url=address, timeout=TIMEOUT_S, limits=limits) as client:
+        asked = (ask(client, answers[i % len(answers)], length) for i, length in enumerate(lengths))
+        results = await asyncio.gather(*asked)
+    seconds = time.monotonic() - began_s
+    sampling.cancel()
+    tokenizer = ChatTokenizer.load(resolve_model_path("demo", weights=False))
+    wrong = [
+        its
+        for its in results
+        if not its["error"]
+        and (
+            its["tokens"] != its["expected_tokens"]
+            # the text of the stop token is not part of the answer
+            or its["text"] not in {tokenizer.decode(its["expected_ids"][:n]) for n in (-1, None)}
+        )
+    ]
+    used = [share for waiting, share in samples if waiting]
+    return {
+        "seconds": round(seconds, 1),
+        "tokens": sum(its["tokens"] for its in results),
+        "answer_tokens": {
+            name: pick(its["tokens"] for its in results)
+            for name, pick in (("least", min), ("median", statistics.median), ("most", max))
+        },
+        "errors": [its["error"] for its in results if its["error"]],
+        "other_than_the_oracle": len(wrong),
+        "samples": len(samples),
+        "samples_with_a_waiting_request": len(used),
+        "most_waiting": max(waiting for waiting, _ in samples),
+        "arena_used_while_a_request_waits": {
+            "least": round(min(used, default=0.0), 4),
+            "mean": round(statistics.mean(used), 4) if used else 0.0,
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--longest", type=int, default=2048)
+    parser.add_argument("--arena-bytes", default="24MiB")
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    answers = oracle_answers(given.longest)
+    draw = random.Random(0)
+    lengths = [int(SHORTEST * (given.longest / SHORTEST) ** draw.random()) for _ in range(given.streams)]
+    with served(given.arena_bytes, given.streams) as (address, metrics):
+        figures = asyncio.run(run(address, metrics, answers, lengths))
+    sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+    if given.output:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        setting = {
+            "commit": commit.stdout.strip(),
+            "processors": os.cpu_count(),
+            "python": platform.python_version(),
+            "streams": given.streams,
+            "longest": given.longest,
+            "arena_bytes": given.arena_bytes,
+        }
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        given.output.write_text(json.dumps(setting | {"figures": figures}, indent=1) + "\n")
+    least = figures["arena_used_while_a_request_waits"]["least"]
+    if figures["errors"] or figures["other_than_the_oracle"] or least < LEAST_USED:
+        raise SystemExit("a request failed, an answer is not the oracle's, or memory was left unused")
+
+
+if __name__ == "__main__":
+    main()

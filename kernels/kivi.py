@@ -1,0 +1,189 @@
+"""KIVI: uniform quantisation of K per channel in groups of tokens, of V per token; attention on the codes.
+
+Prefill quantises the selected rows; decode attends to the packed bytes as received, a tile of groups at a
+time, or dequantises them on arrival where only the wire is quantised. Rows after the last whole group are not
+quantised. Does not choose rows or widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvferry.kernels.dispatch import check_attention, path_for
+from kvferry.kernels.packed.value_rows import pack_value_rows, unpack_value_rows, value_row_bytes
+from kvferry.kernels.quantise import WIDTHS, dequantise_rows, quantise_rows
+
+GROUP_TOKENS = 32
+"""Tokens that share one scale of a K channel (Liu et al. 2024, group size 32)."""
+TILE_GROUPS = 32
+"""Groups of each head that are float32 at a time: 1,024 tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KiviRows:
+    """Rows of one layer, n = 32 g + r of them per KV head, r < 32.
+
+    Attributes:
+        bits: b, 2, 4 or 8.
+        codes: uint8 `[H_kv, g, D * 4 b + 32 * ceil(D b / 8)]`: of each group the K codes of channel 0, 1, ...
+            and then the V codes of token 0, 1, ..., each packed as `kernels.packed.value_rows` packs a row.
+        scales: float32 `[H_kv, g, 2 D + 64]`: K scales, K minima, V scales, V minima.
+        keys, values: `[H_kv, r, D]`, the last r rows as they are.
+    """
+
+    bits: int
+    codes: Tensor
+    scales: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def __post_init__(self) -> None:
+        num_kv_heads, num_left, head_dim = self.keys.shape
+        num_groups = self.codes.shape[1] if self.codes.ndim == 3 else 0
+        codes, scales, left = kivi_shapes(
+            num_groups * GROUP_TOKENS + num_left,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            bits=self.bits,
+        )
+        shapes = tuple(tuple(t.shape) for t in (self.codes, self.scales, self.keys, self.values))
+        if shapes != (codes, scales, left, left):
+            raise ValueError(
+                f"codes, scales, keys, values are {shapes}; they must be {(codes, scales, left)}"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """n."""
+        return self.codes.shape[1] * GROUP_TOKENS + self.keys.shape[1]
+
+
+def kivi_shapes(
+    num_rows: int, *, num_kv_heads: int, head_dim: int, bits: int
+) -> tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int]]:
+    """Shapes of `KiviRows`: codes, scales, and keys or values.
+
+    Raises: ValueError: another width.
+    """
+    if bits not in WIDTHS:
+        raise ValueError(f"bits is {bits}; it must be one of {WIDTHS}")
+    groups, left = divmod(num_rows, GROUP_TOKENS)
+    key_bytes = head_dim * value_row_bytes(bits, GROUP_TOKENS)
+    value_bytes = GROUP_TOKENS * value_row_bytes(bits, head_dim)
+    return (
+        (num_kv_heads, groups, key_bytes + value_bytes),
+        (num_kv_heads, groups, 2 * (head_dim + GROUP_TOKENS)),
+        (num_kv_heads, left, head_dim),
+    )
+
+
+def kivi_quantise(keys: Tensor, values: Tensor, bits: int) -> KiviRows:
+    """Quantise whole groups of rows; the others stay as they are.
+
+    Deviation: KIVI leaves up to 128 of the latest tokens in full precision and quantises them as they fill
+    up; here those beyond the last whole group stay, n mod 32.
+
+    Args: keys, values: floating `[H_kv, n, D]`, n >= 0.
+
+    Raises:
+        ValueError: shapes differ, another width, or a value to quantise that is not finite.
+    """
+    if keys.ndim != 3 or keys.shape != values.shape or not keys.is_floating_point():
+        raise ValueError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} must be [H_kv, n, D]")
+    num_kv_heads, num_rows, head_dim = keys.shape
+    shapes = kivi_shapes(num_rows, num_kv_heads=num_kv_heads, head_dim=head_dim, bits=bits)
+    groups = num_rows // GROUP_TOKENS
+    grouped = groups * GROUP_TOKENS
+    shape = (num_kv_heads, groups, GROUP_TOKENS, head_dim)
+    codes, scales = [], []
+    for rows in (keys[:, :grouped].reshape(shape).transpose(2, 3), values[:, :grouped].reshape(shape)):
+        row_codes, row_scales, minima = quantise_rows(rows, bits)
+        packed = pack_value_rows(row_codes.flatten(0, 2), bits)
+        codes.append(packed.view(num_kv_heads, groups, rows.shape[2] * packed.shape[1]))
+        scales += [row_scales, minima]
+    return KiviRows(
+        bits=bits,
+        codes=torch.cat(codes, dim=2).reshape(shapes[0]),
+        scales=torch.cat(scales, dim=2).reshape(shapes[1]),
+        keys=keys[:, grouped:].contiguous(),
+        values=values[:, grouped:].contiguous(),
+    )
+
+
+def kivi_dequantise(rows: KiviRows) -> tuple[Tensor, Tensor]:
+    """K and V `[H_kv, n, D]` in the dtype of the unquantised rows; codes become `s code + min` in float32."""
+    num_kv_heads, num_left, head_dim = rows.keys.shape
+    grouped = rows.num_rows - num_left
+    keys = rows.scales.new_empty(num_kv_heads, grouped, head_dim)
+    values = torch.empty_like(keys)
+    for start, tile in _tiles(rows):
+        key_codes, key_scales, key_minima, value_codes, value_scales, value_minima = tile
+        stop = start + value_codes.shape[1] * GROUP_TOKENS
+        channels_first = dequantise_rows(key_codes, key_scales, key_minima)
+        keys[:, start:stop] = channels_first.transpose(2, 3).flatten(1, 2)
+        values[:, start:stop] = dequantise_rows(value_codes, value_scales, value_minima).flatten(1, 2)
+    dtype = rows.keys.dtype
+    return torch.cat([keys.to(dtype), rows.keys], dim=1), torch.cat([values.to(dtype), rows.values], dim=1)
+
+
+def kivi_decode(
+    queries: Tensor, rows: KiviRows, new_keys: Tensor, new_values: Tensor, *, scaling: float
+) -> Tensor:
+    """Softmax attention of one new token over quantised rows and the new tokens, itself included.
+
+    `q . k = sum_c (s_c q_c) code_c + sum_c min_c q_c` and `sum_t (p_t s_t) code_t + sum_t p_t min_t`: codes
+    are never scaled.
+
+    Args, returns, raises: as in `kernels`.
+    """
+    check_attention(queries, new_keys, new_values, least=0, prefix="new_", rows="m")
+    if (rows.keys.shape[0], rows.keys.shape[2]) != (queries.shape[0], queries.shape[2]):
+        raise ValueError(f"rows of {tuple(rows.keys.shape)} do not fit queries {tuple(queries.shape)}")
+    if rows.num_rows + new_keys.shape[1] == 0:
+        raise ValueError("there is neither a quantised row nor a new one; there must be one to attend to")
+    path_for("kivi", queries.device)
+    left_keys = torch.cat([rows.keys, new_keys], dim=1)
+    left_values = torch.cat([rows.values, new_values], dim=1)
+    scaled = queries.float() * scaling
+    grouped = rows.codes.shape[1] * GROUP_TOKENS
+    logits = scaled.new_empty(*queries.shape[:2], grouped + left_keys.shape[1])
+    for start, (key_codes, key_scales, key_minima, *_) in _tiles(rows):
+        # [H_kv, g, G, D] @ [H_kv, g, D, 32]
+        products = (scaled[:, None] * key_scales[:, :, None]) @ key_codes
+        products += (scaled[:, None] @ key_minima[..., None]).expand_as(products)
+        stop = start + key_codes.shape[1] * GROUP_TOKENS
+        logits[:, :, start:stop] = products.transpose(1, 2).flatten(2)
+    logits[:, :, grouped:] = scaled @ left_keys.float().mT
+    probabilities = logits.softmax(dim=-1)
+    output = probabilities[:, :, grouped:] @ left_values.float()
+    for start, (*_, value_codes, value_scales, value_minima) in _tiles(rows):
+        stop = start + value_codes.shape[1] * GROUP_TOKENS
+        tile = probabilities[:, :, start:stop]
+        output += (tile * value_scales.flatten(1)[:, None]) @ value_codes.flatten(1, 2)
+        output += tile @ value_minima.flatten(1)[:, :, None]
+    return output.to(queries.dtype)
+
+
+def _tiles(rows: KiviRows) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """A tile's first token; K codes float32 `[H_kv, t, D, 32]`, their scales and minima `[H_kv, t, D]`, V
+    codes `[H_kv, t, 32, D]`, their scales and minima `[H_kv, t, 32]`."""
+    bits, (num_kv_heads, _, head_dim) = rows.bits, rows.keys.shape
+    key_bytes, value_bytes = value_row_bytes(bits, GROUP_TOKENS), value_row_bytes(bits, head_dim)
+    sizes = [head_dim, head_dim, GROUP_TOKENS, GROUP_TOKENS]
+    for first in range(0, rows.codes.shape[1], TILE_GROUPS):
+        tile = rows.codes[:, first : first + TILE_GROUPS]
+        count = tile.shape[1]
+        keys = unpack_value_rows(
+            tile[:, :, : head_dim * key_bytes].reshape(-1, key_bytes), bits, GROUP_TOKENS
+        ).view(num_kv_heads, count, head_dim, GROUP_TOKENS)
+        values = unpack_value_rows(
+            tile[:, :, head_dim * key_bytes :].reshape(-1, value_bytes), bits, head_dim
+        ).view(num_kv_heads, count, GROUP_TOKENS, head_dim)
+        of_keys, key_minima, of_values, value_minima = torch.split(
+            rows.scales[:, first : first + count], sizes, dim=2
+        )
+        yield first * GROUP_TOKENS, (keys, of_keys, key_minima, values, of_values, value_minima)

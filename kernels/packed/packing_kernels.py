@@ -1,0 +1,213 @@
+"""Packing K and V in Triton.
+
+    _key_ranges_kernel   (head, chunk of tokens): smallest and largest value of each channel of K
+    _pack_keys_kernel    (item): quantises and packs some token blocks of one head
+    _pack_values_kernel  (item): each row's range, then its codes; some tokens of one head and width
+
+Imported only by `triton_kernel.py`, because it imports Triton.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _nearest(x):
+    """The nearest integer, half to even, of 0 <= x < 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def codes_of(x, minimum, scale, LEVELS: tl.constexpr):
+    """Integers 0 .. LEVELS of x, `round((x - minimum) / scale)`."""
+    steps = _nearest(tl.div_rn(x - minimum, scale))
+    return tl.minimum(tl.maximum(steps, 0.0), LEVELS).to(tl.int32)
+
+
+@triton.jit
+def _key_ranges_kernel(
+    key_ptr, ints_ptr, entries_ptr, range_ptr, stride_head, stride_row,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr,
+    FIELDS: tl.constexpr,
+):  # fmt: skip
+    head, chunk = tl.program_id(0), tl.program_id(1)
+    row = entries_ptr + head * FIELDS
+    num_tokens = (tl.load(row + 5) + tl.load(row + 6) + tl.load(row + 7) + tl.load(row + 8)).to(tl.int32)
+    d = tl.arange(0, BLOCK_D)
+    lowest = tl.full([BLOCK_D], float("inf"), tl.float32)
+    highest = tl.full([BLOCK_D], float("-inf"), tl.float32)
+    for start in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, num_tokens), BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        position = tl.load(ints_ptr + tl.load(row + 19) + t, mask=t < num_tokens, other=0).to(tl.int64)
+        at = head.to(tl.int64) * stride_head + position[:, None] * stride_row + d[None, :]
+        ok = (t < num_tokens)[:, None] & (d < D)[None, :]
+        x = tl.load(key_ptr + at, mask=ok, other=0.0).to(tl.float32)
+        # a maximum ignores NaN, so NaN becomes infinity, which is refused
+        highest = tl.maximum(
+            highest, tl.max(tl.where(ok, tl.where(x == x, x, float("inf")), float("-inf")), 0)
+        )
+        lowest = tl.minimum(lowest, tl.min(tl.where(ok, tl.where(x == x, x, float("-inf")), float("inf")), 0))
+    at = (head * tl.num_programs(1) + chunk) * 2 * BLOCK_D + d
+    tl.store(range_ptr + at, lowest)
+    tl.store(range_ptr + at + BLOCK_D, highest)
+
+
+@triton.jit
+def _pack_key_words(
+    keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, before, first, count, block, lanes, num_tokens,
+    stride_row, BLOCK_C: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """The words of one block and width. Args: base: the block's first word; before: words per lane before the
+    width's; first, count: its channels in packed order."""
+    FIELDS: tl.constexpr = 16 // W
+    r = tl.arange(0, 16)
+    for c0 in range(0, count, BLOCK_C):
+        c = c0 + tl.arange(0, BLOCK_C)
+        inside = c < count
+        channel = tl.load(words_ptr + tl.load(row + 10) + first + c, mask=inside, other=0).to(tl.int64)
+        if W < 16:
+            scale = tl.load(floats_ptr + tl.load(row + 11) + first + c, mask=inside, other=1.0)[:, None].to(
+                tl.float32
+            )
+            minimum = tl.load(floats_ptr + tl.load(row + 12) + first + c, mask=inside, other=0.0)[:, None].to(
+                tl.float32
+            )
+        for j in range(0, W // 2):
+            word = tl.zeros([BLOCK_C, 16], tl.int32)
+            for f in tl.static_range(FIELDS):
+                t = block * 128 + (j * FIELDS + f) * lanes + r
+                there = (r < lanes) & (t < num_tokens)
+                position = tl.load(ints_ptr + tl.load(row + 19) + t, mask=there, other=0).to(tl.int64)
+                ok = inside[:, None] & there[None, :]
+                at = position[None, :] * stride_row + channel[:, None]
+                x = tl.load(keys_ptr + at, mask=ok, other=0.0).to(tl.float32)
+                if W == 16:
+                    word = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+                else:
+                    code = codes_of(x, minimum, scale, (1 << W) - 1)
+                    word |= tl.where(ok, code, 0) << (f * W)
+            at = base + lanes * before + (c[:, None] * (W // 2) + j) * lanes + r[None, :]
+            tl.store(words_ptr + at, word.to(tl.int16), mask=inside[:, None] & (r < lanes)[None, :])
+
+
+@triton.jit
+def _pack_keys_kernel(
+    key_ptr, words_ptr, ints_ptr, floats_ptr, entries_ptr, items_ptr, stride_head, stride_row,
+    BLOCK_C: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    item = items_ptr + tl.program_id(0) * 3
+    head, begin, end = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    row = entries_ptr + head * FIELDS
+    n2, n4 = tl.load(row + 1).to(tl.int32), tl.load(row + 2).to(tl.int32)
+    n8, n16 = tl.load(row + 3).to(tl.int32), tl.load(row + 4).to(tl.int32)
+    num_tokens = (tl.load(row + 5) + tl.load(row + 6) + tl.load(row + 7) + tl.load(row + 8)).to(tl.int32)
+    keys_ptr = key_ptr + head.to(tl.int64) * stride_head
+    for block in range(begin, end):
+        lanes = tl.minimum((num_tokens - block * 128 + 7) // 8, 16)
+        base = tl.load(row + 9) + block * (16 * (n2 + 2 * n4 + 4 * n8 + 8 * n16))
+        _pack_key_words(
+            keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, 0, 0, n2, block, lanes, num_tokens,
+            stride_row, BLOCK_C, 2,
+        )  # fmt: skip
+        _pack_key_words(
+            keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, n2, n2, n4, block, lanes, num_tokens,
+            stride_row, BLOCK_C, 4,
+        )  # fmt: skip
+        _pack_key_words(
+            keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, n2 + 2 * n4, n2 + n4, n8, block, lanes,
+            num_tokens, stride_row, BLOCK_C, 8,
+        )  # fmt: skip
+        _pack_key_words(
+            keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, n2 + 2 * n4 + 4 * n8, n2 + n4 + n8, n16,
+            block, lanes, num_tokens, stride_row, BLOCK_C, 16,
+        )  # fmt: skip
+
+
+@triton.jit
+def _pack_rows(
+    values_ptr, bytes_ptr, halves_ptr, ints_ptr, floats_ptr, row, start, rows, begin, end, stride_row,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Tokens begin .. end of the zone that starts at packed token `start`; rows: its offset in elements."""
+    for t0 in range(begin, end, BLOCK_T):
+        t = t0 + tl.arange(0, BLOCK_T)
+        there = t < end
+        position = tl.load(ints_ptr + tl.load(row + 19) + start + t, mask=there, other=0).to(tl.int64)
+        if W == 16:
+            d = tl.arange(0, BLOCK_D)
+            ok = there[:, None] & (d[None, :] < D)
+            x = tl.load(values_ptr + position[:, None] * stride_row + d[None, :], mask=ok, other=0.0)
+            at = rows + t.to(tl.int64)[:, None] * D + d[None, :]
+            x = x.to(tl.float32)
+            # NaN, and what would round to infinity, is refused afterwards
+            x = tl.where(tl.abs(x) < 65520.0, x, float("inf"))
+            tl.store(halves_ptr + at, x.to(tl.float16), mask=ok)
+        else:
+            PER_BYTE: tl.constexpr = 8 // W
+            STRIDE: tl.constexpr = D // PER_BYTE
+            i = tl.arange(0, BLOCK_D // PER_BYTE)
+            ok = there[:, None] & (i[None, :] < STRIDE)
+            from_row = values_ptr + position[:, None] * stride_row + i[None, :]
+            lowest = tl.full([BLOCK_T], float("inf"), tl.float32)
+            highest = tl.full([BLOCK_T], float("-inf"), tl.float32)
+            for p in tl.static_range(PER_BYTE):
+                x = tl.load(from_row + p * STRIDE, mask=ok, other=0.0).to(tl.float32)
+                top = tl.where(ok, tl.where(x == x, x, float("inf")), float("-inf"))
+                bottom = tl.where(ok, tl.where(x == x, x, float("-inf")), float("inf"))
+                highest, lowest = tl.maximum(highest, tl.max(top, 1)), tl.minimum(lowest, tl.min(bottom, 1))
+            lowest, highest = tl.where(there, lowest, 0.0), tl.where(there, highest, 0.0)
+            # as `quantise.half_headers`; products with a power of two are exact
+            nearest = lowest.to(tl.float16)
+            below = (lowest - tl.abs(lowest) * 0.0009765625).to(tl.float16)
+            minimum = tl.where(nearest.to(tl.float32) <= lowest, nearest, below)
+            lowest = minimum.to(tl.float32)
+            scale = tl.div_rn(highest - lowest, tl.full([BLOCK_T], (1 << W) - 1, tl.float32))
+            half_scale = (scale + scale * 0.0009765625).to(tl.float16)
+            scale = tl.where(half_scale.to(tl.float32) > 0, half_scale.to(tl.float32), 1.0)
+            # a row that is refused afterwards has arbitrary codes
+            usable = (highest - lowest < float("inf"))[:, None] & (scale < float("inf"))[:, None]
+            from_scale = tl.where(usable, scale[:, None], 1.0)
+            from_lowest = tl.where(usable, lowest[:, None], 0.0)
+            octet = tl.zeros([BLOCK_T, BLOCK_D // PER_BYTE], tl.int32)
+            for p in tl.static_range(PER_BYTE):
+                x = tl.load(from_row + p * STRIDE, mask=ok, other=0.0).to(tl.float32)
+                x = tl.where(ok & usable, x, from_lowest)
+                octet |= codes_of(x, from_lowest, from_scale, (1 << W) - 1) << (p * W)
+            at = rows + t.to(tl.int64)[:, None] * STRIDE + i[None, :]
+            tl.store(bytes_ptr + at, octet.to(tl.uint8), mask=ok)
+            tl.store(floats_ptr + tl.load(row + 13) + start + t, scale.to(tl.float16), mask=there)
+            tl.store(floats_ptr + tl.load(row + 14) + start + t, minimum, mask=there)
+
+
+@triton.jit
+def _pack_values_kernel(
+    value_ptr, bytes_ptr, halves_ptr, ints_ptr, floats_ptr, entries_ptr, items_ptr, stride_head, stride_row,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    item = items_ptr + tl.program_id(0) * 4
+    head, kind, begin, end = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    row = entries_ptr + head * FIELDS
+    t2, t4, t8 = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
+    values_ptr = value_ptr + head.to(tl.int64) * stride_head
+    if kind == 0:
+        _pack_rows(
+            values_ptr, bytes_ptr, halves_ptr, ints_ptr, floats_ptr, row, 0, tl.load(row + 15) * 2, begin,
+            end, stride_row, D, BLOCK_D, BLOCK_T, 2,
+        )  # fmt: skip
+    elif kind == 1:
+        _pack_rows(
+            values_ptr, bytes_ptr, halves_ptr, ints_ptr, floats_ptr, row, t2, tl.load(row + 16) * 2, begin,
+            end, stride_row, D, BLOCK_D, BLOCK_T, 4,
+        )  # fmt: skip
+    elif kind == 2:
+        _pack_rows(
+            values_ptr, bytes_ptr, halves_ptr, ints_ptr, floats_ptr, row, t2 + t4, tl.load(row + 17) * 2,
+            begin, end, stride_row, D, BLOCK_D, BLOCK_T, 8,
+        )  # fmt: skip
+    else:
+        _pack_rows(
+            values_ptr, bytes_ptr, halves_ptr, ints_ptr, floats_ptr, row, t2 + t4 + t8, tl.load(row + 18),
+            begin, end, stride_row, D, BLOCK_D, BLOCK_T, 16,
+        )  # fmt: skip

@@ -1,0 +1,69 @@
+"""Quest's decode attention (Tang et al. 2024): upper bounds of whole pages choose the tokens to attend.
+
+Called by the decode engine once per layer and step for layers whose plan says so. `kernels.hsa` builds and
+grows the pages (`page_extremes`, `append_row`): the auxiliary tensors are the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvferry.kernels.dispatch import check_attention, check_size, path_for
+from kvferry.kernels.hsa import check_pages, num_pages
+from kvferry.kernels.torch_attention import attend_rows, attend_tokens, top_tokens
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_max: Tensor,
+    page_min: Tensor,
+    *,
+    length: int,
+    page_size: int,
+    num_tokens: int,
+    scaling: float,
+) -> Tensor:
+    """Attend exactly to the k tokens whose pages have the highest upper bounds, chosen per KV head.
+
+    A page's logit of head g is `scaling * sum_d max(q_gd Kmax_d, q_gd Kmin_d)`, over all channels; softmax
+    over tokens per head (a page's logit stands for each of its tokens), mean over G, top-k.
+
+    Deviation: whole pages are not forced: where k is no multiple of P the last chosen page is cut, so that
+    the budget is exact.
+
+    Args: as in `kernels`; k is num_tokens.
+        page_max, page_min: `[H_kv, ceil(cap / P), D]`, the keys' dtype; beyond ceil(n / P) never read.
+        page_size: P, at least 1.
+        scaling: of the bounds too.
+    """
+    check_attention(queries, keys, values)
+    check_pages(keys, page_max, page_min, length=length, page_size=page_size)
+    check_size("num_tokens", num_tokens, 1)
+    path_for("quest", queries.device)
+    keys, values, pages = keys[:, :length], values[:, :length], num_pages(length, page_size)
+    if length <= num_tokens:
+        return attend_rows(queries, keys, values, scaling=scaling)
+    extremes = page_max[:, :pages], page_min[:, :pages]
+    scores = token_scores(queries, *extremes, length=length, page_size=page_size, scaling=scaling)
+    return attend_tokens(queries, keys, values, top_tokens(scores, num_tokens), scaling=scaling)
+
+
+def token_scores(
+    queries: Tensor, page_max: Tensor, page_min: Tensor, *, length: int, page_size: int, scaling: float
+) -> Tensor:
+    """The mean over the group of each head's bounded softmax over tokens: float32 `[H_kv, n]`."""
+    q = queries.float() * scaling
+    # max(q Kmax, q Kmin) is q Kmax where q is positive, q Kmin where it is not
+    logits = torch.matmul(q.clamp(min=0), page_max.float().transpose(1, 2))
+    logits += torch.matmul(q.clamp(max=0), page_min.float().transpose(1, 2))  # [H_kv, G, pages]
+
+    # softmax over tokens: a page's term counts once for each of its tokens
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    pages = page_max.shape[1]
+    counts = torch.full((pages,), float(page_size), device=q.device)
+    counts[-1] = length - (pages - 1) * page_size
+    scores = (weights / (weights @ counts)[..., None]).mean(1)
+    return scores.repeat_interleave(page_size, dim=1)[:, :length]

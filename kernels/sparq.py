@@ -1,0 +1,102 @@
+"""SparQ's decode attention (Ribar et al. 2024): a few channels choose the tokens, the mean value fills in.
+
+Called by the decode engine once per layer and step for layers whose plan says so. The running sum of the
+values is built when a transfer commits and grows with each appended row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvferry.kernels.dispatch import check_attention, check_new_row, check_size, path_for
+from kvferry.kernels.torch_attention import attend_rows, attend_tokens, top_tokens
+
+
+def write_value_sum(values: Tensor, value_sum: Tensor, *, length: int) -> None:
+    """Write the sum of the first `length` values.
+
+    Args: values `[H_kv, cap, D]`; value_sum: out, float32 `[H_kv, D]`.
+    Raises: ValueError: shapes or dtypes do not fit together, or length is out of range.
+    """
+    _check_sum(values, value_sum)
+    check_size("length", length, 1, values.shape[1])
+    torch.sum(values[:, :length], dim=1, dtype=torch.float32, out=value_sum)
+
+
+def append_row(
+    keys: Tensor, values: Tensor, value_sum: Tensor, key: Tensor, value: Tensor, *, position: int
+) -> None:
+    """Write one token's K and V `[H_kv, D]` as row `position` and add the value to the running sum, in place.
+
+    Raises: ValueError: shapes or dtypes do not fit together, or position is out of range.
+    """
+    _check_sum(values, value_sum)
+    check_new_row(keys, values, key, value)
+    check_size("position", position, 0, keys.shape[1] - 1)
+    keys[:, position] = key
+    values[:, position] = value
+    value_sum += value
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    value_sum: Tensor,
+    *,
+    length: int,
+    num_channels: int,
+    num_tokens: int,
+    scaling: float,
+) -> Tensor:
+    """`alpha * attn(q, K[I2], V[I2]) + (1 - alpha) * mean(V)`, I2 chosen per KV head.
+
+    I1 = top-r channels of sum_G |q|; s_g = softmax(scaling * q_g[I1] . K[I1] / sqrt(|q_g[I1]|_1 / |q_g|_1))
+    over tokens; I2 = top-k of the mean of s over G; alpha_g = sum of s_g over I2. Where all rows are
+    attended, nothing is filled in.
+
+    Deviation: selections are per KV head (sums over G), and the newest token stands for the paper's local
+    window. The softmax scale stands for 1/sqrt(D), which it equals in most models.
+
+    Args: as in `kernels`; k is num_tokens.
+        value_sum: float32 `[H_kv, D]`, the sum of the first n values.
+        num_channels: r, 1 to D.
+    """
+    check_attention(queries, keys, values)
+    _check_sum(values, value_sum)
+    check_size("length", length, 1, keys.shape[1])
+    check_size("num_channels", num_channels, 1, keys.shape[2])
+    check_size("num_tokens", num_tokens, 1)
+    path_for("sparq", queries.device)
+    keys, values = keys[:, :length], values[:, :length]
+    if length <= num_tokens:
+        return attend_rows(queries, keys, values, scaling=scaling)
+    scores = approximate_scores(queries, keys, num_channels=num_channels, scaling=scaling)
+    tokens = top_tokens(scores.mean(1), num_tokens)
+    alpha = scores.gather(2, tokens[:, None].expand(-1, scores.shape[1], -1)).sum(-1, keepdim=True)
+    exact = attend_tokens(queries, keys, values, tokens, scaling=scaling)
+    return (alpha * exact.float() + (1 - alpha) * (value_sum / length)[:, None]).to(queries.dtype)
+
+
+def approximate_scores(queries: Tensor, keys: Tensor, *, num_channels: int, scaling: float) -> Tensor:
+    """Each head's softmax over tokens, from r channels: float32 `[H_kv, G, n]`."""
+    q = queries.float()
+    q_abs = q.abs()
+    channels = q_abs.sum(1).sort(dim=-1, descending=True, stable=True).indices[:, :num_channels]
+    chosen = torch.zeros_like(q_abs[:, 0], dtype=torch.bool).scatter_(1, channels, True)
+    # reading whole rows with zeros in q is faster than gathering single channels
+    q_kept = torch.where(chosen[:, None], q, 0.0)
+    l1_kept = q_kept.abs().sum(-1, keepdim=True)
+    # a head that is zero on these channels has logits of zero whatever it is divided by
+    temperature = torch.where(l1_kept > 0, (l1_kept / q_abs.sum(-1, keepdim=True)).sqrt(), 1.0)
+    return torch.matmul(q_kept * scaling / temperature, keys.float().transpose(1, 2)).softmax(dim=-1)
+
+
+def _check_sum(values: Tensor, value_sum: Tensor) -> None:
+    if values.ndim != 3 or value_sum.shape != (values.shape[0], values.shape[2]):
+        raise ValueError(
+            f"value_sum {tuple(value_sum.shape)} must be [H_kv, D] of values {tuple(values.shape)}"
+        )
+    if value_sum.dtype != torch.float32:
+        raise ValueError(f"value_sum is {value_sum.dtype}; it must be float32")

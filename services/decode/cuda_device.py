@@ -1,0 +1,73 @@
+"""CUDA graphs for decode steps: one stream, and graphs that share one memory pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+
+import torch
+from torch import Tensor
+
+from kvferry.services.decode.step import StepDevice
+
+
+class CudaDevice(StepDevice):
+    """A `StepDevice` with its own stream and with CUDA graphs that share one memory pool.
+
+    Graphs write their results to buffers allocated before capture, so they can reuse each other's scratch
+    memory.
+    """
+
+    captures = True
+    _WARM_UP_RUNS = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._failed: list[torch.cuda.CUDAGraph] = []
+
+    def scope(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def follow(self) -> None:
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        # warm-up: compiles kernels and lets libraries allocate their workspaces
+        for _ in range(self._WARM_UP_RUNS):
+            run()
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph, which first synchronizes the device and empties the memory caches: new shapes
+        # are captured while requests run. thread_local: other threads copy blocks into the arena.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        except RuntimeError:
+            self._abandon(graph)
+            raise
+        return graph.replay
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Clean up after a failed capture. Before version 2.12, torch's allocator then goes on using the
+        graph's pool. That is ended here, and later captures use a new pool."""
+        self._failed.append(graph)
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def fetch(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Callable[[], bool]]:
+        host = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors)
+        for target, tensor in zip(host, tensors, strict=True):
+            target.copy_(tensor, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record(self._stream)
+        return host, arrived.query
+
+
+def step_device(device: torch.device) -> StepDevice:
+    """A step device for a model's device."""
+    return CudaDevice(device) if device.type == "cuda" else StepDevice()

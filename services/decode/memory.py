@@ -1,0 +1,356 @@
+"""Arena memory of sequences: granted to requests in order, grown with the answers, swapped when it runs out.
+
+Place in the request's path: its first stage in this worker, and between the steps of its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from kvferry.services.decode.sequence import Sequence
+from kvferry.shared.cache.arena import (
+    Allocation,
+    AllocationState,
+    ByteArena,
+    SequenceLayout,
+    measured_limit_bytes,
+    sequence_layout,
+)
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.plan import ResolvedPlan, is_measured
+from kvferry.shared.errors import CapacityExceeded
+from kvferry.shared.model.spec import ModelSpec
+
+GROWTH_TOKENS = 64
+"""Tokens for which a sequence has room at first, at least, and by which it grows, at least."""
+_OBSERVED_ANSWERS = 64
+_MIN_RETRY_AFTER_S = 1.0
+
+
+@dataclass(eq=False, kw_only=True)
+class _Waiter:
+    sizes_bytes: tuple[int, ...]
+    owner: str
+    lease_s: float
+    loop: asyncio.AbstractEventLoop
+    granted: asyncio.Event = field(default_factory=asyncio.Event)
+    allocation: Allocation | None = None
+
+
+class Scheduler:
+    """Strictly first in, first out: a large request at the head is not overtaken by small ones.
+
+        reserve ──► granted at once ──────────────────────────────────► Allocation
+           └──────► waits in the queue ──bytes freed, it is the head──► Allocation
+                        └── admission_wait_s over, or cancelled ──► leaves the queue without an allocation
+
+    `release` may be called from any thread; `reserve` from any event loop.
+
+    Args:
+        evict: frees some retained KV for a request of this many bytes, without calling the scheduler; returns
+            False if that cannot help.
+    """
+
+    def __init__(
+        self,
+        arena: ByteArena,
+        *,
+        max_waiting: int,
+        admission_wait_s: float,
+        lease_s: float,
+        evict: Callable[[int], bool] = lambda wanted_bytes: False,
+    ) -> None:
+        self._arena = arena
+        self._evict = evict
+        self._max_waiting = max_waiting
+        self._admission_wait_s = admission_wait_s
+        self._lease_s = lease_s
+        self._lock = threading.Lock()
+        self._num_pauses = 0
+        self._queue: deque[_Waiter] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes for which the first request of the queue waits; 0 if none does, or grants are paused."""
+        with self._lock:
+            return self._queue[0].sizes_bytes[-1] if self._queue and not self._num_pauses else 0
+
+    async def reserve(
+        self, size_bytes: int, *, owner: str, timeout_s: float, smaller: tuple[int, ...] = ()
+    ) -> Allocation:
+        """Allocate arena bytes, waiting until enough are free.
+
+        Args: smaller: sizes that will do as well, descending; the first of all that is free is allocated.
+
+        Raises:
+            InvalidRequest: the size is larger than the whole arena.
+            CapacityExceeded: not enough bytes were free within admission_wait_s or timeout_s (`arena_full`),
+                or the queue is full (`queue_full`).
+        """
+        sizes_bytes = (size_bytes, *smaller)
+        self._arena.check_fits(sizes_bytes[-1])
+        waiter = _Waiter(
+            sizes_bytes=sizes_bytes,
+            owner=owner,
+            lease_s=min(self._lease_s, timeout_s),
+            loop=asyncio.get_running_loop(),
+        )
+        wait_s = min(self._admission_wait_s, timeout_s)
+        with self._lock:
+            self._queue.append(waiter)
+            self._grant()
+            if waiter.allocation is None and (len(self._queue) > self._max_waiting or wait_s <= 0):
+                self._queue.remove(waiter)
+                raise self._refusal(sizes_bytes[-1], waited_s=0.0, queue_full=wait_s > 0)
+        try:
+            if waiter.allocation is None:
+                async with asyncio.timeout(wait_s):
+                    await waiter.granted.wait()
+        except TimeoutError:
+            if not self._leave(waiter):
+                raise self._refusal(sizes_bytes[-1], waited_s=wait_s) from None
+        except asyncio.CancelledError:
+            if self._leave(waiter) and waiter.allocation is not None:
+                self.release(waiter.allocation)
+            raise
+        assert waiter.allocation is not None
+        return waiter.allocation
+
+    def release(self, allocation: Allocation) -> None:
+        """Free bytes and grant them to waiting requests. Any thread may call this."""
+        with self._lock:
+            self._arena.free(allocation)
+            self._grant()
+
+    def take(self, size_bytes: int, *, owner: str) -> Allocation | None:
+        """Allocate for a sequence that has arrived already, ahead of the queue; None if nothing is free."""
+        with self._lock:
+            return self._allocate(size_bytes, owner=owner, lease_s=math.inf, state="running")
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Grant nothing within this context. Contexts may overlap."""
+        with self._lock:
+            self._num_pauses += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_pauses -= 1
+                self._grant()
+
+    def _grant(self) -> None:
+        while self._queue and not self._num_pauses:
+            waiter = self._queue[0]
+            tried = (
+                self._allocate(size_bytes, owner=waiter.owner, lease_s=waiter.lease_s)
+                for size_bytes in waiter.sizes_bytes
+            )
+            allocation = next(filter(None, tried), None)
+            if allocation is None:
+                return
+            self._queue.popleft()
+            waiter.allocation = allocation  # set first: the waiter may run before this thread continues
+            try:
+                waiter.loop.call_soon_threadsafe(waiter.granted.set)
+            except RuntimeError:  # its loop is closed, so nothing would use the bytes
+                self._arena.free(allocation)
+
+    def _allocate(
+        self, size_bytes: int, *, owner: str, lease_s: float, state: AllocationState = "reserved"
+    ) -> Allocation | None:
+        """Allocate, evicting retained KV if that helps; None if there is not enough memory."""
+        while self._arena.needed_bytes(size_bytes) <= self._arena.size_bytes:
+            try:
+                return self._arena.reserve(size_bytes, owner=owner, lease_s=lease_s, state=state)
+            except CapacityExceeded:
+                if not self._evict(size_bytes):
+                    break
+        return None
+
+    def _leave(self, waiter: _Waiter) -> bool:
+        """Leave the queue. Returns whether the bytes were granted in the meantime."""
+        with self._lock:
+            if waiter.allocation is not None:
+                return True
+            self._queue.remove(waiter)
+            self._grant()
+            return False
+
+    def _refusal(self, size_bytes: int, *, waited_s: float, queue_full: bool = False) -> CapacityExceeded:
+        message = (
+            f"{self._max_waiting} requests wait for decode memory already, which is the limit"
+            if queue_full
+            else f"the request needs {size_bytes} bytes of decode memory; they did not become free within "
+            f"{waited_s:.1f} s ({self._arena.free_bytes} of {self._arena.size_bytes} are free)"
+        )
+        return CapacityExceeded(
+            message,
+            reason="queue_full" if queue_full else "arena_full",
+            retry_after_s=max(_MIN_RETRY_AFTER_S, self._admission_wait_s),
+        )
+
+
+class SequenceMemory:
+    """Sizes, moves and swaps sequences.
+
+        admitted with `first_room` tokens ──room used up──► moved to a larger range ──► ...
+                                                │ nothing is free: younger sequences are swapped out
+                        swapped to the host ◄───┴──► loaded again, the oldest first, before anyone is admitted
+
+    A sequence is one contiguous range, so that a step's descriptors change only when it moves. Growth copies
+    it; the room grows by half each time, so that the copies of an answer are few. If the free bytes suffice
+    but no free range does, the sequences are moved together.
+
+    `first_room`, `layout` and `check_fits` serve admission. The other methods are for the engine's thread,
+    while no step is in flight: moving a sequence changes the addresses that a step was placed with.
+
+    Args: on_swapped_out: called once for each sequence that has to wait on the host.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        arena: ByteArena,
+        scheduler: Scheduler,
+        *,
+        on_swapped_out: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._spec = spec
+        self._arena = arena
+        self._scheduler = scheduler
+        self._on_swapped_out = on_swapped_out
+        self._lengths: deque[int] = deque(maxlen=_OBSERVED_ANSWERS)
+        self._pause = contextlib.ExitStack()
+        self._is_paused = False
+
+    def first_room(self, max_new_tokens: int) -> int:
+        """Tokens to reserve room for: the mean of the last answers, within GROWTH_TOKENS and the limit."""
+        lengths = tuple(self._lengths)
+        expected = sum(lengths) // len(lengths) if lengths else 0
+        return min(max_new_tokens, max(expected, GROWTH_TOKENS))
+
+    def layout(self, resolved: ResolvedPlan, room: int, *, returns_generated: bool) -> SequenceLayout:
+        """The layout of a sequence with room for this many new tokens."""
+        with_room = resolved if room == resolved.max_new_tokens else replace(resolved, max_new_tokens=room)
+        return sequence_layout(make_formats(self._spec, with_room, returns_generated=returns_generated))
+
+    def check_fits(self, resolved: ResolvedPlan, *, returns_generated: bool) -> None:
+        """Raises: InvalidRequest: the sequence with its longest answer is larger than the whole arena."""
+        whole = self.layout(resolved, resolved.max_new_tokens, returns_generated=returns_generated)
+        self._arena.check_fits(measured_limit_bytes(whole) if is_measured(resolved) else whole.size_bytes)
+
+    def observe(self, num_tokens: int) -> None:
+        """Count an answer's length."""
+        self._lengths.append(num_tokens)
+
+    def make_room(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
+        """Bring a sequence to the arena, with room for its next row, at the cost of younger ones.
+
+        Args: others: all other sequences of the engine.
+        Returns: whether it is there; if not, it waits on the host.
+        """
+        while not sequence.is_in_arena or sequence.lacks_room(1):
+            present = [its for its in others if its.is_in_arena]
+            if self._grow(sequence, present):
+                break
+            younger = [its for its in present if its.arrival > sequence.arrival]
+            if not younger:
+                self._swap_out(sequence)
+                break
+            self._swap_out(max(younger, key=lambda its: its.arrival))
+        return sequence.is_in_arena
+
+    def admit_again(self, sequences: Iterable[Sequence]) -> None:
+        """End the pause of admission that began with a swap, if all sequences are back in the arena."""
+        if self._is_paused and all(sequence.is_in_arena for sequence in sequences):
+            self._is_paused = False
+            self._pause.close()
+
+    def wants_compaction(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether the first waiting request has enough free bytes but no range, and moving may help."""
+        return 0 < self._scheduler.wanted_bytes <= self._arena.free_bytes and any(
+            self._arena.can_be_lower(sequence.allocation) for sequence in sequences
+        )
+
+    def compact_for_queue(self, sequences: Iterable[Sequence]) -> None:
+        """Move sequences together so that the first waiting request fits."""
+        wanted_bytes = self._scheduler.wanted_bytes
+        with self._scheduler.paused():
+            self._compact(sequences, wanted_bytes)
+
+    def _grow(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
+        """Move a sequence to a range with more room, or from the host to the arena.
+
+        Returns: False if there is not enough memory; the sequence may then be on the host.
+        """
+        layout, room = sequence.layout, sequence.room
+        if sequence.lacks_room(1):
+            room = min(room + max(GROWTH_TOKENS, room // 2), sequence.resolved.max_new_tokens)
+            layout = self.layout(sequence.plan, room, returns_generated=sequence.request.store_history)
+        with self._scheduler.paused():
+            allocation = self._take(sequence, layout)
+            if allocation is None:
+                own_bytes = sequence.allocation.size_bytes if sequence.is_in_arena else 0
+                if layout.size_bytes > self._arena.free_bytes + own_bytes:
+                    return False
+                self._move_to_host(sequence)
+                self._compact(others, layout.size_bytes)
+                allocation = self._take(sequence, layout)
+            if allocation is None:
+                return False
+            self._move(sequence, layout, room, allocation)
+        return True
+
+    def _swap_out(self, sequence: Sequence) -> None:
+        """Let a sequence wait on the host; no request is admitted until it is back."""
+        if not self._is_paused:
+            self._is_paused = True
+            self._pause.enter_context(self._scheduler.paused())
+        if sequence.is_in_arena:
+            self._move_to_host(sequence)
+            self._on_swapped_out()
+
+    def _compact(self, sequences: Iterable[Sequence], wanted_bytes: int) -> None:
+        """Move sequences to lower offsets until a free range has `wanted_bytes`."""
+        for sequence in sorted(sequences, key=lambda its: its.allocation.offset):
+            if self._arena.largest_free_bytes >= wanted_bytes:
+                return
+            if self._arena.can_be_lower(sequence.allocation):
+                self._move_to_host(sequence)
+                allocation = self._take(sequence, sequence.layout)
+                assert allocation is not None, "the range that the sequence has just released is free"
+                self._move(sequence, sequence.layout, sequence.room, allocation)
+
+    def _take(self, sequence: Sequence, layout: SequenceLayout) -> Allocation | None:
+        return self._scheduler.take(layout.size_bytes, owner=sequence.request.request_id)
+
+    def _move_to_host(self, sequence: Sequence) -> None:
+        """Idempotent."""
+        if sequence.is_in_arena:
+            self._move(sequence, sequence.layout, sequence.room, None)
+
+    def _move(
+        self, sequence: Sequence, layout: SequenceLayout, room: int, allocation: Allocation | None
+    ) -> None:
+        """Move a sequence to an allocation, or to the host without one, and release its former range."""
+        former = sequence.allocation if sequence.is_in_arena else None
+        if allocation is None:
+            buffer = torch.empty(layout.size_bytes, dtype=torch.uint8)
+        else:
+            buffer = self._arena.buffer(allocation)
+        sequence.move(layout, room, allocation, buffer)
+        if former is not None:
+            self._scheduler.release(former)

@@ -1,0 +1,217 @@
+"""Which prompt runs next, which one may overtake those that run, and where a running one pauses for it.
+
+The schedule is bookkeeping for the engine: it reads no clock and runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from kvferry.services.prefill.job import PrefillJob
+
+MAX_STARTED = 4
+"""The most prompts in mid-pass. Each is at most half the work that the one below has left, so together they
+take less memory than two of the longest."""
+LEAST_ADVANTAGE = 2.0
+"""How many times more work the running prompt must have left than one that overtakes it."""
+HEAD_START = 0.25
+"""The part of its own time for which a prompt may be kept waiting before it has run at all."""
+_DECAY = 0.8
+"""Weight of earlier passes in a method's speed, relative to the last one."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Started:
+    """A prompt in mid-pass.
+
+    Attributes:
+        begin_s: when it was started.
+        resumed_s: since when it has been running; None while it waits for one that overtook it.
+        earlier_s: how long it had run before that.
+        fraction: how much of its work is done.
+    """
+
+    job: PrefillJob
+    begin_s: float
+    resumed_s: float | None
+    earlier_s: float = 0.0
+    fraction: float = 0.0
+
+    def ran_s(self, now_s: float) -> float:
+        """How long it has run, without the time for which it was overtaken."""
+        return self.earlier_s + (now_s - self.resumed_s if self.resumed_s is not None else 0.0)
+
+    def waited_s(self, now_s: float) -> float:
+        """For how long it has been overtaken."""
+        return now_s - self.begin_s - self.ran_s(now_s)
+
+
+@dataclass
+class _Speed:
+    """Seconds per unit of work, over passes that weigh less the older they are."""
+
+    ran_s: float = 0.0
+    work: float = 0.0
+
+    def add(self, ran_s: float, work: float) -> None:
+        self.ran_s = _DECAY * self.ran_s + ran_s
+        self.work = _DECAY * self.work + work
+
+
+class Schedule:
+    """Waiting prompts in fair order, and those in mid-pass as a stack of which the top one runs.
+
+        push ──► waiting ──start_next──► running ──finish──►
+                    │                     │   ▲
+                    └─────overtake────────┼───┘  the running one waits below until this one has finished
+                                          ▼
+                                        waits
+
+    Fair order: owners take turns, and one owner's prompts run in the order in which they came. A prompt much
+    shorter than what the running one has left overtakes it; owners take turns in this too, each with its
+    shortest first. In return a prompt in mid-pass is kept waiting at most for as long as it runs, so it
+    finishes within twice its time: up to then it may have waited as long as it has run, and a quarter of its
+    whole time besides. Nobody starves: a waiting prompt comes to the front of the fair order, and a started
+    one finishes.
+
+    Times are estimated from `PrefillJob.work` and each method's measured speed. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, list[PrefillJob]] = OrderedDict()
+        self._started: list[Started] = []
+        self._speeds: dict[str, _Speed] = {"": _Speed()}
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def has_waiting(self) -> bool:
+        """Any thread may ask."""
+        return bool(self._waiting)
+
+    @property
+    def started(self) -> tuple[Started, ...]:
+        """Those in mid-pass; the last one runs."""
+        return tuple(self._started)
+
+    def push(self, job: PrefillJob) -> None:
+        self._waiting.setdefault(job.owner, []).append(job)
+
+    def remove(self, job: PrefillJob) -> bool:
+        """Remove a waiting job. Returns False if it is not waiting."""
+        jobs = self._waiting.get(job.owner, [])
+        if job not in jobs:
+            return False
+        jobs.remove(job)
+        if not jobs:
+            del self._waiting[job.owner]
+        return True
+
+    def clear(self) -> list[PrefillJob]:
+        """Remove all waiting jobs and return them."""
+        jobs = [job for its in self._waiting.values() for job in its]
+        self._waiting.clear()
+        return jobs
+
+    def start_next(self, now_s: float) -> Started | None:
+        """Start the first job of the fair order; None if none waits. Nothing may be in mid-pass."""
+        assert not self._started, "a job is in mid-pass"
+        if not self._waiting:
+            return None
+        return self._start(next(iter(self._waiting.values()))[0], now_s)
+
+    def overtake(self, now_s: float) -> Started | None:
+        """Start a job that overtakes the running one; None if none may."""
+        if not self._waiting or len(self._started) == MAX_STARTED:
+            return None
+        running = self._started[-1]
+        limit = self._left(running) / LEAST_ADVANTAGE
+        longest_s = self._longest_s(now_s)
+        for jobs in self._waiting.values():
+            job = min(jobs, key=self._estimate)
+            estimate = self._estimate(job)
+            if estimate <= limit and (not self._is_timed or estimate <= longest_s):
+                running.earlier_s, running.resumed_s = running.ran_s(now_s), None
+                return self._start(job, now_s)
+        return None
+
+    def finish(self, now_s: float, *, is_whole: bool) -> None:
+        """The running job has ended; the one that it overtook goes on.
+
+        Args: is_whole: whether it has done all of its work, so that its time tells the method's speed.
+        """
+        finished = self._started.pop()
+        if self._started:
+            self._started[-1].resumed_s = now_s
+        if is_whole:
+            ran_s, job = finished.ran_s(now_s), finished.job
+            for name in (job.method, ""):
+                self._speeds.setdefault(name, _Speed()).add(ran_s, job.work)
+
+    def _start(self, job: PrefillJob, now_s: float) -> Started:
+        jobs = self._waiting.pop(job.owner)
+        jobs.remove(job)
+        if jobs:
+            self._waiting[job.owner] = jobs  # at the end of the round
+        started = Started(job=job, begin_s=now_s, resumed_s=now_s)
+        self._started.append(started)
+        return started
+
+    @property
+    def _is_timed(self) -> bool:
+        return self._speeds[""].work > 0
+
+    def _estimate(self, job: PrefillJob) -> float:
+        """Seconds that a job takes alone; units of work before any has been timed."""
+        speed = self._speeds.get(job.method, self._speeds[""])
+        return job.work * (speed.ran_s / speed.work if speed.work else 1.0)
+
+    def _left(self, started: Started) -> float:
+        """The part of the estimate that is still to be done."""
+        return self._estimate(started.job) * (1 - started.fraction)
+
+    def _longest_s(self, now_s: float) -> float:
+        """How long the next to overtake may take, for none in mid-pass to wait for too long."""
+        longest_s, above_s = float("inf"), 0.0
+        for started in reversed(self._started):
+            ran_s = started.ran_s(now_s)
+            whole_s = max(self._estimate(started.job), ran_s)
+            patience_s = min(whole_s, ran_s + HEAD_START * whole_s) - started.waited_s(now_s)
+            longest_s = min(longest_s, patience_s - above_s)
+            above_s += self._left(started)
+        return longest_s
+
+
+class Pauses(TorchFunctionMode):
+    """A context in which `pause` is called before each torch operation of this thread, while it is allowed.
+
+    The operations and their results do not change. In `pause` the context is suspended: what runs there is
+    not paused, unless it enters another one. An error raised there ends the pass.
+
+    Attributes:
+        allowed: set by the code in the context: only where it holds no lock, has selected no other stream,
+            and has nothing half done that another pass uses.
+    """
+
+    def __init__(self, pause: Callable[[], None]) -> None:
+        super().__init__()
+        self.allowed = False
+        self._pause = pause
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if self.allowed:
+            self._pause()
+        return function(*args, **(kwargs or {}))

@@ -1,0 +1,132 @@
+"""The types of the API's answers, in OpenAI's shapes, as `/openapi.json` shows them."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, Literal, NotRequired, TypeVar
+
+from typing_extensions import TypedDict
+
+from kvferry.services.router.completion.choice import KvReport, Usage
+
+ItemT = TypeVar("ItemT")
+
+
+class Listing(TypedDict, Generic[ItemT]):
+    object: Literal["list"]
+    data: list[ItemT]
+
+
+class Status(TypedDict):
+    status: Literal["ok", "ready"]
+
+
+class Version(TypedDict):
+    """`kernels`: by role and op, the kernel paths in use."""
+
+    version: str
+    protocol_version: int
+    kernels: dict[str, dict[str, list[str]]]
+
+
+class Model(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class Method(TypedDict):
+    """A compression method that requests may name, and how much it keeps without a budget in the request."""
+
+    id: str
+    object: Literal["method"]
+    default: bool
+    token_budget: int | None
+    retention: float | None
+    scorer: str | None
+    layer_allocation: str
+    representation: str
+    attention: str
+
+
+class Session(TypedDict):
+    id: str
+    object: Literal["session"]
+    tokens: int
+    turns: int
+    history_bytes: int
+    history_tier: str
+    last_plan: dict[str, Any] | None
+    expires_at: int
+
+
+class Document(TypedDict):
+    id: str
+    object: Literal["document"]
+    tokens: int
+    history_bytes: int
+    history_tier: str
+    kv_compression: dict[str, Any] | None
+    created_at: int
+    expires_at: int
+
+
+class Deleted(TypedDict):
+    id: str
+    object: Literal["session.deleted", "document.deleted"]
+    deleted: Literal[True]
+
+
+class _Completion(TypedDict):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage
+    kv: KvReport
+
+
+class AssistantMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: AssistantMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+
+
+class ChatCompletion(_Completion):
+    """A whole answer. Streams send `chat.completion.chunk` events with `delta` in place of `message`; the
+    last one has `kv`."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class TextChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: str | None
+
+
+class TextCompletion(_Completion):
+    """A whole answer. Streams send events of the same shape; the last one has `kv`."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class Example(TypedDict):
+    """A body for POST /v1/chat/completions."""
+
+    model: str
+    messages: list[dict[str, str]]
+    max_tokens: int
+    temperature: float
+    kv_compression: NotRequired[dict[str, Any]]

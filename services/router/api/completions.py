@@ -1,0 +1,293 @@
+"""POST /v1/chat/completions and /v1/completions: a completion's events as one JSON object, or as a stream of
+server-sent events.
+
+Cancels the completion where the client leaves. The first event chooses the status: an error before any text
+is an ordinary error answer, for streams as well, unless a keep-alive had to be sent first. Errors are raised;
+`http/middleware.py` makes answers of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.security import HTTPBearer
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from kvferry.services.router.api.answers import ChatCompletion, TextCompletion
+from kvferry.services.router.completion.choice import TokenLogprob
+from kvferry.services.router.completion.completion import Completion, CompletionEvent
+from kvferry.services.router.completion.requests import ChatRequest, TextRequest
+from kvferry.services.router.completion.services import Services
+from kvferry.services.router.http.body import KeyedRoute
+from kvferry.services.router.http.errors import ErrorBody, describe, error_body
+from kvferry.services.router.http.middleware import RequestRecord
+from kvferry.services.router.sessions.record import session_key
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.errors import Cancelled, InvalidRequest, KvferryError, ModelNotFound
+from kvferry.shared.model.spec import ModelSpec
+
+ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "description": "error"}}
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_DONE = b"data: [DONE]\n\n"
+_KEEP_ALIVE = b": keep-alive\n\n"
+
+
+async def _services(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+Shared = Annotated[Services, Depends(_services)]
+
+
+def keyed_router() -> APIRouter:
+    """A router of routes that need a key."""
+    described = Depends(HTTPBearer(auto_error=False, scheme_name="key"))
+    return APIRouter(
+        redirect_slashes=False, route_class=KeyedRoute, dependencies=[described], responses=ERRORS
+    )
+
+
+def named_model(services: Services, name: str) -> ModelSpec:
+    """The model that is served. Raises: ModelNotFound where it has another name."""
+    model = services.runner.model()
+    if name != model.name:
+        raise ModelNotFound(
+            f"There is no model {describe(name)}; this server has {describe(model.name)}", param="model"
+        )
+    return model
+
+
+router = keyed_router()
+
+
+@router.post(
+    "/v1/chat/completions", response_model=ChatCompletion, summary="Answer a conversation, streamed or not"
+)
+async def chat(request: Request, services: Shared, body: ChatRequest) -> Response:
+    return _complete(request, services, body)
+
+
+@router.post("/v1/completions", response_model=TextCompletion, summary="Continue a text, streamed or not")
+async def text(request: Request, services: Shared, body: TextRequest) -> Response:
+    return _complete(request, services, body)
+
+
+def _complete(request: Request, services: Services, body: ChatRequest | TextRequest) -> Response:
+    model, session = named_model(services, body.model), _session(request, body)
+    record: RequestRecord = request.state.record
+    record.fields |= {"stream": bool(body.stream), "session": session is not None}
+    completion = Completion(
+        services=services,
+        request=body,
+        model=model,
+        owner=request.state.owner,
+        session=session,
+        request_id=record.request_id,
+        arrival_s=record.arrival_s,
+    )
+    completion.start()
+    return CompletionResponse(completion, record=record, keepalive_s=services.config.keepalive_s)
+
+
+def _session(request: Request, body: ChatRequest | TextRequest) -> SessionKey | None:
+    owner, header = request.state.owner, request.headers.get("x-session-id")
+    if body.session_id is not None:
+        key = SessionKey(owner=owner, session_id=body.session_id)
+    elif header is not None:
+        key = session_key(owner, header, param="X-Session-ID")
+    else:
+        return None
+    if (body.n or 1) > 1:
+        raise InvalidRequest(f"n is {body.n}; with a session it must be 1", param="n")
+    return key
+
+
+class CompletionResponse(Response):
+    """Sends a completion's events, in the way that its request asks for.
+
+    Args:
+        record: the request's log line, which gets the completion's numbers.
+        keepalive_s: a stream that is silent for this long sends a comment.
+    """
+
+    def __init__(self, completion: Completion, *, record: RequestRecord, keepalive_s: float) -> None:
+        super().__init__()
+        self._completion = completion
+        self._request = completion.request
+        self._record = record
+        self._keepalive_s = keepalive_s
+        self._is_chat = isinstance(completion.request, ChatRequest)
+        kind = "chat.completion.chunk" if self._request.stream else "chat.completion"
+        self._head = {
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": kind if self._is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": completion.model.name,
+            "system_fingerprint": f"kvferry-{completion.model.fingerprint[:16]}",
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        respond = self._send_stream(send) if self._request.stream else self._send_object(scope, receive, send)
+        try:
+            await _while_connected(receive, respond)
+        finally:
+            self._completion.cancel()
+            self._note()
+
+    # ---- one object --------------------------------------------------------------------------------------
+
+    async def _send_object(self, scope: Scope, receive: Receive, send: Send) -> None:
+        entries: dict[int, list[TokenLogprob]] = {}
+        while not isinstance(event := await self._completion.events.get(), dict):
+            if isinstance(event, KvferryError):
+                raise event
+            entries.setdefault(event.index, []).extend(event.logprobs or ())
+        choices = []
+        for choice in self._completion.choices:
+            content: dict[str, Any] = {"text": choice.text}
+            if self._is_chat:
+                content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+            logprobs = None if self._request.num_alternatives is None else entries.get(choice.index, [])
+            choices.append(self._choice(choice.index, content, logprobs, choice.turn.finish_reason))
+        await JSONResponse({**self._head, "choices": choices, **event})(scope, receive, send)
+
+    def _choice(
+        self,
+        index: int,
+        content: dict[str, Any],
+        entries: Sequence[TokenLogprob] | None = None,
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:
+        """A choice of a whole answer, or what a chunk adds to it."""
+        logprobs = None
+        if entries is not None:
+            logprobs = _chat_logprobs(entries) if self._is_chat else _text_logprobs(entries)
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    # ---- a stream ----------------------------------------------------------------------------------------
+
+    async def _send_stream(self, send: Send) -> None:
+        first = await self._next_event()
+        if isinstance(first, KvferryError):
+            raise first
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        async with aclosing(self._chunks(first)) as chunks:
+            async for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _next_event(self) -> CompletionEvent | None:
+        """The next event, or None after a silent `keepalive_s`."""
+        try:
+            async with asyncio.timeout(self._keepalive_s):
+                return await self._completion.events.get()
+        except TimeoutError:
+            return None
+
+    async def _chunks(self, event: CompletionEvent | None) -> AsyncGenerator[bytes, None]:
+        wants_usage = self._request.includes_usage
+        begun: set[int] = set()
+        num_ended = 0
+        while True:
+            if event is None:
+                yield _KEEP_ALIVE
+            elif isinstance(event, KvferryError):
+                self._record.fail(event)
+                yield _event(error_body(event))
+                return
+            elif isinstance(event, dict):
+                if wants_usage:
+                    yield self._chunk([], **event)
+                yield _DONE
+                return
+            else:
+                if self._is_chat and event.index not in begun:
+                    begun.add(event.index)
+                    role = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+                    yield self._chunk([self._choice(event.index, role)])
+                content: dict[str, Any] = {"text": event.text}
+                if self._is_chat:
+                    has_text = event.text or event.finish_reason is None
+                    content = {"delta": {"content": event.text} if has_text else {}}
+                num_ended += event.finish_reason is not None
+                is_last = num_ended == len(self._completion.choices)
+                extras = {"kv": self._completion.kv()} if is_last and not wants_usage else {}
+                choice = self._choice(event.index, content, event.logprobs, event.finish_reason)
+                yield self._chunk([choice], **extras)
+            event = await self._next_event()
+
+    def _chunk(self, choices: list[dict[str, Any]], **extras: Any) -> bytes:
+        usage = {"usage": None} if self._request.includes_usage else {}
+        return _event({**self._head, "choices": choices, **usage, **extras})
+
+    def _note(self) -> None:
+        completion, fields = self._completion, self._record.fields
+        fields["prompt_tokens"] = completion.num_prompt_tokens
+        fields["completion_tokens"] = completion.num_completion_tokens
+        if completion.timer.first_token_s is not None:
+            fields["ttft_ms"] = round(completion.timer.first_token_s * 1000, 3)
+        if completion.choices:
+            fields["kv"] = completion.kv()
+            fields["replays"] = sum(choice.turn.stats.replays for choice in completion.choices)
+
+
+def _event(data: Mapping[str, Any]) -> bytes:
+    """One server-sent event; JSON escapes line ends, so it is always one line."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def token(text: str, logprob: float) -> dict[str, Any]:
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    content = [
+        {**token(entry.text, entry.logprob), "top_logprobs": [token(*other) for other in entry.top]}
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _text_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    return {
+        "tokens": [entry.text for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
+        # Several ids may decode to the same string: the value of the likeliest, which comes first, stays.
+        "top_logprobs": [{**dict(entry.top), **dict(reversed(entry.top))} or None for entry in entries],
+        "text_offset": [entry.offset for entry in entries],
+    }
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` until it ends or the client leaves.
+
+    Raises: Cancelled where the client left first.
+    """
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Cancelled("The client left before its answer was complete")
+        working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,123 @@
+"""The HTTP routes of models, methods and operations: health, metrics, the API's description and two pages."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import JSONResponse, Response
+
+from kvferry.models import DEMO_EXAMPLE
+from kvferry.services.router.api.answers import Example, Listing, Method, Model, Status, Version
+from kvferry.services.router.api.completions import ERRORS, Shared, keyed_router, named_model
+from kvferry.services.router.config import split_list
+from kvferry.services.router.http import exposition
+from kvferry.services.router.playground import page_response
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.wire.messages import PROTOCOL_VERSION
+
+keyed = keyed_router()
+unkeyed = APIRouter(redirect_slashes=False, responses=ERRORS)
+
+
+def _check_access(request: Request, services: Shared) -> None:
+    """Pages and metrics are open, or need a key, as the options say."""
+    if not services.config.metrics_are_open:
+        request.app.state.auth.owner(request.headers)
+
+
+restricted = APIRouter(redirect_slashes=False, responses=ERRORS, dependencies=[Depends(_check_access)])
+
+
+def _model(request: Request, spec: ModelSpec) -> Model:
+    return {
+        "id": spec.name,
+        "object": "model",
+        "created": request.app.state.started_at,
+        "owned_by": "kvferry",
+        "max_model_len": spec.max_model_len,
+    }
+
+
+@keyed.get("/v1/models", summary="The model that is served")
+async def list_models(request: Request, services: Shared) -> Listing[Model]:
+    return {"object": "list", "data": [_model(request, services.runner.model())]}
+
+
+@keyed.get("/v1/models/{model:path}", summary="One model")
+async def get_model(request: Request, services: Shared, model: str) -> Model:
+    return _model(request, named_model(services, model))
+
+
+@keyed.get("/v1/methods", summary="The methods that requests may name")
+async def list_methods(services: Shared) -> Listing[Method]:
+    default = services.plans.plan(None).method
+    data = [
+        Method(
+            id=plan.method,
+            object="method",
+            default=plan.method == default,
+            token_budget=plan.budget.tokens,
+            retention=plan.budget.retention,
+            scorer=plan.scorer.name if plan.scorer is not None else None,
+            layer_allocation=plan.layer_allocation.name,
+            representation=plan.representation.name,
+            attention=plan.attention.name,
+        )
+        for plan in services.plans.all()
+    ]
+    return {"object": "list", "data": data}
+
+
+@keyed.get("/version", summary="Versions of the package and of its protocol")
+async def get_version(services: Shared) -> Version:
+    runner = services.runner
+    return {
+        "version": version("kvferry"),
+        "protocol_version": PROTOCOL_VERSION,
+        "kernels": {pool.role: pool.kernel_paths() for pool in (runner.prefill, runner.decode)},
+    }
+
+
+@unkeyed.get("/health", summary="Whether the server is alive")
+async def health() -> Status:
+    return {"status": "ok"}
+
+
+@unkeyed.get("/ready", summary="Whether turns succeed")
+async def ready(services: Shared) -> Status:
+    problem = services.readiness.problem()
+    if problem is not None:
+        raise problem
+    return {"status": "ready"}
+
+
+@restricted.get("/metrics", summary="Prometheus metrics; ?all=1 includes the workers'")
+async def get_metrics(services: Shared, all: str = "0") -> Response:
+    extra = []
+    if all not in ("", "0"):
+        extra = await exposition.worker_families(split_list(services.config.worker_metrics))
+    text = exposition.render(services.metrics.registry, extra)
+    return Response(text, media_type=exposition.CONTENT_TYPE)
+
+
+@restricted.get("/", summary="The playground page")
+async def get_playground() -> Response:
+    return page_response("playground")
+
+
+@restricted.get("/example", summary="A request that shows compression")
+async def get_example(services: Shared) -> Example:
+    example: Example = json.loads(DEMO_EXAMPLE.read_text("utf-8"))
+    return {**example, "model": services.runner.model().name}
+
+
+@restricted.get("/openapi.json", summary="This description")
+async def get_openapi(request: Request) -> Response:
+    return JSONResponse(request.app.openapi())
+
+
+@restricted.get("/docs", summary="This description as a page")
+async def get_docs() -> Response:
+    return page_response("docs")

@@ -1,0 +1,166 @@
+"""The HTTP routes of what a key has stored: its sessions and its documents."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from kvferry.services.router.api.answers import Deleted, Document, Listing, Session
+from kvferry.services.router.api.completions import Shared, keyed_router
+from kvferry.services.router.completion import documents
+from kvferry.services.router.completion.requests import DocumentRequest
+from kvferry.services.router.completion.services import Services
+from kvferry.services.router.sessions.record import SessionFile, SessionSummary, is_session_id, session_key
+from kvferry.services.router.sessions.store import DOCUMENT_PREFIX, document_key, is_document
+from kvferry.shared.control.messages import HistoryInfo, SessionKey
+from kvferry.shared.errors import DocumentNotFound, InvalidRequest, KvferryError
+
+_WORKER_CALL_TIMEOUT_S = 2.0
+
+router = keyed_router()
+
+
+# ---- sessions --------------------------------------------------------------------------------------------
+
+
+@router.get("/v1/sessions", response_model=Listing[Session], summary="The key's sessions")
+async def list_sessions(request: Request, services: Shared) -> Any:
+    return await _listing(services, request.state.owner, documents=False)
+
+
+@router.post(
+    "/v1/sessions/import",
+    response_model=Session,
+    summary="Make a session from a file; ?session_id= gives it another id",
+)
+async def import_session(
+    request: Request, services: Shared, body: SessionFile, session_id: str | None = None
+) -> Any:
+    name = body.id if session_id is None else session_id
+    key = session_key(request.state.owner, name, param="session_id")
+    record = body.record(services.runner.model())
+    async with services.sessions.lease(key) as lease:
+        if lease.record is not None:
+            raise InvalidRequest(
+                f"There is a session {key.session_id!r} already; delete it, or give another ?session_id=",
+                param="session_id",
+            )
+        await services.sessions.check_quota(lease, services.config, num_tokens=len(record.token_ids))
+        await lease.commit(record)
+    return await _one(services, key)
+
+
+@router.get("/v1/sessions/{session_id}/export", response_model=SessionFile, summary="A session as one file")
+async def export_session(request: Request, services: Shared, session_id: str) -> Response:
+    key = _named_session(request, suffix="/export")
+    file = SessionFile.of(key, await services.sessions.get(key), services.runner.model().name)
+    headers = {"content-disposition": f'attachment; filename="{key.session_id}.json"'}
+    return JSONResponse(file.model_dump(), headers=headers)
+
+
+@router.get("/v1/sessions/{session_id:path}", response_model=Session, summary="One session")
+async def get_session(request: Request, services: Shared, session_id: str) -> Any:
+    return await _one(services, _named_session(request))
+
+
+@router.delete("/v1/sessions/{session_id:path}", summary="Delete a session and its KV in every tier")
+async def delete_session(request: Request, services: Shared, session_id: str) -> Deleted:
+    return await _delete(services, _named_session(request))
+
+
+# ---- documents -------------------------------------------------------------------------------------------
+
+
+@router.post("/v1/documents", response_model=Document, summary="Prefill a document for sessions")
+async def create_document(request: Request, services: Shared, body: DocumentRequest) -> Any:
+    key = document_key(request.state.owner, body.id or f"doc-{secrets.token_hex(8)}")
+    await documents.create(services, key, body, request.state.record.request_id)
+    return await _one(services, key)
+
+
+@router.get("/v1/documents", response_model=Listing[Document], summary="The key's documents")
+async def list_documents(request: Request, services: Shared) -> Any:
+    return await _listing(services, request.state.owner, documents=True)
+
+
+@router.get("/v1/documents/{document_id:path}", response_model=Document, summary="One document")
+async def get_document(request: Request, services: Shared, document_id: str) -> Any:
+    return await _one(services, _named_document(request))
+
+
+@router.delete("/v1/documents/{document_id:path}", summary="Delete a document")
+async def delete_document(request: Request, services: Shared, document_id: str) -> Deleted:
+    return await _delete(services, _named_document(request))
+
+
+# ---- both ------------------------------------------------------------------------------------------------
+
+# Ids are read from the path itself, because the framework's pattern drops a trailing newline.
+
+
+def _named_session(request: Request, *, suffix: str = "") -> SessionKey:
+    session_id = request.scope["path"].removeprefix("/v1/sessions/").removesuffix(suffix)
+    return session_key(request.state.owner, session_id, param="session_id")
+
+
+def _named_document(request: Request) -> SessionKey:
+    document_id: str = request.scope["path"].removeprefix("/v1/documents/")
+    if not is_session_id(document_id):
+        raise DocumentNotFound(f"There is no document {document_id[:140]!r}")
+    return document_key(request.state.owner, document_id)
+
+
+async def _listing(services: Services, owner: str, *, documents: bool) -> dict[str, Any]:
+    found = await services.sessions.owned_by(owner, documents=documents)
+    data = await asyncio.gather(*(_described(services, key, summary) for key, summary in found))
+    return {"object": "list", "data": data}
+
+
+async def _one(services: Services, key: SessionKey) -> Session | Document:
+    return await _described(services, key, (await services.sessions.get(key)).summary)
+
+
+async def _delete(services: Services, key: SessionKey) -> Deleted:
+    await services.sessions.delete(key)
+    await services.runner.drop(key)
+    name = key.session_id.removeprefix(DOCUMENT_PREFIX)
+    return {
+        "id": name,
+        "object": "document.deleted" if is_document(key) else "session.deleted",
+        "deleted": True,
+    }
+
+
+async def _described(services: Services, key: SessionKey, summary: SessionSummary) -> Session | Document:
+    address = summary.prefill_addresses[0] if summary.prefill_addresses else ""
+    history = HistoryInfo(num_tokens=0, size_bytes=0, tier="none")
+    # The worker that had the last turn; while it is down, its history cannot be used.
+    if (worker := services.runner.prefill.worker(address)) is not None:
+        with contextlib.suppress(KvferryError):
+            history = await worker.client.session_info(key, timeout_s=_WORKER_CALL_TIMEOUT_S)
+    if is_document(key):
+        return Document(
+            id=key.session_id.removeprefix(DOCUMENT_PREFIX),
+            object="document",
+            tokens=summary.num_tokens,
+            history_bytes=history.size_bytes,
+            history_tier=history.tier,
+            kv_compression=summary.compression,
+            created_at=int(summary.created_at_s),
+            expires_at=int(summary.expires_at_s),
+        )
+    return Session(
+        id=key.session_id,
+        object="session",
+        tokens=summary.num_tokens,
+        turns=summary.turns,
+        history_bytes=history.size_bytes,
+        history_tier=history.tier,
+        last_plan=summary.last_plan,
+        expires_at=int(summary.expires_at_s),
+    )

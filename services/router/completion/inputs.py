@@ -1,0 +1,354 @@
+"""What a turn runs on: the prompt's token ids, from a request and its session's record, and the plan of its
+compression.
+
+Decides whether the request's messages continue the session or restate it (`session_mode`). Tokenizing runs in
+a thread, because a long prompt must not delay other requests. The plan is the server's default, or the
+request's own choice within what is allowed; a requested quality becomes a retention here, by the model's
+calibrated curve and the prompt's tokens, before decode reserves anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvferry.models import SHIPPED_CALIBRATION
+from kvferry.services.router.completion.requests import ChatRequest, KvCompression, TextRequest
+from kvferry.services.router.config import RouterConfig, split_list
+from kvferry.services.router.http.errors import describe
+from kvferry.services.router.sessions.record import SessionRecord
+from kvferry.shared.compression.curves import CurveBook, QualityCurve
+from kvferry.shared.compression.plan import Budget, CompressionPlan
+from kvferry.shared.compression.presets import method_names, plan_for, preset
+from kvferry.shared.errors import ConfigurationError, InvalidRequest
+from kvferry.shared.history.records import common_prefix
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.model.text import TextAssembler
+from kvferry.shared.model.tokenizer import (
+    ChatTokenizer,
+    RecordedConversation,
+    normalize_role,
+    render_conversation,
+)
+
+Messages = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preamble:
+    """Documents that a conversation begins with: one system message, or the beginning of the client's.
+
+    Attributes:
+        text: their texts with blank lines between; empty without documents.
+    """
+
+    document_ids: tuple[str, ...] = ()
+    text: str = ""
+
+    def before(self, messages: Messages) -> Messages:
+        """The messages that the model gets."""
+        if not self.text:
+            return messages
+        if messages and messages[0][0] == "system":
+            return (("system", f"{self.text}\n\n{messages[0][1]}"), *messages[1:])
+        return (("system", self.text), *messages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """The model's input, and what the session's record needs of it.
+
+    Attributes:
+        messages, assistant_ends: for chats, see `SessionRecord`.
+        text: for text completions.
+        preamble: the documents that a chat begins with.
+    """
+
+    kind: Literal["chat", "text"]
+    token_ids: tuple[int, ...]
+    messages: Messages = ()
+    assistant_ends: tuple[int, ...] = ()
+    text: str = ""
+    preamble: Preamble = Preamble()
+
+    def record(self, model: ModelSpec, completion: tuple[int, ...], text: str) -> SessionRecord:
+        """The session after a turn that answered this prompt."""
+        token_ids = self.token_ids + completion
+        if self.kind == "chat":
+            return SessionRecord(
+                kind="chat",
+                model_fingerprint=model.fingerprint,
+                token_ids=token_ids,
+                messages=(*self.messages, ("assistant", text)),
+                assistant_ends=(*self.assistant_ends, len(token_ids)),
+                document_ids=self.preamble.document_ids,
+                preamble=self.preamble.text,
+            )
+        # A text continues where it ended, so the token that ended it is left out.
+        while token_ids and token_ids[-1] in model.eos_token_ids:
+            token_ids = token_ids[:-1]
+        return SessionRecord(
+            kind="text", model_fingerprint=model.fingerprint, token_ids=token_ids, text=self.text + text
+        )
+
+
+class PromptBuilder:
+    """Builds prompts with one tokenizer."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added_ids = tokenizer.encode("")
+
+    def assembler(self, stop: tuple[str, ...]) -> TextAssembler:
+        return TextAssembler(self._tokenizer, stop=stop)
+
+    async def build(
+        self,
+        request: ChatRequest | TextRequest,
+        record: SessionRecord | None,
+        model: ModelSpec,
+        preamble: Preamble | None = None,
+    ) -> Prompt:
+        """The prompt of a request.
+
+        Args:
+            record: the session's, None where it has no turns yet or there is no session.
+            preamble: the documents that the request names; None leaves the session's.
+
+        Raises: InvalidRequest with `param`.
+        """
+        mode, kind = request.session_mode or "auto", "chat" if isinstance(request, ChatRequest) else "text"
+        if record is not None and record.kind != kind:
+            if mode != "replace":
+                other = "text completions" if kind == "chat" else "chat completions"
+                raise InvalidRequest(
+                    f"The session has {other}; this endpoint may only replace it (session_mode 'replace')",
+                    param="session_mode",
+                )
+            record = None
+        if isinstance(request, ChatRequest):
+            return await asyncio.to_thread(self._chat, request, record, mode, preamble)
+        return await asyncio.to_thread(self._text, request, record, mode, model)
+
+    async def document_tokens(self, text: str) -> tuple[int, ...]:
+        """The tokens that every conversation with this document begins with.
+
+        Raises: InvalidRequest where the model's template has no system messages.
+        """
+
+        def render(question: str) -> list[int]:
+            messages = Preamble(text=text).before((("user", question),))
+            return self._tokenizer.render([{"role": role, "content": content} for role, content in messages])
+
+        try:
+            one, other = await asyncio.gather(*(asyncio.to_thread(render, word) for word in ("a", "0 b")))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"documents need system messages: {error.message}", param="text") from None
+        return tuple(one[: common_prefix(tuple(one), tuple(other))])
+
+    def _chat(
+        self, request: ChatRequest, record: SessionRecord | None, mode: str, preamble: Preamble | None
+    ) -> Prompt:
+        given = tuple((normalize_role(message.role), message.text) for message in request.messages)
+        before: Messages = ()
+        recorded = None
+        earlier = Preamble()
+        if record is not None:
+            earlier = Preamble(document_ids=record.document_ids, text=record.preamble)
+            recorded = RecordedConversation(
+                messages=earlier.before(record.messages),
+                token_ids=record.token_ids,
+                assistant_ends=record.assistant_ends,
+            )
+            restates = any(role == "assistant" for role, _ in given) or given[0] == record.messages[0]
+            if mode == "append" or (mode == "auto" and not restates):
+                before = record.messages
+        if preamble is None or preamble.document_ids == earlier.document_ids:
+            preamble = earlier
+        elif before:
+            raise InvalidRequest(
+                "document_ids differ from those that the session began with; a session keeps its documents "
+                "(session_mode 'replace' starts again)",
+                param="document_ids",
+            )
+        messages = before + given
+        shown = preamble.before(messages)
+        try:
+            rendered = render_conversation(
+                self._tokenizer,
+                [{"role": role, "content": text} for role, text in shown],
+                recorded=recorded,
+            )
+        except InvalidRequest as error:
+            raise _as_sent(error, len(before) + len(shown) - len(messages)) from None
+        return Prompt(
+            kind="chat",
+            token_ids=rendered.token_ids,
+            messages=messages,
+            assistant_ends=rendered.assistant_ends,
+            preamble=preamble,
+        )
+
+    def _text(
+        self, request: TextRequest, record: SessionRecord | None, mode: str, model: ModelSpec
+    ) -> Prompt:
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            token_ids, text = tuple(self._tokenizer.encode(prompt)), prompt
+        else:
+            token_ids, text = tuple(prompt), ""
+            wrong = [token_id for token_id in token_ids if token_id >= model.vocab_size]
+            if wrong:
+                raise InvalidRequest(
+                    f"prompt has token {wrong[0]}; the vocabulary has ids 0 to {model.vocab_size - 1}",
+                    param="prompt",
+                )
+            text = self._tokenizer.decode(token_ids)
+        if record is not None:
+            token_ids, text = self._continued(record, mode, prompt, token_ids, text)
+        if not token_ids:
+            raise InvalidRequest("prompt has no tokens; it must have at least one", param="prompt")
+        return Prompt(kind="text", token_ids=token_ids, text=text)
+
+    def _continued(
+        self,
+        record: SessionRecord,
+        mode: str,
+        prompt: str | list[int],
+        token_ids: tuple[int, ...],
+        text: str,
+    ) -> tuple[tuple[int, ...], str]:
+        """A text prompt of a session with turns."""
+        if isinstance(prompt, str):
+            restates = text.startswith(record.text)
+            if restates and mode != "append":
+                return record.token_ids + self._encode_rest(text[len(record.text) :]), text
+        else:
+            restates = token_ids[: len(record.token_ids)] == record.token_ids
+        if mode == "append" or (mode == "auto" and not restates):
+            added = self._encode_rest(prompt) if isinstance(prompt, str) else token_ids
+            return record.token_ids + added, record.text + text
+        return token_ids, text
+
+    def _encode_rest(self, text: str) -> tuple[int, ...]:
+        """Ids of text that continues another: without the ids that the tokenizer puts at a text's
+        beginning."""
+        if not text:
+            return ()
+        ids = self._tokenizer.encode(text)
+        num_added = len(self._added_ids)
+        return tuple(ids[num_added:] if ids[:num_added] == self._added_ids else ids)
+
+
+def _as_sent(error: InvalidRequest, num_before: int) -> InvalidRequest:
+    """The error with message numbers as the client counts them, without the recorded ones before."""
+    if num_before == 0 or error.param is None:
+        return error
+
+    def as_sent(match: re.Match[str]) -> str:
+        return f"messages[{max(0, int(match.group(1)) - num_before)}]"
+
+    numbered = re.compile(r"messages\[(\d+)\]")
+    return InvalidRequest(numbered.sub(as_sent, error.message), param=numbered.sub(as_sent, error.param))
+
+
+class PlanChooser:
+    """The server's default plan, the methods that requests may name, and their quality curves.
+
+    Raises: ConfigurationError where an option names a method that does not exist or is not allowed, or
+        quality curves cannot be read.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        known = method_names()
+        self.allowed = split_list(config.allowed_methods) or known
+        unknown = [name for name in (*self.allowed, config.default_method) if name not in known]
+        if unknown:
+            raise ConfigurationError(f"Unknown method {unknown[0]!r}; there are {', '.join(known)}")
+        if config.default_method not in self.allowed:
+            raise ConfigurationError(
+                f"default_method is {config.default_method!r}; allowed_methods are {', '.join(self.allowed)}"
+            )
+        self._default_method = config.default_method
+        budget = Budget(tokens=config.default_token_budget or None)
+        try:
+            self._default_plan = plan_for(config.default_method, budget=budget)
+        except InvalidRequest as error:
+            raise ConfigurationError(f"default_token_budget: {error.message}") from None
+
+        folders = [SHIPPED_CALIBRATION, *([Path(config.calibration)] if config.calibration else [])]
+        self._curves = CurveBook.read(folders)
+
+    def all(self) -> tuple[CompressionPlan, ...]:
+        """The plan of each allowed method where a request gives no budget."""
+        return tuple(self.plan(KvCompression(method=method)) for method in self.allowed)
+
+    async def choose(
+        self, wanted: KvCompression | None, prompt_token_ids: Sequence[int], model: ModelSpec
+    ) -> CompressionPlan:
+        """The plan of one prompt.
+
+        Raises: InvalidRequest naming `kv_compression` or its field.
+        """
+        if wanted is None or wanted.quality is None:
+            return self.plan(wanted)
+        if wanted.parameters:
+            raise InvalidRequest(
+                "kv_compression.quality uses curves calibrated with the methods' own parameters; with "
+                "kv_compression.parameters give token_budget or retention",
+                param="kv_compression.quality",
+            )
+        curve = self._curve(self._method(wanted), model)
+        # In a thread, because it reads the whole prompt.
+        retention = await asyncio.to_thread(
+            curve.retention, wanted.quality, prompt_token_ids, vocab_size=model.vocab_size
+        )
+        return plan_for(self._method(wanted), budget=Budget(retention=retention))
+
+    def plan(self, wanted: KvCompression | None) -> CompressionPlan:
+        """The plan where no quality is requested.
+
+        Raises: InvalidRequest naming `kv_compression` or its field.
+        """
+        if wanted is None:
+            return self._default_plan
+        method = self._method(wanted)
+        budget = Budget(
+            tokens=wanted.token_budget,
+            retention=wanted.retention,
+            floor_tokens=wanted.min_token_budget,
+        )
+        if budget == Budget() and method == self._default_method:
+            budget = self._default_plan.budget
+        return plan_for(method, budget=budget, overrides=wanted.parameters)
+
+    def _method(self, wanted: KvCompression) -> str:
+        method = self._default_method if wanted.method is None else wanted.method
+        if method not in self.allowed:
+            raise InvalidRequest(
+                f"kv_compression.method is {describe(method)}; it must be one of {', '.join(self.allowed)}",
+                param="kv_compression.method",
+            )
+        return method
+
+    def _curve(self, method: str, model: ModelSpec) -> QualityCurve:
+        curve = self._curves.find(model.fingerprint, method)
+        if curve is not None:
+            return curve
+        if not preset(method).takes_budget:
+            problem = f"was given for method {method!r}, which takes no budget"
+        else:
+            problem = (
+                f"needs a curve of method {method!r} calibrated on this model, and there is none; give "
+                "token_budget or retention, or run 'kvferry calibrate quality --model MODEL --methods "
+                f"{method} --calibration DIR' and start the router with --calibration DIR"
+            )
+        calibrated = [name for name in self._curves.methods(model.fingerprint) if name in self.allowed]
+        raise InvalidRequest(
+            f"kv_compression.quality {problem} (calibrated: {', '.join(calibrated) or 'none'})",
+            param="kv_compression.quality",
+        )

@@ -1,0 +1,181 @@
+"""Bodies of requests: the caller's key is checked, the body is read as strict JSON, and fields have types
+whose errors name what is allowed.
+
+FastAPI reads the parsed body into a route's typed fields; `errors.py` words what they refuse.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.annotated_handlers import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_json
+from starlette.datastructures import Headers
+from starlette.responses import Response
+
+from kvferry.services.router.http.errors import describe
+from kvferry.shared.errors import AuthenticationFailed, InvalidRequest
+
+# ---- routes ----------------------------------------------------------------------------------------------
+
+
+class Authenticator:
+    """Checks `Authorization: Bearer KEY`. A caller is known to the rest of the system by a digest of the key.
+
+    Without configured keys anyone may call, but sessions still belong to the key that was sent.
+    """
+
+    def __init__(self, api_keys: Iterable[str]) -> None:
+        self._digests = tuple(_digest(key) for key in api_keys)
+
+    def owner(self, headers: Headers) -> str:
+        """The digest that identifies the caller.
+
+        Raises: AuthenticationFailed where keys are configured and the request has none of them.
+        """
+        scheme, _, key = headers.get("authorization", "").strip().partition(" ")
+        key = key.strip() if scheme.lower() == "bearer" else ""
+        digest = _digest(key)
+        if self._digests and not key:
+            raise AuthenticationFailed("No API key was given; send it as 'Authorization: Bearer KEY'")
+        # Every key is compared, in constant time, so that timing reveals nothing about any of them.
+        if self._digests and not any([hmac.compare_digest(digest, known) for known in self._digests]):
+            raise AuthenticationFailed("The API key is not one that this server accepts")
+        return digest
+
+
+class KeyedRoute(APIRoute):
+    """A route that needs a key, by the `Authenticator` at `app.state.auth`; `request.state.owner` is the
+    caller."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        handle = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            request.state.owner = request.app.state.auth.owner(request.headers)
+            if request.method == "POST":
+                request = _JsonRequest(request, _parse(await request.body()))
+            return await handle(request)
+
+        return checked
+
+
+class _JsonRequest(Request):
+    """A request whose body has been parsed. It is JSON, whatever its Content-Type says."""
+
+    def __init__(self, request: Request, data: dict[str, Any]) -> None:
+        headers = [header for header in request.scope["headers"] if header[0] != b"content-type"]
+        scope = {**request.scope, "headers": [*headers, (b"content-type", b"application/json")]}
+        super().__init__(scope, request.receive)
+        self._data = data
+
+    async def body(self) -> bytes:
+        return b"{}"  # FastAPI only asks whether there is one
+
+    async def json(self) -> dict[str, Any]:
+        return self._data
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    """A request's JSON object: UTF-8, no NaN or Infinity, no lone surrogates, bounded depth and digits.
+
+    Raises: InvalidRequest where the bytes are not UTF-8, not JSON, or not an object.
+    """
+    try:
+        body.decode()
+        data = from_json(body, allow_inf_nan=False, cache_strings="none")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"The body is not UTF-8: {error.reason} at byte {error.start}") from None
+    except ValueError as error:
+        raise InvalidRequest(f"The body is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise InvalidRequest(f"The body must be a JSON object; it is {describe(data)}")
+    return data
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+# ---- fields ----------------------------------------------------------------------------------------------
+
+
+class StrictModel(BaseModel):
+    """No conversions, no unknown fields, no NaN or infinity."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number; an error states both."""
+
+    low: float
+    high: float | None = None
+    excludes_low: bool = False
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        bounds: dict[str, Any] = {"gt" if self.excludes_low else "ge": self.low}
+        lower = f"{'above' if self.excludes_low else 'at least'} {self.low}"
+        if self.high is not None:
+            bounds["le"], lower = self.high, f"{lower} and at most {self.high}"
+        number = core_schema.int_schema if source is int else core_schema.float_schema
+        return _refined(handler(source), number(**bounds), "range", lower)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        low = {"exclusiveMinimum" if self.excludes_low else "minimum": self.low}
+        return {**handler(schema), **low, **({} if self.high is None else {"maximum": self.high})}
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A string that a regular expression must match; an error says `rule`, which follows the field's name."""
+
+    regex: str
+    rule: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return _refined(handler(source), core_schema.str_schema(pattern=self.regex), "rule", self.rule)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {**handler(schema), "pattern": self.regex}
+
+
+def _refined(first: CoreSchema, second: CoreSchema, kind: str, message: str) -> CoreSchema:
+    """Values of `first` that `second` allows as well; its error has this kind and message."""
+    return core_schema.chain_schema(
+        [first, core_schema.custom_error_schema(second, kind, custom_error_message=message)]
+    )
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A field of OpenAI's whose effect a client would miss, with the values that ask for nothing."""
+
+    neutral: Any = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: Any) -> Any:
+        neutral = self.neutral if isinstance(self.neutral, tuple) else (self.neutral,)
+        if value is not None and value not in neutral:
+            raise PydanticCustomError("unsupported", "is not supported by this server")
+        return value
+
+
+Ignored = Annotated[Any, Field(description="accepted and ignored")]
+"""A field of OpenAI's that changes nothing about the answer here."""

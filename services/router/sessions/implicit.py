@@ -1,0 +1,128 @@
+"""KV reuse without session ids: prompts of each API key whose KV a prefill worker stores for a while.
+
+A prompt without a session is staged at prefill under an id that no session can have. Prefill continues it
+from the longest prefix that any record of the same key shares with it, by the rule that the answer must not
+depend on what was cached. This table decides which prompts stay stored and which worker a prompt should go
+to. It holds token ids, no KV, and calls no workers.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from kvferry.shared.control.messages import IMPLICIT_PREFIX, SessionKey
+from kvferry.shared.history.records import BLOCK_TOKENS, common_prefix
+
+_MAX_RECORDS = 1024
+"""Over all keys; the token ids of each are in this process's memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImplicitRecord:
+    token_ids: tuple[int, ...]
+    prefill_address: str
+    expires_at_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImplicitTurn:
+    """One prompt's turn.
+
+    Attributes:
+        key: what it is stored under.
+        former: the stored prompt that shares most tokens with it; None where none shares a block.
+        shared_tokens: how many it shares.
+        extends_former: whether it begins with the whole of it.
+        prefill_addresses: where that prompt's KV is.
+    """
+
+    key: SessionKey
+    token_ids: tuple[int, ...]
+    former: SessionKey | None = None
+    shared_tokens: int = 0
+    extends_former: bool = False
+    prefill_addresses: tuple[str, ...] = ()
+
+    def key_of(self, index: int) -> SessionKey:
+        """What prefill stages choice `index` under; only the first one's is ever stored."""
+        return replace(self.key, session_id=f"{self.key.session_id}.{index}") if index else self.key
+
+    def is_worth_storing(self, reused_tokens: int) -> bool:
+        """Whether storing the prompt makes more tokens reusable than it copies.
+
+        A prompt that begins with the whole former one shares its rows. Another one copies the rows that it
+        reuses, so it must add at least as many.
+
+        Args: reused_tokens: how many of its tokens prefill found stored.
+        """
+        num_tokens = len(self.token_ids)
+        if reused_tokens and self.shared_tokens == num_tokens:
+            return False
+        return self.extends_former or num_tokens - reused_tokens >= reused_tokens
+
+
+class ImplicitSessions:
+    """The stored prompts of all keys, least recently used first.
+
+    Args:
+        max_per_key: prompts of one API key; 0 stores none.
+        ttl_s: a prompt that nothing reuses for this long is dropped.
+        clock: Unix time in seconds.
+    """
+
+    def __init__(self, *, max_per_key: int, ttl_s: float, clock: Callable[[], float]) -> None:
+        self._max_per_key = max_per_key
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._records: OrderedDict[SessionKey, ImplicitRecord] = OrderedDict()
+
+    def begin(self, owner: str, token_ids: tuple[int, ...]) -> ImplicitTurn | None:
+        """The turn of a prompt without a session; None where it is too short to be found again."""
+        if not self._max_per_key or len(token_ids) < BLOCK_TOKENS:
+            return None
+        key = SessionKey(owner=owner, session_id=f"{IMPLICIT_PREFIX}{secrets.token_hex(8)}")
+        shared, former = max(
+            ((common_prefix(self._records[its].token_ids, token_ids), its) for its in self._owned(owner)),
+            key=lambda found: found[0],
+            default=(0, key),
+        )
+        if shared < BLOCK_TOKENS:
+            return ImplicitTurn(key=key, token_ids=token_ids)
+        record = self._records.pop(former)
+        self._put(former, record.token_ids, record.prefill_address)
+        return ImplicitTurn(
+            key=key,
+            token_ids=token_ids,
+            former=former,
+            shared_tokens=shared,
+            extends_former=shared == len(record.token_ids),
+            prefill_addresses=(record.prefill_address,),
+        )
+
+    def add(self, turn: ImplicitTurn, prefill_address: str) -> list[tuple[SessionKey, str]]:
+        """Note that the turn's prompt is stored; returns those to be dropped for it, and where they are."""
+        former = turn.former if turn.extends_former and turn.former in self._records else None
+        dropped = [] if former is None else [former]
+        self._put(turn.key, turn.token_ids, prefill_address)
+        owned = [key for key in self._owned(turn.key.owner) if key not in dropped]
+        dropped += owned[: max(0, len(owned) - self._max_per_key)]
+        excess = len(self._records) - len(dropped) - _MAX_RECORDS
+        dropped += [key for key in self._records if key not in dropped][: max(0, excess)]
+        return [(key, self._records.pop(key).prefill_address) for key in dropped]
+
+    def remove_stale(self) -> list[tuple[SessionKey, str]]:
+        """Remove expired prompts; returns what can be dropped, and where."""
+        now_s = self._clock()
+        stale = [key for key, record in self._records.items() if record.expires_at_s <= now_s]
+        return [(key, self._records.pop(key).prefill_address) for key in stale]
+
+    def _put(self, key: SessionKey, token_ids: tuple[int, ...], prefill_address: str) -> None:
+        self._records[key] = ImplicitRecord(
+            token_ids=token_ids, prefill_address=prefill_address, expires_at_s=self._clock() + self._ttl_s
+        )
+
+    def _owned(self, owner: str) -> Iterator[SessionKey]:
+        return (key for key in self._records if key.owner == owner)

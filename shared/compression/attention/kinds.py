@@ -1,0 +1,347 @@
+"""The decode attentions, and their registry: the `attention` part of a plan and of a resolved layer.
+
+Adding one is one class and one entry of `ATTENTIONS`. A resolved attention is a `Part` with the kind's name
+and its integer sizes, so the wire and the control calls need no code for each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from fractions import Fraction
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvferry.kernels import exact_topk, hsa, packed_hsa, quest, sparq
+from kvferry.kernels.dense_decode import dense_decode
+from kvferry.kernels.trizone import trizone_decode_segments
+from kvferry.shared.compression.attention.interface import AttentionKind, CacheView
+from kvferry.shared.compression.interface import LayerShape, TensorSpec
+from kvferry.shared.compression.plan import Allowed, Between, Part, look_up, read_params
+from kvferry.shared.errors import InvalidRequest
+
+_MAX_SIZE = 1 << 31
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(AttentionKind):
+    """Every row: `softmax(q K^T * scaling) V`."""
+
+    name: ClassVar[str] = "dense"
+    reads_packed: ClassVar[bool] = True
+
+    @classmethod
+    def sized(cls, *, cap: int, budget: int, head_dim: int) -> Dense:
+        return cls()
+
+    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: float) -> Tensor:
+        keys, values = cache.keys[:, :length], cache.values[:, :length]
+        if cache.packed:
+            return trizone_decode_segments(queries, cache.packed, keys, values, scaling=scaling)
+        return dense_decode(queries, keys, values, scaling=scaling)
+
+    def read_bytes(self, shape: LayerShape, num_rows: int, packed_bytes: int | None = None) -> int:
+        return shape.rows_bytes(num_rows) if packed_bytes is None else packed_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choosing(AttentionKind):
+    """A kind that attends to a fixed number of tokens, which it chooses at each step.
+
+    Attributes:
+        num_tokens: tokens attended exactly per KV head, including the newest.
+    """
+
+    num_tokens: int
+
+    def _estimate_bytes(self, shape: LayerShape, num_rows: int) -> int:
+        """Bytes read per KV head to choose the tokens."""
+        return 0
+
+    def read_bytes(self, shape: LayerShape, num_rows: int, packed_bytes: int | None = None) -> int:
+        """The estimates, then the chosen tokens. If there are no more tokens than that, all are read.
+
+        Of packed bytes the average share of the chosen tokens counts: a step's query decides which tokens
+        are read, and their widths differ.
+        """
+        whole = shape.rows_bytes(num_rows) if packed_bytes is None else packed_bytes
+        if num_rows <= self.num_tokens:
+            return whole
+        return (
+            shape.num_kv_heads * self._estimate_bytes(shape, num_rows) + whole * self.num_tokens // num_rows
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactTopK(_Choosing):
+    """The t tokens with the largest true attention (`kernels.exact_topk`, RocketKV appendix A.3).
+
+    It reads all keys to find them, so it is an upper bound for sparse attention and saves no traffic. That
+    reading is not counted.
+    """
+
+    name: ClassVar[str] = "exact_topk"
+
+    @classmethod
+    def sized(cls, *, cap: int, budget: int, head_dim: int) -> ExactTopK:
+        """The whole budget is for attention."""
+        return cls(num_tokens=budget)
+
+    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: float) -> Tensor:
+        return exact_topk.attend(
+            queries, cache.keys, cache.values, length=length, num_tokens=self.num_tokens, scaling=scaling
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparQ(_Choosing):
+    """Tokens by approximate scores from a few channels; the mean value stands for the others.
+
+    `kernels.sparq` (Ribar et al. 2024; RocketKV appendix A.3).
+
+    Attributes:
+        num_channels: r, channels of K read for the scores.
+    """
+
+    name: ClassVar[str] = "sparq"
+    num_channels: int
+
+    @classmethod
+    def sized(cls, *, cap: int, budget: int, head_dim: int) -> SparQ:
+        """Half of the budget is for reading channels of K, half for K and V of the chosen tokens.
+
+        `r = floor(d/c)` with `c = cap/t`, so that r channels of cap keys take no more bytes than K and V of
+        t/2 tokens; `floor(t/2)` tokens are attended.
+        """
+        num_channels = min(max(head_dim * budget // cap, 1), head_dim)
+        return cls(num_channels=num_channels, num_tokens=max(budget // 2, 1))
+
+    def specs(self, shape: LayerShape, num_rows: int, *, packed: bool = False) -> tuple[TensorSpec, ...]:
+        """The running sum of the values, float32 `[H_kv, D]`."""
+        return (TensorSpec(shape=(shape.num_kv_heads, shape.head_dim), dtype=torch.float32),)
+
+    def build(self, cache: CacheView, *, length: int) -> None:
+        sparq.write_value_sum(cache.values, cache.auxiliary[0], length=length)
+
+    def append(self, cache: CacheView, key: Tensor, value: Tensor, *, position: int) -> None:
+        sparq.append_row(cache.keys, cache.values, cache.auxiliary[0], key, value, position=position)
+
+    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: float) -> Tensor:
+        return sparq.attend(
+            queries,
+            cache.keys,
+            cache.values,
+            cache.auxiliary[0],
+            length=length,
+            num_channels=self.num_channels,
+            num_tokens=self.num_tokens,
+            scaling=scaling,
+        )
+
+    def _estimate_bytes(self, shape: LayerShape, num_rows: int) -> int:
+        """r channels of every key, and the mean value."""
+        return num_rows * self.num_channels * shape.dtype.itemsize + 4 * shape.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Paged(_Choosing):
+    """A kind that stores Kmax and Kmin of pages.
+
+    Both are in one tensor `[2, H_kv, D, ceil(rows / P)]`. The pages of a channel are adjacent, because a step
+    reads few channels. With P = 1 rows need no such tensor: each key is the extremes of its own page.
+
+    Attributes:
+        page_size: P, the tokens that share one Kmax/Kmin pair.
+    """
+
+    page_size: int
+
+    def specs(self, shape: LayerShape, num_rows: int, *, packed: bool = False) -> tuple[TensorSpec, ...]:
+        if self.page_size == 1 and not packed:
+            return ()
+        size = (2, shape.num_kv_heads, shape.head_dim, hsa.num_pages(num_rows, self.page_size))
+        return (TensorSpec(shape=size, dtype=shape.dtype, aligned=True),)
+
+    def extremes(self, cache: CacheView) -> tuple[Tensor, Tensor]:
+        """Kmax and Kmin `[H_kv, pages, D]`: ceil(cap / P) pages of rows, at least those in use if packed."""
+        if not cache.auxiliary:
+            return cache.keys, cache.keys
+        both = cache.auxiliary[0].mT
+        if not cache.packed:
+            both = both[:, :, : hsa.num_pages(cache.keys.shape[1], self.page_size)]
+        return both[0], both[1]
+
+    def build(self, cache: CacheView, *, length: int) -> None:
+        if cache.packed:
+            packed_hsa.page_extremes(cache.packed[0], *self.extremes(cache), page_size=self.page_size)
+        elif cache.auxiliary:
+            hsa.page_extremes(cache.keys, *self.extremes(cache), length=length, page_size=self.page_size)
+
+    def append(self, cache: CacheView, key: Tensor, value: Tensor, *, position: int) -> None:
+        extremes = self.extremes(cache)
+        if not cache.packed:
+            hsa.append_row(
+                cache.keys, cache.values, *extremes, key, value, position=position, page_size=self.page_size
+            )
+            return
+        super().append(cache, key, value, position=position)
+        packed_hsa.append_key(cache.packed[0], *extremes, key, num_new=position, page_size=self.page_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hsa(_Paged):
+    """RocketKV's hybrid sparse attention (`kernels.hsa`, section 3.4), also over a packed prompt.
+
+    Attributes:
+        num_channels: k1, channels read for the estimate; `num_tokens` is k2.
+    """
+
+    name: ClassVar[str] = "hsa"
+    reads_packed: ClassVar[bool] = True
+    num_channels: int
+
+    @classmethod
+    def sized(cls, *, cap: int, budget: int, head_dim: int) -> Hsa:
+        """RocketKV sections 3.4 and 3.6.
+
+        `c2 = max(1, cap/t)`; `P = ceil(sqrt(c2))` if that is <= c2, else 1; `k1 = floor(d P t / cap)`
+        channels; `k2 = floor(t / 2)` tokens.
+        """
+        page_size = 1
+        while page_size * page_size * budget < cap:
+            page_size += 1
+        if page_size * budget > cap:
+            page_size = 1
+        num_channels = min(max(head_dim * page_size * budget // cap, 1), head_dim)
+        return cls(page_size=page_size, num_channels=num_channels, num_tokens=max(budget // 2, 1))
+
+    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: float) -> Tensor:
+        sizes = {name: getattr(self, name) for name in ("page_size", "num_channels", "num_tokens")}
+        extremes = self.extremes(cache)
+        if not cache.packed:
+            return hsa.attend(
+                queries, cache.keys, cache.values, *extremes, length=length, scaling=scaling, **sizes
+            )
+        keys, values = cache.keys[:, :length], cache.values[:, :length]
+        return packed_hsa.attend(queries, cache.packed[0], keys, values, *extremes, scaling=scaling, **sizes)
+
+    def _estimate_bytes(self, shape: LayerShape, num_rows: int) -> int:
+        """One of Kmax and Kmin for k1 channels of each page."""
+        return hsa.num_pages(num_rows, self.page_size) * self.num_channels * shape.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quest(_Paged):
+    """Tokens of the pages with the highest upper bounds (`kernels.quest`, Tang et al. 2024; RocketKV
+    appendix A.3)."""
+
+    name: ClassVar[str] = "quest"
+
+    @classmethod
+    def sized(cls, *, cap: int, budget: int, head_dim: int) -> Quest:
+        """Half of the budget is for reading bounds, half for K and V.
+
+        `P = ceil(cap/t)`, so that one extreme of d channels for each of cap/P pages takes no more bytes than
+        K and V of t/2 tokens; `floor(t/2)` tokens are attended. If the query heads of a group differ in sign
+        on a channel, both extremes of the channel are read.
+        """
+        return cls(page_size=max(-(-cap // budget), 1), num_tokens=max(budget // 2, 1))
+
+    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: float) -> Tensor:
+        return quest.attend(
+            queries,
+            cache.keys,
+            cache.values,
+            *self.extremes(cache),
+            length=length,
+            page_size=self.page_size,
+            num_tokens=self.num_tokens,
+            scaling=scaling,
+        )
+
+    def _estimate_bytes(self, shape: LayerShape, num_rows: int) -> int:
+        """One of Kmax and Kmin for every channel of each page."""
+        return hsa.num_pages(num_rows, self.page_size) * shape.head_dim * shape.dtype.itemsize
+
+
+ATTENTIONS: Mapping[str, type[AttentionKind]] = {
+    "dense": Dense,
+    "hsa": Hsa,
+    "quest": Quest,
+    "sparq": SparQ,
+    "exact_topk": ExactTopK,
+}
+EVICTIONS: Mapping[str, str] = {"evict": "heavy_hitters", "merge": "accumulated_attention"}
+"""Attentions that evict a row at each step (`formats/evicting.py`), each with the scorer that it requires:
+the scorer divides the prompt's rows into the same zones as eviction does."""
+
+
+def chooses_rows(part: Part) -> bool:
+    """Whether a plan's attention reads only some of the rows at each step."""
+    return part.name != "dense" and part.name not in EVICTIONS
+
+
+def check_attention(part: Part, *, scorer: Part | None) -> None:
+    """Check the name and parameters of a plan's attention, and that the plan's scorer goes with it.
+
+    Every kind except "dense" takes `dense_layers` (int, 0 by default): the number of first layers that attend
+    densely.
+
+    Raises: InvalidRequest: an unknown name, bad parameters, or another scorer than an eviction requires.
+    """
+    look_up("attention", part.name, {**ATTENTIONS, **EVICTIONS})
+    wanted = EVICTIONS.get(part.name)
+    if wanted is not None and (scorer is None or scorer.name != wanted):
+        raise InvalidRequest(
+            f"attention {part.name!r} goes with scorer {wanted!r}; the plan's scorer is "
+            f"{'none' if scorer is None else repr(scorer.name)}",
+            param="kv_compression",
+        )
+    takes_layers = bool(part.params) and part.name != "dense"
+    allowed: Allowed = {"dense_layers": Between(0, _MAX_SIZE)} if takes_layers else {}
+    read_params(f"attention {part.name!r}", part.params, allowed)
+
+
+def size_attention(
+    part: Part,
+    *,
+    layer: int,
+    cap: int,
+    budget: int,
+    head_dim: int,
+    packed_per_row: Fraction | None = None,
+) -> Part:
+    """The attention of one layer: the kind's name and its sizes.
+
+    Half of a sparse attention's traffic reads estimates, the other half reads tokens. Packed tokens have
+    fewer bytes than rows, so as many more of them are attended.
+
+    Args:
+        part: a plan's attention, as `check_attention` accepts it.
+        layer: its index in the model.
+        cap, budget, head_dim: as in `AttentionKind.sized`; of a packed layer, cap is the most tokens that a
+            head packs.
+        packed_per_row: how many packed tokens take the bytes of one row; None if rows are not packed.
+    """
+    if part.name == "dense" or layer < int(part.params.get("dense_layers", 0)):
+        return Part(name="dense")
+    if part.name in EVICTIONS:
+        return Part(name=part.name)
+    kind = ATTENTIONS[part.name].sized(cap=cap, budget=budget, head_dim=head_dim)
+    sized = Part(name=part.name, params=dict(asdict(kind)))
+    if packed_per_row is None:
+        return sized
+    attended = min(max(int(budget * packed_per_row / 2), 1), cap)
+    return replace(sized, params={**sized.params, "num_tokens": attended})
+
+
+def make_attention(sized: Part) -> AttentionKind:
+    """The attention that a resolved layer names.
+
+    Raises: InvalidRequest: an unknown name, or sizes that do not belong to this kind.
+    """
+    kind = look_up("attention", sized.name, ATTENTIONS)
+    allowed = {field.name: Between(1, _MAX_SIZE) for field in fields(kind)}
+    return kind(**read_params(f"a layer's attention {sized.name!r}", sized.params, allowed))

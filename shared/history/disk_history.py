@@ -1,0 +1,332 @@
+"""Sessions' history in a folder: a segment's file first, the record last, each written under another name,
+flushed to the disk and renamed.
+
+    write: lock ──► is the fence the base's? ──► room ──► segment ──► record ──► files that it does not name
+    read:  record ──► a layer's values; a file that is missing, cut or damaged is a HistoryMiss
+
+    PATH/lock                                   whoever writes or deletes has it, in any process
+    PATH/<hash of the session>/record           record (stored_format.py)
+    PATH/<hash of the session>/<segment>.safetensors    tensor "<layer>.<i>": a value, uint8
+
+A crash at any point leaves the record before or after the commit. What an unfinished write leaves counts
+toward the limit until the session's next commit, or until it is evicted. Several workers may share a folder
+of one machine's file system. Nothing is loaded at a start: the folder is the state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.errors import ConfigurationError, HistoryMiss, SessionBusy, StoreUnavailable
+from kvferry.shared.history.rows import RowChunk
+from kvferry.shared.history.storage import VALUE_BYTES, NewRecord, new_record
+from kvferry.shared.history.stored_format import (
+    CHUNK_HEADER_BYTES,
+    SegmentEntry,
+    StoredShape,
+    TierRecord,
+    corrupt,
+    read_record,
+    read_values,
+    wanted_values,
+)
+
+_LOCK_WAIT_S = 10.0
+_LOCK_POLL_S = 0.02
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100 << 20
+_ALIGNMENT = 8
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    """An entry of a safetensors header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class DiskHistory:
+    """Implements `Storage`. Thread-safe.
+
+    Args:
+        folder: is created if it does not exist; only this user may read it.
+        max_bytes: limit on the sizes of all files; the least recently used sessions give way.
+        ttl_s: a session that had no turn for this long is not read any more, and removed by the next write.
+
+    Raises: ConfigurationError: the folder cannot be used.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_bytes: int,
+        shape: StoredShape,
+        ttl_s: float,
+        value_bytes: int = VALUE_BYTES,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.shape = shape
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._value_bytes = value_bytes
+        self._wall_clock = wall_clock
+        try:
+            with self._locked():
+                self._evict(0)
+        except OSError as error:
+            raise ConfigurationError(
+                f"history_disk is {str(folder)!r}; it must be a folder that can be written: {error}"
+            ) from None
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    def close(self) -> None:
+        """Nothing is open between calls."""
+
+    # ---- reading -----------------------------------------------------------------------------------------
+
+    def record(self, session: SessionKey) -> TierRecord | None:
+        path = self._session_folder(session) / "record"
+        try:
+            with _named_errors(passing=FileNotFoundError), path.open("rb") as file:
+                is_expired = os.fstat(file.fileno()).st_mtime < self._wall_clock() - self._ttl_s
+                return None if is_expired else read_record(file.read(), session)
+        except FileNotFoundError:
+            return None
+
+    def load(
+        self, session: SessionKey, record: TierRecord, layer: int, start: int, stop: int
+    ) -> list[RowChunk]:
+        wanted = list(wanted_values(record, start, stop))
+        values: list[bytes | None] = []
+        if layer == 0:  # a document that is read is in use, too
+            with contextlib.suppress(OSError):
+                os.utime(self._session_folder(session) / "record")
+        for entry, of_segment in groupby(wanted, key=lambda want: want.entry):
+            names = [f"{layer}.{want.index}" for want in of_segment]
+            path = self._segment_path(session, entry)
+            try:
+                with _named_errors(passing=FileNotFoundError), path.open("rb") as file:
+                    values += _read_tensors(file, names)
+            except FileNotFoundError:
+                values += [None] * len(names)
+        return read_values(wanted, values, shape=self.shape, layer=layer)
+
+    # ---- writing -----------------------------------------------------------------------------------------
+
+    def write(
+        self,
+        session: SessionKey,
+        *,
+        base: TierRecord | None,
+        num_base_tokens: int,
+        token_ids: Sequence[int],
+        layers: Sequence[Sequence[RowChunk]],
+        method: str,
+    ) -> TierRecord:
+        new = new_record(
+            session, shape=self.shape, base=base, num_base_tokens=num_base_tokens, token_ids=token_ids,
+            layers=layers, method=method, value_bytes=self._value_bytes,
+        )  # fmt: skip
+        header = _segment_header(new)
+        folder = self._session_folder(session)
+        named = {self._segment_path(session, entry) for entry in new.record.segments}
+        with _named_errors(), self._locked():
+            self._check_base(session, base)
+            sizes = [path.stat().st_size for path in named if path.exists()]
+            if len(sizes) < len(named) - 1:  # the new one is not there yet
+                raise HistoryMiss("segments of the session are gone", reason="evicted")
+            num_bytes = len(header) + new.entry.size_bytes + len(new.value)
+            if sum(sizes) + num_bytes > self._max_bytes:
+                raise StoreUnavailable(
+                    f"a session takes {sum(sizes) + num_bytes} bytes on disk; history_disk_bytes is "
+                    f"{self._max_bytes}",
+                    reason="quota",
+                )
+            if not self._evict(num_bytes, spared=folder):
+                _remove(folder, spared=named)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            with _published(self._segment_path(session, new.entry)) as file:
+                file.write(header)
+                for _, _, value in new.values():
+                    file.write(value)
+            with _published(folder / "record") as file:
+                file.write(new.value)
+            _remove(folder, spared=named | {folder / "record"})
+            self._size_bytes = sum(size for _, size, _ in self._sessions())
+        return new.record
+
+    def touch(self, session: SessionKey, record: TierRecord) -> None:
+        with _named_errors():
+            paths = [self._segment_path(session, entry) for entry in record.segments]
+            if not all(path.exists() for path in paths):
+                raise HistoryMiss("segments of a session are gone", reason="evicted")
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(self._session_folder(session) / "record")
+
+    def delete(self, session: SessionKey) -> None:
+        with _named_errors(), self._locked():
+            _remove(self._session_folder(session))
+            self._size_bytes = sum(size for _, size, _ in self._sessions())
+
+    def _check_base(self, session: SessionKey, base: TierRecord | None) -> None:
+        """Raises: SessionBusy, HistoryMiss as `Storage.write`."""
+        current = self.record(session)
+        if current is None and base is not None:
+            raise HistoryMiss(f"the record of session {session.session_id!r} is gone", reason="evicted")
+        if current is not None and (base is None or base.fence != current.fence):
+            raise SessionBusy(f"session {session.session_id!r} was changed by another turn", reason="fenced")
+
+    def _evict(self, num_bytes: int, *, spared: Path | None = None) -> bool:
+        """Remove expired sessions, then the least recently used, until `num_bytes` fit beside the others.
+        Returns whether they do."""
+        sessions = sorted(self._sessions())
+        self._size_bytes = sum(size_bytes for _, size_bytes, _ in sessions)
+        oldest_s = self._wall_clock() - self._ttl_s
+        for used_s, size_bytes, folder in sessions:
+            is_needed = used_s >= oldest_s and self._size_bytes + num_bytes <= self._max_bytes
+            if folder != spared and not is_needed:
+                _remove(folder)
+                self._size_bytes -= size_bytes
+        return self._size_bytes + num_bytes <= self._max_bytes
+
+    def _sessions(self) -> Iterator[tuple[float, int, Path]]:
+        """When each session was last used (0 if it has no record), its bytes and its folder."""
+        with os.scandir(self._folder) as entries:
+            folders = [Path(entry.path) for entry in entries if entry.is_dir()]
+        for folder in folders:
+            used_s, size_bytes = 0.0, 0
+            with contextlib.suppress(FileNotFoundError), os.scandir(folder) as files:
+                for file in files:
+                    status = file.stat()
+                    size_bytes += status.st_size
+                    if file.name == "record":
+                        used_s = status.st_mtime
+            yield used_s, size_bytes, folder
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other writers out, for which it waits a bounded time."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(self._folder / "lock", "ab", opener=partial(os.open, mode=0o600)) as file:
+            deadline_s = time.monotonic() + _LOCK_WAIT_S
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline_s:
+                        raise StoreUnavailable(
+                            f"{file.name} was locked for {_LOCK_WAIT_S:g} s", reason="timeout"
+                        ) from None
+                    time.sleep(_LOCK_POLL_S)
+            yield
+
+    def _session_folder(self, session: SessionKey) -> Path:
+        name = hashlib.sha256(f"{session.owner}/{session.session_id}".encode()).hexdigest()
+        return self._folder / name[:32]
+
+    def _segment_path(self, session: SessionKey, entry: SegmentEntry) -> Path:
+        return self._session_folder(session) / f"{entry.segment_id.hex()}.safetensors"
+
+
+@contextlib.contextmanager
+def _named_errors(passing: type[OSError] | tuple[()] = ()) -> Iterator[None]:
+    """Raise what the file system refuses as StoreUnavailable, reason "full" or "io", but for one error."""
+    try:
+        yield
+    except passing:
+        raise
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise StoreUnavailable(f"history on disk: {error}", reason="full" if is_full else "io") from error
+
+
+@contextlib.contextmanager
+def _published(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears under its name when it is complete and on the disk."""
+    aside = path.with_suffix(".tmp")
+    try:
+        with open(aside, "wb", opener=partial(os.open, mode=0o600)) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path, spared: Set[Path] = frozenset()) -> None:
+    """Remove a session's files but the spared ones: the record first, which must not name files that are
+    gone."""
+    paths = set(folder.iterdir()) - spared if folder.is_dir() else set()
+    for path in sorted(paths, key=lambda path: path.name != "record"):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not empty, or not there
+        folder.rmdir()
+
+
+def _tensor(begin: int, end: int) -> _Tensor:
+    """The entry of the bytes [begin, end)."""
+    return _Tensor("U8", (end - begin,), (begin, end))
+
+
+def _segment_header(new: NewRecord) -> bytes:
+    """The beginning of a segment's file, up to its first value."""
+    tensors: dict[str, _Tensor] = {}
+    begin = 0
+    for layer, chunks in enumerate(new.layers):
+        for index, chunk in enumerate(chunks):
+            end = begin + CHUNK_HEADER_BYTES + chunk.size_bytes
+            tensors[f"{layer}.{index}"] = _tensor(begin, end)
+            begin = end
+    encoded = msgspec.json.encode(tensors)
+    encoded += b" " * (-len(encoded) % _ALIGNMENT)
+    return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
+
+
+def _read_tensors(file: BinaryIO, names: Sequence[str]) -> list[bytes]:
+    """Bytes of some tensors of a safetensors file, perhaps too few if it was cut. Raises: HistoryMiss."""
+    size_bytes = os.fstat(file.fileno()).st_size
+    header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if header_bytes > min(size_bytes, _MAX_HEADER_BYTES):
+        raise corrupt(f"{file.name} has a header of {header_bytes} bytes")
+    try:
+        tensors: Mapping[str, _Tensor] = msgspec.json.decode(file.read(header_bytes), type=dict[str, _Tensor])
+        wanted = [tensors[name] for name in names]
+    except (msgspec.MsgspecError, KeyError, UnicodeDecodeError) as error:
+        raise corrupt(f"{file.name} has a damaged header: {error}") from None
+    values = []
+    for tensor in wanted:
+        begin, end = tensor.data_offsets
+        if not 0 <= begin <= end <= size_bytes or tensor != _tensor(begin, end):
+            raise corrupt(f"{file.name} has an impossible tensor: {tensor}")
+        file.seek(_LENGTH_BYTES + header_bytes + begin)
+        values.append(file.read(end - begin))
+    return values

@@ -1,0 +1,178 @@
+"""A storage of history behind host memory: its interface, used by `back_tier.py`, and what a write stores."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+import msgspec
+
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.history.rows import RowChunk, part_of
+from kvferry.shared.history.stored_format import (
+    CHUNK_HEADER_BYTES,
+    FENCE_BYTES,
+    RecordBody,
+    SegmentEntry,
+    StoredShape,
+    TierRecord,
+    pack_token_ids,
+    tier_record,
+    write_chunk,
+    write_record,
+)
+
+VALUE_BYTES = 4 << 20
+"""Rows in one value, at most; but a value has at least one token."""
+
+
+class Storage(Protocol):
+    """Where a tier's records and rows are. Thread-safe. Every call may raise StoreUnavailable.
+
+    Attributes:
+        name: of the tier.
+        shape: of the rows that it stores.
+        size_bytes: of all workers' sessions, as of this worker's last write or deletion.
+    """
+
+    name: str
+    shape: StoredShape
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def record(self, session: SessionKey) -> TierRecord | None:
+        """The session's committed record. Raises: HistoryMiss, reason "corrupt"."""
+        ...
+
+    def load(
+        self, session: SessionKey, record: TierRecord, layer: int, start: int, stop: int
+    ) -> list[RowChunk]:
+        """A layer's rows of tokens [start, stop). Raises: HistoryMiss, reason "evicted" or "corrupt"."""
+        ...
+
+    def write(
+        self,
+        session: SessionKey,
+        *,
+        base: TierRecord | None,
+        num_base_tokens: int,
+        token_ids: Sequence[int],
+        layers: Sequence[Sequence[RowChunk]],
+        method: str,
+    ) -> TierRecord:
+        """Publish `token_ids`: the base's first `num_base_tokens`, then a new segment of `layers`' rows.
+
+        Raises:
+            SessionBusy: the session's record is no longer the base.
+            HistoryMiss: the base or some of its rows are gone, so that it cannot be continued.
+            StoreUnavailable: also with reason "quota".
+        """
+        ...
+
+    def touch(self, session: SessionKey, record: TierRecord) -> None:
+        """Restart the session's time to live. Raises: HistoryMiss: rows of it are gone."""
+        ...
+
+    def delete(self, session: SessionKey) -> None:
+        """Remove all that is stored of a session."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewRecord:
+    """A record to be published: older segments, then a new one.
+
+    Attributes:
+        value: the record as stored.
+        layers: the new segment's chunks, those of each value, by layer.
+    """
+
+    record: TierRecord
+    value: bytes
+    layers: Sequence[Sequence[RowChunk]]
+    shape: StoredShape
+
+    @property
+    def entry(self) -> SegmentEntry:
+        """The new segment."""
+        return self.record.segments[-1]
+
+    def values(self) -> Iterator[tuple[int, int, bytes]]:
+        """Layer, index and bytes of each value of the new segment."""
+        for layer, chunks in enumerate(self.layers):
+            first_token = 0
+            for index, chunk in enumerate(chunks):
+                yield layer, index, write_chunk(
+                    chunk, shape=self.shape, segment_id=self.entry.segment_id, layer=layer,
+                    first_token=first_token,
+                )  # fmt: skip
+                first_token += chunk.num_tokens
+
+
+def new_record(
+    session: SessionKey,
+    *,
+    shape: StoredShape,
+    base: TierRecord | None,
+    num_base_tokens: int,
+    token_ids: Sequence[int],
+    layers: Sequence[Sequence[RowChunk]],
+    method: str,
+    value_bytes: int,
+) -> NewRecord:
+    """The record of `token_ids`: the base's first `num_base_tokens`, then a new segment of `layers`' rows."""
+    num_tokens = sum(chunk.num_tokens for chunk in layers[0])
+    layer_bytes = max(sum(chunk.size_bytes for chunk in chunks) for chunks in layers)
+    value_tokens = _value_tokens(layers, max(1, value_bytes * num_tokens // max(1, layer_bytes)))
+    ends = list(accumulate(value_tokens, initial=0))
+    cut = [[part_of(chunks, low, high)[0] for low, high in pairwise(ends)] for chunks in layers]
+    entry = SegmentEntry(
+        segment_id=secrets.token_bytes(FENCE_BYTES),
+        length=num_tokens,
+        value_tokens=value_tokens,
+        size_bytes=sum(CHUNK_HEADER_BYTES + chunk.size_bytes for chunks in cut for chunk in chunks),
+    )
+    body = RecordBody(
+        owner=session.owner,
+        session_id=session.session_id,
+        fingerprint=shape.fingerprint,
+        precision=shape.precision.code,
+        method=method,
+        turn=base.body.turn + 1 if base is not None else 1,
+        token_ids=pack_token_ids(token_ids),
+        segments=(*_first_entries(base.segments if base is not None else (), num_base_tokens), entry),
+    )
+    fence = secrets.token_bytes(FENCE_BYTES)
+    value = write_record(fence, body)
+    return NewRecord(
+        record=tier_record(fence, body, token_ids, len(value)), value=value, layers=cut, shape=shape
+    )
+
+
+def _first_entries(entries: Iterable[SegmentEntry], num_tokens: int) -> Iterator[SegmentEntry]:
+    """The entries that make up the first `num_tokens` tokens."""
+    for entry in entries:
+        if num_tokens <= 0:
+            break
+        yield msgspec.structs.replace(entry, length=min(entry.length, num_tokens))
+        num_tokens -= entry.length
+
+
+def _value_tokens(layers: Sequence[Sequence[RowChunk]], limit: int) -> tuple[int, ...]:
+    """Tokens of each value: values end where any layer's chunk ends, and have at most `limit` tokens."""
+    ends = {end for chunks in layers for end in accumulate(chunk.num_tokens for chunk in chunks)}
+    counts: list[int] = []
+    begin = 0
+    for end in sorted(ends):
+        full, rest = divmod(end - begin, limit)
+        counts += [limit] * full + ([rest] if rest else [])
+        begin = end
+    return tuple(counts)

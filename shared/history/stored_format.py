@@ -1,0 +1,261 @@
+"""The format of history behind host memory: a session's record, and the values that have its rows.
+
+A record names segments, each what one turn added. A segment has the same values in every layer, each a chunk
+of consecutive tokens' rows. A value begins with a header, a record with a header and a MessagePack body.
+Headers are little-endian, of fixed size, versioned; a checksum (XXH3-64) covers header and payload. Bytes
+that are not exactly what their reader expects are a HistoryMiss, reason "corrupt". Where records and values
+are stored, and how they are published, is the storages' concern.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.errors import HistoryMiss
+from kvferry.shared.history.rows import RowChunk, RowPrecision, part_of
+
+FORMAT_VERSION = 1
+FENCE_BYTES = 16
+FENCE_OFFSET = 8
+"""Where a record has its fencing token."""
+
+_CHUNK_MAGIC, _RECORD_MAGIC = b"KVFc", b"KVFr"
+# magic, version, precision, group offset, layer, H_kv, D, 0, tokens, first token in the segment, segment,
+# payload bytes; then the checksum
+_CHUNK = struct.Struct("<4sHBBHHHHII16sQ")
+# magic, version, 0, fencing token, body bytes, 0; then the checksum
+_RECORD = struct.Struct("<4sHH16sII")
+_CHECKSUM = struct.Struct("<Q")
+CHUNK_HEADER_BYTES = _CHUNK.size + _CHECKSUM.size
+RECORD_HEADER_BYTES = _RECORD.size + _CHECKSUM.size
+_MAX_RECORD_BYTES = 256 << 20
+
+
+class SegmentEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A segment as a record names it.
+
+    Attributes:
+        segment_id: 16 random bytes.
+        length: its tokens that the record uses, from its first.
+        value_tokens: tokens of each of a layer's values; the same in every layer.
+        size_bytes: of all its values, whole.
+    """
+
+    segment_id: bytes
+    length: int
+    value_tokens: tuple[int, ...]
+    size_bytes: int
+
+
+class RecordBody(msgspec.Struct, frozen=True, array_like=True):
+    """A session's committed history.
+
+    Attributes:
+        precision: `RowPrecision.code` of all its values.
+        method: compression method of the turn that committed it.
+        turn: how many turns were committed, including this one.
+        token_ids: uint32, little-endian.
+    """
+
+    owner: str
+    session_id: str
+    fingerprint: str
+    precision: int
+    method: str
+    turn: int
+    token_ids: bytes
+    segments: tuple[SegmentEntry, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierRecord:
+    """A record as read. `fence`: its fencing token; a commit replaces only the record that has its base's."""
+
+    fence: bytes
+    body: RecordBody
+    token_ids: tuple[int, ...]
+    size_bytes: int
+
+    @property
+    def segments(self) -> tuple[SegmentEntry, ...]:
+        return self.body.segments
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredShape:
+    """What all stored history of a worker has in common. `fingerprint`: of the model."""
+
+    fingerprint: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    precision: RowPrecision
+
+    def serves(self, record: TierRecord) -> bool:
+        """Whether a record's rows are of this model, in the precision that this worker stores."""
+        return (record.body.fingerprint, record.body.precision) == (self.fingerprint, self.precision.code)
+
+
+def write_chunk(
+    chunk: RowChunk, *, shape: StoredShape, segment_id: bytes, layer: int, first_token: int
+) -> bytes:
+    """A chunk as a value."""
+    payload = [_tensor_bytes(tensor) for tensor in chunk.tensors]
+    header = _CHUNK.pack(
+        _CHUNK_MAGIC, FORMAT_VERSION, shape.precision.code, chunk.group_offset, layer, shape.num_kv_heads,
+        shape.head_dim, 0, chunk.num_tokens, first_token, segment_id, sum(map(len, payload)),
+    )  # fmt: skip
+    return b"".join([header, _CHECKSUM.pack(_checksum(header, *payload)), *payload])
+
+
+def read_chunk(
+    value: bytes, *, shape: StoredShape, segment_id: bytes, layer: int, first_token: int, num_tokens: int
+) -> RowChunk:
+    """The chunk that a value must contain, in memory of its own.
+
+    Raises: HistoryMiss, reason "corrupt": the value is a different one, or damaged.
+    """
+    what = f"history value {segment_id.hex()}:{layer} at token {first_token}"
+    if len(value) < CHUNK_HEADER_BYTES:
+        raise corrupt(f"{what} has {len(value)} bytes, fewer than its header")
+    header = value[: _CHUNK.size]
+    group_offset = header[7]
+    shapes = shape.precision.shapes(
+        num_tokens=num_tokens, group_offset=group_offset, num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )  # fmt: skip
+    sizes = [int(np.prod(dims)) * dtype.itemsize for dims, dtype in shapes]
+    expected = _CHUNK.pack(
+        _CHUNK_MAGIC, FORMAT_VERSION, shape.precision.code, group_offset, layer, shape.num_kv_heads,
+        shape.head_dim, 0, num_tokens, first_token, segment_id, sum(sizes),
+    )  # fmt: skip
+    payload = memoryview(value)[CHUNK_HEADER_BYTES:]
+    if header != expected or len(payload) != sum(sizes):
+        raise corrupt(f"{what} is not what its record names")
+    if _CHECKSUM.unpack_from(value, _CHUNK.size)[0] != _checksum(header, payload):
+        raise corrupt(f"{what} fails its checksum")
+    tensors, offset = [], 0
+    for (dims, dtype), size_bytes in zip(shapes, sizes, strict=True):
+        tensor = torch.empty(dims, dtype=dtype)
+        _tensor_bytes(tensor)[:] = payload[offset : offset + size_bytes]
+        tensors.append(tensor)
+        offset += size_bytes
+    return shape.precision.chunk(tensors, group_offset=group_offset, head_dim=shape.head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantedValue:
+    """The value number `index` of a segment's layer, of which tokens [low, high) are wanted."""
+
+    entry: SegmentEntry
+    index: int
+    first_token: int
+    num_tokens: int
+    low: int
+    high: int
+
+
+def wanted_values(record: TierRecord, start: int, stop: int) -> Iterator[WantedValue]:
+    """The values of each layer that have tokens [start, stop) of a record."""
+    position = 0
+    for entry in record.segments:
+        first_token = 0
+        for index, num_tokens in enumerate(entry.value_tokens):
+            begin = position + first_token
+            low = max(0, start - begin)
+            high = min(num_tokens, entry.length - first_token, stop - begin)
+            if low < high:
+                yield WantedValue(
+                    entry=entry, index=index, first_token=first_token, num_tokens=num_tokens, low=low,
+                    high=high,
+                )  # fmt: skip
+            first_token += num_tokens
+        position += entry.length
+
+
+def read_values(
+    wanted: Iterable[WantedValue], values: Iterable[bytes | None], *, shape: StoredShape, layer: int
+) -> list[RowChunk]:
+    """A layer's wanted rows. Raises: HistoryMiss, reason "evicted" (a value is None) or "corrupt"."""
+    chunks: list[RowChunk] = []
+    for want, value in zip(wanted, values, strict=True):
+        segment_id = want.entry.segment_id
+        if value is None:
+            raise HistoryMiss(f"value {want.index} of segment {segment_id.hex()} is lost", reason="evicted")
+        chunk = read_chunk(
+            value, shape=shape, segment_id=segment_id, layer=layer, first_token=want.first_token,
+            num_tokens=want.num_tokens,
+        )  # fmt: skip
+        chunks += part_of([chunk], want.low, want.high)
+    return chunks
+
+
+def write_record(fence: bytes, body: RecordBody) -> bytes:
+    assert len(fence) == FENCE_BYTES, fence
+    encoded = msgspec.msgpack.encode(body)
+    header = _RECORD.pack(_RECORD_MAGIC, FORMAT_VERSION, 0, fence, len(encoded), 0)
+    return b"".join([header, _CHECKSUM.pack(_checksum(header, encoded)), encoded])
+
+
+def read_record(value: bytes, session: SessionKey) -> TierRecord:
+    """Raises: HistoryMiss, reason "corrupt"."""
+    what = f"history record of session {session.session_id!r}"
+    if not RECORD_HEADER_BYTES <= len(value) <= _MAX_RECORD_BYTES:
+        raise corrupt(f"{what} has {len(value)} bytes")
+    magic, version, _, fence, num_bytes, _ = _RECORD.unpack_from(value)
+    encoded = memoryview(value)[RECORD_HEADER_BYTES:]
+    if (magic, version, num_bytes) != (_RECORD_MAGIC, FORMAT_VERSION, len(encoded)):
+        raise corrupt(f"{what} has an unknown format")
+    if _CHECKSUM.unpack_from(value, _RECORD.size)[0] != _checksum(value[: _RECORD.size], encoded):
+        raise corrupt(f"{what} fails its checksum")
+    try:
+        body = msgspec.msgpack.decode(encoded, type=RecordBody)
+    except msgspec.MsgspecError as error:
+        raise corrupt(f"{what}: {error}") from None
+    if len(body.token_ids) % 4 or (body.owner, body.session_id) != (session.owner, session.session_id):
+        raise corrupt(f"{what} is another session's")
+    token_ids = np.frombuffer(body.token_ids, "<u4").tolist()
+    for entry in body.segments:
+        if len(entry.segment_id) != FENCE_BYTES or not 0 < entry.length <= sum(entry.value_tokens):
+            raise corrupt(f"{what} names an impossible segment")
+    if sum(entry.length for entry in body.segments) != len(token_ids):
+        raise corrupt(f"{what} has other tokens than its segments")
+    return tier_record(fence, body, token_ids, len(value))
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    return np.asarray(token_ids, "<u4").tobytes()
+
+
+def corrupt(message: str) -> HistoryMiss:
+    return HistoryMiss(message, reason="corrupt")
+
+
+def tier_record(fence: bytes, body: RecordBody, token_ids: Sequence[int], num_bytes: int) -> TierRecord:
+    size_bytes = num_bytes + sum(entry.size_bytes for entry in body.segments)
+    return TierRecord(fence=fence, body=body, token_ids=tuple(token_ids), size_bytes=size_bytes)
+
+
+def _tensor_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's bytes; not copied if it is contiguous. NumPy copies in this thread alone, where torch would
+    take every core from the model."""
+    rows = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    array: Any = np.ascontiguousarray(rows.view(torch.uint8).numpy())
+    return memoryview(array.reshape(-1))
+
+
+def _checksum(*parts: bytes | memoryview) -> int:
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return digest.intdigest()

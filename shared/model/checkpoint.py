@@ -1,0 +1,150 @@
+"""The local folder of a model: where it is, which files it has, and its fingerprint.
+
+A folder is the included demo, a given one, or a download from the Hugging Face hub, of safetensors,
+configuration and tokenizer files only: no pickled weights and no code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvferry.models import DEMO_MODEL
+from kvferry.shared.errors import ConfigurationError
+
+DEMO_NAME = "demo"
+_TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
+_WEIGHT_FILES = ("*.safetensors",)
+_WHOLE_FILE_BYTES = 256 << 20
+_CHUNK_BYTES = 1 << 20
+_NUM_CHUNKS = 64
+_MAX_HEADER_BYTES = 100 << 20
+
+
+def resolve_model_path(path_or_id: str | Path, *, weights: bool) -> Path:
+    """The local folder of a model.
+
+    Args:
+        path_or_id: "demo", a folder, or a hub id such as `org/name`.
+        weights: also download the weights of a model from the hub.
+
+    Raises:
+        ConfigurationError: neither a folder nor a hub id that can be downloaded.
+    """
+    if str(path_or_id) == DEMO_NAME and not Path(path_or_id).is_dir():
+        return DEMO_MODEL
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        with quiet_libraries():
+            snapshot = snapshot_download(
+                str(path_or_id), allow_patterns=[*_TEXT_FILES, *(_WEIGHT_FILES if weights else ())]
+            )
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigurationError(
+            f"model is {str(path_or_id)!r}; it must be {DEMO_NAME!r}, a folder, or a hub id that can be "
+            f"downloaded ({type(error).__name__})"
+        ) from error
+    return Path(snapshot)
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Suppress the progress bars and hints of transformers and huggingface_hub within the block."""
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub_bars = not are_progress_bars_disabled()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+        if hub_bars:
+            enable_progress_bars()
+
+
+def read_eos_token_ids(folder: Path, tokenizer: Any = None) -> tuple[int, ...]:
+    """Ids that end a completion: those of generation_config.json, config.json and the tokenizer, in order."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            value = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            found += value if isinstance(value, list) else [] if value is None else [value]
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found.append(tokenizer.eos_token_id)
+    return tuple(dict.fromkeys(found))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of the model, sorted by name.
+
+    Raises: ConfigurationError if one is missing.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        files = [folder / name for name in sorted(set(names))]
+    else:
+        files = [folder / "model.safetensors"]
+    for file in files:
+        if not file.is_file():
+            raise ConfigurationError(f"{file.name} is missing in {folder}; weights must be safetensors files")
+    return files
+
+
+def model_fingerprint(folder: Path, *, dtype: str) -> str:
+    """A model's identity, 64 hex digits: two workers may exchange KV only if theirs are equal.
+
+    It is a sha256 over the compute dtype, the configuration and the weights. A weight file of at most 256 MiB
+    is read whole. Of a larger one, the digest covers its size, its safetensors header (names, dtypes, shapes
+    and offsets of every tensor) and 64 evenly spaced chunks of 1 MiB, including the first and the last data,
+    so that a start need not read tens of gigabytes twice. A fine-tuned or requantized checkpoint changes
+    tensors throughout and so differs; a change only between the chunks is not detected. File names and the
+    folder's path are not included. This is no protection against forgery.
+
+    Raises: ConfigurationError if a weight file is missing or has no safetensors header.
+    """
+    digest = hashlib.sha256(f"kvferry-model-1\0{dtype}\0".encode())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    digest.update(json.dumps(config, sort_keys=True).encode())
+    for file in weight_files(folder):
+        digest.update(_file_digest(file))
+    return digest.hexdigest()
+
+
+def _file_digest(file: Path) -> bytes:
+    size_bytes = file.stat().st_size
+    digest = hashlib.sha256(size_bytes.to_bytes(8, "little"))
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, size_bytes - 8):
+            raise ConfigurationError(f"{file.name} is not a safetensors file: header of {header_bytes} bytes")
+        stream.seek(0)
+        if size_bytes <= _WHOLE_FILE_BYTES:
+            while block := stream.read(_CHUNK_BYTES):
+                digest.update(block)
+            return digest.digest()
+        digest.update(stream.read(8 + header_bytes))
+        last = size_bytes - _CHUNK_BYTES
+        for rank in range(_NUM_CHUNKS):
+            stream.seek(8 + header_bytes + (last - 8 - header_bytes) * rank // (_NUM_CHUNKS - 1))
+            digest.update(stream.read(_CHUNK_BYTES))
+    return digest.digest()

@@ -1,0 +1,159 @@
+"""A transfer whose connection is cut goes on over another one where it stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import kvtest.wire as kit
+import pytest
+from kvtest.proxy import CuttingProxy
+from kvtest.wire import RecordingSink, Wire
+
+from kvferry.shared.errors import TransferFailed
+from kvferry.shared.wire.messages import Manifest, MessageType
+from kvferry.shared.wire.receiver import BlockServer
+from kvferry.shared.wire.sender import BlockSender
+from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
+
+CREDIT_BYTES = 12_000
+ROWS = (40, 0, 200, 90)
+"""A layer without a row is a message without a tensor's byte."""
+
+
+@pytest.fixture
+def cut_sink() -> RecordingSink:
+    return RecordingSink()
+
+
+@pytest.fixture
+def proxy(cut_sink: RecordingSink) -> Iterator[CuttingProxy]:
+    server = BlockServer(ZmqListeningChannel("tcp://127.0.0.1:0"), cut_sink)
+    proxy = CuttingProxy(server.endpoint)
+    yield proxy
+    proxy.close()
+    server.close()
+
+
+@pytest.fixture
+def sender() -> Iterator[BlockSender]:
+    sender = BlockSender(ZmqConnectingChannel(), buffer_bytes=1 << 20, timeout_s=kit.WAIT_S)
+    yield sender
+    sender.close()
+
+
+def cut_manifest() -> tuple[Manifest, kit.Layers, int]:
+    """A transfer, and how many messages it is."""
+    manifest = kit.make_manifest(rows=ROWS, heads=2, dim=32)
+    layers = kit.make_layers(manifest)
+    sizes = [sum(named.tensor.nbytes for named in tensors) for tensors in layers]
+    return manifest, layers, 2 + sum(max(1, -(-size // CREDIT_BYTES)) for size in sizes)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_transfer_cut_at_any_message_goes_on_where_it_stopped(
+    proxy: CuttingProxy, cut_sink: RecordingSink, sender: BlockSender, within: bool
+) -> None:
+    proxy.within = within
+    _, _, num_messages = cut_manifest()
+    assert num_messages > 15
+    resent = []
+    for cut in range(num_messages + 1):
+        manifest, layers, _ = cut_manifest()
+        proxy.cuts = [cut]
+        proxy.num_cuts = proxy.forwarded_bytes = 0
+        ticket = kit.make_ticket(manifest, proxy.endpoint, credit_bytes=CREDIT_BYTES)
+        transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
+        kit.ship(transfer, layers)
+        assert sender.buffered_bytes == 0
+        kit.assert_arrived(cut_sink, manifest, layers)
+        assert proxy.num_cuts == (cut < num_messages)
+        whole = cut_sink.committed[manifest.key].payload_bytes
+        assert proxy.forwarded_bytes <= 1.2 * whole
+        assert sum(transfer.bytes_by_kind.values()) <= 1.2 * whole
+        assert transfer.resent_bytes <= CREDIT_BYTES
+        resent.append(transfer.resent_bytes)
+    assert cut_sink.aborted == {}
+    assert any(resent)
+    assert resent[-1] == 0
+
+
+def test_a_transfer_survives_many_cuts(
+    proxy: CuttingProxy, cut_sink: RecordingSink, sender: BlockSender
+) -> None:
+    manifest, layers, _ = cut_manifest()
+    proxy.cuts = [3, 1, 2, 4, 2]
+    ticket = kit.make_ticket(manifest, proxy.endpoint, credit_bytes=CREDIT_BYTES)
+    kit.ship(sender.open(ticket, manifest, timeout_s=kit.WAIT_S), layers)
+    kit.assert_arrived(cut_sink, manifest, layers)
+    assert proxy.num_cuts == 5
+
+
+def test_a_cut_while_the_buffer_is_full_loses_nothing(proxy: CuttingProxy, cut_sink: RecordingSink) -> None:
+    manifest, layers, _ = cut_manifest()
+    proxy.cuts = [9]
+    sender = BlockSender(ZmqConnectingChannel(), buffer_bytes=2 * CREDIT_BYTES, timeout_s=kit.WAIT_S)
+    ticket = kit.make_ticket(manifest, proxy.endpoint, credit_bytes=CREDIT_BYTES)
+    kit.ship(sender.open(ticket, manifest, timeout_s=kit.WAIT_S), layers)
+    kit.assert_arrived(cut_sink, manifest, layers)
+    assert proxy.num_cuts == 1
+    assert sender.buffered_bytes == 0
+    sender.close()
+
+
+def test_an_abort_after_a_cut_frees_both_ends(
+    proxy: CuttingProxy, cut_sink: RecordingSink, sender: BlockSender
+) -> None:
+    manifest, layers, _ = cut_manifest()
+    proxy.cuts = [2] + 1000 * [0]
+    ticket = kit.make_ticket(manifest, proxy.endpoint, credit_bytes=CREDIT_BYTES)
+    transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
+    kit.send(transfer, layers)
+    assert kit.eventually(lambda: proxy.num_cuts > 0)
+    transfer.abort("client_left")
+    assert sender.buffered_bytes == 0
+    assert kit.eventually(lambda: manifest.key in cut_sink.aborted)
+
+
+def test_a_receiver_that_does_not_come_back_is_lost(cut_sink: RecordingSink, sender: BlockSender) -> None:
+    server = BlockServer(ZmqListeningChannel("tcp://127.0.0.1:0"), cut_sink)
+    proxy = CuttingProxy(server.endpoint)
+    manifest, layers, _ = cut_manifest()
+    ticket = kit.make_ticket(manifest, proxy.endpoint, credit_bytes=CREDIT_BYTES)
+    transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
+    kit.send(transfer, layers[:1])
+    assert kit.eventually(lambda: cut_sink.blocks > 0)
+    proxy.close()
+    with pytest.raises(TransferFailed, match="was lost for more than") as failed:
+        transfer.wait(kit.WAIT_S)
+    assert failed.value.reason == "peer_lost"
+    assert kit.eventually(lambda: cut_sink.aborted == {manifest.key: "peer_lost"})
+    server.close()
+
+
+def test_another_manifest_of_a_lost_transfer_is_refused(wire: Wire, sink: RecordingSink) -> None:
+    manifest, changed = kit.make_manifest(rows=(3,)), kit.make_manifest(rows=(4,))
+    server = wire.server(sink)
+    peer = wire.bare(server.endpoint)
+    peer.manifest(manifest)
+    assert peer.next(MessageType.CREDIT)[0].sequence == 0
+    peer.close()
+    stranger = wire.bare(server.endpoint)
+    stranger.manifest(replace(changed, key=manifest.key))
+    assert stranger.refusal().reason == "order"
+    assert sink.aborted == {}
+
+
+def test_the_acknowledgement_is_repeated_for_a_sender_that_missed_it(wire: Wire, sink: RecordingSink) -> None:
+    manifest = kit.make_manifest(rows=(3,))
+    server = wire.server(sink)
+    peer = wire.bare(server.endpoint)
+    peer.manifest(manifest)
+    peer.layer(manifest.key, 0, kit.header_of(0, []))
+    peer.end(manifest.key, num_blocks=0, payload_bytes=0)
+    peer.next(MessageType.ACK)
+    peer.close()
+    again = wire.bare(server.endpoint)
+    again.manifest(manifest)
+    again.next(MessageType.ACK)
+    assert list(sink.committed) == [manifest.key]

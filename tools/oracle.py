@@ -1,0 +1,298 @@
+"""One-process generation with the model, compression and decode attention of a method, and nothing else.
+
+This is the oracle: no wire, no arena, no batching, no incremental auxiliary tensors. Every path through
+router, prefill and decode must give the same greedy tokens. Tests compare with it. Accuracy evaluation uses
+it too: it prefills a prompt once (`capture`) and compresses it for many plans (`compress`).
+
+It runs one sequence at a time on plain Python lists of tensors, and recomputes whatever can be recomputed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kvferry.shared.compression.compress import (
+    WaitingLayer,
+    compress_prompt,
+    compress_waiting,
+    measure_layer,
+)
+from kvferry.shared.compression.formats import compress_layer, make_formats
+from kvferry.shared.compression.formats.interface import Tensors
+from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, is_measured
+from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.sampling.params import SampledToken, SamplingParams
+from kvferry.shared.sampling.sampler import SequenceSampler
+from kvferry.tools.oracle_decode import LayerKV, OracleDecode
+
+
+@dataclass(kw_only=True)
+class OracleSession:
+    """A conversation's full KV in plain lists: RocketKV-MT's history without a store.
+
+    Attributes:
+        token_ids: tokens that have KV.
+        layers: full K and V, one entry per layer; empty before the first turn.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    layers: list[LayerKV] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedPrompt:
+    """The result of one prefill pass, for compression with many plans.
+
+    Attributes:
+        token_ids: the prompt, history included.
+        layers: queries of the new tokens, K and V of all tokens; one entry per layer.
+        logits: float32 `[V]` after the last token; None for a prefix.
+    """
+
+    token_ids: tuple[int, ...]
+    layers: tuple[LayerInputs, ...]
+    logits: Tensor | None
+
+    def prefix(self, num_tokens: int) -> CapturedPrompt:
+        """The capture of the first tokens; with causal attention their K and V do not depend on later ones.
+
+        Args: num_tokens: at least one of this pass's new tokens must be among them.
+        """
+        dropped = len(self.token_ids) - num_tokens
+        assert 0 < dropped < self.layers[0].queries.shape[2], (num_tokens, len(self.token_ids))
+        layers = tuple(
+            replace(
+                inputs,
+                queries=inputs.queries[:, :, :-dropped],
+                keys=inputs.keys[:, :num_tokens],
+                values=inputs.values[:, :num_tokens],
+            )
+            for inputs in self.layers
+        )
+        return CapturedPrompt(token_ids=self.token_ids[:num_tokens], layers=layers, logits=None)
+
+
+def _layer_inputs(
+    model: LanguageModel, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float
+) -> LayerInputs:
+    return LayerInputs(
+        layer=layer,
+        queries=queries,
+        keys=keys,
+        values=values,
+        scaling=scaling,
+        unrotate=lambda rows: model.pre_rope_keys(layer, rows),
+    )
+
+
+class _Capture:
+    """Records each layer's inputs, and gives the model the K and V of an earlier capture."""
+
+    def __init__(self, model: LanguageModel, earlier: CapturedPrompt | None, num_reused: int) -> None:
+        self._model = model
+        self._earlier = earlier
+        self._num_reused = num_reused
+        self.layers: list[LayerInputs] = []
+
+    def history(self, layer: int) -> LayerKV | None:
+        if self._earlier is None or self._num_reused == 0:
+            return None
+        inputs = self._earlier.layers[layer]
+        return inputs.keys[:, : self._num_reused], inputs.values[:, : self._num_reused]
+
+    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        self.layers.append(_layer_inputs(self._model, layer, queries, keys, values, scaling))
+
+
+class _Prefill:
+    """Compresses each layer when it is done, or all at the end if they are measured; stores the full KV."""
+
+    def __init__(self, model: LanguageModel, resolved: ResolvedPlan, history: list[LayerKV]) -> None:
+        self._model = model
+        self._resolved = resolved
+        self._history = history
+        self._formats = make_formats(model.spec, resolved)
+        self._waiting: list[WaitingLayer] = []
+        self._compressed: list[Tensors] = []
+        self.full: list[LayerKV] = []
+
+    def history(self, layer: int) -> LayerKV | None:
+        return self._history[layer] if self._history else None
+
+    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        self.full.append((keys.clone(), values.clone()))
+        inputs = _layer_inputs(self._model, layer, queries, *self.full[-1], scaling)
+        if is_measured(self._resolved):
+            self._waiting.append(measure_layer(self._resolved, inputs))
+        else:
+            self._compressed.append(compress_layer(self._resolved, self._formats[layer], inputs))
+
+    def finish(self) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
+        """After the last layer: the plan with each layer's own rows, and each layer's tensors."""
+        if self._waiting:
+            return compress_waiting(self._model.spec, self._resolved, self._waiting)
+        return self._resolved, tuple(self._compressed)
+
+
+class Continuation:
+    """Decode from a compressed prompt, one token at a time, with tokens chosen by the caller.
+
+    Args:
+        compressed: the compressed prompt, one entry per layer.
+    """
+
+    def __init__(self, model: LanguageModel, resolved: ResolvedPlan, compressed: tuple[Tensors, ...]) -> None:
+        self.resolved = resolved
+        self.compressed = compressed
+        self._model = model
+        self._num_tokens = resolved.num_prompt_tokens
+        self._decode = OracleDecode(model.spec, resolved, compressed)
+
+    def step(self, token_id: int, *, dense: bool = False) -> Tensor:
+        """Append a token; returns the float32 logits `[V]` after it.
+
+        Args: dense: attend to every retained row, whichever rows the plan's attention would choose. For
+            prompt tokens that come after the compression, such as a question about a compressed document.
+        """
+        return step_together([self], [token_id], dense=dense)[0]
+
+    def fork(self) -> Continuation:
+        """An independent continuation from here: steps of one do not affect the other."""
+        other = copy.copy(self)
+        other._decode = self._decode.fork()
+        return other
+
+
+def step_together(
+    continuations: Sequence[Continuation], token_ids: Sequence[int], *, dense: bool = False
+) -> Tensor:
+    """One step of several continuations of one model in a batch, each with its own token.
+
+    Args: token_ids, dense: as in `Continuation.step`.
+    Returns: float32 logits `[B, V]`.
+    """
+    model = continuations[0]._model
+    attentions = [c._decode.densely if dense else c._decode for c in continuations]
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        outputs = [
+            attention(layer, queries[i : i + 1], keys[i : i + 1], values[i : i + 1], scaling)
+            for i, attention in enumerate(attentions)
+        ]
+        return torch.cat(outputs)
+
+    positions = [c._num_tokens for c in continuations]
+    logits = model.decode(
+        torch.tensor(list(token_ids), device=model.device),
+        torch.tensor(positions, device=model.device),
+        attention=attend,
+    )
+    for continuation in continuations:
+        continuation._num_tokens += 1
+    return logits
+
+
+class OneProcessGenerator:
+    """Generates with one model in one process; see the module."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+
+    def generate(
+        self,
+        prompt_token_ids: list[int],
+        *,
+        plan: CompressionPlan,
+        sampling: SamplingParams,
+        session: OracleSession | None = None,
+        cut_off_after: int = 0,
+    ) -> list[SampledToken]:
+        """Prefill, compress, and decode to the end of the completion. Stop strings are ignored.
+
+        Args:
+            prompt_token_ids: at least one token, history included.
+            session: full KV of earlier turns; its longest common prefix with the prompt is not run again. It
+                is updated to the end of this turn.
+            cut_off_after: if not 0, the number of tokens after which the client disconnects. This differs
+                from a smaller `max_tokens`, with which a plan may select other rows.
+
+        Returns:
+            The completion's tokens, including a final end-of-sequence token.
+        """
+        spec = self._model.spec
+        resolved = resolve_plan(
+            plan,
+            num_prompt_tokens=len(prompt_token_ids),
+            max_new_tokens=sampling.max_tokens,
+            num_layers=spec.num_layers,
+            head_dim=spec.head_dim,
+        )
+        reused = _common_prefix(session.token_ids, prompt_token_ids) if session else 0
+        history = [(k[:, :reused], v[:, :reused]) for k, v in session.layers] if session and reused else []
+        prefill = _Prefill(self._model, resolved, history)
+        new_ids = torch.tensor(prompt_token_ids[reused:], device=self._model.device)
+        logits = self._model.prefill(new_ids, start=reused, observer=prefill)
+
+        sampler = SequenceSampler(sampling, tuple(prompt_token_ids), spec.vocab_size)
+        tokens = [sampler.sample(logits)]
+        decode = OracleDecode(spec, *prefill.finish())
+        stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(spec.eos_token_ids))
+        most = min(sampling.max_tokens, cut_off_after or sampling.max_tokens)
+        while tokens[-1].token_id not in stop_ids and len(tokens) < most:
+            logits = self._model.decode(
+                torch.tensor([tokens[-1].token_id], device=self._model.device),
+                torch.tensor([len(prompt_token_ids) + len(tokens) - 1], device=self._model.device),
+                attention=decode,
+            )[0]
+            tokens.append(sampler.sample(logits))
+        if session is not None:
+            session.token_ids = [*prompt_token_ids, *(t.token_id for t in tokens[:-1])]
+            session.layers = [
+                (torch.cat([k, *(r[0] for r in rows)], 1), torch.cat([v, *(r[1] for r in rows)], 1))
+                for (k, v), rows in zip(prefill.full, decode.generated, strict=True)
+            ]
+        return tokens
+
+    def capture(
+        self, prompt_token_ids: list[int], *, earlier: CapturedPrompt | None = None
+    ) -> CapturedPrompt:
+        """Prefill without compression.
+
+        Args: earlier: an earlier turn's capture; the longest common prefix with the prompt is not run again.
+        """
+        reused = _common_prefix(list(earlier.token_ids), prompt_token_ids) if earlier else 0
+        observer = _Capture(self._model, earlier, reused)
+        new_ids = torch.tensor(prompt_token_ids[reused:], device=self._model.device)
+        logits = self._model.prefill(new_ids, start=reused, observer=observer)
+        return CapturedPrompt(token_ids=tuple(prompt_token_ids), layers=tuple(observer.layers), logits=logits)
+
+    def compress(
+        self, captured: CapturedPrompt, *, plan: CompressionPlan, max_new_tokens: int
+    ) -> Continuation:
+        """Compress a captured prompt as `generate` does; returns a continuation from its end.
+
+        Args: max_new_tokens: at least 1; the plan is resolved for it, as for `SamplingParams.max_tokens`.
+        """
+        spec = self._model.spec
+        resolved = resolve_plan(
+            plan,
+            num_prompt_tokens=len(captured.token_ids),
+            max_new_tokens=max_new_tokens,
+            num_layers=spec.num_layers,
+            head_dim=spec.head_dim,
+        )
+        measured, compressed = compress_prompt(spec, resolved, captured.layers)
+        return Continuation(self._model, measured, compressed)
+
+
+def _common_prefix(recorded: list[int], prompt: list[int]) -> int:
+    """The number of tokens shared from the start, without the prompt's last token."""
+    limit = min(len(recorded), len(prompt) - 1)
+    return next((i for i in range(limit) if recorded[i] != prompt[i]), limit)
