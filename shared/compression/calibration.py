@@ -2,8 +2,7 @@
 
 Quality is a ratio y: a true answer's mean negative log-likelihood (NLL) with the full cache, over its NLL
 with the compressed one. A curve is fitted once per model and method from measured triples, for any method,
-and evaluated once per context, with an estimate of the context's NLL. Pure functions: this module does not
-measure, run a model or store anything.
+and evaluated once per context, with an estimate of the context's NLL. `kvferry calibrate` measures and fits.
 """
 
 from __future__ import annotations
@@ -19,14 +18,9 @@ from torch import Tensor
 
 from kvferry.shared.errors import ConfigurationError, InvalidRequest
 
-OVER_PREDICTION_WEIGHT = 4.0
-"""The weight of a squared error where the curve predicts more quality than was measured. The paper does not
-publish its weight."""
 _SMALL = 1e-8
 """With a slope nearer to 0 than this the curve is a straight line in float64."""
 _LARGE = 30.0
-_STARTS = (-12.0, -4.0, -1.0, 1.0, 4.0, 12.0)
-_MAX_STEPS = 200
 CHUNK_TOKENS = 1024
 """Tokens after which the code's counts are reset; otherwise a long context would have a lower NLL."""
 
@@ -112,63 +106,6 @@ def retention_for(quality: float, slope: float) -> float:
     else:
         retention = math.log1p(quality * math.expm1(slope)) / slope
     return min(max(retention, 0.0), 1.0)
-
-
-def fit_calibration(
-    observations: Sequence[Observation], *, over_prediction_weight: float = OVER_PREDICTION_WEIGHT
-) -> Calibration:
-    """Least squares of `f_b(rho) - y` over alpha and beta, with a larger weight for predicting too much.
-
-    L-BFGS from several starts; deterministic. If all contexts have the same NLL, alpha is 0.
-
-    Args: over_prediction_weight: weight of the squared errors where f > y; the others have weight 1.
-    Raises: ConfigurationError: fewer than two observations have a retention strictly between 0 and 1; at 0
-        and 1 every curve has the same value.
-    """
-    inner = [o for o in observations if 0 < o.retention < 1]
-    if len(inner) < 2:
-        raise ConfigurationError(
-            f"{len(inner)} observations have a retention between 0 and 1; a curve needs at least 2"
-        )
-    rho = torch.tensor([o.retention for o in inner], dtype=torch.float64)
-    nll = torch.tensor([o.nll for o in inner], dtype=torch.float64)
-    quality = torch.tensor([o.quality for o in inner], dtype=torch.float64)
-    centre, spread = nll.mean(), nll.std(correction=0)
-    varies = bool(spread > 1e-9)
-    # b = gain * z + level with z-scored NLL, so that both parameters have the same scale
-    z = (nll - centre) / spread if varies else torch.zeros_like(nll)
-    design = torch.stack([z, torch.ones_like(z)], dim=1)
-    fits = []
-    for start in _STARTS:
-        parameters = torch.tensor([0.0, start], dtype=torch.float64, requires_grad=True)
-        fits.append((_descend(parameters, design, rho, quality, over_prediction_weight), parameters.tolist()))
-    _, (gain, level) = min(fits)
-    alpha = gain / float(spread) if varies else 0.0
-    return Calibration(alpha=alpha, beta=level - alpha * float(centre))
-
-
-def _descend(parameters: Tensor, design: Tensor, rho: Tensor, quality: Tensor, weight: float) -> float:
-    """Minimise the loss over (gain, level) in place; returns the loss."""
-
-    def loss() -> Tensor:
-        residuals = quality_curve(rho, design @ parameters) - quality
-        return (torch.where(residuals > 0, weight, 1.0) * residuals.square()).sum()
-
-    def evaluate() -> Tensor:
-        parameters.grad = None
-        value = loss()
-        value.backward()  # type: ignore[no-untyped-call]
-        return value
-
-    optimiser = torch.optim.LBFGS(
-        [parameters],
-        max_iter=_MAX_STEPS,
-        tolerance_grad=1e-13,
-        tolerance_change=1e-15,
-        line_search_fn="strong_wolfe",
-    )
-    optimiser.step(evaluate)  # type: ignore[no-untyped-call]
-    return float(loss().detach())
 
 
 def estimate_context_nll(token_ids: Sequence[int], *, vocab_size: int) -> float:

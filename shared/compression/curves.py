@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -108,29 +107,6 @@ class CurveBook:
         return tuple(sorted(method for at, method in self._curves if at == fingerprint))
 
 
-def save_curves(folder: Path, found: ModelCurves) -> Path:
-    """Write a model's curves to its file; returns the path. Curves of other methods in the file stay.
-
-    The file is replaced atomically, so a reader never sees a part of it.
-
-    Raises: ConfigurationError: the file exists and is not a curve file.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / found.file_name
-    before = load_curves(path).curves if path.exists() else {}
-    content = {
-        "format": FORMAT,
-        "model": found.model,
-        "fingerprints": dict(found.fingerprints),
-        "origin": dict(found.origin),
-        "curves": {name: _entry(curve) for name, curve in sorted({**before, **found.curves}.items())},
-    }
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-    return path
-
-
 def load_curves(path: Path) -> ModelCurves:
     """Read one file. Raises: ConfigurationError: it cannot be read, or is not a curve file."""
     try:
@@ -145,15 +121,6 @@ def load_curves(path: Path) -> ModelCurves:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"{path} holds no quality curves of format {FORMAT}: {error}") from error
-
-
-def _entry(curve: QualityCurve) -> dict[str, Any]:
-    return {
-        **asdict(curve.calibration),
-        "lowest_nll": curve.lowest_nll,
-        "highest_nll": curve.highest_nll,
-        "observations": [[o.retention, o.nll, o.quality] for o in curve.observations],
-    }
 
 
 def _curve(entry: Mapping[str, Any]) -> QualityCurve:

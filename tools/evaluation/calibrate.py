@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.progress import track
 
 from kvferry.shared.command_line import option_name
-from kvferry.shared.compression.calibration import Observation, estimate_context_nll, fit_calibration
-from kvferry.shared.compression.curves import ModelCurves, QualityCurve, save_curves
+from kvferry.shared.compression.calibration import Observation, estimate_context_nll
+from kvferry.shared.compression.curves import ModelCurves, QualityCurve
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import method_names, plan_for, preset
-from kvferry.shared.compression.rdkv.epsilon import PAPER_TABLES, save_table
+from kvferry.shared.compression.rdkv.epsilon import PAPER_TABLES
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.checkpoint import model_fingerprint, resolve_model_path
@@ -36,8 +36,9 @@ from kvferry.tools.evaluation.calibration_config import (
     CalibrateEpsilonConfig,
     CalibrateQualityConfig,
 )
-from kvferry.tools.evaluation.epsilon import EpsilonAccumulator
+from kvferry.tools.evaluation.epsilon import EpsilonAccumulator, save_table
 from kvferry.tools.evaluation.experiment import FULL, read_list
+from kvferry.tools.evaluation.fitting import fit_calibration, save_curves
 from kvferry.tools.evaluation.provenance import commit, hardware
 from kvferry.tools.evaluation.samples import Sample, draw_samples
 from kvferry.tools.evaluation.scoring import forced

@@ -1,10 +1,16 @@
-"""Measures distortion tables on a model's own K and V; `rdkv/epsilon.py` stores them.
+"""Measures distortion tables on a model's own K and V, and writes them for `rdkv/epsilon.py`.
 
 Used offline by `kvferry calibrate epsilon`, which runs the model and adds each layer of each calibration
 prompt to an `EpsilonAccumulator`.
 """
 
 from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,3 +59,21 @@ class EpsilonAccumulator:
         for i, bits in enumerate(CODE_WIDTHS):
             error = (dequantise_rows(*quantise_rows(rows, bits)) - rows).square().mean(dim=-1)
             self._sums[side, i] += (error[used] / power[used]).double().sum().cpu()
+
+
+def save_table(path: Path, table: EpsilonTable, *, origin: Mapping[str, Any] | None = None) -> None:
+    """Write a table for `load_table`. The file is replaced atomically, so a reader never sees a part of it.
+
+    Args: origin: the model's "fingerprints", and how the table was measured; any names except "keys" and
+        "values".
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    content = {**(origin or {}), "keys": list(table.keys), "values": list(table.values)}
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigurationError(f"the epsilon table cannot be written to {path}: {error}") from error

@@ -16,11 +16,9 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvferry.models import SHIPPED_CALIBRATION
 from kvferry.shared.compression.plan import look_up
@@ -142,21 +140,3 @@ def load_table(path: Path) -> EpsilonTable:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigurationError) as error:
         raise ConfigurationError(f"no epsilon table can be read from {path}: {error!r}") from error
-
-
-def save_table(path: Path, table: EpsilonTable, *, origin: Mapping[str, Any] | None = None) -> None:
-    """Write a table for `load_table`. The file is replaced atomically, so a reader never sees a part of it.
-
-    Args: origin: the model's "fingerprints", and how the table was measured; any names except "keys" and
-        "values".
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
-    content = {**(origin or {}), "keys": list(table.keys), "values": list(table.values)}
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ConfigurationError(f"the epsilon table cannot be written to {path}: {error}") from error

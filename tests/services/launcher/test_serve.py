@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from kvferry.services.launcher.display import EXAMPLE_ANSWER, EXAMPLE_MESSAGE
-from kvferry.shared.compression.rdkv.epsilon import EpsilonTable, save_table
+from kvferry.shared.compression.rdkv.epsilon import EpsilonTable
+from kvferry.tools.evaluation.epsilon import save_table
 
 pytestmark = pytest.mark.xdist_group("launcher")
 

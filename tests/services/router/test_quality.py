@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.shared.compression.calibration import Calibration
-from kvferry.shared.compression.curves import ModelCurves, QualityCurve, save_curves
+from kvferry.shared.compression.curves import ModelCurves, QualityCurve
+from kvferry.tools.evaluation.fitting import save_curves
 
 METHODS = ("snapkv", "rocketkv")
 EASY = " ".join(["the red castle is old ."] * 20)

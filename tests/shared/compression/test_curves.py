@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.shared.compression.calibration import Calibration, Observation, estimate_context_nll
-from kvferry.shared.compression.curves import CurveBook, ModelCurves, QualityCurve, load_curves, save_curves
+from kvferry.shared.compression.curves import CurveBook, ModelCurves, QualityCurve, load_curves
 from kvferry.shared.errors import ConfigurationError
+from kvferry.tools.evaluation.fitting import save_curves
 
 CURVE = QualityCurve(
     calibration=Calibration(alpha=-4.0, beta=1.0),

@@ -14,10 +14,10 @@ from kvferry.shared.compression.rdkv.epsilon import (
     find_table,
     install_tables,
     load_table,
-    save_table,
 )
 from kvferry.shared.errors import ConfigurationError, InvalidRequest
 from kvferry.shared.model.checkpoint import model_fingerprint
+from kvferry.tools.evaluation.epsilon import save_table
 
 
 def test_tables_hold_the_papers_five_models():

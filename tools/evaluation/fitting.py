@@ -1,0 +1,123 @@
+"""Quality curves: fitted to measured triples, and written to a model's file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvferry.shared.compression.calibration import Calibration, Observation, quality_curve
+from kvferry.shared.compression.curves import FORMAT, ModelCurves, QualityCurve, load_curves
+from kvferry.shared.errors import ConfigurationError
+
+OVER_PREDICTION_WEIGHT = 4.0
+"""The weight of a squared error where the curve predicts more quality than was measured. The paper does not
+publish its weight."""
+_STARTS = (-12.0, -4.0, -1.0, 1.0, 4.0, 12.0)
+_MAX_STEPS = 200
+
+
+def fit_calibration(
+    observations: Sequence[Observation], *, over_prediction_weight: float = OVER_PREDICTION_WEIGHT
+) -> Calibration:
+    """Least squares of `f_b(rho) - y` over alpha and beta, with a larger weight for predicting too much.
+
+    L-BFGS from several starts; deterministic. If all contexts have the same NLL, alpha is 0.
+
+    Args: over_prediction_weight: weight of the squared errors where f > y; the others have weight 1.
+    Raises: ConfigurationError: fewer than two observations have a retention strictly between 0 and 1; at 0
+        and 1 every curve has the same value.
+    """
+    inner = [o for o in observations if 0 < o.retention < 1]
+    if len(inner) < 2:
+        raise ConfigurationError(
+            f"{len(inner)} observations have a retention between 0 and 1; a curve needs at least 2"
+        )
+    rho = torch.tensor([o.retention for o in inner], dtype=torch.float64)
+    nll = torch.tensor([o.nll for o in inner], dtype=torch.float64)
+    quality = torch.tensor([o.quality for o in inner], dtype=torch.float64)
+    centre, spread = nll.mean(), nll.std(correction=0)
+    varies = bool(spread > 1e-9)
+    # b = gain * z + level with z-scored NLL, so that both parameters have the same scale
+    z = (nll - centre) / spread if varies else torch.zeros_like(nll)
+    design = torch.stack([z, torch.ones_like(z)], dim=1)
+    # The diagonal is among the candidates. L-BFGS can end with values that are not finite where points contradict
+    # each other; such a fit is dropped.
+    fits = [
+        (
+            float(_loss(torch.zeros(2, dtype=torch.float64), design, rho, quality, over_prediction_weight)),
+            [0.0, 0.0],
+        )
+    ]
+    for start in _STARTS:
+        parameters = torch.tensor([0.0, start], dtype=torch.float64, requires_grad=True)
+        found = _descend(parameters, design, rho, quality, over_prediction_weight)
+        if math.isfinite(found) and bool(parameters.isfinite().all()):
+            fits.append((found, parameters.tolist()))
+    _, (gain, level) = min(fits)
+    alpha = gain / float(spread) if varies else 0.0
+    return Calibration(alpha=alpha, beta=level - alpha * float(centre))
+
+
+def _loss(parameters: Tensor, design: Tensor, rho: Tensor, quality: Tensor, weight: float) -> Tensor:
+    residuals = quality_curve(rho, design @ parameters) - quality
+    return (torch.where(residuals > 0, weight, 1.0) * residuals.square()).sum()
+
+
+def _descend(parameters: Tensor, design: Tensor, rho: Tensor, quality: Tensor, weight: float) -> float:
+    """Minimise the loss over (gain, level) in place; returns the loss."""
+
+    def evaluate() -> Tensor:
+        parameters.grad = None
+        value = _loss(parameters, design, rho, quality, weight)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    optimiser = torch.optim.LBFGS(
+        [parameters],
+        max_iter=_MAX_STEPS,
+        tolerance_grad=1e-13,
+        tolerance_change=1e-15,
+        line_search_fn="strong_wolfe",
+    )
+    optimiser.step(evaluate)  # type: ignore[no-untyped-call]
+    return float(evaluate().detach())
+
+
+def save_curves(folder: Path, found: ModelCurves) -> Path:
+    """Write a model's curves to its file; returns the path. Curves of other methods in the file stay.
+
+    The file is replaced atomically, so a reader never sees a part of it.
+
+    Raises: ConfigurationError: the file exists and is not a curve file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / found.file_name
+    before = load_curves(path).curves if path.exists() else {}
+    content = {
+        "format": FORMAT,
+        "model": found.model,
+        "fingerprints": dict(found.fingerprints),
+        "origin": dict(found.origin),
+        "curves": {name: _entry(curve) for name, curve in sorted({**before, **found.curves}.items())},
+    }
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def _entry(curve: QualityCurve) -> dict[str, Any]:
+    return {
+        **asdict(curve.calibration),
+        "lowest_nll": curve.lowest_nll,
+        "highest_nll": curve.highest_nll,
+        "observations": [[o.retention, o.nll, o.quality] for o in curve.observations],
+    }
