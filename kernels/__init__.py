@@ -1,6 +1,6 @@
 """Attention and scoring on torch tensors, an op a file or a folder; each calls `dispatch.path_for`.
 
-`reference/` has the same maths in plain float32, for tests: written first, and sharing no code with the ops.
+`tests/helpers/kvtest/reference/` has the same maths in plain float32, and shares no code with the ops.
 
 What every decode attention means by its arguments, unless it says otherwise: H_kv KV heads, G query heads per
 KV head, D head_dim; n rows in use, of cap allocated; m new rows, those of generated tokens.

@@ -48,8 +48,8 @@ def fit_calibration(
     # b = gain * z + level with z-scored NLL, so that both parameters have the same scale
     z = (nll - centre) / spread if varies else torch.zeros_like(nll)
     design = torch.stack([z, torch.ones_like(z)], dim=1)
-    # The diagonal is among the candidates. L-BFGS can end with values that are not finite where points contradict
-    # each other; such a fit is dropped.
+    # The diagonal is a candidate. Where points contradict each other, L-BFGS can end with values that are not
+    # finite; such a fit is dropped.
     fits = [
         (
             float(_loss(torch.zeros(2, dtype=torch.float64), design, rho, quality, over_prediction_weight)),

@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 import torch
+from kvtest.reference.scores import chunk_scores_reference, shared_chunk_scores_reference
 from torch import Tensor
 
 from kvferry.kernels.chunk_scores import chunk_scores, chunk_scores_torch, shared_chunk_scores_torch
-from kvferry.kernels.reference.scores import chunk_scores_reference, shared_chunk_scores_reference
 
 shared_chunk_scores = partial(chunk_scores, shared=True)
 

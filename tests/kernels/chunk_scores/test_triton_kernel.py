@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvtest.reference.scores import chunk_scores_reference, shared_chunk_scores_reference
 
 from kvferry.kernels.chunk_scores import chunk_scores
-from kvferry.kernels.reference.scores import chunk_scores_reference, shared_chunk_scores_reference
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvtest.reference.scores import column_sums_reference
 from torch import Tensor
 
 from kvferry.kernels.column_sums import MAX_CHUNK_QUERIES, column_sums, column_sums_torch
-from kvferry.kernels.reference.scores import column_sums_reference
 
 
 def make(

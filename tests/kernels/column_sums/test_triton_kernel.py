@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvtest.reference.scores import column_sums_reference
 
 from kvferry.kernels.column_sums import column_sums
-from kvferry.kernels.reference.scores import column_sums_reference
 
 
 @pytest.mark.usefixtures("interpreter")

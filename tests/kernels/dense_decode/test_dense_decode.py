@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from kvtest.reference.dense import dense_decode as reference
 
 from kvferry.kernels.dense_decode import dense_decode
-from kvferry.kernels.reference.dense import dense_decode as reference
 
 # float32: SDPA sums in another order; half precision: rounding of the stored output and of P before P V.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvtest.reference.dense import dense_decode as reference
 from torch import Tensor
 
 from kvferry.kernels.dense_decode import dense_decode, triton_kernel
 from kvferry.kernels.descriptors import split_workspace, uniform_heads
-from kvferry.kernels.reference.dense import dense_decode as reference
 
 # float16 inputs are exact in the reference too: what is left is the rounding of probabilities and of the
 # output. The interpreter cuts bfloat16 off instead of rounding it.

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest.reference import sparse as reference
 
 from kvferry.kernels import hsa
 from kvferry.kernels.hsa import torch_path
-from kvferry.kernels.reference import sparse as reference
 
 NAN = float("nan")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvtest.reference import sparse as reference
 from torch import Tensor
 
 from kvferry.kernels import hsa
 from kvferry.kernels.hsa import triton_kernel
 from kvferry.kernels.hsa.batch import FIELDS, HsaScratch, SparseSize
-from kvferry.kernels.reference import sparse as reference
 
 
 def channel_major(num_kv_heads: int, num_pages: int, head_dim: int, dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest.reference.dense import dense_decode
+from kvtest.reference.scores import rounded
 
 from kvferry.kernels import kivi
 from kvferry.kernels.kivi import (
@@ -13,8 +15,6 @@ from kvferry.kernels.kivi import (
     kivi_quantise,
     kivi_shapes,
 )
-from kvferry.kernels.reference.dense import dense_decode
-from kvferry.kernels.reference.scores import rounded
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 

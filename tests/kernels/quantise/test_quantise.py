@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest.reference.scores import quantise_row
 
 from kvferry.kernels.quantise import dequantise_rows, quantise_rows
-from kvferry.kernels.reference.scores import quantise_row
 
 WIDTHS = (2, 4, 8)
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest.reference import sparse as reference
+from kvtest.reference.dense import dense_decode
+from kvtest.reference.sparse import page_extremes
 
 from kvferry.kernels import hsa, quest
-from kvferry.kernels.reference import sparse as reference
-from kvferry.kernels.reference.dense import dense_decode
-from kvferry.kernels.reference.sparse import page_extremes
 from kvferry.kernels.torch_attention import top_tokens
 
 NAN = float("nan")

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest.reference.dense import dense_decode
+from kvtest.reference.dense import ragged_decode as reference
 
 from kvferry.kernels.ragged_decode import ragged_decode
-from kvferry.kernels.reference.dense import dense_decode
-from kvferry.kernels.reference.dense import ragged_decode as reference
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest.reference import sparse as reference
 
 from kvferry.kernels import sparq
-from kvferry.kernels.reference import sparse as reference
 
 NAN = float("nan")
 

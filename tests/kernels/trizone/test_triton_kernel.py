@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
+from kvtest.reference import dense as reference
 from torch import Tensor
 
 from kvferry.kernels.packed import PackedLayer, pack_layer, unpack_layer, view_packed_layer
-from kvferry.kernels.reference import dense as reference
 from kvferry.kernels.trizone import (
     torch_path,
     triton_kernel,

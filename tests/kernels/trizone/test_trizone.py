@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest.reference import dense as reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.packed import pack_layer, packed_layout, tiles, unpack_layer, view_packed_layer
 from kvferry.kernels.packed.key_words import block_groups
-from kvferry.kernels.reference import dense as reference
 from kvferry.kernels.trizone import torch_path, trizone_decode, trizone_decode_segments
 
 WIDTHS = torch.tensor([0, 2, 4, 8, 16], dtype=torch.uint8)

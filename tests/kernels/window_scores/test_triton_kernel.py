@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvtest.reference.scores import window_scores_reference
 
 from kvferry.kernels.column_sums import window_scores
-from kvferry.kernels.reference.scores import window_scores_reference
 
 
 @pytest.mark.usefixtures("interpreter")

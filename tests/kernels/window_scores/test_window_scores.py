@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvtest.reference.scores import window_scores_reference
 
 from kvferry.kernels.column_sums import column_sums_torch, window_scores
-from kvferry.kernels.reference.scores import window_scores_reference
 
 
 def make(num_kv_heads: int, group: int, window: int, num_tokens: int, dtype: torch.dtype = torch.float32):

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtest import d2o_reference as reference
 from kvtest.compression import compress_layer, make_spec
+from kvtest.reference.scores import column_sums_reference
 
-from kvferry.kernels.reference.scores import column_sums_reference
 from kvferry.shared.cache.arena import measured_limit_bytes, sequence_layout
 from kvferry.shared.compression.compress import (
     allocate_rows,

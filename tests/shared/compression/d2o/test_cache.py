@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kvtest.d2o_reference import ReferenceCache, ReferenceRow
+from kvtest.reference.dense import dense_decode
 from torch import Tensor
 
-from kvferry.kernels.reference.dense import dense_decode
 from kvferry.shared.compression.d2o.cache import EvictingCache
 from kvferry.shared.compression.d2o.eviction import Zones, half_zones, protected, zones
 from kvferry.shared.compression.d2o.merging import merge_prompt

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtest.compression import Placed, formats_for, make_inputs
+from kvtest.reference.scores import rounded
 from torch import Tensor
 
 from kvferry.kernels.kivi import kivi_dequantise, kivi_quantise
-from kvferry.kernels.reference.scores import rounded
 from kvferry.shared.compression.formats import compress_layer
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
 from kvferry.shared.compression.formats.kivi import Kivi

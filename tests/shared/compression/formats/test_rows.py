@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from kvtest.compression import Placed, one_format
+from kvtest.reference.sparse import page_extremes
 from torch import Tensor
 
-from kvferry.kernels.reference.sparse import page_extremes
 from kvferry.shared.compression.attention.kinds import Hsa
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
 from kvferry.shared.compression.formats.rows import RowsCache

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtest.compression import Placed, compress_layer, formats_for, one_format
+from kvtest.reference.dense import dense_decode
 
-from kvferry.kernels.reference.dense import dense_decode
 from kvferry.shared.compression.formats.interface import InvalidTensors, Tensors
 from kvferry.shared.compression.formats.think import Think
 from kvferry.shared.compression.interface import LayerInputs, LayerShape

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.packed import PackedLayer, unpack_layer
-from kvferry.kernels.reference.dense import dense_decode
+from kvtest.reference.dense import dense_decode
 
 
 def page_extremes(keys: Tensor, *, page_size: int) -> tuple[Tensor, Tensor]:
