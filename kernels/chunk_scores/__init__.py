@@ -64,10 +64,10 @@ def chunk_scores_torch(queries: Tensor, keys: Tensor, chunk_tokens: int, scaling
     scores = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=keys.device)
     buffer = torch.empty(group * chunk_tokens**2, dtype=torch.float32, device=keys.device)
     for head in range(num_kv_heads):
-        columns = keys[head].float().T.contiguous()
+        columns = (keys[head].float() * scaling).T.contiguous()
         for begin in range(0, num_tokens, chunk_tokens):
             chunk = slice(begin, min(begin + chunk_tokens, num_tokens))
-            rows = (queries[head, :, chunk].float() * scaling).reshape(-1, head_dim)
+            rows = queries[head, :, chunk].float().reshape(-1, head_dim)
             num_rows, size = len(rows), chunk.stop - begin
             logits = torch.mm(rows, columns[:, chunk], out=buffer[: num_rows * size].view(num_rows, size))
             scores[head, chunk] = torch.softmax(logits, dim=-1, out=logits).sum(dim=0) / group
