@@ -1,6 +1,6 @@
 """Many concurrent streams against `kvferry serve`, with answers whose length nobody knows beforehand.
 
-    python benchmarks/concurrent_streams.py [--streams 256] [--longest 2048] [--arena-bytes 24MiB]
+    python benchmarks/concurrent_streams.py [--streams 256] [--longest 2048] [--arena-bytes 64MiB]
         [--output FILE]
 
 Serves the demo model with one decode worker and starts all streams at once. Every request allows `--longest`
@@ -32,13 +32,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from torch import Tensor
 
-from kvferry.shared.compression.plan import Budget
+from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.checkpoint import resolve_model_path
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.tools.oracle import OneProcessGenerator
 
 TIMEOUT_S = 3600.0
@@ -46,7 +49,9 @@ SHORTEST = 16
 SAMPLE_S = 0.5
 LEAST_USED = 0.85
 """The least share of the arena in use while a request waits for memory."""
-TEMPERATURE = 1.6
+TEMPERATURE, TOP_K = 1.6, 16
+CLEAR = 1e-5
+"""A draw counts as clear if it is this far, in probability, from another token."""
 PROMPTS = (
     ("full", None), ("rocketkv", 64), ("snapkv", 96), ("full", None), ("streamingllm", 64), ("rocketkv", 128),
 )  # fmt: skip
@@ -70,22 +75,55 @@ def oracle_answers(longest: int) -> list[Answer]:
     """What one process generates for each prompt."""
     model = load_model("demo", device="cpu")
     tokenizer = ChatTokenizer.load(resolve_model_path("demo", weights=False))
-    generator = OneProcessGenerator(model)
     answers = []
     for i, (method, tokens) in enumerate(PROMPTS):
         text = "the old sailor painted the quiet bridge . " * (8 + 9 * i)
         prompt = tokenizer.encode(text)
         compression = {"method": method} | ({} if tokens is None else {"token_budget": tokens})
-        body = {
-            "model": "demo", "prompt": prompt, "temperature": TEMPERATURE, "seed": 100 + i, "stream": True,
-            "ignore_eos": True, "max_tokens": longest, "kv_compression": compression,
-            "stream_options": {"include_usage": True},
-        }  # fmt: skip
         plan = plan_for(method, budget=None if tokens is None else Budget(tokens=tokens))
-        params = SamplingParams(max_tokens=longest, temperature=TEMPERATURE, seed=100 + i, ignore_eos=True)
-        sampled = generator.generate(prompt, plan=plan, sampling=params)
-        answers.append(Answer(body=body, token_ids=[token.token_id for token in sampled]))
+        sampling, token_ids = clear_answer(model, prompt, plan, longest, first_seed=1000 * i)
+        body = {
+            "model": "demo", "prompt": prompt, "temperature": TEMPERATURE, "top_k": TOP_K,
+            "seed": sampling.seed, "stream": True, "ignore_eos": True, "max_tokens": longest,
+            "kv_compression": compression, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        answers.append(Answer(body=body, token_ids=token_ids))
     return answers
+
+
+def clear_answer(
+    model: TransformersModel, prompt: list[int], plan: CompressionPlan, longest: int, *, first_seed: int
+) -> tuple[SamplingParams, list[int]]:
+    """The first seed's sampling and answer of which no draw is closer than CLEAR to another token.
+
+    The logits of a batch differ from those of one sequence by float32 rounding, so a draw that close may go
+    either way.
+    """
+    generator = OneProcessGenerator(model)
+    captured = generator.capture(prompt)
+    assert captured.logits is not None
+    start = generator.compress(captured, plan=plan, max_new_tokens=longest)
+    for seed in range(first_seed, first_seed + 100):
+        sampling = SamplingParams(
+            max_tokens=longest, temperature=TEMPERATURE, top_k=TOP_K, seed=seed, ignore_eos=True
+        )
+        sampler = SequenceSampler(sampling, tuple(prompt), model.spec.vocab_size)
+        continuation, logits = start.fork(), captured.logits
+        token_ids: list[int] = []
+        while is_clear(logits, sampler.uniforms(1, at=len(token_ids))[0]):
+            token_ids.append(sampler.sample(logits).token_id)
+            if len(token_ids) == longest:
+                return sampling, token_ids
+            logits = continuation.step(token_ids[-1])
+    raise SystemExit("no seed gives an answer without a draw close to another token")
+
+
+def is_clear(logits: Tensor, uniform: float) -> bool:
+    """Whether no rounding of the logits changes the token that a uniform number draws."""
+    largest, ids = (logits.double() / TEMPERATURE).topk(TOP_K + 1)
+    cut = float(largest[-2] - largest[-1])
+    probabilities = largest[:-1][ids[:-1].argsort()].softmax(0).cumsum(0)
+    return min(cut, float((probabilities - uniform).abs().min())) > CLEAR
 
 
 @contextlib.contextmanager
@@ -190,7 +228,7 @@ async def run(address: str, metrics: str, answers: list[Answer], lengths: list[i
         "samples_with_a_waiting_request": len(used),
         "most_waiting": max(waiting for waiting, _ in samples),
         "arena_used_while_a_request_waits": {
-            "least": round(min(used, default=0.0), 4),
+            "least": round(min(used, default=1.0), 4),
             "mean": round(statistics.mean(used), 4) if used else 0.0,
         },
     }
@@ -200,7 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--longest", type=int, default=2048)
-    parser.add_argument("--arena-bytes", default="24MiB")
+    parser.add_argument("--arena-bytes", default="64MiB")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     answers = oracle_answers(given.longest)

@@ -29,7 +29,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import kvpress
+import kvpress  # pyright: ignore[reportMissingImports]
 import numpy as np
 import torch
 from torch import Tensor, nn
