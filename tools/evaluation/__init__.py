@@ -7,6 +7,7 @@
                                        │               records.py          JSONL; a later run resumes from it
                                        └──► summary.py ──► table.py, plots.py
 
+    data.py         --data: own questions, public_formats.py: RULER, LongBench, SCBench; answer_scores.py
     calibrate.py    `kvferry calibrate`: distortion tables and quality curves, on prompts of samples.py
 
 It measures methods at budgets, in several settings, lengths and depths; a training checkpoint's accuracy

@@ -41,8 +41,8 @@ class EvalConfig(PlanSettings):
     tasks: str = Field("single_needle,multi_key_8", description="tasks, or all")
     data: str = Field(
         "",
-        description="own questions in place of the tasks: a file with a JSON object of context, question and "
-        "answers (a list of right ones) on each line",
+        description="questions in place of the tasks: a file with a JSON object on each line, of context, "
+        "question and answers (a list of right ones), or a record of RULER, LongBench or SCBench",
     )
     batch: int = Field(1, ge=1, description="prompts that are answered together")
     lengths: str = Field(

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from kvferry.shared.errors import UnsupportedModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.tools.evaluation.answer_scores import Reference
+from kvferry.tools.evaluation.public_formats import DatasetExample
 from kvferry.tools.recall.tasks import Example
 
 
@@ -22,11 +24,13 @@ class Turn:
         prompt_token_ids: the conversation up to the assistant's answer.
         answer_token_ids: the right answer and an end token.
         answers: its text, then those of other right answers.
+        reference: of a public format, what the answer is scored against.
     """
 
     prompt_token_ids: tuple[int, ...]
     answer_token_ids: tuple[int, ...]
     answers: tuple[str, ...]
+    reference: Reference | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,8 @@ def tokenize(example: Example, tokenizer: ChatTokenizer) -> Conversation:
         UnsupportedModel: the template changes earlier turns when later ones come.
     """
     answers = [m["content"] for m in example.messages if m["role"] == "assistant"] + [example.answer]
+    references = example.references if isinstance(example, DatasetExample) else (None,) * len(answers)
+    prefix = _encode(tokenizer, example.answer_prefix) if isinstance(example, DatasetExample) else []
     turns: list[Turn] = []
     for i, answer in enumerate(answers):
         messages = [{"role": m["role"], "content": m["content"]} for m in example.messages[: 2 * i + 1]]
@@ -79,10 +85,17 @@ def tokenize(example: Example, tokenizer: ChatTokenizer) -> Conversation:
             raise UnsupportedModel(
                 "the chat template rewrites earlier turns; only single questions can be asked"
             )
-        ids = [t for t in tokenizer.encode(answer) if not tokenizer.is_silent(t)]
-        end = tokenizer.eos_token_ids[:1]
-        others = example.others if i + 1 == len(answers) else ()
-        turns.append(Turn(prompt_token_ids=prompt, answer_token_ids=(*ids, *end), answers=(answer, *others)))
+        ids, end = _encode(tokenizer, answer), tokenizer.eos_token_ids[:1]
+        is_last, reference = i + 1 == len(answers), references[i]
+        right = reference.right if reference is not None else (answer, *(example.others if is_last else ()))
+        turns.append(
+            Turn(
+                prompt_token_ids=(*prompt, *prefix) if is_last else prompt,
+                answer_token_ids=(*ids, *end),
+                answers=right,
+                reference=reference,
+            )
+        )
     alone = tokenizer.render([{"role": "user", "content": example.document}])
     num_document_tokens = _common_prefix(alone, turns[0].prompt_token_ids)
     earlier = [{"role": m["role"], "content": m["content"]} for m in example.messages[:-1]]
@@ -92,6 +105,11 @@ def tokenize(example: Example, tokenizer: ChatTokenizer) -> Conversation:
         num_document_tokens=num_document_tokens,
         num_before_last_question=_common_prefix(unasked, turns[-1].prompt_token_ids),
     )
+
+
+def _encode(tokenizer: ChatTokenizer, text: str) -> list[int]:
+    """A text's tokens without those that the tokenizer adds."""
+    return [t for t in tokenizer.encode(text) if not tokenizer.is_silent(t)] if text else []
 
 
 def same_text(text: str, other: str) -> bool:

@@ -92,7 +92,7 @@ class Experiment:
         lengths: prompt lengths, each with its number of examples.
         answers: what earlier turns of a conversation contain.
         gap: positions skipped before the last question.
-        data: a user's own examples, in place of the tasks'. The one task is then named after their file, and
+        data: a file's examples, in place of the tasks'. The one task is then named after their file, and
             its length is OWN_LENGTH, whatever the prompts' own.
     """
 
@@ -137,7 +137,8 @@ class Experiment:
 
     def settings_of(self, task: str) -> tuple[Setting, ...]:
         """The settings to measure; with a single question "once" equals "aware"."""
-        is_single = self.data or len(TASKS[task].example(num_tokens=min(self.lengths), seed=0).messages) == 1
+        examples = self.data or (TASKS[task].example(num_tokens=min(self.lengths), seed=0),)
+        is_single = all(len(example.messages) == 1 for example in examples)
         if is_single and "aware" in self.settings:
             return tuple(s for s in self.settings if s != "once")
         return self.settings

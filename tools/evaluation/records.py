@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,7 @@ class TurnScore:
         nll: mean negative log-likelihood of the right answer's tokens, in nats.
         agreement: share of the full cache's greedy tokens that are also the likeliest here, after the same
             tokens before them.
+        scores: by name, those of the data's own format, each 0 to 1.
     """
 
     exact: bool
@@ -101,6 +102,7 @@ class TurnScore:
     nll: float
     agreement: float
     text: str
+    scores: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

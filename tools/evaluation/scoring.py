@@ -53,6 +53,7 @@ class AnswerScorer:
         scores = []
         for i, answer in enumerate(answers):
             text = self._tokenizer.decode(answer)
+            reference = turns[i].reference
             same = [token == full for token, full in zip(likeliest[i], full_tokens[i], strict=True)]
             scores.append(
                 TurnScore(
@@ -61,6 +62,7 @@ class AnswerScorer:
                     nll=nlls[i],
                     agreement=sum(same) / len(same),
                     text=text,
+                    scores={} if reference is None else {reference.score: reference(text)},
                 )
             )
         return scores, answers

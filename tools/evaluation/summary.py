@@ -6,8 +6,9 @@ These are the cells of the JSON result, from which tables and plots are made.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from statistics import fmean
 
 from kvferry.tools.evaluation.experiment import Contender, Experiment, Setting, Unit
@@ -24,6 +25,7 @@ class Scores:
         nll: mean negative log-likelihood per token of the right answer, in nats.
         agreement: share of the full cache's greedy answer tokens that stay the likeliest.
         accuracy_by_turn: one entry a question.
+        named: of a public format, its own scores' means over all questions, by name.
         kept_share, read_share: bytes retained, and read per decode step, as a share of the full KV's.
     """
 
@@ -37,6 +39,7 @@ class Scores:
     kept_share: float
     read_bytes: float
     read_share: float
+    named: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +105,24 @@ def _scores(records: Sequence[Record]) -> Scores:
         nll=fmean(score.nll for score in last),
         agreement=fmean(score.agreement for score in last),
         accuracy_by_turn=tuple(
-            _share_exact(turn) for turn in zip(*(record.turns for record in records), strict=True)
+            _share_exact([score for score in turn if score is not None])
+            for turn in zip_longest(*(record.turns for record in records))
         ),
         kept_bytes=fmean(record.kept_bytes for record in records),
         kept_share=fmean(record.kept_bytes / record.full_bytes for record in records),
         read_bytes=fmean(record.read_bytes for record in records),
         read_share=fmean(record.read_bytes / record.full_bytes for record in records),
+        named=_named(records),
     )
+
+
+def _named(records: Sequence[Record]) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for record in records:
+        for turn in record.turns:
+            for name, score in turn.scores.items():
+                found.setdefault(name, []).append(score)
+    return {name: fmean(scores) for name, scores in found.items()}
 
 
 def _share_exact(scores: Iterable[TurnScore]) -> float:

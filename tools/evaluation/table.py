@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvferry.tools.evaluation.experiment import FULL, describe_length, describe_task
-from kvferry.tools.evaluation.summary import Cell
+from kvferry.tools.evaluation.summary import Cell, Scores
 from kvferry.tools.recall.tasks import TASKS
 
 _LEGEND = (
@@ -20,6 +20,10 @@ _SETTINGS = {
     "once": "the first turn's selection serves all turns",
     "agnostic": "the document is compressed before any question",
 }
+_NAMED_LEGEND = (
+    "{names}: in %, the mean over all questions, from the format of the data (the definitions are those of "
+    "`tools/evaluation/answer_scores.py`, the questions' wording is our own)."
+)
 NOT_MET = "n/a"
 
 
@@ -41,6 +45,9 @@ def markdown(cells: Sequence[Cell], *, title: str, notes: Sequence[str]) -> str:
     }
     if full:
         parts += ["## Full KV: accuracy by length", tasks_by_length(full)]
+    names = dict.fromkeys(name for cell in cells if cell.scores is not None for name in cell.scores.named)
+    if names:
+        parts.insert(len(notes) + 2, _NAMED_LEGEND.format(names=", ".join(names)))
     if any(cell.scores is None for cell in cells):
         parts.append(f"{NOT_MET}: the method cannot meet the budget.")
     return "\n\n".join(parts) + "\n"
@@ -65,8 +72,9 @@ def tasks_by_length(measured: Mapping[tuple[str, int], tuple[float, float]]) -> 
 def _comparison(cells: Sequence[Cell]) -> Iterator[str]:
     tasks = list(dict.fromkeys(cell.task for cell in cells))
     heads = ["method", "budget", "kept", "read", *(describe_task(task) for task in tasks)]
-    yield "| " + " | ".join([*heads, "NLL", "agreement", "n"]) + " |"
-    yield "|---|" + "---|" * (len(heads) + 2)
+    names = list(dict.fromkeys(n for cell in cells if cell.scores is not None for n in cell.scores.named))
+    yield "| " + " | ".join([*heads, *names, "NLL", "agreement", "n"]) + " |"
+    yield "|---|" + "---|" * (len(heads) + len(names) + 2)
     by_key = {(c.method, c.budget, c.task): c for c in cells}
     for method, budget in dict.fromkeys((cell.method, cell.budget) for cell in cells):
         row = [by_key.get((method, budget, task)) for task in tasks]
@@ -85,8 +93,14 @@ def _comparison(cells: Sequence[Cell]) -> Iterator[str]:
                 f"{100 * sum(s.agreement for s in scores) / len(scores):.1f}",
             ]
         counts = sorted({cell.num_examples for cell in found})
-        texts = [method, budget, *shares, *map(_accuracy, row), *ends, " to ".join(map(str, counts))]
+        named = [_mean_named(scores, name) for name in names]
+        texts = [method, budget, *shares, *map(_accuracy, row), *named, *ends, " to ".join(map(str, counts))]
         yield "| " + " | ".join(texts) + " |"
+
+
+def _mean_named(scores: Sequence[Scores], name: str) -> str:
+    found = [its.named[name] for its in scores if name in its.named]
+    return f"{100 * sum(found) / len(found):.1f}" if found else NOT_MET
 
 
 def _accuracy(cell: Cell | None) -> str:
