@@ -5,6 +5,7 @@ matplotlib is an extra (`kvferry[eval]`); it is imported only when a plot is dra
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,43 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DPI = 120
+STYLES = {
+    "full": ("black", "*"),
+    "snapkv": ("tab:blue", "o"),
+    "snapkv-think": ("tab:blue", "s"),
+    "snapkv-kivi": ("tab:blue", "^"),
+    "rocketkv": ("tab:orange", "o"),
+    "rocketkv-d2o": ("tab:orange", "s"),
+    "rocketkv-kivi": ("tab:orange", "^"),
+    "compactor": ("tab:green", "o"),
+    "compactor-hsa": ("tab:green", "s"),
+    "compactor-kivi": ("tab:green", "^"),
+    "rdkv": ("tab:red", "o"),
+    "rdkv-hsa": ("tab:red", "s"),
+    "pyramidkv": ("tab:purple", "o"),
+    "adakv": ("tab:purple", "s"),
+    "h2o": ("tab:brown", "o"),
+    "d2o": ("tab:brown", "s"),
+    "streamingllm": ("tab:pink", "o"),
+    "exact-topk": ("tab:olive", "o"),
+    "quest": ("tab:olive", "s"),
+    "sparq": ("tab:olive", "^"),
+    "think": ("tab:cyan", "o"),
+    "kivi": ("tab:cyan", "s"),
+    "random": ("tab:gray", "x"),
+}
+"""Colour and marker of each method, the same in every plot."""
+_COLOURS = ("navy", "darkgoldenrod", "darkgreen", "maroon", "indigo", "teal", "deeppink", "slategray")
+_MARKERS = ("D", "v", "P", "X", "<", ">", "h")
+"""Of methods with changed parameters and of those of other packages."""
+
+
+def style(method: str) -> tuple[str, str]:
+    """A method's colour and marker; of a name outside the table they follow from the name alone."""
+    if method in STYLES:
+        return STYLES[method]
+    number = int.from_bytes(hashlib.blake2b(method.encode(), digest_size=4).digest(), "big")
+    return _COLOURS[number % len(_COLOURS)], _MARKERS[number // len(_COLOURS) % len(_MARKERS)]
 
 
 def check_available() -> None:
@@ -41,7 +79,7 @@ def draw(cells: Sequence[Cell], folder: Path, *, match: Match) -> list[Path]:
     for setting, num_tokens in dict.fromkeys((c.setting, c.num_tokens) for c in scattered):
         chosen = [c for c in scattered if (c.setting, c.num_tokens) == (setting, num_tokens)]
         path = folder / f"accuracy-{setting}-{num_tokens}.png"
-        _accuracy_figure(chosen, f"{describe_length(num_tokens)}, {setting}", match).savefig(path, dpi=_DPI)
+        accuracy_figure(chosen, f"{describe_length(num_tokens)}, {setting}", match).savefig(path, dpi=_DPI)
         written.append(path)
     grids = [c for c in cells if c.depth is not None]
     for task, setting in dict.fromkeys((c.task, c.setting) for c in grids):
@@ -52,8 +90,8 @@ def draw(cells: Sequence[Cell], folder: Path, *, match: Match) -> list[Path]:
     return written
 
 
-def _accuracy_figure(cells: Sequence[Cell], title: str, match: Match) -> Figure:
-    """A panel for each task; a line for each method, a point for each budget."""
+def accuracy_figure(cells: Sequence[Cell], title: str, match: Match) -> Figure:
+    """A panel for each task; a line for each method, a point for each budget. The legend stands outside."""
     from matplotlib.figure import Figure
 
     def share(scores: Scores) -> float:
@@ -61,9 +99,10 @@ def _accuracy_figure(cells: Sequence[Cell], title: str, match: Match) -> Figure:
 
     label = f"bytes {'read per step' if match == 'read' else 'retained'}, % of the full KV"
     tasks = list(dict.fromkeys(cell.task for cell in cells))
-    figure = Figure(figsize=(4.2 * len(tasks), 3.8), layout="constrained")
+    figure = Figure(figsize=(4.2 * len(tasks) + 1.6, 3.8), layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots(1, len(tasks), squeeze=False, sharey=True)[0]
+    lines: dict[str, Any] = {}
     for panel, task in zip(panels, tasks, strict=True):
         for method in dict.fromkeys(cell.method for cell in cells):
             scores = [
@@ -72,7 +111,12 @@ def _accuracy_figure(cells: Sequence[Cell], title: str, match: Match) -> Figure:
             points = sorted((100 * share(s), 100 * s.accuracy, 100 * s.half_width) for s in scores)
             if points:
                 shares, accuracy, half_widths = zip(*points, strict=True)
-                panel.errorbar(shares, accuracy, yerr=half_widths, marker="o", capsize=2, label=method)
+                colour, marker = style(method)
+                below = [min(half, value) for value, half in zip(accuracy, half_widths, strict=True)]
+                above = [min(half, 100 - value) for value, half in zip(accuracy, half_widths, strict=True)]
+                lines[method] = panel.errorbar(
+                    shares, accuracy, yerr=(below, above), color=colour, marker=marker, capsize=2
+                )
         panel.set_xscale("log")
         panel.xaxis.set_major_formatter("{x:g}")
         panel.set_title(describe_task(task))
@@ -80,7 +124,8 @@ def _accuracy_figure(cells: Sequence[Cell], title: str, match: Match) -> Figure:
         panel.set_ylim(-3, 106)
         panel.grid(visible=True, alpha=0.3)
     panels[0].set_ylabel("exact match, %")
-    panels[-1].legend(fontsize="small")
+    if lines:
+        figure.legend(lines.values(), lines.keys(), loc="outside right upper", fontsize="small")
     return figure
 
 
