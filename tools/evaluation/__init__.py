@@ -6,6 +6,7 @@
                                        │               │ scoring.py        greedy and forced answers
                                        │               records.py          JSONL; a later run resumes from it
                                        └──► summary.py ──► table.py, plots.py
+                                       └──► recommendation.py   the cheapest for a stated loss
 
     data.py         --data: own questions, public_formats.py: RULER, LongBench, SCBench; answer_scores.py
     calibrate.py    `kvferry calibrate`: distortion tables and quality curves, on prompts of samples.py

@@ -2,7 +2,7 @@
 
 OUT/records.jsonl   every example of every contender; a later run resumes from it
 OUT/results.json    command, commit, hardware, and the cells
-OUT/results.md      the cells as tables
+OUT/results.md      the cells as tables, and a recommended method and budget
 OUT/*.png           with --plots
 """
 
@@ -35,6 +35,7 @@ from kvferry.tools.evaluation.config import EvalConfig
 from kvferry.tools.evaluation.experiment import Experiment, describe_task, read_experiment
 from kvferry.tools.evaluation.jobs import WorkerOptions, run_jobs
 from kvferry.tools.evaluation.provenance import commit, hardware
+from kvferry.tools.evaluation.recommendation import Recommendation, describe, recommend
 from kvferry.tools.evaluation.records import Key, Record, RecordFile
 from kvferry.tools.evaluation.runner import Job
 from kvferry.tools.evaluation.summary import Cell, summarise
@@ -77,8 +78,11 @@ def run(config: EvalConfig, *, console: Console | None = None) -> int:
     _measure(jobs, file, config, model, experiment, console)
     cells = summarise(experiment, spec.fingerprint, file.records)
     commits = sorted({record.commit for record in file.records.values()})
-    for path in _write(out, cells, config, experiment, spec, commits):
+    found = recommend(experiment, spec.fingerprint, file.records, max_loss=config.max_loss / 100)
+    for path in _write(out, cells, found, config, experiment, spec, commits):
         console.print(str(path), markup=False, soft_wrap=True)
+    for line in describe(found, max_loss=config.max_loss / 100, score=_score(cells)):
+        console.print(line, markup=False, soft_wrap=True)
     return 0
 
 
@@ -148,6 +152,7 @@ def _measure(
 def _write(
     out: Path,
     cells: Sequence[Cell],
+    found: Sequence[Recommendation],
     config: EvalConfig,
     experiment: Experiment,
     spec: ModelSpec,
@@ -157,6 +162,8 @@ def _write(
         **_provenance(config, experiment, spec),
         "commits": list(commits),
         "cells": [asdict(cell) for cell in cells],
+        "max_loss": config.max_loss,
+        "recommendations": [asdict(recommendation) for recommendation in found],
     }
     paths = [out / "results.json", out / "results.md"]
     paths[0].write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -166,11 +173,33 @@ def _write(
         f"{_FIRST_TOKEN[experiment.first_token]}; {_MATCH[experiment.match]}; K and V rows count as "
         f"{experiment.kv_dtype}; earlier turns contain {_ANSWERS[experiment.answers]}.",
     ]
-    paths[1].write_text(
-        markdown(cells, title=f"Recall under KV compression: {result['model']}", notes=notes),
-        encoding="utf-8",
-    )
+    tables = markdown(cells, title=f"Recall under KV compression: {result['model']}", notes=notes)
+    paths[1].write_text(f"{tables}\n{_advice(cells, found, config)}", encoding="utf-8")
     return paths + (plots.draw(cells, out, match=experiment.match) if config.plots else [])
+
+
+def _advice(cells: Sequence[Cell], found: Sequence[Recommendation], config: EvalConfig) -> str:
+    """The report's last section."""
+    score = _score(cells)
+    lines = [f"- {line}" for line in describe(found, max_loss=config.max_loss / 100, score=score)]
+    return "\n".join(
+        [
+            f"## Recommendation: at most {config.max_loss:g} points below the full KV's {score}",
+            "",
+            "The cheapest method and budget, over all tasks, lengths and depths of a setting; points are "
+            "percentage points. Where an interval ends above the stated loss, more examples are needed to be "
+            "sure.",
+            "",
+            *lines,
+            "",
+        ]
+    )
+
+
+def _score(cells: Sequence[Cell]) -> str:
+    """What right answers are counted by."""
+    names = dict.fromkeys(name for cell in cells if cell.scores is not None for name in cell.scores.named)
+    return " and ".join(names) or "exact match"
 
 
 def _provenance(config: EvalConfig, experiment: Experiment, spec: ModelSpec) -> dict[str, Any]:

@@ -77,6 +77,13 @@ class EvalConfig(PlanSettings):
         "in a prompt of the same length; with --methods full only",
     )
     max_new_tokens: int = Field(20, ge=1, description="longest answer in tokens")
+    max_loss: float = Field(
+        1.0,
+        ge=0,
+        le=100,
+        description="the report recommends the cheapest method and budget that lose at most this many "
+        "percentage points of right answers against the full KV",
+    )
     jobs: int = Field(1, ge=1, description="processes")
     threads: int = Field(
         0, ge=0, description="CPU threads per process; 0 divides the processors among the processes"

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -119,6 +120,11 @@ class Experiment:
             num_tokens=unit.num_tokens, seed=unit.seed, held_out=unit.held_out, depth=unit.depth
         )
 
+    @cached_property
+    def data_digests(self) -> tuple[str, ...]:
+        """Of each example of `data`."""
+        return tuple(example_digest(example) for example in self.data)
+
     def seeds(self, num_tokens: int) -> range:
         """The seeds of a length's examples."""
         return range(self.first_seed, self.first_seed + self.lengths[num_tokens])
@@ -142,6 +148,11 @@ class Experiment:
         if is_single and "aware" in self.settings:
             return tuple(s for s in self.settings if s != "once")
         return self.settings
+
+
+def example_digest(example: Example) -> str:
+    """Changes with the example's text."""
+    return hashlib.blake2b(repr(example).encode(), digest_size=6).hexdigest()
 
 
 def describe_task(name: str) -> str:

@@ -8,7 +8,6 @@ definition included. `summary.py` averages records.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.shared.errors import ConfigurationError
-from kvferry.tools.evaluation.experiment import Contender, Experiment, Setting, Unit
+from kvferry.tools.evaluation.experiment import Contender, Experiment, Setting, Unit, example_digest
 
 FORMAT = 2
 
@@ -75,13 +74,11 @@ _task_digests: dict[Unit, str] = {}
 
 
 def _example_digest(experiment: Experiment, unit: Unit) -> str:
-    if not experiment.data and unit in _task_digests:
-        return _task_digests[unit]
-    text = repr(experiment.example(unit))
-    digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
-    if not experiment.data:
-        _task_digests[unit] = digest
-    return digest
+    if experiment.data:
+        return experiment.data_digests[unit.seed]
+    if unit not in _task_digests:
+        _task_digests[unit] = example_digest(experiment.example(unit))
+    return _task_digests[unit]
 
 
 @dataclass(frozen=True, kw_only=True)
