@@ -22,13 +22,12 @@ from typing import Any
 import torch
 from cpu_decode import commit, cpu_name
 
-from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.checkpoint import resolve_model_path
 from kvferry.shared.model.loading import load_model
-from kvferry.tools.oracle import CapturedPrompt, OneProcessGenerator
+from kvferry.tools.oracle import CapturedPrompt, OneProcessGenerator, compress_prompt
 from kvferry.tools.recall.tasks import TASKS
 
 BOUNDS = {"snapkv": 0.03, "rocketkv": 0.03, "compactor": 0.06, "rdkv": 0.10}

@@ -33,7 +33,6 @@ from torch import Tensor
 
 from kvferry.services.decode.attention import BatchAttention, SlotAttention
 from kvferry.shared.cache.arena import sequence_layout
-from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.presets import plan_for
@@ -41,7 +40,7 @@ from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.checkpoint import resolve_model_path
 from kvferry.shared.model.loading import load_model
-from kvferry.tools.oracle import OneProcessGenerator
+from kvferry.tools.oracle import OneProcessGenerator, compress_prompt
 from kvferry.tools.recall.tasks import TASKS
 
 METHODS = ("full", "rocketkv", "rdkv")

@@ -7,8 +7,7 @@ b, so sequences and heads of any lengths share one launch, and a captured step f
 memory. Offsets count elements from the start of the launch's buffer (one for all sequences: the arena), and
 are multiples of 16 bytes.
 
-With a page table, row r of a head is at `offset + table[sequence, r // page_rows] + (r % page_rows) *
-row_stride`; without one, at `offset + r * row_stride`.
+Row r of a head is at `offset + r * row_stride`.
 
 Splits: a decode kernel divides a head's rows into splits. Each writes a normalised partial output and its
 log2-sum-exp to a workspace; the last to finish adds them up and resets the head's counter to zero. Allocated

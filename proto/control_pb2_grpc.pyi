@@ -5,7 +5,7 @@ The control messages between router, prefill and decode. Times are in seconds, s
 
 Every message has a dataclass with the same fields in shared/control/messages.py, where the fields are described.
 shared/control/codec.py matches the two by name, so a new field needs a line here and one there, then
-`python proto/generate.py`. Never reuse a field's number.
+`python tools/generate_proto.py`. Never reuse a field's number.
 """
 
 from collections import abc as _abc

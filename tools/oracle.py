@@ -10,24 +10,20 @@ It runs one sequence at a time on plain Python lists of tensors, and recomputes 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from kvferry.shared.compression.compress import (
-    WaitingLayer,
-    compress_prompt,
-    compress_waiting,
-    measure_layer,
-)
+from kvferry.shared.compression.compress import WaitingLayer, allocate_rows, measure_layer
 from kvferry.shared.compression.formats import compress_layer, make_formats
 from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, is_measured
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.tools.oracle_decode import LayerKV, OracleDecode
@@ -290,6 +286,30 @@ class OneProcessGenerator:
         )
         measured, compressed = compress_prompt(spec, resolved, captured.layers)
         return Continuation(self._model, measured, compressed)
+
+
+def compress_prompt(
+    spec: ModelSpec, resolved: ResolvedPlan, layers: Iterable[LayerInputs]
+) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
+    """Compress every layer of a prompt, given all of its layers.
+
+    Returns: the plan with each layer's own rows, and each layer's tensors.
+    """
+    if is_measured(resolved):
+        return compress_waiting(spec, resolved, [measure_layer(resolved, inputs) for inputs in layers])
+    formats = make_formats(spec, resolved)
+    return resolved, tuple(compress_layer(resolved, formats[its.layer], its) for its in layers)
+
+
+def compress_waiting(
+    spec: ModelSpec, resolved: ResolvedPlan, waiting: Sequence[WaitingLayer]
+) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
+    """As `compress_prompt`, for measured layers."""
+    measured = allocate_rows(resolved, [layer.variance for layer in waiting])
+    formats = make_formats(spec, measured)
+    return measured, tuple(
+        compress_layer(measured, formats[its.inputs.layer], its.inputs, scores=its.scores) for its in waiting
+    )
 
 
 def _common_prefix(recorded: list[int], prompt: list[int]) -> int:

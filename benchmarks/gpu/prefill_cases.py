@@ -15,13 +15,14 @@ from timing import Clock
 from torch import Tensor
 
 from kvferry.services.prefill.host_copies import Arrived, HostCopies
-from kvferry.shared.compression.compress import WaitingLayer, compress_waiting, measure_layer
+from kvferry.shared.compression.compress import WaitingLayer, measure_layer
 from kvferry.shared.compression.formats import compress_layer, make_formats
 from kvferry.shared.compression.formats.interface import LayerFormat, Tensors
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.bridge import TransformersModel
+from kvferry.tools.oracle import compress_waiting
 
 
 class _Observer:

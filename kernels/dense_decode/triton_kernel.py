@@ -1,7 +1,7 @@
 """Dense decode attention in Triton: split-K over a head's rows; the last split to finish combines them.
 
 One program per (sequence, KV head) and split; the G query heads of a group share every row it loads.
-Descriptors (`kernels/descriptors.py`) locate rows, contiguous or paged; lengths are read on the device.
+Descriptors (`kernels/descriptors.py`) locate rows; lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ registers to fit more programs than shared memory allows."""
 
 @triton.jit
 def _dense_decode_kernel(
-    query_ptr, key_ptr, value_ptr, heads_ptr, page_table_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr,
-    scale_log2, stride_row, num_kv_heads, max_pages,
+    query_ptr, key_ptr, value_ptr, heads_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr,
+    scale_log2, stride_row,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    MIN_TILES: tl.constexpr, PAGE_ROWS: tl.constexpr, ALIGN: tl.constexpr,
-    FIELDS: tl.constexpr, DOT: tl.constexpr,
+    MIN_TILES: tl.constexpr, ALIGN: tl.constexpr, FIELDS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     bh, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     key_offset = tl.multiple_of(tl.load(heads_ptr + bh * FIELDS), ALIGN)
@@ -57,12 +56,7 @@ def _dense_decode_kernel(
         for tile in range(begin, end):
             row = tile * BLOCK_N + n
             ok = row < length
-            place = row.to(tl.int64) * stride_row
-            if PAGE_ROWS > 0:
-                page = tile * BLOCK_N // PAGE_ROWS
-                page_offset = tl.load(page_table_ptr + (bh // num_kv_heads) * max_pages + page)
-                place += tl.multiple_of(page_offset, ALIGN) - page.to(tl.int64) * PAGE_ROWS * stride_row
-            at = place[:, None] + d[None, :]
+            at = row.to(tl.int64)[:, None] * stride_row + d[None, :]
             mask = ok[:, None] & (d[None, :] < D)
             k = tl.load(key_ptr + key_offset + at, mask=mask, other=0.0).to(DOT)
             v = tl.load(value_ptr + value_offset + at, mask=mask, other=0.0).to(DOT)
@@ -84,8 +78,6 @@ def dense_decode_batch(
     workspace: SplitWorkspace,
     num_splits: int,
     output: Tensor,
-    page_table: Tensor | None = None,
-    page_rows: int = 0,
 ) -> None:
     """softmax(scaling * q K^T) V for one new token of every sequence of a batch, in one launch.
 
@@ -97,20 +89,17 @@ def dense_decode_batch(
         workspace: of at least B * H_kv * num_splits slots and B * H_kv heads.
         num_splits: 1 to MAX_SPLITS; the grid's second size.
         output: out, contiguous `[B, H_kv, G, D]` in the queries' dtype.
-        page_table: int64 `[B, max_pages]`, element offsets of pages; None where rows are contiguous.
-        page_rows: rows a page, a power of two of at least 16, with a page table.
     """
     batch_size, num_kv_heads, group_size, head_dim = queries.shape
     block_d = max(triton.next_power_of_2(head_dim), 16)
-    block_n = block_tokens(queries.dtype, block_d, page_rows)
+    block_n = block_tokens(queries.dtype, block_d)
     row_bytes = 2 * head_dim * queries.element_size()
     _dense_decode_kernel[(batch_size * num_kv_heads, num_splits)](
-        queries, keys, values, heads, heads if page_table is None else page_table,
-        workspace.partial, workspace.lse, workspace.counters, output,
-        scaling * LOG2_E, row_stride, num_kv_heads, 0 if page_table is None else page_table.shape[1],
+        queries, keys, values, heads, workspace.partial, workspace.lse, workspace.counters, output,
+        scaling * LOG2_E, row_stride,
         G=group_size, BLOCK_G=MIN_BLOCK_G, D=head_dim, BLOCK_D=block_d, BLOCK_N=block_n,
         MIN_TILES=max(MIN_SPLIT_BYTES // (block_n * row_bytes), 1),
-        PAGE_ROWS=0 if page_table is None else page_rows, ALIGN=ALIGNMENT_BYTES // queries.element_size(),
+        ALIGN=ALIGNMENT_BYTES // queries.element_size(),
         FIELDS=heads.shape[1], DOT=dot_dtype(queries.dtype), num_warps=decode_warps(block_d), num_stages=3,
         maxnreg=MAX_REGISTERS,
     )  # fmt: skip
@@ -135,13 +124,12 @@ def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: floa
     return output
 
 
-def block_tokens(dtype: torch.dtype, block_d: int, page_rows: int = 0) -> int:
-    """Rows per tile: 64 if three stages of K and V fit in shared memory, at most a page.
+def block_tokens(dtype: torch.dtype, block_d: int) -> int:
+    """Rows per tile: 64 if three stages of K and V fit in shared memory.
 
     The interpreter has larger tiles, because its cost is per operation, not per element.
     """
-    rows = 256 if interpreting() else 64 if dtype.itemsize * block_d <= 256 else 32
-    return min(rows, page_rows) if page_rows else rows
+    return 256 if interpreting() else 64 if dtype.itemsize * block_d <= 256 else 32
 
 
 def decode_warps(block_d: int) -> int:

@@ -90,11 +90,6 @@ class HistoryReceiver:
             if self._store.turn(request_id) is None:
                 self.forget(request_id)
 
-    @property
-    def num_expected(self) -> int:
-        with self._lock:
-            return len(self._expected)
-
     def open(self, manifest: Manifest) -> None:
         """See `BlockSink.open`."""
         with self._lock:

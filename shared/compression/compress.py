@@ -1,4 +1,4 @@
-"""Compresses a whole prompt, or one whose attention decides how many rows each layer retains.
+"""Rows per layer for a prompt whose attention decides how many each layer retains.
 
 With such a measured allocation, prefill compresses no layer before all are measured:
 
@@ -8,19 +8,16 @@ With such a measured allocation, prefill compresses no layer before all are meas
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 from torch import Tensor
 
 from kvferry.shared.compression.d2o.layer_budgets import Normalisation, attention_variance, layer_budgets
-from kvferry.shared.compression.formats import compress_layer, make_formats
-from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import ResolvedPlan, is_measured, sharing_layers
+from kvferry.shared.compression.plan import ResolvedPlan, sharing_layers
 from kvferry.shared.compression.scorers import make_scorer
-from kvferry.shared.model.spec import ModelSpec
 
 
 def with_layer_rows(resolved: ResolvedPlan, layer_rows: Sequence[int]) -> ResolvedPlan:
@@ -103,30 +100,6 @@ def allocate_rows(resolved: ResolvedPlan, variances: Sequence[float]) -> Resolve
         least_rows=least_rows(resolved),
     )
     return with_layer_rows(resolved, rows)
-
-
-def compress_prompt(
-    spec: ModelSpec, resolved: ResolvedPlan, layers: Iterable[LayerInputs]
-) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
-    """Compress every layer of a prompt, given all of its layers.
-
-    Returns: the plan with each layer's own rows, and each layer's tensors.
-    """
-    if is_measured(resolved):
-        return compress_waiting(spec, resolved, [measure_layer(resolved, inputs) for inputs in layers])
-    formats = make_formats(spec, resolved)
-    return resolved, tuple(compress_layer(resolved, formats[its.layer], its) for its in layers)
-
-
-def compress_waiting(
-    spec: ModelSpec, resolved: ResolvedPlan, waiting: Sequence[WaitingLayer]
-) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
-    """As `compress_prompt`, for measured layers."""
-    measured = allocate_rows(resolved, [layer.variance for layer in waiting])
-    formats = make_formats(spec, measured)
-    return measured, tuple(
-        compress_layer(measured, formats[its.inputs.layer], its.inputs, scores=its.scores) for its in waiting
-    )
 
 
 def _normalisation(resolved: ResolvedPlan) -> Normalisation:

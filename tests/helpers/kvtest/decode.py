@@ -12,7 +12,6 @@ import torch
 import kvferry.models
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
-from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, Part, is_measured, plan_digest
@@ -26,7 +25,7 @@ from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
-from kvferry.tools.oracle import OneProcessGenerator
+from kvferry.tools.oracle import OneProcessGenerator, compress_prompt
 
 torch.set_num_threads(1)
 

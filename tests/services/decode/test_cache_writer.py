@@ -17,7 +17,6 @@ from kvtest.wire import header_of, to_bytes
 from kvferry.kernels.packed import LAYOUT_VERSION, unpack_layer
 from kvferry.services.decode.receiver import ArenaCopier, CacheWriter
 from kvferry.shared.cache.arena import sequence_layout
-from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.formats import FORMATS, make_formats
 from kvferry.shared.compression.formats.evicting import Evicting
 from kvferry.shared.compression.formats.packed_layer import PackedCache
@@ -37,6 +36,7 @@ from kvferry.shared.wire.messages import (
     TensorHeader,
     TransferKey,
 )
+from kvferry.tools.oracle import compress_prompt
 
 DIM, PROMPT, NEW_ROWS = 6, 81, 3
 SPEC = make_spec(num_layers=2, head_dim=DIM)

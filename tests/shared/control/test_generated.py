@@ -1,4 +1,4 @@
-"""The committed protobuf code is what `proto/generate.py` makes of the proto file."""
+"""The committed protobuf code is what `tools/generate_proto.py` makes of the proto file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("grpc_tools", reason="the dev extra is not installed")
 
 
 def test_regenerating_changes_nothing(tmp_path: Path) -> None:
-    from kvferry.proto.generate import GENERATED, generate
+    from kvferry.tools.generate_proto import GENERATED, generate
 
     generate(tmp_path)
     folder = Path(str(kvferry.proto.__file__)).parent

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 PROTO = "control.proto"
+FOLDER = Path(__file__).resolve().parents[1] / "proto"
 GENERATED = ("control_pb2.py", "control_pb2.pyi", "control_pb2_grpc.py", "control_pb2_grpc.pyi")
 _IMPORT_FOLDER = "kvferry/proto"
 _TIMEOUT_S = 120.0
@@ -30,7 +31,7 @@ def generate(target: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch, _IMPORT_FOLDER, PROTO)
         source.parent.mkdir(parents=True)
-        shutil.copyfile(Path(__file__).with_name(PROTO), source)
+        shutil.copyfile(FOLDER / PROTO, source)
         plugins = Path(sysconfig.get_path("scripts"))
         command = [
             *(sys.executable, "-m", "grpc_tools.protoc"),
@@ -49,7 +50,7 @@ def generate(target: Path) -> None:
 
 
 def main() -> None:
-    generate(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
+    generate(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
 
 
 if __name__ == "__main__":
