@@ -730,11 +730,13 @@ class PrefillRequest(_message.Message):
     DOCUMENT_FIELD_NUMBER: _builtins.int
     RETAINED_BINS_FIELD_NUMBER: _builtins.int
     HAS_HISTORY_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model_fingerprint: _builtins.str
     probe: _builtins.bool
     retained_bins: _builtins.int
     has_history: _builtins.bool
+    priority: _builtins.int
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -758,10 +760,11 @@ class PrefillRequest(_message.Message):
         document: Global___SessionKey | None = ...,
         retained_bins: _builtins.int = ...,
         has_history: _builtins.bool = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_session", b"_session", "document", b"document", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_session", b"_session", "document", b"document", "has_history", b"has_history", "model_fingerprint", b"model_fingerprint", "probe", b"probe", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retained_bins", b"retained_bins", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_session", b"_session", "document", b"document", "has_history", b"has_history", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "probe", b"probe", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retained_bins", b"retained_bins", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__document: _TypeAlias = _typing.Literal["document"]  # noqa: Y015
     _WhichOneofArgType__document: _TypeAlias = _typing.Literal["_document", b"_document"]  # noqa: Y015
@@ -906,7 +909,9 @@ class CommitTurnRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    pin: _builtins.bool
     @_builtins.property
     def session(self) -> Global___SessionKey: ...
     @_builtins.property
@@ -917,10 +922,11 @@ class CommitTurnRequest(_message.Message):
         request_id: _builtins.str = ...,
         session: Global___SessionKey | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        pin: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "session", b"session", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin", "request_id", b"request_id", "session", b"session", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -62,6 +62,7 @@ class PrefillJob:
         self.submitted_s = submitted_s
         self.work = 0.0
         self.owner = request.session.owner if request.session is not None else ""
+        self.priority = request.priority
         self.ticket = request.ticket
         self.lock = threading.Lock()
         self.trace_context = current_context()

@@ -5,9 +5,11 @@ The schedule is bookkeeping for the engine: it reads no clock and runs nothing.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
@@ -72,12 +74,12 @@ class Schedule:
                                           ▼
                                         waits
 
-    Fair order: owners take turns, and one owner's prompts run in the order in which they came. A prompt much
-    shorter than what the running one has left overtakes it; owners take turns in this too, each with its
-    shortest first. In return a prompt in mid-pass is kept waiting at most for as long as it runs, so it
-    finishes within twice its time: up to then it may have waited as long as it has run, and a quarter of its
-    whole time besides. Nobody starves: a waiting prompt comes to the front of the fair order, and a started
-    one finishes.
+    Fair order: owners take turns, and one owner's prompts run by their priority and in the order in which
+    they came. A prompt much shorter than what the running one has left overtakes it; owners take turns in
+    this too, each with its shortest first. In return a prompt in mid-pass is kept waiting at most for as long
+    as it runs, so it finishes within twice its time: up to then it may have waited as long as it has run, and
+    a quarter of its whole time besides. No owner starves: each comes to the front of the fair order, and a
+    started prompt finishes.
 
     Times are estimated from `PrefillJob.work` and each method's measured speed. Not thread-safe.
     """
@@ -102,7 +104,7 @@ class Schedule:
         return tuple(self._started)
 
     def push(self, job: PrefillJob) -> None:
-        self._waiting.setdefault(job.owner, []).append(job)
+        insort(self._waiting.setdefault(job.owner, []), job, key=attrgetter("priority"))
 
     def remove(self, job: PrefillJob) -> bool:
         """Remove a waiting job. Returns False if it is not waiting."""

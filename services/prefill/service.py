@@ -207,7 +207,7 @@ class PrefillService:
             raise InvalidRequest(f"request {request.request_id!r} staged a turn of another session")
         self._receiver.forget(request.request_id)
         begin_s = self._clock()
-        info = await self._in_thread(lambda: turn.commit(request.token_ids), timeout_s)
+        info = await self._in_thread(lambda: turn.commit(request.token_ids, pinned=request.pin), timeout_s)
         self._metrics.history_store.labels(self._model.spec.name).observe(self._clock() - begin_s)
         return info
 

@@ -167,6 +167,7 @@ class PrefillRequest:
         retained_bins: how many equal stretches of the prompt to report the retained fraction of; 0 for none,
             at most 512.
         has_history: the session has had requests before, so missing history counts as a miss.
+        priority: orders the waiting prompts of one owner, the smallest first.
     """
 
     request_id: str
@@ -179,6 +180,7 @@ class PrefillRequest:
     document: SessionKey | None = None
     retained_bins: int = 0
     has_history: bool = False
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,11 +251,13 @@ class CommitTurnRequest:
 
     Attributes:
         token_ids: prompt and completion. KV exists for the prompt and for what decode returned.
+        pin: whether the record is to stay in memory longer than the owner's others.
     """
 
     request_id: str
     session: SessionKey
     token_ids: tuple[int, ...]
+    pin: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

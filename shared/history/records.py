@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from kvferry.shared.control.messages import ReuseSource, SessionKey
 from kvferry.shared.history.rows import Piece
 
+PINNED_SHARE = 0.25
+"""The part of the memory in which one owner's pinned records stay longer than others."""
 BLOCK_TOKENS = 32
 """Prefixes shorter than one block are not found: running them costs no more than looking them up."""
 
@@ -24,11 +26,13 @@ class StoredRecord:
         num_exact_tokens: leading tokens whose KV prefill computed from the tokens before them alone. KV of
             generated tokens, and of what was run after them, also depends on the rows that decode had; other
             sessions do not continue from that.
+        pinned: evicted after all others, see `RecordTable.make_room`.
     """
 
     token_ids: tuple[int, ...]
     pieces: tuple[Piece, ...]
     num_exact_tokens: int
+    pinned: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -126,12 +130,15 @@ class RecordTable:
                 self.size_bytes -= piece.segment.size_bytes
 
     def make_room(self, num_bytes: int) -> bool:
-        """Evict idle sessions until `num_bytes` fit. Evicts none if that would not be enough."""
+        """Evict idle sessions until `num_bytes` fit: implicit ones first, pinned ones last. Of an owner's
+        pinned records those count that were used last and fit into PINNED_SHARE of the limit. Evicts none if
+        that would not be enough."""
         if self.size_bytes + num_bytes <= self.max_bytes:
             return True
         self.busy = +self.busy  # without zeros
         idle = [session for session in self._sessions if session not in self.busy]
-        idle.sort(key=lambda session: not session.is_implicit)
+        pinned = self._pinned()
+        idle.sort(key=lambda session: (session in pinned) - session.is_implicit)
         named = Counter(piece.segment for session in idle for piece in self._sessions[session].pieces)
         evictable_bytes = sum(
             segment.size_bytes for segment, count in named.items() if count == segment.references
@@ -143,6 +150,16 @@ class RecordTable:
                 break
             self.forget(session)
         return True
+
+    def _pinned(self) -> set[SessionKey]:
+        used: Counter[str] = Counter()
+        pinned = set()
+        for session, record in reversed(self._sessions.items()):
+            if record.pinned:
+                used[session.owner] += record.size_bytes
+                if used[session.owner] <= PINNED_SHARE * self.max_bytes:
+                    pinned.add(session)
+        return pinned
 
 
 def common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> int:

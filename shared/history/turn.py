@@ -180,7 +180,7 @@ class StagedTurn:
             self._memory_tokens = self._num_exact_reused = 0
             self._adopted = False
 
-    def commit(self, token_ids: tuple[int, ...]) -> HistoryInfo:
+    def commit(self, token_ids: tuple[int, ...], *, pinned: bool = False) -> HistoryInfo:
         """Publish the reused prefix and the staged rows as the session's record. The turn is over afterwards,
         whatever the outcome. Tokens of `token_ids` beyond the rows that have KV are ignored.
 
@@ -204,7 +204,7 @@ class StagedTurn:
             except (SessionBusy, InvalidRequest):
                 self.abort()
                 raise
-            record = self._publish(token_ids, reused)
+            record = self._publish(token_ids, reused, pinned)
             waits = self._replicate(record, self._rebuild) if record is not None else []
         for wait in waits:
             wait()
@@ -265,7 +265,9 @@ class StagedTurn:
         if common_prefix(self._prompt, token_ids) < min(len(self._prompt), len(token_ids)):
             raise InvalidRequest(f"the turn's token ids differ from request {self.request_id}'s prompt")
 
-    def _publish(self, token_ids: tuple[int, ...], reused: tuple[Piece, ...]) -> StoredRecord | None:
+    def _publish(
+        self, token_ids: tuple[int, ...], reused: tuple[Piece, ...], pinned: bool
+    ) -> StoredRecord | None:
         """Replace the session's record by the reused prefix and, as one new segment, the staged rows."""
         records = self._records
         pieces = records.add_copies(first_pieces(reused, len(token_ids)))
@@ -288,6 +290,7 @@ class StagedTurn:
                 token_ids=token_ids[:num_tokens],
                 pieces=pieces,
                 num_exact_tokens=min(exact, num_tokens),
+                pinned=pinned,
             )
             records.add(self.session, record)
         self.end(TurnState.COMMITTED)

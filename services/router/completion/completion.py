@@ -189,6 +189,7 @@ class Completion:
             has_history=record is not None,
             keeps_cut_off=self.session is not None and bool(request.stream),
             prefer_prefill=prefer or (named.prefill_addresses if named is not None else ()),
+            priority=request.priority or 0,
             retained_bins=request.kv_kept_bins or 0,
             prefer_decode=(record.decode_address,) if record is not None else (),
         )
@@ -303,8 +304,13 @@ class Completion:
         """Publish the staged history, then the record."""
         choice, stats = self.choices[0], self.choices[0].turn.stats
         is_current = await lease.is_current()
-        await self.services.runner.publish(lease.key, stats, prompt.token_ids, is_current=is_current)
-        earlier = before.prefill_addresses if before is not None else ()
+        request, earlier = self.request, before.prefill_addresses if before is not None else ()
+        pin, ttl_s = request.session_pin, request.session_ttl_s
+        if before is not None:
+            pin, ttl_s = before.pin if pin is None else pin, before.ttl_s if ttl_s is None else ttl_s
+        await self.services.runner.publish(
+            lease.key, stats, prompt.token_ids, is_current=is_current, pin=bool(pin)
+        )
         record = prompt.record(self.model, tuple(stats.token_ids), choice.text)
         committed = await lease.commit(
             replace(
@@ -314,6 +320,8 @@ class Completion:
                 prefill_addresses=tuple(dict.fromkeys((stats.prefill_address, *earlier))),
                 created_at_s=before.created_at_s if before is not None else self.services.clock(),
                 decode_address=stats.decode_address,
+                ttl_s=ttl_s or 0.0,
+                pin=bool(pin),
             )
         )
         if not committed:

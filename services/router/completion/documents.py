@@ -66,7 +66,8 @@ async def create(services: Services, key: SessionKey, body: DocumentRequest, req
             prefer_prefill=earlier,
         )
         stats = await services.runner.run(turn)
-        await services.runner.publish(key, stats, token_ids, is_current=await lease.is_current())
+        is_current = await lease.is_current()
+        await services.runner.publish(key, stats, token_ids, is_current=is_current, pin=body.pin)
         await lease.commit(
             SessionRecord(
                 kind="document",
@@ -77,6 +78,8 @@ async def create(services: Services, key: SessionKey, body: DocumentRequest, req
                 prefill_addresses=tuple(dict.fromkeys((stats.prefill_address, *earlier))),
                 compression=compression.model_dump(exclude_none=True) if compression is not None else None,
                 created_at_s=services.clock(),
+                ttl_s=body.ttl_s or 0.0,
+                pin=body.pin,
             )
         )
 

@@ -26,6 +26,7 @@ _INT31, _INT63 = 2**31 - 1, 2**63 - 1
 
 
 TokenId = Annotated[int, Range(0)]
+TtlS = Annotated[float, Range(1, 30 * 86400)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Parameters = Annotated[
     dict[
@@ -105,6 +106,9 @@ class CompletionFields(StrictModel):
     user: str | None = None
     session_id: SessionId | None = None
     session_mode: Literal["append", "replace", "auto"] | None = None
+    session_ttl_s: TtlS | None = None
+    session_pin: bool | None = None
+    priority: Annotated[int, Range(-1000, 1000)] | None = None
     kv_compression: KvCompression | None = None
     kv_kept_bins: Annotated[int, Range(1, MAX_KEPT_BINS)] | None = None
 
@@ -234,6 +238,8 @@ class DocumentRequest(StrictModel):
 
     text: Annotated[str, StringConstraints(min_length=1)]
     id: SessionId | None = None
+    ttl_s: TtlS | None = None
+    pin: bool = False
     kv_compression: KvCompression | None = None
 
 

@@ -58,12 +58,16 @@ class _Shown:
         last_plan: the last turn's `kv` object.
         prefill_addresses: workers that may have its history, the most recent first.
         compression: the `kv_compression` of turns that name this document; None leaves it to the turn.
+        ttl_s: idle time after which it expires; 0 leaves it to the server.
+        pin: whether its KV stays in prefill's memory longer than that of the key's others.
     """
 
     turns: int = 0
     last_plan: dict[str, Any] | None = None
     prefill_addresses: tuple[str, ...] = ()
     compression: dict[str, Any] | None = None
+    ttl_s: float = 0.0
+    pin: bool = False
     created_at_s: float = 0.0
     expires_at_s: float = 0.0
 

@@ -141,7 +141,9 @@ class RedisSessionStore(SessionStore):
     async def commit(self, lease: RedisLease, record: SessionRecord) -> bool:
         """See `SessionLease.commit`. While Redis is down the turn is in memory alone, and pending."""
         key, before = lease.key, lease.record
-        written = replace(record, expires_at_s=self.next_expiry_s(key), commit_id=secrets.token_hex(16))
+        written = replace(
+            record, expires_at_s=self.next_expiry_s(key, record), commit_id=secrets.token_hex(16)
+        )
         if not lease.is_valid:
             return False
         if lease.token is not None:

@@ -69,7 +69,7 @@ class SessionLease:
 
     async def commit(self, record: SessionRecord) -> bool:
         """Make the turn part of the session; returns whether the lease was still current."""
-        return self.put(replace(record, expires_at_s=self._store.next_expiry_s(self.key)))
+        return self.put(replace(record, expires_at_s=self._store.next_expiry_s(self.key, record)))
 
     def put(self, record: SessionRecord | None) -> bool:
         """Replace the record as it is, expiry included; None removes it."""
@@ -112,8 +112,8 @@ class SessionStore:
     def ttl_s(self, key: SessionKey) -> float:
         return self._document_ttl_s if is_document(key) else self._ttl_s
 
-    def next_expiry_s(self, key: SessionKey) -> float:
-        return self._clock() + self.ttl_s(key)
+    def next_expiry_s(self, key: SessionKey, record: SessionRecord) -> float:
+        return self._clock() + (record.ttl_s or self.ttl_s(key))
 
     @asynccontextmanager
     async def lease(self, key: SessionKey, *, needs_record: bool = True) -> AsyncIterator[SessionLease]:

@@ -55,6 +55,7 @@ class TurnRequest:
         prefer_prefill: addresses that may have the session's history, best first.
         prefer_decode: addresses that may have retained the session's last selection, best first.
         keeps_cut_off: whether the delivered tokens of a cut-off completion become part of the session.
+        priority: as of `PrefillRequest`.
         retained_bins: number of stretches of the prompt to report the retained fraction for; 0 reports none.
         deadline_s: when the whole turn must have ended, on the event loop's clock.
     """
@@ -72,6 +73,7 @@ class TurnRequest:
     prefer_prefill: tuple[str, ...] = ()
     prefer_decode: tuple[str, ...] = ()
     probe: bool = False
+    priority: int = 0
     retained_bins: int = 0
 
 
@@ -281,6 +283,7 @@ class Attempt:
                 probe=request.probe,
                 retained_bins=request.retained_bins,
                 has_history=request.has_history,
+                priority=request.priority,
             ),
             timeout_s=self._remaining_s(),
         )

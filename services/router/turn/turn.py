@@ -130,14 +130,20 @@ class TurnRunner:
         return model
 
     async def publish(
-        self, session: SessionKey, stats: TurnStats, prompt: tuple[int, ...], *, is_current: bool
+        self,
+        session: SessionKey,
+        stats: TurnStats,
+        prompt: tuple[int, ...],
+        *,
+        is_current: bool,
+        pin: bool = False,
     ) -> bool:
         """Make what the turn staged the session's history, or drop it where the session's lease is no longer
         current. Lost history costs a prefill, not the session. Returns whether it was published."""
         if (worker := self.prefill.worker(stats.prefill_address)) is None:
             return False
         request_id, token_ids = stats.worker_request_id, prompt + tuple(stats.token_ids)
-        commit = CommitTurnRequest(request_id=request_id, session=session, token_ids=token_ids)
+        commit = CommitTurnRequest(request_id=request_id, session=session, token_ids=token_ids, pin=pin)
         try:
             if is_current:
                 await worker.client.commit_turn(commit, timeout_s=_COMMIT_TIMEOUT_S)

@@ -213,6 +213,7 @@ class ScriptedPrefill(_Worker):
         self._wire = wire
         self.history: dict[SessionKey | None, tuple[int, ...]] = {}
         self.staged: dict[str, SessionKey] = {}
+        self.pins: dict[SessionKey, bool] = {}
         self.aborted: list[str] = []
         self.dropped: list[SessionKey] = []
         self.commit_error: KvferryError | None = None
@@ -269,6 +270,7 @@ class ScriptedPrefill(_Worker):
             raise self.commit_error
         assert self.staged.pop(request.request_id) == request.session
         self.history[request.session] = request.token_ids[:-1]
+        self.pins[request.session] = request.pin
         return self._info(request.session)
 
     async def redirect(self, request: RedirectRequest, *, timeout_s: float) -> None:

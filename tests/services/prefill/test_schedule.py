@@ -24,6 +24,7 @@ class Job:
     work: float
     comes_s: float = 0.0
     method: str = "full"
+    priority: int = 0
     begun_s: float | None = None
     ended_s: float | None = None
     left: float = field(init=False)
@@ -91,6 +92,18 @@ def simulate(jobs: list[Job], schedule: Any) -> list[Job]:
 def test_owners_take_turns_and_keep_their_own_order() -> None:
     jobs = [Job(owner, 1.0) for owner in "aaabcc"]
     assert drain(schedule_of(*jobs)) == list("abcaca")
+
+
+def test_an_owners_prompts_run_by_priority_and_then_as_they_came() -> None:
+    jobs = [
+        Job("a", 1.0, priority=priority, method=name) for name, priority in zip("pqrst", (0, 5, 0, -3, 5))
+    ]
+    schedule = schedule_of(Job("b", 1.0), *jobs, Job("b", 1.0, priority=9))
+    started = []
+    while (its := schedule.start_next(0.0)) is not None:
+        started.append(its.job.method if its.job.owner == "a" else "b")
+        schedule.finish(0.0, is_whole=False)
+    assert started == ["b", "s", "b", "p", "r", "q", "t"]
 
 
 def test_an_owner_that_comes_back_goes_to_the_end_of_the_round() -> None:

@@ -164,3 +164,9 @@ async def test_bad_references_are_refused(stack: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         await stack.client.completions.create(model="demo", prompt="x", extra_body={"document_ids": ["d"]})
     assert refused.value.param == "document_ids"
+
+
+async def test_a_document_has_its_own_ttl_and_pin(stack: Any) -> None:
+    created = (await post(stack, ttl_s=90_000, pin=True)).json()
+    assert 89_000 < created["expires_at"] - created["created_at"] <= 90_000
+    assert list(stack.prefill[0].pins.values()) == [True]

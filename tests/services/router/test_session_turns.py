@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import openai
@@ -16,7 +17,8 @@ SECOND = {"role": "user", "content": "what is the pin ?"}
 
 
 async def say(stack: Any, *messages: dict[str, Any], client: Any = None, **fields: Any) -> Any:
-    extra = {name: fields.pop(name) for name in ("session_id", "session_mode") if name in fields}
+    ours = ("session_id", "session_mode", "session_ttl_s", "session_pin", "priority")
+    extra = {name: fields.pop(name) for name in ours if name in fields}
     extra.setdefault("session_id", "s")
     return await (client or stack.client).chat.completions.create(
         model="demo",
@@ -286,3 +288,31 @@ async def test_expired_session_is_gone(start_stack: Any) -> None:
     await asyncio.sleep(0.3)  # the turn's end, which follows its history's, may have come just now
     assert (await info(stack)).status_code == 404
     assert (await say(stack, SECOND, session_mode="append")).usage.prompt_tokens < len(prompts(stack)[0]) * 2
+
+
+async def test_a_sessions_own_ttl_and_pin_stay_until_a_turn_changes_them(stack: Any) -> None:
+    worker = stack.prefill[0]
+
+    async def left_s() -> float:
+        return float((await info(stack)).json()["expires_at"] - time.time())
+
+    await say(stack, FIRST, session_ttl_s=50_000, session_pin=True, priority=-4)
+    await turns(stack, 1)
+    assert 49_000 < await left_s() <= 50_000
+    assert list(worker.pins.values()) == [True]
+    await say(stack, SECOND)
+    await turns(stack, 2)
+    assert 49_000 < await left_s() <= 50_000
+    assert list(worker.pins.values()) == [True]
+    await say(stack, SECOND, session_ttl_s=20, session_pin=False)
+    await turns(stack, 3)
+    assert await left_s() <= 20
+    assert list(worker.pins.values()) == [False]
+    assert [request.priority for request in worker.requests] == [-4, 0, 0]
+
+
+@pytest.mark.parametrize(("name", "value"), [("session_ttl_s", 0.5), ("priority", 1001), ("session_pin", 3)])
+async def test_hints_out_of_range_are_refused_by_name(stack: Any, name: str, value: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await say(stack, FIRST, **{name: value})
+    assert refused.value.param == name

@@ -61,12 +61,14 @@ def run_turn(
     request_id: str,
     prompt: tuple[int, ...],
     generated: tuple[int, ...] = (),
+    *,
+    pinned: bool = False,
 ) -> HistoryInfo:
     """A whole turn: prefill what is new, return the generated rows (the last token has none), commit."""
     turn = store.begin(session, request_id, prompt)
     stage(turn, prompt[turn.reused_tokens :], turn.reused_tokens)
     stage(turn, generated[:-1], len(prompt))
-    return turn.commit(prompt + generated)
+    return turn.commit(prompt + generated, pinned=pinned)
 
 
 def assert_loads(turn: StagedTurn, tokens: tuple[int, ...]) -> None:
@@ -353,6 +355,28 @@ def test_prompts_without_a_session_make_room_before_any_session(clock: Clock) ->
         run_turn(store, key, f"r{number}", (1, 2, 3))
     run_turn(store, A, "new", (5, 6, 7))
     assert [store.info(key).num_tokens for key in keys] == [3, 0, 3]
+
+
+def test_pinned_sessions_are_the_last_to_make_room(clock: Clock) -> None:
+    store = make_store(clock, max_tokens=12)
+    keys = [SessionKey(owner=owner, session_id=str(i)) for i, owner in enumerate("abbb")]
+    for i, key in enumerate(keys):
+        run_turn(store, key, f"r{i}", (1, 2, 3), pinned=i == 0)
+    run_turn(store, A, "r4", (5, 6, 7, 8))
+    assert [store.info(key).num_tokens for key in keys] == [3, 0, 0, 3]
+    run_turn(store, A, "r5", tuple(range(12)))
+    assert [store.info(key).num_tokens for key in keys] == [0, 0, 0, 0]
+
+
+def test_an_owner_can_pin_a_quarter_of_the_memory(clock: Clock) -> None:
+    store = make_store(clock, max_tokens=12)
+    keys = [SessionKey(owner=owner, session_id=str(i)) for i, owner in enumerate("aaab")]
+    for i, key in enumerate(keys):
+        run_turn(store, key, f"r{i}", (1, 2, 3), pinned=i < 3)
+    run_turn(store, B, "new", (5, 6, 7))
+    assert [store.info(key).num_tokens for key in keys] == [0, 3, 3, 3]
+    run_turn(store, A, "newer", (5, 6, 7, 8, 9, 10))
+    assert [store.info(key).num_tokens for key in keys] == [0, 0, 3, 0]
 
 
 def test_a_turn_without_room_leaves_the_base_and_other_sessions_alone(clock: Clock) -> None:
