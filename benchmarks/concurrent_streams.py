@@ -53,8 +53,10 @@ TEMPERATURE, TOP_K = 1.6, 16
 CLEAR = 1e-5
 """A draw counts as clear if it is this far, in probability, from another token."""
 PROMPTS = (
-    ("full", None), ("rocketkv", 64), ("snapkv", 96), ("full", None), ("streamingllm", 64), ("rocketkv", 128),
+    ("full", None), ("snapkv", 64), ("snapkv", 96), ("full", None), ("streamingllm", 64), ("compactor", 128),
 )  # fmt: skip
+"""Not rocketkv, which selects tokens at every step: where two scores are equal but for rounding, it may select
+either."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +175,7 @@ async def ask(client: httpx.AsyncClient, answer: Answer, length: int) -> dict[st
                     text += "".join(choice["text"] for choice in chunk.get("choices", ()))
                     usage = chunk.get("usage") or usage
     return {
+        "method": body["kv_compression"]["method"],
         "error": error,
         "tokens": usage.get("completion_tokens", 0),
         "expected_tokens": num_tokens,
@@ -223,7 +226,7 @@ async def run(address: str, metrics: str, answers: list[Answer], lengths: list[i
             for name, pick in (("least", min), ("median", statistics.median), ("most", max))
         },
         "errors": [its["error"] for its in results if its["error"]],
-        "other_than_the_oracle": len(wrong),
+        "other_than_the_oracle": [difference(its, tokenizer) for its in wrong],
         "samples": len(samples),
         "samples_with_a_waiting_request": len(used),
         "most_waiting": max(waiting for waiting, _ in samples),
@@ -232,6 +235,14 @@ async def run(address: str, metrics: str, answers: list[Answer], lengths: list[i
             "mean": round(statistics.mean(used), 4) if used else 0.0,
         },
     }
+
+
+def difference(result: dict[str, Any], tokenizer: ChatTokenizer) -> dict[str, Any]:
+    """The method of a wrong answer, and how many of its characters are right."""
+    expected = tokenizer.decode(result["expected_ids"])
+    pairs = enumerate(zip(result["text"], expected, strict=False))
+    first = next((at for at, (ours, right) in pairs if ours != right), len(result["text"]))
+    return {"method": result["method"], "right_characters": first, "of": len(expected)}
 
 
 def main() -> None:
