@@ -95,9 +95,8 @@ def test_owners_take_turns_and_keep_their_own_order() -> None:
 
 
 def test_an_owners_prompts_run_by_priority_and_then_as_they_came() -> None:
-    jobs = [
-        Job("a", 1.0, priority=priority, method=name) for name, priority in zip("pqrst", (0, 5, 0, -3, 5))
-    ]
+    priorities = {"p": 0, "q": 5, "r": 0, "s": -3, "t": 5}
+    jobs = [Job("a", 1.0, priority=its, method=name) for name, its in priorities.items()]
     schedule = schedule_of(Job("b", 1.0), *jobs, Job("b", 1.0, priority=9))
     started = []
     while (its := schedule.start_next(0.0)) is not None:
