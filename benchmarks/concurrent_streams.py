@@ -55,7 +55,7 @@ CLEAR = 1e-5
 PROMPTS = (
     ("full", None), ("snapkv", 64), ("snapkv", 96), ("full", None), ("streamingllm", 64), ("compactor", 128),
 )  # fmt: skip
-"""Not rocketkv, which selects tokens at every step: where two scores are equal but for rounding, it may select
+"""Not rocketkv, which selects tokens at every step: of two scores that differ by rounding alone it may select
 either."""
 
 
