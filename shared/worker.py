@@ -27,6 +27,7 @@ from kvferry.shared.serving import close_within, serve_metrics, serve_until_sign
 from kvferry.shared.telemetry import setup_tracing
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
 from kvferry.shared.wire.sender import BlockSender
+from kvferry.shared.wire.shared_memory import SharedMemoryConnectingChannel, SharedMemoryListeningChannel
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 
 _CLOSE_TIMEOUT_S = 30.0
@@ -40,18 +41,20 @@ class BlockTransport(Protocol):
     def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer: ...
 
 
-class ZmqTransport:
-    """Blocks over ZeroMQ. Implements `BlockTransport`."""
+class ProcessTransport:
+    """Blocks between processes, on one machine or several. Implements `BlockTransport`."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._listen = settings.block_listen
         self._advertise = settings.block_advertise
 
     def sender(self, *, buffer_bytes: int, timeout_s: float) -> BlockSender:
-        return BlockSender(ZmqConnectingChannel(), buffer_bytes=buffer_bytes, timeout_s=timeout_s)
+        channel = SharedMemoryConnectingChannel(ZmqConnectingChannel())
+        return BlockSender(channel, buffer_bytes=buffer_bytes, timeout_s=timeout_s)
 
     def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer:
-        channel = ZmqListeningChannel(self._listen, advertise=self._advertise)
+        network = ZmqListeningChannel(self._listen, advertise=self._advertise)
+        channel = SharedMemoryListeningChannel(network)
         return BlockServer(channel, sink, on_late_block=on_late_block)
 
 
@@ -86,7 +89,7 @@ async def run_worker(settings: WorkerSettings, role: Role, build: Build[ServiceT
         stack.callback(stop_tracing)
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        service, metrics = await start_service(settings, role, build, ZmqTransport(settings), stack)
+        service, metrics = await start_service(settings, role, build, ProcessTransport(settings), stack)
         interface: dict[str, Any] = {role: service}
         control = await serve_control(listen=settings.listen, **interface)
         stack.push_async_callback(control.close, settings.shutdown_timeout_s)

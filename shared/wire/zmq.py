@@ -1,7 +1,7 @@
 """The ZeroMQ channels: DEALER sockets that connect, a ROUTER that binds; tcp:// and ipc:// endpoints.
 
-Place in the request's path: between machines (tcp) or processes (ipc), under sender and server. Payloads are
-not copied in Python. No authentication and no encryption: for private networks.
+Place in the request's path: between machines, under `shared_memory.py`, which processes of one machine use.
+Payloads are not copied in Python. No authentication and no encryption: for private networks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import zmq
@@ -55,6 +55,13 @@ class _ZmqChannel:
         with contextlib.suppress(OSError):  # already woken, or closed
             self._wake_writer.send(b"\0")
 
+    def watch(self, descriptor: int, *, for_room: bool = False) -> None:
+        """Let `poll` return also when a descriptor can be read, or written to if `for_room`."""
+        self._poller.register(descriptor, zmq.POLLIN | zmq.POLLOUT if for_room else zmq.POLLIN)
+
+    def unwatch(self, descriptor: int) -> None:
+        self._poller.unregister(descriptor)
+
     def close(self) -> None:
         if self._context is not None:
             self._context.term()
@@ -93,6 +100,11 @@ class ZmqConnectingChannel(_ZmqChannel):
         self._monitors: dict[Peer, _Socket] = {}
         self._used_at_s: dict[Peer, float] = {}
         self._blocked: set[Peer] = set()
+
+    @property
+    def peers(self) -> Set[Peer]:
+        """Those that are connected or being connected."""
+        return self._dealers.keys()
 
     def send(self, peer: Peer, frames: Sequence[memoryview | bytes]) -> SendResult:
         dealer = self._dealers.get(peer) or self._connect(peer)

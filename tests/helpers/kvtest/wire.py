@@ -1,4 +1,4 @@
-"""The three channels as one fixture, a sink that records what it gets, and transfers of random tensors."""
+"""The channels as one fixture, a sink that records what it gets, and transfers of random tensors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.sampling.params import SampledToken
+from kvferry.shared.wire import shared_memory
 from kvferry.shared.wire.channel import Channel, ListeningChannel, PeerLost, Received, SendResult
 from kvferry.shared.wire.frames import (
     decode_message,
@@ -39,7 +40,9 @@ from kvferry.shared.wire.messages import (
 )
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
 from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
+from kvferry.shared.wire.shared_memory import SharedMemoryConnectingChannel, SharedMemoryListeningChannel
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
+from kvtest.ports import unreachable_endpoint
 
 WAIT_S = 20.0
 ids = itertools.count(1)
@@ -135,6 +138,8 @@ class Wire:
         channel: ListeningChannel
         if self.kind == "inproc":
             channel = self._hub.listening()
+        elif self.kind == "shm":
+            channel = listening_in_shared_memory()
         else:
             bind = "tcp://127.0.0.1:0" if self.kind == "tcp" else f"ipc://{self._folder}/{next(ids)}"
             channel = ZmqListeningChannel(bind)
@@ -170,10 +175,19 @@ class Wire:
             close()
 
     def _connecting(self) -> Channel:
-        return self._hub.connecting() if self.kind == "inproc" else ZmqConnectingChannel()
+        if self.kind == "inproc":
+            return self._hub.connecting()
+        network = ZmqConnectingChannel()
+        return SharedMemoryConnectingChannel(network) if self.kind == "shm" else network
 
     def _on_late_block(self) -> None:
         self.late_blocks += 1
+
+
+def listening_in_shared_memory() -> SharedMemoryListeningChannel:
+    """A channel that ZeroMQ cannot reach, because nobody listens at the address that it advertises."""
+    network = ZmqListeningChannel("tcp://127.0.0.1:0", advertise=unreachable_endpoint())
+    return SharedMemoryListeningChannel(network)
 
 
 class BarePeer:
@@ -336,7 +350,12 @@ def assert_arrived(sink: RecordingSink, manifest: Manifest, layers: Layers) -> N
     assert sink.committed[manifest.key].payload_bytes == sum(map(len, expected.values()))
 
 
-@pytest.fixture(params=["inproc", "tcp", "ipc"])
+needs_shared_memory = pytest.mark.skipif(
+    not shared_memory.IS_SUPPORTED, reason="blocks go through shared memory on Linux only"
+)
+
+
+@pytest.fixture(params=["inproc", "tcp", "ipc", pytest.param("shm", marks=needs_shared_memory)])
 def wire(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
     wire = Wire(request.param, tmp_path_factory.mktemp("w"))
     yield wire

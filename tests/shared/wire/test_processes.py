@@ -1,4 +1,4 @@
-"""Transfers between two real processes, over tcp and ipc, to the end and to a kill."""
+"""Transfers between two real processes, over each transport, to the end and to a kill."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from pathlib import Path
 import kvtest.wire as kit
 import pytest
 
+from kvferry.shared.wire.channel import ListeningChannel
 from kvferry.shared.wire.receiver import BlockServer
 from kvferry.shared.wire.zmq import ZmqListeningChannel
 
 SENDER = """
 import hashlib, sys, time, torch
 from kvferry.shared.control.messages import Ticket
+from kvferry.shared.logging import setup_logging
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
 from kvferry.shared.wire.sender import BlockSender
+from kvferry.shared.wire.shared_memory import SharedMemoryConnectingChannel
 from kvferry.shared.wire.zmq import ZmqConnectingChannel
 
+setup_logging("warning", "json", "sender")
 endpoint, stop_early = sys.argv[1], sys.argv[2] == "stop"
 torch.manual_seed(3)
 manifest = Manifest(
@@ -31,7 +35,10 @@ manifest = Manifest(
 )
 ticket = Ticket(endpoint=endpoint, transfer_id=77, generation=2, credit_bytes=6 << 20, lease_s=60,
                 reserved_bytes=0)
-sender = BlockSender(ZmqConnectingChannel(), buffer_bytes=8 << 20, timeout_s=20)
+channel = ZmqConnectingChannel()
+if sys.argv[3] == "shm":
+    channel = SharedMemoryConnectingChannel(channel)
+sender = BlockSender(channel, buffer_bytes=8 << 20, timeout_s=20)
 transfer = sender.open(ticket, manifest, timeout_s=20)
 digest = hashlib.sha256()
 for layer, rows in enumerate((20_000, 3)):
@@ -53,9 +60,9 @@ sys.stdout.write(digest.hexdigest())
 
 
 @contextmanager
-def sending_process(endpoint: str, mode: str) -> Iterator[subprocess.Popen[str]]:
+def sending_process(endpoint: str, mode: str, kind: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", SENDER, endpoint, mode],
+        [sys.executable, "-c", SENDER, endpoint, mode, kind],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ,
@@ -67,17 +74,24 @@ def sending_process(endpoint: str, mode: str) -> Iterator[subprocess.Popen[str]]
         process.communicate(timeout=20)
 
 
-@pytest.fixture(params=["tcp", "ipc"])
-def bind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture(params=["tcp", "ipc", pytest.param("shm", marks=kit.needs_shared_memory)])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def channel(kind: str, tmp_path_factory: pytest.TempPathFactory) -> ListeningChannel:
+    if kind == "shm":
+        return kit.listening_in_shared_memory()
     folder: Path = tmp_path_factory.mktemp("p")
-    return "tcp://127.0.0.1:0" if request.param == "tcp" else f"ipc://{folder}/blocks"
+    return ZmqListeningChannel("tcp://127.0.0.1:0" if kind == "tcp" else f"ipc://{folder}/blocks")
 
 
-def test_a_transfer_from_another_process_arrives_whole(bind: str) -> None:
+def test_a_transfer_from_another_process_arrives_whole(kind: str, channel: ListeningChannel) -> None:
     sink = kit.RecordingSink()
-    server = BlockServer(ZmqListeningChannel(bind), sink)
+    server = BlockServer(channel, sink)
     try:
-        with sending_process(server.endpoint, "whole") as process:
+        with sending_process(server.endpoint, "whole", kind) as process:
             digest, _ = process.communicate(timeout=60)
             assert process.returncode == 0
     finally:
@@ -87,11 +101,11 @@ def test_a_transfer_from_another_process_arrives_whole(bind: str) -> None:
     assert len(sink.committed) == 1
 
 
-def test_a_killed_sender_frees_the_transfer_within_seconds(bind: str) -> None:
+def test_a_killed_sender_frees_the_transfer_within_seconds(kind: str, channel: ListeningChannel) -> None:
     sink = kit.RecordingSink()
-    server = BlockServer(ZmqListeningChannel(bind), sink, idle_timeout_s=600.0)
+    server = BlockServer(channel, sink, idle_timeout_s=600.0)
     try:
-        with sending_process(server.endpoint, "stop") as process:
+        with sending_process(server.endpoint, "stop", kind) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "halfway\n"
             process.kill()
