@@ -1,8 +1,12 @@
 """Context-calibrated compression (Compactor section 3.5): the retention that a wanted quality needs.
 
-Quality is a ratio y: a true answer's mean negative log-likelihood (NLL) with the full cache, over its NLL
-with the compressed one. A curve is fitted once per model and method from measured triples, for any method,
-and evaluated once per context, with an estimate of the context's NLL. `kvferry calibrate` measures and fits.
+Quality is a share y of 0 to 1, measured in one of three ways (`Measure`). A curve is fitted once per model
+and method from measured triples, for any method, and evaluated once per context, with an estimate of the
+context's NLL (negative log-likelihood). `kvferry calibrate` measures and fits.
+
+Deviation: the paper's y is a true answer's mean NLL with the full cache over its NLL with the compressed one.
+That ratio falls long before an answer changes, so that 0.95 retained nearly everything; by default y is the
+share of answers that agree.
 """
 
 from __future__ import annotations
@@ -12,11 +16,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvferry.shared.errors import ConfigurationError, InvalidRequest
+
+Measure = Literal["agreement", "exact", "nll"]
+"""What y is: the share of greedy answers that equal the full cache's; right answers as a share of the full
+cache's; or the NLL of right answers with the full cache over that with the compressed one."""
 
 _SMALL = 1e-8
 """With a slope nearer to 0 than this the curve is a straight line in float64."""
@@ -27,12 +36,12 @@ CHUNK_TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """One question answered from one compressed context.
+    """Questions answered from compressed contexts of similar NLL.
 
     Attributes:
         retention: rho, the fraction of tokens kept, in [0, 1].
         nll: mean NLL of the context's own tokens, in nats.
-        quality: y, NLL of the answer with the full cache over that with the compressed one; at least 0.
+        quality: y; at least 0.
     """
 
     retention: float
@@ -62,7 +71,7 @@ class Calibration:
     def retention(self, quality: float, *, nll: float) -> float:
         """The least retention, in [0, 1], at which the curve predicts this quality.
 
-        Args: quality: tau in [0, 1]; at 0.95 an answer's NLL may grow by about 5 %.
+        Args: quality: tau in [0, 1].
         Raises: InvalidRequest: quality is outside [0, 1].
         """
         return retention_for(quality, self._slope(nll))

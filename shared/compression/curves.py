@@ -3,8 +3,9 @@
 `kvferry calibrate quality` writes them. The router reads its folders once at start and evaluates the curve of
 a request's model and method. `calibration.py` fits the curves.
 
-    {"format": 1, "model": "demo", "fingerprints": {"float32": "43f5...", ...}, "curves": {"snapkv":
-     {"alpha": ..., "beta": ..., "lowest_nll": ..., "highest_nll": ..., "observations": [...]}}, ...}
+    {"format": 2, "model": "demo", "fingerprints": {"float32": "43f5...", ...}, "curves": {"snapkv":
+     {"measure": "agreement", "alpha": ..., "beta": ..., "lowest_nll": ..., "highest_nll": ...,
+      "observations": [...]}}, ...}
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from kvferry.shared.compression.calibration import Calibration, Observation, estimate_context_nll
+from kvferry.shared.compression.calibration import Calibration, Measure, Observation, estimate_context_nll
 from kvferry.shared.errors import ConfigurationError
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".quality.json"
 _STEPS = 10_000
 """Retentions are rounded up to a multiple of 1 / this, so that reports can show them exactly."""
@@ -29,12 +30,16 @@ _STEPS = 10_000
 class QualityCurve:
     """One method's curve and the range of contexts that it was fitted to.
 
+    The curve does not extrapolate: an NLL outside the range is clamped to it, and no retention is below the
+    least that was measured.
+
     Attributes:
-        lowest_nll, highest_nll: the range of those contexts' NLL, by `estimate_context_nll`. The curve does
-            not extrapolate: an NLL outside the range is clamped to it.
+        measure: what quality means.
+        lowest_nll, highest_nll: the range of those contexts' NLL, by `estimate_context_nll`.
         observations: what the curve was fitted to.
     """
 
+    measure: Measure = "agreement"
     calibration: Calibration
     lowest_nll: float
     highest_nll: float
@@ -52,7 +57,8 @@ class QualityCurve:
         """As `retention`, for a context whose NLL is known."""
         within = min(max(nll, self.lowest_nll), self.highest_nll)
         exact = self.calibration.retention(quality, nll=within)
-        return max(1, math.ceil(exact * _STEPS - 1e-9)) / _STEPS
+        least = min((o.retention for o in self.observations), default=0.0)
+        return max(1, math.ceil(max(exact, least) * _STEPS - 1e-9)) / _STEPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +126,9 @@ def load_curves(path: Path) -> ModelCurves:
             origin=content["origin"],
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigurationError(f"{path} holds no quality curves of format {FORMAT}: {error}") from error
+        raise ConfigurationError(
+            f"{path} is no file of kvferry calibrate quality, format {FORMAT}: {error}"
+        ) from error
 
 
 def _curve(entry: Mapping[str, Any]) -> QualityCurve:
@@ -128,7 +136,10 @@ def _curve(entry: Mapping[str, Any]) -> QualityCurve:
     alpha, beta, lowest, highest = (float(entry[name]) for name in names)
     if not all(map(math.isfinite, (alpha, beta, lowest, highest))) or lowest > highest:
         raise ValueError(f"a curve has {dict(zip(names, (alpha, beta, lowest, highest), strict=True))}")
+    if entry["measure"] not in get_args(Measure):
+        raise ValueError(f"a curve's measure is {entry['measure']!r}")
     return QualityCurve(
+        measure=entry["measure"],
         calibration=Calibration(alpha=alpha, beta=beta),
         lowest_nll=lowest,
         highest_nll=highest,

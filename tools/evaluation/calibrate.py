@@ -1,7 +1,7 @@
 """`kvferry calibrate`: distortion tables of RDKV, and quality curves of any method, measured on a model.
 
-    samples.py ──► prompts ──capture──► K, V ──► epsilon table NAME.json        (services' --epsilon-tables)
-                                         └──► compressed ──► NLL ──► curves     (the router's --calibration)
+    samples.py ──► prompts ──capture──► K, V ──► epsilon table NAME.json          (services' --epsilon-tables)
+                                         └──► compressed ──► answers ──► curves   (the router's --calibration)
 
 Runs the one-process generator, without services.
 """
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 from kvferry.shared.command_line import option_name
-from kvferry.shared.compression.calibration import Observation, estimate_context_nll
+from kvferry.shared.compression.calibration import Measure, Observation, estimate_context_nll
 from kvferry.shared.compression.curves import ModelCurves, QualityCurve
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import method_names, plan_for, preset
@@ -41,12 +41,14 @@ from kvferry.tools.evaluation.experiment import FULL, read_list
 from kvferry.tools.evaluation.fitting import fit_calibration, save_curves
 from kvferry.tools.evaluation.provenance import commit, hardware
 from kvferry.tools.evaluation.samples import Sample, draw_samples
-from kvferry.tools.evaluation.scoring import forced
+from kvferry.tools.evaluation.scoring import forced, greedy
 from kvferry.tools.evaluation.settings import PendingAnswer
 from kvferry.tools.oracle import OneProcessGenerator
 
 _LEAST_NLL = 1e-6
 """Nats. An answer below it counts as certain, and the ratio of two such answers is 1."""
+_ANSWER_TOKENS = 32
+"""The most tokens that are compared with the full cache's answer, where the right one has fewer."""
 _SHOWN_QUALITIES = (0.9, 0.95, 0.99)
 
 
@@ -90,16 +92,16 @@ def calibrate_quality(config: CalibrateQualityConfig, *, console: Console | None
     contexts = [estimate_context_nll(sample.prompt, vocab_size=vocab_size) for sample in samples]
     plans = [plan_for(method, budget=Budget(retention=r)) for method in methods for r in retentions]
     generator = OneProcessGenerator(model)
-    nlls = [
-        _answer_nlls(generator, sample, [plan_for(FULL), *plans])
+    values = [
+        _values(generator, sample, [plan_for(FULL), *plans], config.measure, model.spec.eos_token_ids)
         for sample in track(samples, description="prompts", console=console)
     ]
     groups = _groups(contexts, config.groups)
     curves = {}
     for i, method in enumerate(methods):
         first = 1 + i * len(retentions)
-        columns = {r: [(row[0], row[first + j]) for row in nlls] for j, r in enumerate(retentions)}
-        curves[method] = _fit(columns, contexts, groups)
+        columns = {r: [(row[0], row[first + j]) for row in values] for j, r in enumerate(retentions)}
+        curves[method] = _fit(columns, contexts, groups, config.measure)
     path = save_curves(
         Path(config.calibration),
         ModelCurves(
@@ -115,52 +117,77 @@ def calibrate_quality(config: CalibrateQualityConfig, *, console: Console | None
     return 0
 
 
-def _answer_nlls(
-    generator: OneProcessGenerator, sample: Sample, plans: Sequence[CompressionPlan]
+def _values(
+    generator: OneProcessGenerator,
+    sample: Sample,
+    plans: Sequence[CompressionPlan],
+    measure: Measure,
+    eos_token_ids: tuple[int, ...],
 ) -> list[float]:
-    """Mean NLL of the answer's tokens under each plan.
+    """Under each plan: the right answer's mean NLL, or 1 where the greedy answer is the one wanted, else 0.
 
     The last prompt token is fed to the compressed cache, so that every answer token sees that cache.
+
+    Args: plans: the full cache's first.
     """
     captured = generator.capture(list(sample.prompt[:-1]))
+    longest = max(len(sample.answer), _ANSWER_TOKENS)
     pending = []
     for plan in plans:
-        continuation = generator.compress(captured, plan=plan, max_new_tokens=len(sample.answer) + 1)
+        continuation = generator.compress(captured, plan=plan, max_new_tokens=longest + 1)
         pending.append(PendingAnswer(continuation, continuation.step(sample.prompt[-1])))
-    nlls, _ = forced(pending, [sample.answer] * len(pending))
-    return nlls
+    answer = sample.answer
+    if measure == "agreement":
+        (answer,) = greedy(pending[:1], eos_token_ids=eos_token_ids, max_new_tokens=longest)
+    nlls, likeliest = forced(pending, [answer] * len(pending))
+    # Greedy decoding gives an answer if each of its tokens is the likeliest after those before it.
+    return nlls if measure == "nll" else [float(tokens == answer) for tokens in likeliest]
 
 
 def _fit(
     columns: dict[float, list[tuple[float, float]]],
     contexts: Sequence[float],
     groups: Sequence[Sequence[int]],
+    measure: Measure,
 ) -> QualityCurve:
     """A method's curve.
 
-    Deviation: the paper's y is one context's ratio. The NLL of an answer that a model is certain of is near
-    0, and the ratio of two such values is noise; so y here is the ratio of mean NLLs over contexts of similar
-    NLL(c).
+    Deviation: the paper's y is one context's. Here it is of means over contexts of similar NLL(c): one answer
+    agrees or does not, and the NLL of an answer that a model is certain of is near 0, so that the ratio of
+    two such values is noise.
 
-    Args: columns: (NLL with the full cache, with the compressed one) of each sample, by retention.
+    Args: columns: (value with the full cache, with the compressed one) of each sample, by retention.
+    Raises: ConfigurationError: the full cache answers none of a group right.
     """
     observations = [
         Observation(
             retention=retention,
             nll=fmean(contexts[i] for i in group),
-            quality=max(fmean(pairs[i][0] for i in group), _LEAST_NLL)
-            / max(fmean(pairs[i][1] for i in group), _LEAST_NLL),
+            quality=_quality(fmean(pairs[i][0] for i in group), fmean(pairs[i][1] for i in group), measure),
         )
         for retention, pairs in columns.items()
         for group in groups
     ]
     means = [o.nll for o in observations]
     return QualityCurve(
+        measure=measure,
         calibration=fit_calibration(observations),
         lowest_nll=min(means),
         highest_nll=max(means),
         observations=tuple(observations),
     )
+
+
+def _quality(full: float, compressed: float, measure: Measure) -> float:
+    """y from the two means."""
+    if measure == "nll":
+        return max(full, _LEAST_NLL) / max(compressed, _LEAST_NLL)
+    if full == 0:
+        raise ConfigurationError(
+            f"--measure is {measure!r}, and the full KV answers no prompt of a group right; take agreement, "
+            "fewer --groups or other prompts"
+        )
+    return compressed / full
 
 
 def _groups(contexts: Sequence[float], number: int) -> list[list[int]]:
@@ -205,6 +232,7 @@ def _prepare(config: CalibrateConfig) -> tuple[TransformersModel, list[Sample]]:
     samples = draw_samples(
         ChatTokenizer.load(config.model),
         text=config.text,
+        data=config.data,
         number=config.samples,
         num_tokens=config.length,
         max_model_len=model.spec.max_model_len,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from kvferry.shared.compression.calibration import Measure
 from kvferry.shared.config import LogLevel, ServiceSettings
 
 
@@ -17,6 +18,9 @@ class CalibrateConfig(ServiceSettings):
     )
     text: str = Field(
         "", description="UTF-8 file to cut prompts from; generated recall conversations if empty"
+    )
+    data: str = Field(
+        "", description="file of questions to measure on, as kvferry eval --data takes them; the last of each"
     )
     length: int = Field(1024, ge=2, description="tokens of each prompt (generated: of the demo tokenizer)")
     samples: int = Field(32, ge=1, description="prompts to measure on")
@@ -37,8 +41,13 @@ class CalibrateQualityConfig(CalibrateConfig):
     """Options of `kvferry calibrate quality`."""
 
     methods: str = Field("snapkv,rocketkv,compactor", description="methods to calibrate, or all")
+    measure: Measure = Field(
+        "agreement",
+        description="what quality means: agreement (the share of answers that equal the full KV's), exact "
+        "(right answers as a share of the full KV's), nll (likelihood of right answers)",
+    )
     retentions: str = Field(
-        "0.05,0.1,0.2,0.35,0.5,0.75", description="retentions to measure, each above 0 and below 1"
+        "0.02,0.05,0.1,0.2,0.35,0.5,0.75", description="retentions to measure, each above 0 and below 1"
     )
     groups: int = Field(
         4, ge=1, description="number of groups of similarly predictable prompts; each group is averaged"

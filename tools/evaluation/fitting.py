@@ -116,6 +116,7 @@ def save_curves(folder: Path, found: ModelCurves) -> Path:
 
 def _entry(curve: QualityCurve) -> dict[str, Any]:
     return {
+        "measure": curve.measure,
         **asdict(curve.calibration),
         "lowest_nll": curve.lowest_nll,
         "highest_nll": curve.highest_nll,

@@ -1,4 +1,4 @@
-"""Prompts for calibration, each with the text that must follow it: generated, or cut from a text file.
+"""Prompts for calibration, each with the text that must follow it: generated, asked, or cut from a text.
 
 Generated prompts are conversations of the recall tasks in the model's own chat template. Prompts from a text
 file are excerpts, each with its continuation.
@@ -12,6 +12,7 @@ from pathlib import Path
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.tools.evaluation.conversation import tokenize
+from kvferry.tools.evaluation.data import read_data
 from kvferry.tools.recall.tasks import MIN_TOKENS, TASKS
 
 CALIBRATION_TASKS = ("single_needle", "multi_key_8", "multi_key_dense", "qa_facts")
@@ -29,27 +30,31 @@ class Sample:
 
 
 def draw_samples(
-    tokenizer: ChatTokenizer, *, text: str, number: int, num_tokens: int, max_model_len: int
+    tokenizer: ChatTokenizer, *, text: str, data: str, number: int, num_tokens: int, max_model_len: int
 ) -> list[Sample]:
-    """Samples of about num_tokens tokens each.
+    """Samples of about num_tokens tokens each unless they come from `data`.
 
     Args:
-        text: file to cut them from, without overlap; empty: generate them.
+        text: file to cut them from, without overlap.
+        data: file of questions, whose first ones are taken; with neither file samples are generated.
         num_tokens: of each prompt; generated ones are counted in the demo tokenizer's tokens.
 
     Raises:
-        ConfigurationError: the text cannot be read or is too short, or samples do not fit into the window.
+        ConfigurationError: a file cannot be read or has too little, or samples do not fit into the window.
     """
-    samples = (
-        _excerpts(tokenizer, Path(text), number, num_tokens)
-        if text
-        else _generated(tokenizer, number, num_tokens)
-    )
+    if text and data:
+        raise ConfigurationError(f"--text is {text} and --data {data}; give one of them")
+    if text:
+        samples = _excerpts(tokenizer, Path(text), number, num_tokens)
+    elif data:
+        samples = _asked(tokenizer, Path(data), number)
+    else:
+        samples = _generated(tokenizer, number, num_tokens)
     longest = max(len(sample.prompt) + len(sample.answer) for sample in samples)
     if longest > max_model_len:
+        given = f"--data {data}" if data else f"--length is {num_tokens}"
         raise ConfigurationError(
-            f"--length is {num_tokens}; samples come to {longest} of this model's tokens, whose window is "
-            f"{max_model_len}"
+            f"{given}; samples come to {longest} of this model's tokens, whose window is {max_model_len}"
         )
     return samples
 
@@ -63,6 +68,14 @@ def _generated(tokenizer: ChatTokenizer, number: int, num_tokens: int) -> list[S
         turn = tokenize(task.example(num_tokens=num_tokens, seed=_FIRST_SEED + i), tokenizer).turns[-1]
         samples.append(Sample(prompt=turn.prompt_token_ids, answer=turn.answer_token_ids))
     return samples
+
+
+def _asked(tokenizer: ChatTokenizer, path: Path, number: int) -> list[Sample]:
+    examples = read_data(path)
+    if len(examples) < number:
+        raise ConfigurationError(f"--data {path} has {len(examples)} examples; --samples is {number}")
+    turns = [tokenize(example, tokenizer).turns[-1] for example in examples[:number]]
+    return [Sample(prompt=turn.prompt_token_ids, answer=turn.answer_token_ids) for turn in turns]
 
 
 def _excerpts(tokenizer: ChatTokenizer, path: Path, number: int, num_tokens: int) -> list[Sample]:

@@ -68,17 +68,24 @@ class AnswerScorer:
         return scores, answers
 
     def greedy(self, pending: Sequence[PendingAnswer]) -> list[tuple[int, ...]]:
-        """The likeliest tokens up to an end token, or as many as an answer may have."""
-        continuations = [a.continuation.fork() for a in pending]
-        answers = [[int(a.logits.argmax())] for a in pending]
-        for _ in range(self._max_new_tokens - 1):
-            going = [i for i, answer in enumerate(answers) if answer[-1] not in self._eos_token_ids]
-            if not going:
-                break
-            logits = step_together([continuations[i] for i in going], [answers[i][-1] for i in going])
-            for i, token_id in zip(going, logits.argmax(-1).tolist(), strict=True):
-                answers[i].append(token_id)
-        return [tuple(answer) for answer in answers]
+        """As `greedy`, with this scorer's limit."""
+        return greedy(pending, eos_token_ids=self._eos_token_ids, max_new_tokens=self._max_new_tokens)
+
+
+def greedy(
+    pending: Sequence[PendingAnswer], *, eos_token_ids: tuple[int, ...], max_new_tokens: int
+) -> list[tuple[int, ...]]:
+    """The likeliest tokens up to an end token, or as many as an answer may have."""
+    continuations = [a.continuation.fork() for a in pending]
+    answers = [[int(a.logits.argmax())] for a in pending]
+    for _ in range(max_new_tokens - 1):
+        going = [i for i, answer in enumerate(answers) if answer[-1] not in eos_token_ids]
+        if not going:
+            break
+        logits = step_together([continuations[i] for i in going], [answers[i][-1] for i in going])
+        for i, token_id in zip(going, logits.argmax(-1).tolist(), strict=True):
+            answers[i].append(token_id)
+    return [tuple(answer) for answer in answers]
 
 
 def forced(

@@ -78,6 +78,12 @@ def test_contexts_beyond_those_measured_are_taken_for_the_nearest() -> None:
     assert CURVE.retention_at(0.9, nll=2.0) != CURVE.retention_at(0.9, nll=3.0)
 
 
+def test_no_retention_is_below_the_least_that_was_measured() -> None:
+    steep = replace(CURVE, calibration=Calibration(alpha=0.0, beta=-500.0))
+    assert steep.calibration.retention(0.95, nll=2.5) < 0.01
+    assert steep.retention_at(0.95, nll=2.5) == steep.retention_at(0.01, nll=2.5) == 0.1
+
+
 def test_a_prompt_is_judged_by_its_own_tokens() -> None:
     prompt = [i * i % 97 for i in range(300)]
     nll = estimate_context_nll(prompt, vocab_size=100)
@@ -88,12 +94,40 @@ def test_a_prompt_is_judged_by_its_own_tokens() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": 2},
+        {"format": 1},
         {"curves": {"snapkv": {"alpha": 1}}},
-        {"curves": {"snapkv": {"alpha": "x", "beta": 0, "lowest_nll": 0, "highest_nll": 1}}},
         {
             "curves": {
-                "snapkv": {"alpha": 1, "beta": 0, "lowest_nll": 2, "highest_nll": 1, "observations": []}
+                "snapkv": {"measure": "nll", "alpha": "x", "beta": 0, "lowest_nll": 0, "highest_nll": 1}
+            }
+        },
+        {
+            "curves": {
+                "snapkv": {"alpha": 1, "beta": 0, "lowest_nll": 0, "highest_nll": 1, "observations": []}
+            }
+        },
+        {
+            "curves": {
+                "snapkv": {
+                    "measure": "speed",
+                    "alpha": 1,
+                    "beta": 0,
+                    "lowest_nll": 0,
+                    "highest_nll": 1,
+                    "observations": [],
+                }
+            }
+        },
+        {
+            "curves": {
+                "snapkv": {
+                    "measure": "nll",
+                    "alpha": 1,
+                    "beta": 0,
+                    "lowest_nll": 2,
+                    "highest_nll": 1,
+                    "observations": [],
+                }
             }
         },
         {"curves": []},

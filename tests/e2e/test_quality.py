@@ -1,0 +1,49 @@
+"""The shipped curves: `quality` is the share of answers that stay the full cache's, for few of the bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.tools.recall.tasks import TASKS
+
+pytestmark = pytest.mark.xdist_group("stack")
+
+NUM_PROMPTS = 12
+QUALITY = 0.95
+
+
+def test_quality_95_of_snapkv_ships_at_most_a_third_of_the_bytes_and_answers_right(stack: Any) -> None:
+    examples = [TASKS["multi_key_8"].example(num_tokens=1024, seed=seed) for seed in range(NUM_PROMPTS)]
+
+    def answers(**compression: object) -> tuple[list[str], list[dict[str, Any]]]:
+        replies = [
+            httpx.post(
+                f"{stack.base_url}/v1/chat/completions",
+                json={
+                    "model": "demo",
+                    "messages": list(example.messages),
+                    "max_tokens": 12,
+                    "temperature": 0,
+                    "kv_compression": compression,
+                },
+                timeout=60,
+            )
+            .raise_for_status()
+            .json()
+            for example in examples
+        ]
+        return [its["choices"][0]["message"]["content"] for its in replies], [its["kv"] for its in replies]
+
+    full, _ = answers(method="full")
+    compressed, reports = answers(method="snapkv", quality=QUALITY)
+    right = [example.answer for example in examples]
+    num_right = sum(a == b for a, b in zip(full, right, strict=True))
+    assert num_right >= 0.9 * NUM_PROMPTS
+    assert sum(a == b for a, b in zip(compressed, right, strict=True)) >= num_right - 1
+    assert sum(a == b for a, b in zip(compressed, full, strict=True)) >= QUALITY * NUM_PROMPTS - 1
+    for report in reports:
+        assert report["quality"] == QUALITY
+        assert report["shipped_bytes"] <= report["full_bytes"] / 3
