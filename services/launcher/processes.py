@@ -1,4 +1,6 @@
-"""The stack as three processes: gRPC on loopback for control, ZeroMQ over ipc for blocks.
+"""The stack as three processes: gRPC on loopback for control, shared memory for blocks.
+
+Where that is not supported, blocks go over ZeroMQ's ipc.
 
     start: prefill and decode ──► both listen ──► router, with their addresses
     close: router (drains) ──► prefill and decode
