@@ -18,16 +18,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from kvferry.shared.errors import ConfigurationError, InvalidRequest
 
 Measure = Literal["agreement", "exact", "nll"]
 """What y is: the share of greedy answers that equal the full cache's; right answers as a share of the full
 cache's; or the NLL of right answers with the full cache over that with the compressed one."""
 
-_SMALL = 1e-8
+FLAT_SLOPE = 1e-8
 """With a slope nearer to 0 than this the curve is a straight line in float64."""
 _LARGE = 30.0
 CHUNK_TOKENS = 1024
@@ -63,11 +60,6 @@ class Calibration:
     alpha: float
     beta: float
 
-    def quality(self, retention: float, *, nll: float) -> float:
-        """The predicted quality of a context with this NLL at a retention of 0 to 1."""
-        rho, slope = torch.tensor([retention, self._slope(nll)], dtype=torch.float64)
-        return float(quality_curve(rho, slope))
-
     def retention(self, quality: float, *, nll: float) -> float:
         """The least retention, in [0, 1], at which the curve predicts this quality.
 
@@ -78,21 +70,6 @@ class Calibration:
 
     def _slope(self, nll: float) -> float:
         return self.alpha * nll + self.beta
-
-
-def quality_curve(retention: Tensor, slope: Tensor) -> Tensor:
-    """`f_b(rho) = expm1(b rho) / expm1(b)`: it rises from 0 at 0 to 1 at 1, and is rho if b is 0.
-
-    Args: retention: rho in [0, 1]. slope: b, of a shape that broadcasts.
-    Returns: float64.
-    """
-    rho, b = retention.double(), slope.double()
-    safe = torch.where(b.abs() < _SMALL, 1.0, b)
-    negative = -safe.abs()
-    # for b > 0: expm1(b rho) / expm1(b) = e^{b (rho - 1)} expm1(-b rho) / expm1(-b), which never overflows
-    ratio = torch.expm1(negative * rho) / torch.expm1(negative)
-    curve = torch.where(safe > 0, ratio * torch.exp(safe * (rho - 1)), ratio)
-    return torch.where(b.abs() < _SMALL, rho, curve)
 
 
 def retention_for(quality: float, slope: float) -> float:
@@ -107,7 +84,7 @@ def retention_for(quality: float, slope: float) -> float:
         )
     if quality in (0, 1):
         return float(quality)
-    if abs(slope) < _SMALL:
+    if abs(slope) < FLAT_SLOPE:
         retention = quality
     elif slope > _LARGE:
         # expm1(b) would overflow

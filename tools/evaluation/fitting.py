@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.shared.compression.calibration import Calibration, Observation, quality_curve
+from kvferry.shared.compression.calibration import FLAT_SLOPE, Calibration, Observation
 from kvferry.shared.compression.curves import FORMAT, ModelCurves, QualityCurve, load_curves
 from kvferry.shared.errors import ConfigurationError
 
@@ -22,6 +22,21 @@ OVER_PREDICTION_WEIGHT = 4.0
 publish its weight."""
 _STARTS = (-12.0, -4.0, -1.0, 1.0, 4.0, 12.0)
 _MAX_STEPS = 200
+
+
+def quality_curve(retention: Tensor, slope: Tensor) -> Tensor:
+    """`f_b(rho) = expm1(b rho) / expm1(b)`: it rises from 0 at 0 to 1 at 1, and is rho if b is 0.
+
+    Args: retention: rho in [0, 1]. slope: b, of a shape that broadcasts.
+    Returns: float64.
+    """
+    rho, b = retention.double(), slope.double()
+    safe = torch.where(b.abs() < FLAT_SLOPE, 1.0, b)
+    negative = -safe.abs()
+    # for b > 0: expm1(b rho) / expm1(b) = e^{b (rho - 1)} expm1(-b rho) / expm1(-b), which never overflows
+    ratio = torch.expm1(negative * rho) / torch.expm1(negative)
+    curve = torch.where(safe > 0, ratio * torch.exp(safe * (rho - 1)), ratio)
+    return torch.where(b.abs() < FLAT_SLOPE, rho, curve)
 
 
 def fit_calibration(

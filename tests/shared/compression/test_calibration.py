@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kvferry.shared.compression.calibration import (
     Observation,
-    quality_curve,
     retention_for,
 )
 from kvferry.shared.errors import ConfigurationError, InvalidRequest
+from kvferry.tools.evaluation.fitting import quality_curve
 
 RETENTIONS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)
 shares = st.floats(0, 1)
