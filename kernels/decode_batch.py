@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.descriptors import LENGTH
-from kvferry.kernels.dispatch import path_for
+from kvferry.kernels.dispatch import path_for, planned_path, shape_problem
 
 Alone = Callable[[int, Callable[[], Tensor]], Tensor | None]
 """(slot, attend) -> the result of `attend`; None if the slot has failed, now or before."""
@@ -63,6 +63,16 @@ class BatchShape:
     def of_slots(self, num_slots: int) -> BatchShape:
         """The same with another number of slots."""
         return replace(self, num_slots=num_slots)
+
+
+class StepInput(NamedTuple):
+    """A step's input in one layer, for the first S slots: queries `[S, H_kv, G, D]`, keys and values
+    `[S, H_kv, D]`, and the softmax scale."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    scaling: float
 
 
 class NewToken(NamedTuple):
@@ -169,19 +179,19 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         op: as `dispatch.py` names it.
         shape: of the largest batch.
         base: the buffer that descriptors count from, one-dimensional in the rows' dtype; the arena.
-        is_launched: whether Triton kernels run it, so that a step does not wait for the device.
         empty: see `HeadTables`.
+
+    Attributes: is_launched: whether Triton kernels run it, so that a step does not wait for the device.
     """
 
-    def __init__(
-        self, op: str, shape: BatchShape, base: Tensor, *, is_launched: bool, empty: Sequence[int]
-    ) -> None:
-        self.is_launched = is_launched
+    def __init__(self, op: str, shape: BatchShape, base: Tensor, *, empty: Sequence[int]) -> None:
+        problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim)
+        self.is_launched = planned_path(op, shape.device, problem) != "torch"
         self.op, self._shape, self._base = op, shape, base
         self._layers: list[dict[int, Rows]] = [{} for _ in range(shape.num_layers)]
         self._placed_at: dict[int, int] = {}
         self._num_steps = 0
-        if is_launched:
+        if self.is_launched:
             size = (shape.num_slots, shape.num_kv_heads, shape.group_size, shape.head_dim)
             self._tables = HeadTables(shape, empty)
             self._output = torch.zeros(size, dtype=shape.dtype, device=shape.device)
@@ -224,30 +234,20 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
     def scratch(self, num_slots: int) -> Scratch:
         """Scratch memory for steps over the first slots, while `size()` stays the same."""
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        scaling: float,
-        alone: Alone,
-        scratch: Scratch | None,
-    ) -> Tensor:
+    def attend(self, layer: int, step: StepInput, *, alone: Alone, scratch: Scratch | None) -> Tensor:
         """Append a row to every slot of this kind and attend.
 
         Args:
-            queries `[S, H_kv, G, D]`; keys, values `[S, H_kv, D]`, of the first S slots.
             alone: runs one slot's part, used if no kernel runs them all.
             scratch: for S slots; needed if kernels run the op.
         Returns: `[S, H_kv, G, D]`, zero in the other slots; valid until the next call.
         """
         path_for(self.op, self._shape.device)
+        queries, keys, values, scaling = step
         if scratch is not None:
             output = self._output[: len(queries)]
-            inputs = (queries.contiguous(), keys.contiguous(), values.contiguous())
-            self._launch(layer, *inputs, scaling, scratch, output)
+            step = StepInput(queries.contiguous(), keys.contiguous(), values.contiguous(), scaling)
+            self._launch(layer, step, scratch, output)
             return output
         by_slot = list(zip(queries.unbind(0), keys.unbind(0), values.unbind(0), strict=True))
         attended: dict[int, Tensor] = {}
@@ -273,16 +273,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         """Append a row and attend for one slot in torch. Returns: `[H_kv, G, D]`."""
 
     @abstractmethod
-    def _launch(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scaling: float,
-        scratch: Scratch,
-        output: Tensor,
-    ) -> None:
+    def _launch(self, layer: int, step: StepInput, scratch: Scratch, output: Tensor) -> None:
         """Append and attend for the first slots into `output`; all tensors are contiguous."""
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewToken, SlotBatch
+from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewToken, SlotBatch, StepInput
 from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_splits, split_workspace
-from kvferry.kernels.dispatch import planned_path, shape_problem
 from kvferry.kernels.torch_attention import attend_rows
 
 
@@ -14,9 +13,7 @@ class DenseBatch(SlotBatch[CachedRows, SplitWorkspace]):
     """A `SlotBatch` by dense attention."""
 
     def __init__(self, shape: BatchShape, base: Tensor) -> None:
-        problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim)
-        is_launched = planned_path("dense_decode", shape.device, problem) != "torch"
-        super().__init__("dense_decode", shape, base, is_launched=is_launched, empty=[0] * ROW_FIELDS)
+        super().__init__("dense_decode", shape, base, empty=[0] * ROW_FIELDS)
 
     def size(self) -> None:
         """See `SlotBatch.size`: it depends on nothing else."""
@@ -30,29 +27,20 @@ class DenseBatch(SlotBatch[CachedRows, SplitWorkspace]):
     def _attend_one(self, layer: int, slot: int, rows: CachedRows, token: NewToken) -> Tensor:
         return attend_rows(token.queries, *rows.append(token), scaling=token.scaling)
 
-    def _launch(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scaling: float,
-        scratch: SplitWorkspace,
-        output: Tensor,
-    ) -> None:
+    def _launch(self, layer: int, step: StepInput, scratch: SplitWorkspace, output: Tensor) -> None:
         # a CPU install has no Triton
         from kvferry.kernels.dense_decode.triton_kernel import dense_decode_batch
         from kvferry.kernels.split_attention import append_rows
 
-        heads = self._tables.layer(layer, len(queries))
-        append_rows(self._base, heads, keys, values)
+        heads = self._tables.layer(layer, len(step.queries))
+        append_rows(self._base, heads, step.keys, step.values)
         dense_decode_batch(
-            queries,
+            step.queries,
             self._base,
             self._base,
             heads,
             row_stride=self._shape.head_dim,
-            scaling=scaling,
+            scaling=step.scaling,
             workspace=scratch,
             num_splits=len(scratch.lse) // len(heads),
             output=output,

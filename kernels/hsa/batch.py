@@ -23,11 +23,11 @@ from kvferry.kernels.decode_batch import (
     Fields,
     NewToken,
     SlotBatch,
+    StepInput,
     in_buckets,
     row_fields,
 )
 from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_splits, split_workspace
-from kvferry.kernels.dispatch import planned_path, shape_problem
 from kvferry.kernels.hsa.torch_path import (
     CacheViews,
     RankedQueries,
@@ -155,9 +155,7 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
     """A `SlotBatch` by `hsa.append_row` and `hsa.attend`."""
 
     def __init__(self, shape: BatchShape, base: Tensor) -> None:
-        problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim)
-        is_launched = planned_path("hsa", shape.device, problem) != "torch"
-        super().__init__("hsa", shape, base, is_launched=is_launched, empty=_EMPTY)
+        super().__init__("hsa", shape, base, empty=_EMPTY)
         self._sizes: dict[int, SparseSize] = {}
         self._views: dict[tuple[int, int], CacheViews] = {}
         self._ranked: dict[int, RankedQueries] = {}
@@ -187,22 +185,12 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
         """See `SlotBatch.scratch`."""
         return HsaScratch.of(self.size(), self._output[:num_slots])
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        scaling: float,
-        alone: Alone,
-        scratch: HsaScratch | None,
-    ) -> Tensor:
+    def attend(self, layer: int, step: StepInput, *, alone: Alone, scratch: HsaScratch | None) -> Tensor:
         """See `SlotBatch.attend`; in torch the channels of several slots are ranked together."""
         if scratch is None:
             members = self._layers[layer]
-            self._ranked = _rank_together(members, queries, scaling) if len(members) > 1 else {}
-        return super().attend(layer, queries, keys, values, scaling=scaling, alone=alone, scratch=scratch)
+            self._ranked = _rank_together(members, step) if len(members) > 1 else {}
+        return super().attend(layer, step, alone=alone, scratch=scratch)
 
     def _attend_one(self, layer: int, slot: int, rows: SparseRows, token: NewToken) -> Tensor:
         keys, values = rows.append(token)
@@ -224,45 +212,31 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
     def _fields(self, rows: SparseRows) -> Fields:
         return sparse_fields(self._base, rows)
 
-    def _launch(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scaling: float,
-        scratch: HsaScratch,
-        output: Tensor,
-    ) -> None:
+    def _launch(self, layer: int, step: StepInput, scratch: HsaScratch, output: Tensor) -> None:
         # a CPU install has no Triton
         from kvferry.kernels.hsa.triton_kernel import append_and_attend_batch
 
-        heads = self._tables.layer(layer, len(queries))
         append_and_attend_batch(
-            queries,
+            step.queries,
             self._base,
-            heads,
+            self._tables.layer(layer, len(step.queries)),
             scratch,
-            scaling=scaling,
+            scaling=step.scaling,
             output=output,
-            new_keys=keys,
-            new_values=values,
+            new_keys=step.keys,
+            new_values=step.values,
         )
 
 
-def _rank_together(
-    members: Mapping[int, SparseRows], queries: Tensor, scaling: float
-) -> dict[int, RankedQueries]:
-    """By slot: `rank_channels` of all sequences that read equally many channels, by one call.
-
-    Args: queries `[S, H_kv, G, D]`.
-    """
+def _rank_together(members: Mapping[int, SparseRows], step: StepInput) -> dict[int, RankedQueries]:
+    """By slot: `rank_channels` of all sequences that read equally many channels, by one call."""
     found: dict[int, RankedQueries] = {}
+    queries = step.queries
     num_kv_heads = queries.shape[1]
     for num_channels in {rows.num_channels for rows in members.values()}:
         slots = sorted(slot for slot, rows in members.items() if rows.num_channels == num_channels)
         of_slots = queries if len(slots) == queries.shape[0] else queries[slots]
-        ranked = rank_channels(of_slots.flatten(0, 1), num_channels=num_channels, scaling=scaling)
+        ranked = rank_channels(of_slots.flatten(0, 1), num_channels=num_channels, scaling=step.scaling)
         for i, slot in enumerate(slots):
             found[slot] = ranked.heads(i * num_kv_heads, (i + 1) * num_kv_heads)
     return found

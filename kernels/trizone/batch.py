@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewToken, SlotBatch, in_buckets
+from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewToken, SlotBatch, StepInput, in_buckets
 from kvferry.kernels.descriptors import ROW_FIELDS, choose_num_splits
-from kvferry.kernels.dispatch import planned_path, shape_problem
 from kvferry.kernels.packed import PackedLayer
 from kvferry.kernels.trizone.torch_path import trizone_decode_segments
 from kvferry.kernels.trizone.work_list import (
@@ -60,12 +59,10 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
     """
 
     def __init__(self, shape: BatchShape, base: Tensor, codes: Tensor) -> None:
-        problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim)
-        is_launched = planned_path("trizone", shape.device, problem) != "torch"
-        super().__init__("trizone", shape, base, is_launched=is_launched, empty=[0] * ROW_FIELDS)
+        super().__init__("trizone", shape, base, empty=[0] * ROW_FIELDS)
         self._codes = codes
         self._num_items = 0
-        if is_launched:
+        if self.is_launched:
             size = (shape.num_layers, shape.num_heads, ENTRY_FIELDS)
             self._entries = torch.zeros(size, dtype=torch.int64, device=shape.device)
             self._items = torch.zeros(shape.num_layers, 0, ITEM_FIELDS, dtype=torch.int32)
@@ -159,31 +156,22 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         keys, values = rows.append(token)
         return trizone_decode_segments(token.queries, (rows.packed,), keys, values, scaling=token.scaling)
 
-    def _launch(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scaling: float,
-        scratch: PackedScratch,
-        output: Tensor,
-    ) -> None:
+    def _launch(self, layer: int, step: StepInput, scratch: PackedScratch, output: Tensor) -> None:
         # a CPU install has no Triton
         from kvferry.kernels.split_attention import append_rows
         from kvferry.kernels.trizone.triton_kernel import trizone_decode_batch
 
-        heads = self._tables.layer(layer, len(queries))
-        append_rows(self._base, heads, keys, values)
+        heads = self._tables.layer(layer, len(step.queries))
+        append_rows(self._base, heads, step.keys, step.values)
         trizone_decode_batch(
-            queries,
+            step.queries,
             self._base,
             self._base,
             heads,
             self._codes,
             scratch.works[layer],
             row_stride=self._shape.head_dim,
-            scaling=scaling,
+            scaling=step.scaling,
             scratch=scratch.launches,
             output=output,
         )

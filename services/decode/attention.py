@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.kernels.decode_batch import BatchShape, CachedRows, SlotBatch
+from kvferry.kernels.decode_batch import BatchShape, CachedRows, SlotBatch, StepInput
 from kvferry.kernels.dense_decode.batch import DenseBatch
 from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
 from kvferry.kernels.trizone.batch import PackedRows, TriZoneBatch
@@ -119,23 +119,21 @@ class SlotAttention:
         """Count a finished step."""
         self._num_steps += 1
 
-    def attend_unbatched(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float
-    ) -> Tensor | None:
+    def attend_unbatched(self, layer: int, step: StepInput) -> Tensor | None:
         """Attend for the slots without a kernel in this layer. Returns: `[S, H_kv, G, D]`, None if none."""
         output: Tensor | None = None
         for slot, member in self._members.items():
             cache = member.unbatched.get(layer)
             if cache is None:
                 continue
-            output = torch.zeros_like(queries) if output is None else output
+            output = torch.zeros_like(step.queries) if output is None else output
             attend = partial(
                 cache.append_and_attend,
-                queries[slot],
-                keys[slot],
-                values[slot],
+                step.queries[slot],
+                step.keys[slot],
+                step.values[slot],
                 num_appended=member.num_appended + self._num_steps - member.placed_at,
-                scaling=scaling,
+                scaling=step.scaling,
             )
             attended = self.run_alone(slot, attend)
             if attended is not None:
@@ -199,15 +197,13 @@ class BatchAttention:
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """See `DecodeAttention.__call__`."""
-        slots = self._slots
+        slots, step = self._slots, StepInput(queries, keys, values, scaling)
         outputs = [
-            batch.attend(
-                layer, queries, keys, values, scaling=scaling, alone=slots.run_alone, scratch=scratch
-            )
+            batch.attend(layer, step, alone=slots.run_alone, scratch=scratch)
             for batch, layers, scratch in self._batches
             if layer in layers
         ]
-        unbatched = slots.attend_unbatched(layer, queries, keys, values, scaling)
+        unbatched = slots.attend_unbatched(layer, step)
         if unbatched is not None:
             outputs.append(unbatched)
         if not outputs:

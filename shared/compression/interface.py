@@ -92,6 +92,26 @@ class LayerShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sizing:
+    """The budget of one layer, from which its format computes exact sizes.
+
+    Attributes:
+        layer: its index in the model.
+        rows: the layer's budget as prompt rows per KV head; decode's attention chooses from them.
+        budget: t, the plan's budget in tokens.
+        packed_budget: B_tok, for a format that spreads its bits over more tokens than `rows`.
+    """
+
+    layer: int
+    rows: int
+    budget: int
+    packed_budget: int
+    num_prompt_tokens: int
+    max_new_tokens: int
+    head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerInputs:
     """One layer of one prompt, as prefill computed it.
 

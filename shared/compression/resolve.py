@@ -18,7 +18,7 @@ from typing import get_args
 from kvferry.shared.compression.attention.kinds import check_attention, chooses_rows
 from kvferry.shared.compression.d2o.layer_budgets import Normalisation
 from kvferry.shared.compression.formats import format_class
-from kvferry.shared.compression.formats.interface import Sizing
+from kvferry.shared.compression.interface import Sizing
 from kvferry.shared.compression.plan import (
     Allowed,
     Between,

@@ -27,7 +27,7 @@ from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
 from kvferry.shared.errors import HistoryMiss, KvferryError, SessionBusy, StoreUnavailable
 from kvferry.shared.history.records import RecordTable, StoredRecord, common_prefix
 from kvferry.shared.history.rows import RowChunk, part_of, piece_chunks
-from kvferry.shared.history.storage import Storage
+from kvferry.shared.history.storage import Storage, new_record
 from kvferry.shared.history.stored_format import TierRecord
 
 log = structlog.get_logger(__name__)
@@ -257,8 +257,9 @@ class BackTier:
             self.storage.touch(session, base)
             written = base
         else:
-            written = self.storage.write(
+            new = new_record(
                 session,
+                shape=self.storage.shape,
                 base=base,
                 num_base_tokens=num_base_tokens,
                 token_ids=record.token_ids,
@@ -267,7 +268,10 @@ class BackTier:
                     for layer in range(self.storage.shape.num_layers)
                 ],
                 method=commit.method,
+                value_bytes=self.storage.value_bytes,
             )
+            self.storage.write(session, base, new)
+            written = new.record
         with self._records.lock:
             self._rebuilds.discard(session)
             _remember(self._fences, session, written.fence)

@@ -32,7 +32,7 @@ import msgspec
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import ConfigurationError, HistoryMiss, SessionBusy, StoreUnavailable
 from kvferry.shared.history.rows import RowChunk
-from kvferry.shared.history.storage import VALUE_BYTES, NewRecord, new_record
+from kvferry.shared.history.storage import VALUE_BYTES, NewRecord
 from kvferry.shared.history.stored_format import (
     CHUNK_HEADER_BYTES,
     SegmentEntry,
@@ -86,7 +86,7 @@ class DiskHistory:
         self._folder = folder
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
-        self._value_bytes = value_bytes
+        self.value_bytes = value_bytes
         self._wall_clock = wall_clock
         try:
             with self._locked():
@@ -134,20 +134,7 @@ class DiskHistory:
 
     # ---- writing -----------------------------------------------------------------------------------------
 
-    def write(
-        self,
-        session: SessionKey,
-        *,
-        base: TierRecord | None,
-        num_base_tokens: int,
-        token_ids: Sequence[int],
-        layers: Sequence[Sequence[RowChunk]],
-        method: str,
-    ) -> TierRecord:
-        new = new_record(
-            session, shape=self.shape, base=base, num_base_tokens=num_base_tokens, token_ids=token_ids,
-            layers=layers, method=method, value_bytes=self._value_bytes,
-        )  # fmt: skip
+    def write(self, session: SessionKey, base: TierRecord | None, new: NewRecord) -> None:
         header = _segment_header(new)
         folder = self._session_folder(session)
         named = {self._segment_path(session, entry) for entry in new.record.segments}
@@ -174,7 +161,6 @@ class DiskHistory:
                 file.write(new.value)
             _remove(folder, spared=named | {folder / "record"})
             self._size_bytes = sum(size for _, size, _ in self._sessions())
-        return new.record
 
     def touch(self, session: SessionKey, record: TierRecord) -> None:
         with _named_errors():

@@ -18,7 +18,7 @@ node:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvferry.shared.control.messages import SessionKey
@@ -26,7 +26,7 @@ from kvferry.shared.errors import HistoryMiss, KvferryError, SessionBusy
 from kvferry.shared.history.redis_client import Client, RedisLink
 from kvferry.shared.history.redis_quota import KEY_PREFIX, RedisQuota
 from kvferry.shared.history.rows import RowChunk
-from kvferry.shared.history.storage import VALUE_BYTES, NewRecord, new_record
+from kvferry.shared.history.storage import VALUE_BYTES, NewRecord
 from kvferry.shared.history.stored_format import (
     FENCE_BYTES,
     FENCE_OFFSET,
@@ -71,7 +71,7 @@ class RedisHistory:
         self._quota = quota
         self._ttl_ms = int(ttl_s * 1000)
         self._value_ttl_ms = int((ttl_s + _VALUE_GRACE_S) * 1000)
-        self._value_bytes = value_bytes
+        self.value_bytes = value_bytes
 
     @property
     def size_bytes(self) -> int:
@@ -93,20 +93,7 @@ class RedisHistory:
         values = self._link.call(lambda client: client.mget(keys))
         return read_values(wanted, values, shape=self.shape, layer=layer)
 
-    def write(
-        self,
-        session: SessionKey,
-        *,
-        base: TierRecord | None,
-        num_base_tokens: int,
-        token_ids: Sequence[int],
-        layers: Sequence[Sequence[RowChunk]],
-        method: str,
-    ) -> TierRecord:
-        new = new_record(
-            session, shape=self.shape, base=base, num_base_tokens=num_base_tokens, token_ids=token_ids,
-            layers=layers, method=method, value_bytes=self._value_bytes,
-        )  # fmt: skip
+    def write(self, session: SessionKey, base: TierRecord | None, new: NewRecord) -> None:
         for victim in self._quota.reserve(session, new.record.size_bytes):
             self.delete(victim)
         try:
@@ -117,7 +104,6 @@ class RedisHistory:
             self._undo(session, new.entry, base)
             raise
         self._collect(session, new.record, base)
-        return new.record
 
     def touch(self, session: SessionKey, record: TierRecord) -> None:
         self._quota.reserve(session, record.size_bytes)

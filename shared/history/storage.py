@@ -35,11 +35,13 @@ class Storage(Protocol):
     Attributes:
         name: of the tier.
         shape: of the rows that it stores.
+        value_bytes: as `new_record` takes it.
         size_bytes: of all workers' sessions, as of this worker's last write or deletion.
     """
 
     name: str
     shape: StoredShape
+    value_bytes: int
 
     @property
     def size_bytes(self) -> int: ...
@@ -54,17 +56,8 @@ class Storage(Protocol):
         """A layer's rows of tokens [start, stop). Raises: HistoryMiss, reason "evicted" or "corrupt"."""
         ...
 
-    def write(
-        self,
-        session: SessionKey,
-        *,
-        base: TierRecord | None,
-        num_base_tokens: int,
-        token_ids: Sequence[int],
-        layers: Sequence[Sequence[RowChunk]],
-        method: str,
-    ) -> TierRecord:
-        """Publish `token_ids`: the base's first `num_base_tokens`, then a new segment of `layers`' rows.
+    def write(self, session: SessionKey, base: TierRecord | None, new: NewRecord) -> None:
+        """Publish a new record in the place of the base.
 
         Raises:
             SessionBusy: the session's record is no longer the base.
@@ -128,7 +121,10 @@ def new_record(
     method: str,
     value_bytes: int,
 ) -> NewRecord:
-    """The record of `token_ids`: the base's first `num_base_tokens`, then a new segment of `layers`' rows."""
+    """The record of `token_ids`: the base's first `num_base_tokens`, then a new segment of `layers`' rows.
+
+    Args: value_bytes: bytes of one value, about.
+    """
     num_tokens = sum(chunk.num_tokens for chunk in layers[0])
     layer_bytes = max(sum(chunk.size_bytes for chunk in chunks) for chunks in layers)
     value_tokens = _value_tokens(layers, max(1, value_bytes * num_tokens // max(1, layer_bytes)))

@@ -18,7 +18,7 @@ from kvferry.kernels import exact_topk, hsa, packed_hsa, quest, sparq
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.trizone import trizone_decode_segments
 from kvferry.shared.compression.attention.interface import AttentionKind, CacheView
-from kvferry.shared.compression.interface import LayerShape, TensorSpec
+from kvferry.shared.compression.interface import LayerShape, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Allowed, Between, Part, look_up, read_params
 from kvferry.shared.errors import InvalidRequest
 
@@ -304,15 +304,7 @@ def check_attention(part: Part, *, scorer: Part | None) -> None:
     read_params(f"attention {part.name!r}", part.params, allowed)
 
 
-def size_attention(
-    part: Part,
-    *,
-    layer: int,
-    cap: int,
-    budget: int,
-    head_dim: int,
-    packed_per_row: Fraction | None = None,
-) -> Part:
+def size_attention(part: Part, sizing: Sizing, *, cap: int, packed_per_row: Fraction | None = None) -> Part:
     """The attention of one layer: the kind's name and its sizes.
 
     Half of a sparse attention's traffic reads estimates, the other half reads tokens. Packed tokens have
@@ -320,20 +312,18 @@ def size_attention(
 
     Args:
         part: a plan's attention, as `check_attention` accepts it.
-        layer: its index in the model.
-        cap, budget, head_dim: as in `AttentionKind.sized`; of a packed layer, cap is the most tokens that a
-            head packs.
+        cap: as in `AttentionKind.sized`; of a packed layer, the most tokens that a head packs.
         packed_per_row: how many packed tokens take the bytes of one row; None if rows are not packed.
     """
-    if part.name == "dense" or layer < int(part.params.get("dense_layers", 0)):
+    if part.name == "dense" or sizing.layer < int(part.params.get("dense_layers", 0)):
         return Part(name="dense")
     if part.name in EVICTIONS:
         return Part(name=part.name)
-    kind = ATTENTIONS[part.name].sized(cap=cap, budget=budget, head_dim=head_dim)
+    kind = ATTENTIONS[part.name].sized(cap=cap, budget=sizing.budget, head_dim=sizing.head_dim)
     sized = Part(name=part.name, params=dict(asdict(kind)))
     if packed_per_row is None:
         return sized
-    attended = min(max(int(budget * packed_per_row / 2), 1), cap)
+    attended = min(max(int(sizing.budget * packed_per_row / 2), 1), cap)
     return replace(sized, params={**sized.params, "num_tokens": attended})
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvferry.kernels.decode_batch import CachedRows
 from kvferry.kernels.packed import PackedLayer
 from kvferry.shared.compression.attention.interface import CacheView
-from kvferry.shared.compression.interface import LayerInputs, LayerShape, TensorSpec
+from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Allowed, CompressionPlan, LayerPlan, Part, read_params
 from kvferry.shared.errors import InvalidRequest
 
@@ -40,26 +40,6 @@ class InvalidTensors(ValueError):
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizing:
-    """The budget of one layer, from which its format computes exact sizes.
-
-    Attributes:
-        layer: its index in the model.
-        rows: the layer's budget as prompt rows per KV head; decode's attention chooses from them.
-        budget: t, the plan's budget in tokens.
-        packed_budget: B_tok, for a format that spreads its bits over more tokens than `rows`.
-    """
-
-    layer: int
-    rows: int
-    budget: int
-    packed_budget: int
-    num_prompt_tokens: int
-    max_new_tokens: int
-    head_dim: int
 
 
 class LayerCache(ABC):

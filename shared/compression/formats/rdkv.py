@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kvferry.kernels.packed import max_packed_bytes
 from kvferry.shared.compression.attention.kinds import make_attention, size_attention
-from kvferry.shared.compression.formats.interface import Sizing, Specs, Tensors
+from kvferry.shared.compression.formats.interface import Specs, Tensors
 from kvferry.shared.compression.formats.packed import PackedFormat
-from kvferry.shared.compression.interface import LayerInputs, LayerShape, TensorSpec
+from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Allowed, CompressionPlan, LayerPlan, ParamValue, Part, read_params
 from kvferry.shared.compression.rdkv.compress import (
     RDKV_PARAMS,
@@ -82,10 +82,8 @@ class Rdkv(PackedFormat):
         rows = min(num_tokens, _TOKENS_PER_BUDGET_TOKEN * budget)
         attention = size_attention(
             plan.attention,
-            layer=sizing.layer,
+            sizing,
             cap=rows,
-            budget=sizing.budget,
-            head_dim=sizing.head_dim,
             packed_per_row=Fraction(min(rows, _TOKENS_OF_4_BITS * budget), budget),
         )
         return LayerPlan(rows=rows, attention=attention, representation=Part(name="rdkv", params=sizes))

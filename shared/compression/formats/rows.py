@@ -34,7 +34,6 @@ from kvferry.shared.compression.formats.interface import (
     LayerCache,
     LayerFormat,
     NaiveLayer,
-    Sizing,
     Specs,
     Tensors,
     cache_view,
@@ -43,7 +42,7 @@ from kvferry.shared.compression.formats.interface import (
     on_host,
 )
 from kvferry.shared.compression.formats.kivi import Kivi
-from kvferry.shared.compression.interface import LayerInputs, LayerShape
+from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing
 from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, Part, read_params
 from kvferry.shared.errors import InvalidRequest
 
@@ -78,13 +77,7 @@ class Rows(LayerFormat):
 
     @classmethod
     def plan_layer(cls, plan: CompressionPlan, sizing: Sizing) -> LayerPlan:
-        attention = size_attention(
-            plan.attention,
-            layer=sizing.layer,
-            cap=sizing.rows,
-            budget=sizing.budget,
-            head_dim=sizing.head_dim,
-        )
+        attention = size_attention(plan.attention, sizing, cap=sizing.rows)
         return LayerPlan(rows=sizing.rows, attention=attention, representation=_wire_part(plan))
 
     @classmethod

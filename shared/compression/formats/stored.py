@@ -18,11 +18,11 @@ from kvferry.shared.compression.formats.interface import (
     LayerCache,
     LayerFormat,
     NaiveLayer,
-    Sizing,
     Specs,
     Tensors,
     on_host,
 )
+from kvferry.shared.compression.interface import Sizing
 from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part
 from kvferry.shared.errors import InvalidRequest
 

@@ -20,13 +20,12 @@ from kvferry.shared.compression.attention.kinds import make_attention, size_atte
 from kvferry.shared.compression.formats.interface import (
     SIZED_ALLOCATIONS,
     InvalidTensors,
-    Sizing,
     Specs,
     Tensors,
     select_rows,
 )
 from kvferry.shared.compression.formats.packed import PackedFormat
-from kvferry.shared.compression.interface import LayerInputs, LayerShape, TensorSpec
+from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Allowed, CompressionPlan, LayerPlan
 
 
@@ -54,14 +53,8 @@ class Uniform(PackedFormat):
         widths = cls.params(plan.representation)
         rows = max(rows_within(sizing.rows, num_tokens, head_dim, **widths), 1)
         packed_bytes = _packed_bytes(rows, num_tokens, head_dim, **widths)
-        attention = size_attention(
-            plan.attention,
-            layer=sizing.layer,
-            cap=rows,
-            budget=sizing.budget,
-            head_dim=head_dim,
-            packed_per_row=Fraction(rows * _row_bytes(head_dim), packed_bytes),
-        )
+        per_row = Fraction(rows * _row_bytes(head_dim), packed_bytes)
+        attention = size_attention(plan.attention, sizing, cap=rows, packed_per_row=per_row)
         return LayerPlan(rows=rows, attention=attention, representation=plan.representation)
 
     @classmethod

@@ -14,8 +14,8 @@ from kvferry.kernels.packed import max_packed_bytes
 from kvferry.shared.cache.arena import ALIGNMENT_BYTES, sequence_layout
 from kvferry.shared.compression.formats import format_class, make_formats
 from kvferry.shared.compression.formats.evicting import Evicting
-from kvferry.shared.compression.formats.interface import Sizing
 from kvferry.shared.compression.formats.rdkv import Rdkv
+from kvferry.shared.compression.interface import Sizing
 from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan

@@ -28,6 +28,7 @@ from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import ConfigurationError, HistoryMiss, SessionBusy
 from kvferry.shared.history.disk_history import DiskHistory
 from kvferry.shared.history.rows import RowPrecision, chunk_rows
+from kvferry.shared.history.storage import new_record
 from kvferry.shared.history.stored_format import StoredShape, TierRecord, read_record
 
 A = SessionKey(owner="key-a", session_id="s")
@@ -475,9 +476,17 @@ def test_any_part_of_any_segment_is_read_as_it_was_written(
         for _ in range(2)
     ]
     num_tokens = sum(cuts)
-    disk.write(
-        A, base=None, num_base_tokens=0, token_ids=range(num_tokens), layers=layers, method="full"
-    )  # fmt: skip
+    new = new_record(
+        A,
+        shape=shape,
+        base=None,
+        num_base_tokens=0,
+        token_ids=range(num_tokens),
+        layers=layers,
+        method="full",
+        value_bytes=value_bytes,
+    )
+    disk.write(A, None, new)
     record = disk.record(A)
     assert record is not None
     assert record.token_ids == tuple(range(num_tokens))

@@ -22,7 +22,7 @@ from kvferry.shared.compression.attention.kinds import (
     make_attention,
     size_attention,
 )
-from kvferry.shared.compression.interface import LayerShape
+from kvferry.shared.compression.interface import LayerShape, Sizing
 from kvferry.shared.compression.plan import Part
 from kvferry.shared.errors import InvalidRequest
 
@@ -78,10 +78,24 @@ def test_up_to_the_tokens_attended_every_row_is_read_and_no_estimate(name: str) 
     assert kind.read_bytes(SHAPE, 10) == HEADS * 2 * 10 * D * 4
 
 
+def sized(part: Part, *, layer: int, cap: int, budget: int) -> Part:
+    """The attention of one layer of rows."""
+    sizing = Sizing(
+        layer=layer,
+        rows=cap,
+        budget=budget,
+        packed_budget=budget,
+        num_prompt_tokens=cap,
+        max_new_tokens=1,
+        head_dim=D,
+    )
+    return size_attention(part, sizing, cap=cap)
+
+
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_appending_row_by_row_attends_as_building_at_once_does(name: str, group: int) -> None:
-    kind = make_attention(size_attention(Part(name=name), layer=0, cap=40, budget=12, head_dim=D))
+    kind = make_attention(sized(Part(name=name), layer=0, cap=40, budget=12))
     generator = torch.Generator().manual_seed(5)
     rows = torch.randn(2, HEADS, 41, D, generator=generator)
     grown = torch.full_like(rows, torch.nan)
@@ -129,8 +143,8 @@ def test_pages_of_one_token_are_the_keys_themselves_and_take_no_memory(kind: Hsa
 def test_the_first_layers_may_attend_densely(name: str) -> None:
     part = Part(name=name, params={"dense_layers": 2})
     check_attention(part, scorer=SCORERS_OF.get(name))
-    sized = [size_attention(part, layer=i, cap=100, budget=20, head_dim=D).name for i in range(4)]
-    assert sized == ["dense", "dense", name, name]
+    names = [sized(part, layer=i, cap=100, budget=20).name for i in range(4)]
+    assert names == ["dense", "dense", name, name]
 
 
 @pytest.mark.parametrize(

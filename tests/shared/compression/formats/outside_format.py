@@ -15,7 +15,6 @@ from kvferry.shared.compression.formats.interface import (
     LayerCache,
     LayerFormat,
     NaiveLayer,
-    Sizing,
     Specs,
     Tensors,
     check_index,
@@ -23,7 +22,7 @@ from kvferry.shared.compression.formats.interface import (
     on_host,
     select_rows,
 )
-from kvferry.shared.compression.interface import LayerInputs, LayerShape, Method, TensorSpec
+from kvferry.shared.compression.interface import LayerInputs, LayerShape, Method, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part, read_params
 from kvferry.shared.errors import InvalidRequest
 
