@@ -268,6 +268,7 @@ class PrefillEngine:
             reuse_source=turn.reuse_source if turn is not None else "session",
             retained_fractions=layers.kept_map.fractions() if layers.kept_map is not None else (),
             history_source=job.history_source,
+            prompt_logprobs=tuple(layers.logprobs.tokens) if layers.logprobs is not None else (),
             history_tier=next((tier for tier, count in reversed(reused_by_tier.items()) if count), ""),
         )
         if not request.probe:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvferry.services.prefill.host_copies import HostCopies
 from kvferry.services.prefill.job import PrefillJob
+from kvferry.services.prefill.prompt_logprobs import PromptLogprobs
 from kvferry.services.prefill.schedule import Pauses
 from kvferry.shared.cache.delta import NEW_ROWS, Positions, delta_tensors, layer_positions
 from kvferry.shared.compression.compress import WaitingLayer, allocate_rows, measure_layer
@@ -59,6 +60,7 @@ class PromptPass:
     Attributes:
         positions: of the rows of each layer shipped so far, as `RetainedRows.layers`.
         kept_map: selected rows by parts of the prompt; None if the request wants none.
+        logprobs: of the prompt's tokens; None if the request wants none.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class PromptPass:
         self.positions: dict[int, Positions | None] = {}
         bins = job.request.retained_bins
         self.kept_map = KeptMap(num_tokens=job.resolved.num_prompt_tokens, num_bins=bins) if bins else None
+        count = job.request.prompt_logprobs
+        self.logprobs = PromptLogprobs(job.request.prompt_token_ids, count) if count is not None else None
         self._job = job
         self._model = model
         self._copies = copies
@@ -120,7 +124,12 @@ class PromptPass:
     def _forward(self) -> Tensor:
         start = self._job.num_reused
         new_ids = torch.tensor(self._job.request.prompt_token_ids[start:], dtype=torch.int64)
-        logits = self._model.prefill(new_ids.to(self._model.device), start=start, observer=self)
+        logits = self._model.prefill(
+            new_ids.to(self._model.device),
+            start=start,
+            observer=self,
+            on_logits=self.logprobs.add if self.logprobs is not None else None,
+        )
         self._pauses.allowed = False
         return logits
 

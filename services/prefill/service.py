@@ -48,6 +48,7 @@ from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.kernel_paths import shown_paths
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.sampling.params import MAX_PROMPT_ALTERNATIVES
 from kvferry.shared.telemetry import stage
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
@@ -59,6 +60,8 @@ T = TypeVar("T")
 
 _MAX_ACKNOWLEDGEMENT_WAITERS = 64
 _SWEEP_INTERVAL_S = 1.0
+_MAX_REPORTED_LOGPROBS = 1 << 19
+"""So that a first token's message stays below the control channel's limit."""
 
 
 class PrefillService:
@@ -263,6 +266,8 @@ class PrefillService:
                 f"retained_bins is {request.retained_bins}; it must be 0 to {MAX_KEPT_BINS}",
                 param="kv_kept_bins",
             )
+        if request.prompt_logprobs is not None:
+            self._validate_logprobs(request, request.prompt_logprobs)
         if len(prompt) + max_tokens > spec.max_model_len:
             raise ContextLengthExceeded(
                 f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}; together at most "
@@ -278,6 +283,19 @@ class PrefillService:
             max_new_tokens=max_tokens,
             num_layers=spec.num_layers,
         )
+
+    def _validate_logprobs(self, request: PrefillRequest, count: int) -> None:
+        problem = ""
+        if not 0 <= count <= MAX_PROMPT_ALTERNATIVES:
+            problem = f"it must be 0 to {MAX_PROMPT_ALTERNATIVES}"
+        elif (number := (count + 1) * len(request.prompt_token_ids)) > _MAX_REPORTED_LOGPROBS:
+            problem = (
+                f"with this prompt that is {number} values; at most {_MAX_REPORTED_LOGPROBS} are reported"
+            )
+        elif request.session is not None or request.document is not None:
+            problem = "the request must have no session and no document, because every token is run"
+        if problem:
+            raise InvalidRequest(f"prompt_logprobs is {count}; {problem}", param="prompt_logprobs")
 
     async def _acknowledged(self, job: PrefillJob, first: FirstToken, deadline_s: float) -> TransferDone:
         """Wait for decode's acknowledgement and record the transfer's metrics."""

@@ -167,6 +167,8 @@ class PrefillRequest:
         retained_bins: how many equal stretches of the prompt to report the retained fraction of; 0 for none,
             at most 512.
         has_history: the session has had requests before, so missing history counts as a miss.
+        prompt_logprobs: report the prompt's own tokens with this many alternatives each, at most 20; every
+            token is then run, so there is no session. None reports none.
         priority: orders the waiting prompts of one owner, the smallest first.
     """
 
@@ -181,6 +183,7 @@ class PrefillRequest:
     retained_bins: int = 0
     has_history: bool = False
     priority: int = 0
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +214,8 @@ class FirstToken:
             rows retained, over all layers and KV heads; empty if none were requested.
         history_source: how prefill got the session's KV; None if there was none.
         history_tier: the slowest tier that KV was loaded from; "" if none was.
+        prompt_logprobs: the prompt's tokens from the second on, if the request asked for them; `index` is
+            the position.
     """
 
     token: SampledToken
@@ -224,6 +229,7 @@ class FirstToken:
     retained_fractions: tuple[float, ...] = ()
     history_source: HistorySource | None = None
     history_tier: str = ""
+    prompt_logprobs: tuple[SampledToken, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ decode calls its `DecodeAttention`. No KV is stored here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvferry.shared.errors import ContextLengthExceeded, UnsupportedModel
+from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
 from kvferry.shared.model.interface import DecodeAttention, PrefillObserver
 from kvferry.shared.model.rotary import KeyRotation
 from kvferry.shared.model.spec import ModelSpec
@@ -26,6 +26,8 @@ _CHUNK_TOKENS = 256
 _BLOCK_QUERIES = 2048
 _CPU_PAIRS, _CUDA_PAIRS = 1 << 23, 1 << 36
 """Pairs of a query and a key, over all heads, that one operation may compute: up to about 0.05 s."""
+_LOGITS = 1 << 22
+"""Logits of a prompt that are in memory at a time."""
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """What torch's attention runs on a CPU. Returns also the logarithm of the softmax's sum, `[B, H, T]`."""
 _UNSUPPORTED_ARGUMENTS = {
@@ -257,11 +259,19 @@ class TransformersModel:
         self._skipped = (0, 0)
 
     @torch.inference_mode()
-    def prefill(self, token_ids: Tensor, *, start: int, observer: PrefillObserver) -> Tensor:
+    def prefill(
+        self,
+        token_ids: Tensor,
+        *,
+        start: int,
+        observer: PrefillObserver,
+        on_logits: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
         """Run new prompt tokens, layer by layer; see `LanguageModel.prefill`.
 
         Raises:
             ContextLengthExceeded: start + T is beyond the model's window.
+            InvalidRequest: `on_logits` is given, and the model scales or caps its head's logits.
             Whatever the observer raises; this ends the pass.
         """
         end = start + token_ids.shape[0]
@@ -269,7 +279,39 @@ class TransformersModel:
             raise ContextLengthExceeded(f"{end} tokens; the model's window is {self.spec.max_model_len}")
         positions = torch.arange(start, end, device=self.device)
         current = PrefillPass(observer, start=start, max_model_len=self.spec.max_model_len)
-        return self._run(token_ids[None], positions[None], current)[0]
+        if on_logits is None:
+            return self._run(token_ids[None], positions[None], current)[0]
+        hidden: list[Tensor] = []
+
+        def keep(_: Any, __: Any, options: Any, output: Any) -> None:
+            if options.get("kvferry") is current:  # not a pass within this one
+                hidden.append(output.last_hidden_state[0])
+
+        hook = self._model.get_decoder().register_forward_hook(keep, with_kwargs=True)
+        try:
+            logits = self._run(token_ids[None], positions[None], current)[0]
+        finally:
+            hook.remove()
+        self._head(hidden[0], logits, start, on_logits)
+        return logits
+
+    def _head(
+        self, hidden: Tensor, last: Tensor, start: int, on_logits: Callable[[int, Tensor], None]
+    ) -> None:
+        """The logits of all tokens, a few rows at a time.
+
+        Args: hidden: `[T, hidden size]` after the last layer. last: logits `[V]` of the last token.
+        """
+        head = self._model.get_output_embeddings()
+        if not torch.equal(head(hidden[None, -1:])[0, -1].float(), last):
+            raise InvalidRequest(
+                f"prompt_logprobs is not available for {type(self._model).__name__}, which scales or caps "
+                "its head's logits",
+                param="prompt_logprobs",
+            )
+        num_rows = max(1, _LOGITS // self.spec.vocab_size)
+        for first in range(0, hidden.shape[0], num_rows):
+            on_logits(start + first, head(hidden[first : first + num_rows]))
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, positions: Tensor, *, attention: DecodeAttention) -> Tensor:

@@ -6,6 +6,7 @@ query heads per KV head, T tokens, D head_dim, L layers, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -52,11 +53,24 @@ class LanguageModel(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def prefill(self, token_ids: Tensor, *, start: int, observer: PrefillObserver) -> Tensor:
+    def prefill(
+        self,
+        token_ids: Tensor,
+        *,
+        start: int,
+        observer: PrefillObserver,
+        on_logits: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
         """Run new prompt tokens, layer by layer.
 
-        Args: token_ids int64 `[T]`, T >= 1; start: position of the first one (= history length P).
+        Args:
+            token_ids: int64 `[T]`, T >= 1.
+            start: position of the first one (= history length P).
+            on_logits: called after the last layer with a position and the logits `[t, V]` of the t tokens
+                from it on, until all tokens' have come; t is small enough to bound the memory.
+
         Returns: float32 logits `[V]` of the last token.
+        Raises: InvalidRequest if `on_logits` is given and the model changes its head's logits.
         """
         ...
 

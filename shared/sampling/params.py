@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+MAX_PROMPT_ALTERNATIVES = 20
+"""For each token of a prompt whose log-probabilities are reported."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:

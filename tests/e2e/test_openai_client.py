@@ -99,6 +99,27 @@ def test_completions_with_stop_and_logprobs(client: openai.OpenAI) -> None:
     assert stopped.choices[0].text == choice.text[: choice.text.index(word)]
 
 
+def test_echo_reports_every_token_of_a_prompt_whose_kv_is_stored(client: openai.OpenAI) -> None:
+    prompt = " ".join(["the old farmer watched the quiet harbor ."] * 12)
+
+    def complete(**fields: Any) -> Any:
+        return client.completions.create(model="demo", prompt=prompt, temperature=0, **fields)
+
+    complete(max_tokens=1)
+    assert complete(max_tokens=1).usage.prompt_tokens_details.cached_tokens > 0
+    answer = complete(max_tokens=0, echo=True, logprobs=1)
+    (choice,) = answer.choices
+    assert choice.text == "".join(choice.logprobs.tokens) == prompt
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
+    assert len(choice.logprobs.tokens) == answer.usage.prompt_tokens == 96
+    assert answer.usage.prompt_tokens_details.cached_tokens == answer.usage.completion_tokens == 0
+    wide = complete(max_tokens=2, extra_body={"prompt_logprobs": 3}).choices[0].prompt_logprobs
+    assert [len(its) in (3, 4) for its in wide[1:]] == [True] * 95
+    for its, value in zip(wide[1:], choice.logprobs.token_logprobs[1:], strict=True):
+        assert value in [entry["logprob"] for entry in its.values()]
+
+
 def test_chat_logprobs_and_seeded_sampling(client: openai.OpenAI) -> None:
     def ask(seed: int) -> Any:
         return client.chat.completions.create(

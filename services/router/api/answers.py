@@ -7,6 +7,7 @@ from typing import Any, Generic, Literal, NotRequired, TypeVar
 from typing_extensions import TypedDict
 
 from kvferry.services.router.completion.choice import KvReport, Usage
+from kvferry.services.router.completion.prompt_tokens import PromptLogprob
 
 ItemT = TypeVar("ItemT")
 
@@ -109,9 +110,13 @@ class ChatCompletion(_Completion):
 
 
 class TextChoice(TypedDict):
+    """`prompt_logprobs`, where the request has it: for each token of the prompt an object of its id and its
+    alternatives' with `logprob` and `decoded_token`, null for the first token."""
+
     index: int
     text: str
     logprobs: dict[str, Any] | None
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
     finish_reason: str | None
 
 

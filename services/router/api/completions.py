@@ -112,6 +112,13 @@ def _session(request: Request, body: ChatRequest | TextRequest) -> SessionKey | 
         return None
     if (body.n or 1) > 1:
         raise InvalidRequest(f"n is {body.n}; with a session it must be 1", param="n")
+    if isinstance(body, TextRequest) and body.echo:
+        raise InvalidRequest("echo is true; with a session it must be false", param="echo")
+    if body.num_prompt_alternatives is not None:
+        raise InvalidRequest(
+            f"prompt_logprobs is {body.num_prompt_alternatives}; with a session it must be absent",
+            param="prompt_logprobs",
+        )
     return key
 
 
@@ -161,6 +168,9 @@ class CompletionResponse(Response):
             if self._is_chat:
                 content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
             logprobs = None if self._request.num_alternatives is None else entries.get(choice.index, [])
+            if isinstance(self._request, TextRequest) and self._request.prompt_logprobs is not None:
+                assert self._completion.prompt_tokens is not None, "it comes before the choice's end"
+                content["prompt_logprobs"] = self._completion.prompt_tokens.by_id
             choices.append(self._choice(choice.index, content, logprobs, choice.turn.finish_reason))
         await JSONResponse({**self._head, "choices": choices, **event})(scope, receive, send)
 
@@ -250,7 +260,7 @@ def _event(data: Mapping[str, Any]) -> bytes:
 
 
 def _chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    def token(text: str, logprob: float) -> dict[str, Any]:
+    def token(text: str, logprob: float | None) -> dict[str, Any]:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
     content = [

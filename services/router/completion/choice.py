@@ -28,13 +28,14 @@ class TokenLogprob:
     """One token's log-probability.
 
     Attributes:
-        text: what the token adds to the completion.
-        offset: where that begins in the completion, in characters.
+        text: what the token adds to the choice's text.
+        logprob: None for a prompt's first token.
+        offset: where the text begins in the choice's text, in characters.
         top: the most likely alternatives with theirs, best first.
     """
 
     text: str
-    logprob: float
+    logprob: float | None
     offset: int
     top: tuple[tuple[str, float], ...] = ()
 
@@ -100,7 +101,7 @@ class Choice:
     """One turn's completion as text.
 
     Attributes:
-        text: the completion so far, as delivered.
+        text: the completion so far, as delivered, after the prompt where the request wants it echoed.
     """
 
     def __init__(
@@ -114,6 +115,11 @@ class Choice:
         self._with_logprobs = with_logprobs
         self._offset = 0
         self._last_token_s: float | None = None
+
+    def echo(self, text: str, entries: tuple[TokenLogprob, ...] | None) -> ChoiceDelta:
+        """Put the prompt before the first token."""
+        self.text, self._offset = text, len(text)
+        return ChoiceDelta(index=self.index, text=text, logprobs=entries)
 
     def token(self, token: SampledToken) -> ChoiceDelta | None:
         """Take the next token; returns what it adds, None while nothing can be delivered."""

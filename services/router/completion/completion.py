@@ -25,6 +25,7 @@ from kvferry.services.router.completion.choice import (
 )
 from kvferry.services.router.completion.documents import NamedDocuments
 from kvferry.services.router.completion.inputs import Preamble, Prompt
+from kvferry.services.router.completion.prompt_tokens import PromptTokens, prompt_tokens
 from kvferry.services.router.completion.requests import (
     ChatRequest,
     TextRequest,
@@ -66,6 +67,7 @@ class Completion:
     Attributes:
         arrival_s: on the clock of `time.perf_counter`.
         events: deltas, then one CompletionEnd or one error.
+        prompt_tokens: the prompt's own, from the first token on, where the request wants their logprobs.
     """
 
     services: Services
@@ -80,6 +82,7 @@ class Completion:
         self.events: asyncio.Queue[CompletionEvent] = asyncio.Queue()
         self.choices: list[Choice] = []
         self.num_prompt_tokens = 0
+        self.prompt_tokens: PromptTokens | None = None
         self.timer = RequestTimer(self.services.metrics, self.model.name, self.arrival_s)
         self._deadline_s = asyncio.get_running_loop().time() + self.services.config.request_timeout_s
         self._limit: asyncio.Timeout | None = None
@@ -147,7 +150,7 @@ class Completion:
         self._quality = compression.quality if compression is not None else None
         self._plan = await services.plans.choose(compression, prompt.token_ids, self.model)
         turn = self._turn_request(record, prompt, named, self._plan)
-        if lease is None:
+        if lease is None and turn.prompt_logprobs is None:
             self._implicit = services.implicit.begin(self.owner, prompt.token_ids)
         for index in range(request.n or 1):
             if (implicit := self._implicit) is not None:
@@ -162,7 +165,7 @@ class Completion:
                     with_logprobs=request.num_alternatives is not None,
                 )
             )
-        await self._run_choices()
+        await self._run_choices(prompt)
         if lease is not None:
             await self._commit(lease, record, prompt)
 
@@ -191,12 +194,13 @@ class Completion:
             prefer_prefill=prefer or (named.prefill_addresses if named is not None else ()),
             priority=request.priority or 0,
             retained_bins=request.kv_kept_bins or 0,
+            prompt_logprobs=request.num_prompt_alternatives,
             prefer_decode=(record.decode_address,) if record is not None else (),
         )
 
     # ---- turns -------------------------------------------------------------------------------------------
 
-    async def _run_choices(self) -> None:
+    async def _run_choices(self, prompt: Prompt) -> None:
         """Run all turns to their ends. At the deadline, or after `cancel`, a session's stream has a little
         more time to return the delivered tokens to the history."""
         failed: tuple[KvferryError | BaseExceptionGroup[KvferryError], ...] = ()
@@ -206,7 +210,7 @@ class Completion:
                 try:
                     async with asyncio.TaskGroup() as group:
                         for choice in self.choices:
-                            group.create_task(self._run_choice(choice))
+                            group.create_task(self._run_choice(choice, prompt))
                 except* KvferryError as failures:
                     failed = failures.exceptions
                 finally:
@@ -234,7 +238,7 @@ class Completion:
         self._close(error)
         return True
 
-    async def _run_choice(self, choice: Choice) -> None:
+    async def _run_choice(self, choice: Choice, prompt: Prompt) -> None:
         if self._implicit is not None and choice.index > 0:
             # The first choice computes the prompt's KV, and the others reuse it where it is.
             await self._prompt_stored.wait()
@@ -244,9 +248,13 @@ class Completion:
             async for event in events:
                 match event:
                     case SampledToken():
-                        if self._implicit is not None and len(choice.turn.stats.token_ids) == 1:
-                            store = self._store_prompt(self._implicit, choice)
-                            self.services.runner.tasks.start(store, name="store prompt")
+                        if len(choice.turn.stats.token_ids) == 1:
+                            if self._implicit is not None:
+                                store = self._store_prompt(self._implicit, choice)
+                                self.services.runner.tasks.start(store, name="store prompt")
+                            await self._show_prompt(choice, prompt)
+                        if self.request.max_tokens == 0:
+                            continue
                         if (delta := choice.token(event)) is not None:
                             self.events.put_nowait(delta)
                     case Admitted():
@@ -255,6 +263,23 @@ class Completion:
                         for delta in choice.end(reason):
                             self.events.put_nowait(delta)
                         self._choice_finished()
+
+    async def _show_prompt(self, choice: Choice, prompt: Prompt) -> None:
+        """Decode the prompt's tokens and put them before the first token, where the request wants that."""
+        request, first = self.request, choice.turn.stats.first
+        assert isinstance(request, TextRequest) or request.num_prompt_alternatives is None
+        assert first is not None, "there is a first token"
+        if request.num_prompt_alternatives is not None:
+            self.prompt_tokens = await asyncio.to_thread(
+                prompt_tokens,
+                prompt.token_ids,
+                first.prompt_logprobs,
+                self.services.prompts.assembler(()),
+                num_listed=request.num_alternatives or 0,
+            )
+        if isinstance(request, TextRequest) and request.echo:
+            shown = self.prompt_tokens if request.logprobs is not None else None
+            self.events.put_nowait(choice.echo(prompt.text, shown.entries if shown is not None else None))
 
     async def _store_prompt(self, implicit: ImplicitTurn, choice: Choice) -> None:
         """Prefill has staged all of the prompt: store it, where that makes more of it reusable."""
@@ -293,6 +318,8 @@ class Completion:
 
     @property
     def num_completion_tokens(self) -> int:
+        if self.request.max_tokens == 0:
+            return 0
         return sum(len(choice.turn.stats.token_ids) for choice in self.choices)
 
     def kv(self) -> KvReport:

@@ -19,7 +19,7 @@ from kvferry.services.router.sessions.record import DocumentIds, SessionId
 from kvferry.shared.compression.kept import MAX_KEPT_BINS
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.sampling.params import MAX_PROMPT_ALTERNATIVES, SamplingParams
 
 _TEXT_MAX_TOKENS = 16
 _INT31, _INT63 = 2**31 - 1, 2**63 - 1
@@ -166,6 +166,11 @@ class CompletionFields(StrictModel):
         return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
 
     @property
+    def num_prompt_alternatives(self) -> int | None:
+        """How many alternatives to report per token of the prompt; None reports no logprobs of it."""
+        return None
+
+    @property
     def is_whole(self) -> bool:
         """Whether it certainly has the whole conversation, so that the session's record is not needed."""
         return self.session_mode == "replace"
@@ -213,10 +218,18 @@ class ChatRequest(CompletionFields):
 
 
 class TextRequest(CompletionFields):
-    """POST /v1/completions. One prompt per request: a string, or token ids."""
+    """POST /v1/completions. One prompt per request: a string, or token ids.
+
+    With `echo` the answer's text begins with the prompt, and `logprobs` lists the prompt's tokens too.
+    `prompt_logprobs` lists them apart from the text, as vLLM does. `max_tokens` may be 0 with either. No
+    session takes them, and the prompt is run afresh for its logprobs.
+    """
 
     prompt: str | Annotated[list[TokenId], Field(min_length=1)]
+    max_tokens: Annotated[int, Range(0)] | None = None
     logprobs: Annotated[int, Range(0, 5)] | None = None
+    echo: bool | None = None
+    prompt_logprobs: Annotated[int, Range(0, MAX_PROMPT_ALTERNATIVES)] | None = None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -228,9 +241,21 @@ class TextRequest(CompletionFields):
             raise PydanticCustomError("rule", "must be one prompt: a string or a list of token ids")
         return value[0]
 
+    @field_validator("prompt_logprobs")
+    @classmethod
+    def _not_streamed(cls, value: int | None, info: Any) -> int | None:
+        if value is not None and info.data.get("stream"):
+            raise PydanticCustomError("rule", "is not allowed where stream is true")
+        return value
+
     @property
     def num_alternatives(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompt_alternatives(self) -> int | None:
+        counts = (self.logprobs if self.echo else None, self.prompt_logprobs)
+        return max((count for count in counts if count is not None), default=None)
 
 
 class DocumentRequest(StrictModel):
@@ -258,6 +283,12 @@ def sampling_params(
             "least one more",
             param="messages" if is_chat else "prompt",
         )
+    is_prompt_alone = limit is not None and limit[1] == 0
+    if is_prompt_alone and not request.echo and request.num_prompt_alternatives is None:
+        raise InvalidRequest(
+            "max_tokens is 0; it must be at least 1 unless echo is true or prompt_logprobs is given",
+            param="max_tokens",
+        )
     if limit is not None and limit[1] > room:
         raise ContextLengthExceeded(
             f"The prompt has {num_prompt_tokens} tokens and {limit[0]} is {limit[1]}; together they exceed "
@@ -282,10 +313,13 @@ def sampling_params(
         if (value := getattr(request, name)) is not None
     }
     default = default_max_tokens if is_chat else _TEXT_MAX_TOKENS
+    if is_prompt_alone:
+        # Prefill draws a token in any case; the answer leaves it out.
+        given["ignore_eos"], stop_ids = True, ()
     return SamplingParams(
-        max_tokens=limit[1] if limit is not None else min(default, room),
+        max_tokens=max(1, limit[1]) if limit is not None else min(default, room),
         logprobs=request.num_alternatives,
-        stop=request.stop_strings,
+        stop=() if is_prompt_alone else request.stop_strings,
         stop_token_ids=stop_ids,
         logit_bias=bias,
         **{"seed": secrets.randbits(63), **given},

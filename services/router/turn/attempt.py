@@ -55,7 +55,7 @@ class TurnRequest:
         prefer_prefill: addresses that may have the session's history, best first.
         prefer_decode: addresses that may have retained the session's last selection, best first.
         keeps_cut_off: whether the delivered tokens of a cut-off completion become part of the session.
-        priority: as of `PrefillRequest`.
+        priority, prompt_logprobs: as of `PrefillRequest`.
         retained_bins: number of stretches of the prompt to report the retained fraction for; 0 reports none.
         deadline_s: when the whole turn must have ended, on the event loop's clock.
     """
@@ -75,6 +75,7 @@ class TurnRequest:
     probe: bool = False
     priority: int = 0
     retained_bins: int = 0
+    prompt_logprobs: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -284,6 +285,7 @@ class Attempt:
                 retained_bins=request.retained_bins,
                 has_history=request.has_history,
                 priority=request.priority,
+                prompt_logprobs=request.prompt_logprobs,
             ),
             timeout_s=self._remaining_s(),
         )

@@ -281,7 +281,9 @@ class Turn:
             prompt, session = request.prompt_token_ids + delivered, request.session
             if session is not None and session.is_implicit:
                 session = None  # the prompt was stored with the first token
-            request = replace(request, prompt_token_ids=prompt, sampling=sampling, session=session)
+            request = replace(
+                request, prompt_token_ids=prompt, sampling=sampling, session=session, prompt_logprobs=None
+            )
         self._attempt = attempt = Attempt(prefill, decode, request, stats, self._other_decode)
         stats.prefill_address, stats.decode_address = prefill.address, decode.address
         stats.worker_request_id = attempt.worker_request_id

@@ -122,12 +122,20 @@ class ControlledModel:
         self.entered = threading.Event()
         self.on_layer: Callable[[int, Tensor], None] | None = None
 
-    def prefill(self, token_ids: Tensor, *, start: int, observer: PrefillObserver) -> Tensor:
+    def prefill(
+        self,
+        token_ids: Tensor,
+        *,
+        start: int,
+        observer: PrefillObserver,
+        on_logits: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
         if token_ids.numel() == 1 and start == 0:
             return self._model.prefill(token_ids, start=start, observer=observer)
         self.entered.set()
         assert self.hold.wait(WAIT_S)
-        return self._model.prefill(token_ids, start=start, observer=_Watched(observer, self))
+        watched = _Watched(observer, self)
+        return self._model.prefill(token_ids, start=start, observer=watched, on_logits=on_logits)
 
     def decode(self, *args: object, **kwargs: object) -> Tensor:
         raise AssertionError("prefill does not decode")

@@ -241,6 +241,7 @@ class ScriptedPrefill(_Worker):
                 retained_fractions=tuple(
                     b / max(1, request.retained_bins - 1) for b in range(request.retained_bins)
                 ),
+                prompt_logprobs=self._prompt_logprobs(request),
             )
             transfer = self._wire.transfers.pop(request.ticket.transfer_id, None)
             if transfer is None or transfer.first_token.done():
@@ -248,6 +249,22 @@ class ScriptedPrefill(_Worker):
             transfer.first_token.set_result(token)
             fault(1)
             yield TransferDone(bytes_by_kind=TRANSFER_BYTES, transfer_s=0.004)
+
+    @staticmethod
+    def _prompt_logprobs(request: PrefillRequest) -> tuple[SampledToken, ...]:
+        """Token i has log-probability -i, and the ids after it are less likely by one each."""
+        if (count := request.prompt_logprobs) is None:
+            return ()
+        assert request.session is None
+        return tuple(
+            SampledToken(
+                token_id=token_id,
+                index=i,
+                logprob=-float(i),
+                top_logprobs=tuple((token_id + rank, -float(i + rank)) for rank in range(count)),
+            )
+            for i, token_id in enumerate(request.prompt_token_ids[1:], 1)
+        )
 
     def _reused(self, request: PrefillRequest) -> int:
         if request.session is None:

@@ -10,6 +10,7 @@ from kvtest.scripted_workers import TRANSFER_BYTES
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.model.tokenizer import ChatTokenizer
 
 WORDS = [{"role": "user", "content": "the red castle ."}]
 SHIPPED_BYTES = sum(TRANSFER_BYTES.values())
@@ -190,6 +191,80 @@ async def test_text_logprobs_have_openai_shape(stack: Any) -> None:
     assert [len(top) for top in logprobs.top_logprobs] == [2, 2, 2]
     for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
         assert text[offset : offset + len(token)] == token
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_echo_puts_the_prompt_with_its_logprobs_first(stack: Any, n: int, stream: bool) -> None:
+    fields: dict[str, Any] = {"prompt": "the old castle", "max_tokens": 3, "logprobs": 2, "temperature": 0}
+    if stream:
+        fields["stream_options"] = {"include_usage": True}
+    answer = await stack.client.completions.create(model="demo", echo=True, n=n, stream=stream, **fields)
+    if stream:
+        chunks = await chunks_of(answer)
+        own = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == 0]
+        text, parts = "".join(c.text for c in own), [c.logprobs for c in own if c.logprobs is not None]
+        usage = chunks[-1].usage
+    else:
+        assert [choice.index for choice in answer.choices] == list(range(n))
+        text, parts, usage = answer.choices[0].text, [answer.choices[0].logprobs], answer.usage
+    tokens, logprobs, tops, offsets = (
+        [item for part in parts for item in getattr(part, name)]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    )
+    prompt = stack.prefill[0].requests[-1].prompt_token_ids
+    assert text.startswith("the old castle")
+    assert "".join(tokens) == text
+    assert logprobs == [None, *(-i for i in range(1, len(prompt))), -0.5, -0.5, -0.5]
+    assert tops[0] is None
+    assert [len(top) for top in tops[1:]] == [2] * (len(prompt) + 2)
+    for token, offset in zip(tokens, offsets, strict=True):
+        assert text[offset : offset + len(token)] == token
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), 3 * n)
+
+
+async def test_max_tokens_0_answers_with_the_prompt_alone(stack: Any) -> None:
+    answer = await stack.client.completions.create(
+        model="demo", prompt="the old castle", max_tokens=0, echo=True, logprobs=1, stop="the"
+    )
+    (choice,) = answer.choices
+    prompt = stack.prefill[0].requests[-1].prompt_token_ids
+    assert (choice.text, choice.finish_reason) == ("the old castle", "length")
+    assert choice.logprobs.token_logprobs == [None, *(-i for i in range(1, len(prompt)))]
+    assert answer.usage.completion_tokens == 0
+    assert answer.usage.total_tokens == len(prompt)
+
+
+async def test_echo_without_logprobs_adds_the_text_alone(stack: Any, tokenizer: ChatTokenizer) -> None:
+    fields: dict[str, Any] = {"model": "demo", "prompt": [100, 101, 102], "max_tokens": 2, "temperature": 0}
+    echoed = (await stack.client.completions.create(echo=True, **fields)).choices[0]
+    plain = (await stack.client.completions.create(**fields)).choices[0]
+    assert echoed.text == tokenizer.decode([100, 101, 102]) + plain.text
+    assert echoed.logprobs is None
+    assert all(request.prompt_logprobs is None for request in stack.prefill[0].requests)
+
+
+async def test_prompt_logprobs_have_vllms_shape(stack: Any, tokenizer: ChatTokenizer) -> None:
+    prompt = [100, 101, 102]
+    answer = await stack.client.completions.create(
+        model="demo", prompt=prompt, max_tokens=2, extra_body={"prompt_logprobs": 2}
+    )
+    (choice,) = answer.choices
+    before = len(tokenizer.decode([100]))
+    assert choice.prompt_logprobs == [
+        None,
+        *(
+            {
+                str(token_id): {
+                    "logprob": -float(token_id - 100),
+                    "decoded_token": tokenizer.decode([100, token_id])[before:],
+                }
+                for token_id in (own, own + 1)
+            }
+            for own in (101, 102)
+        ),
+    ]
+    assert choice.logprobs is None
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from kvferry.kernels.dense_decode import dense_decode
-from kvferry.shared.errors import Cancelled, ContextLengthExceeded
+from kvferry.shared.errors import Cancelled, ContextLengthExceeded, InvalidRequest
 from kvferry.shared.model import bridge
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.loading import load_model
@@ -104,6 +104,35 @@ def test_prefill_and_decode_logits_are_transformers_own(
     for position in range(38, 45):
         logits = model.decode(token_ids[position : position + 1], torch.tensor([position]), attention=decode)
         torch.testing.assert_close(logits[0], expected[position], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_all_the_prompts_tokens_are_transformers_own(
+    tiny_model_dir: TinyModelDir, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model_dir(family)
+    token_ids = some_ids(45)
+    model = load(folder)
+    monkeypatch.setattr(bridge, "_LOGITS", 10 * model.spec.vocab_size + 1)
+    parts: list[tuple[int, Tensor]] = []
+    last = model.prefill(
+        token_ids, start=0, observer=Recorder(), on_logits=lambda first, logits: parts.append((first, logits))
+    )
+    assert [(first, its.shape[0]) for first, its in parts] == [(0, 10), (10, 10), (20, 10), (30, 10), (40, 5)]
+    logits = torch.cat([its for _, its in parts])
+    expected = own_logits(folder, token_ids, dtype=torch.float32)
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[-1], last, atol=2e-4, rtol=1e-4)
+
+
+def test_a_model_that_changes_its_heads_logits_gives_none_of_a_prompt(
+    tiny_model_dir: TinyModelDir,
+) -> None:
+    model = load(tiny_model_dir("granite"))
+    model._model.config.logits_scaling = 2.0
+    with pytest.raises(InvalidRequest, match="prompt_logprobs is not available for Granite") as raised:
+        model.prefill(some_ids(9), start=0, observer=Recorder(), on_logits=lambda first, logits: None)
+    assert raised.value.param == "prompt_logprobs"
 
 
 class NoReading(TorchDispatchMode):
