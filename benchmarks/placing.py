@@ -25,7 +25,8 @@ from typing import Any, cast
 import torch
 
 from kvferry.kernels import dispatch
-from kvferry.kernels.packed import LAYOUT_VERSION, pack_layer
+from kvferry.kernels.packed.layout import LAYOUT_VERSION
+from kvferry.kernels.packed.packing import pack_layer
 from kvferry.services.decode.step import StepDevice, StepInput, StepRunner
 from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.formats import make_formats

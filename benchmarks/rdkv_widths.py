@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from kvferry.kernels.dense_decode import dense_decode
-from kvferry.kernels.trizone import trizone_decode
+from kvferry.kernels.trizone import trizone_decode_segments
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.plan import Budget
@@ -45,7 +45,7 @@ def attention_error(spec: ModelSpec, captured: CapturedPrompt, continuation: Con
         assert isinstance(fmt, Rdkv)
         query, none = inputs.queries[:, :, -1], inputs.keys[:, :0]
         exact = dense_decode(query, inputs.keys, inputs.values, scaling=inputs.scaling)
-        output = trizone_decode(query, fmt.packed(tensors), none, none, scaling=inputs.scaling)
+        output = trizone_decode_segments(query, (fmt.packed(tensors),), none, none, scaling=inputs.scaling)
         errors.append(float((output - exact).square().sum() / exact.square().sum()))
     return statistics.fmean(errors)
 

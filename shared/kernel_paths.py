@@ -17,21 +17,10 @@ from kvferry.kernels.dispatch import KernelMode, KernelPath, KernelUnavailable
 from kvferry.shared.errors import ConfigurationError
 
 Role = Literal["prefill", "decode"]
+_PREFILL_OPS = ("chunk_scores", "column_sums", "pack", "quantise", "window_scores")
 OPS: dict[Role, tuple[str, ...]] = {
-    "prefill": ("chunk_scores", "column_sums", "pack", "quantise", "window_scores"),
-    "decode": (
-        "dense_decode",
-        "exact_topk",
-        "hsa",
-        "hsa_pages",
-        "kivi",
-        "packed_hsa",
-        "pruned_decode",
-        "quest",
-        "ragged_decode",
-        "sparq",
-        "trizone",
-    ),
+    "prefill": _PREFILL_OPS,
+    "decode": tuple(sorted({*dispatch.TRITON_OPS, *dispatch.TORCH_OPS}.difference(_PREFILL_OPS))),
 }
 """Who calls which ops while serving."""
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import torch
-from case import Case, Device, Model, attend_all, tolerance_of
+from case import Case, Device, Model, tolerance_of
 from torch import Tensor
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.descriptors import choose_num_splits
-from kvferry.kernels.packed import PackedLayer, pack_layer, unpack_layer, view_packed_layer
 from kvferry.kernels.packed import triton_kernel as pack
+from kvferry.kernels.packed.layer import PackedLayer, view_packed_layer
+from kvferry.kernels.packed.packing import pack_layer
 from kvferry.kernels.packed.packing_kernels import _key_ranges_kernel, _pack_keys_kernel, _pack_values_kernel
+from kvferry.kernels.trizone import torch_path
 from kvferry.kernels.trizone import triton_kernel as trizone
 from kvferry.kernels.trizone.scaled_queries import _prologue_kernel
 from kvferry.kernels.trizone.work_list import work_list
@@ -58,19 +60,10 @@ def trizone_case(
         return output
 
     def expected() -> Tensor:
-        inflated = unpack_layer(one)
         return torch.stack(
             [
-                torch.cat(
-                    [
-                        attend_all(
-                            queries[b, h][None],
-                            torch.cat([keys, rows[b, h, 0].float()])[None],
-                            torch.cat([values, rows[b, h, 1].float()])[None],
-                            head_dim**-0.5,
-                        )
-                        for h, (keys, values, _) in enumerate(inflated)
-                    ]
+                torch_path.trizone_decode_segments(
+                    queries[b], (one,), rows[b, :, 0], rows[b, :, 1], scaling=head_dim**-0.5
                 )
                 for b in range(batch_size)
             ]

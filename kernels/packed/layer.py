@@ -1,4 +1,4 @@
-"""One layer's packed K and V: view, check, and (for references) unpack whole.
+"""One layer's packed K and V: view and check.
 
 Decode views the bytes it received and attends to them as they are (`kernels/trizone`). `packing.py` writes
 them.
@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
-from kvferry.kernels.packed.key_words import WIDTHS, half_tiles, key_tiles
+from kvferry.kernels.packed.key_words import half_tiles
 from kvferry.kernels.packed.layout import OFFSET_BYTES, HeadCounts, PackedLayout
-from kvferry.kernels.packed.value_rows import unpack_value_rows
 
 ENTRY_FIELDS = 20
 """Columns of `packed_entries`: the caller's number, channels of each width (4), tokens of each width (4), and
@@ -139,15 +138,6 @@ def view_packed_layer(layout: PackedLayout, buffer: Tensor) -> PackedLayer:
     return PackedLayer(layout=layout, buffer=buffer, heads=tuple(heads))
 
 
-def unpack_layer(packed: PackedLayer) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Dequantise everything, head by head. For references and tests: serving never inflates a layer.
-
-    Returns: for each head, K and V float32 `[n, D]` in packed order (dropped channels are 0) and positions
-        int64 `[n]`.
-    """
-    return [_unpack_head(head, packed.layout.head_dim) for head in packed.heads]
-
-
 def check_packed_layer(packed: PackedLayer, num_prompt_tokens: int) -> None:
     """Refuse an index, scales or half floats that no packer writes, before anything attends to them.
 
@@ -210,22 +200,6 @@ def _first_head(bad: Tensor, sizes: Sequence[int]) -> int | None:
         return None
     stops = list(itertools.accumulate(sizes))
     return bisect.bisect_right(stops, int(bad.nonzero()[0]))
-
-
-def _unpack_head(head: PackedHead, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    counts = head.counts
-    coded = sum(counts.channels[:3])
-    channels = head.channels.long()
-    keys = torch.zeros(counts.num_tokens, head_dim, device=head.key_words.device)
-    for start, codes in key_tiles(head.key_words, counts.channels, counts.num_tokens, max_blocks=64):
-        codes[:coded] = codes[:coded] * head.key_scales[:, None] + head.key_minima[:, None]
-        keys[start : start + codes.shape[1], channels] = codes.T
-    rows = [
-        unpack_value_rows(packed, width, head_dim)
-        for width, packed in zip(WIDTHS[:3], (head.values_2, head.values_4, head.values_8), strict=True)
-    ]
-    low = torch.cat(rows) * head.value_scales[:, None] + head.value_minima[:, None]
-    return keys, torch.cat([low, head.values_16.float()]), head.positions.long()
 
 
 def packed_entries(layers: Sequence[PackedLayer], base: Tensor) -> Tensor:

@@ -12,23 +12,8 @@ from functools import partial
 from torch import Tensor
 
 from kvferry.kernels.dispatch import attention_problem, check_attention, path_for
-from kvferry.kernels.packed import PackedLayer
+from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.trizone import torch_path
-
-
-def trizone_decode(
-    queries: Tensor, packed: PackedLayer, new_keys: Tensor, new_values: Tensor, *, scaling: float
-) -> Tensor:
-    """Softmax attention of one new token over the packed prompt and the new tokens, itself included.
-
-    With `k = s code + min` per channel, `q . k = sum_c (s_c q_c) code_c + sum_c min_c q_c`: codes are never
-    scaled, and the second sum is one bias per query head. V likewise:
-    `sum_t (p_t s_t) code_t + sum_t p_t min_t`.
-
-    Args: as in `kernels`; the queries' channels are in the model's order.
-        packed: the layer; heads may have different numbers of tokens.
-    """
-    return trizone_decode_segments(queries, (packed,), new_keys, new_values, scaling=scaling)
 
 
 def trizone_decode_segments(
@@ -39,11 +24,15 @@ def trizone_decode_segments(
     *,
     scaling: float,
 ) -> Tensor:
-    """`trizone_decode` over several packed runs of tokens, such as a prompt and the tokens generated since.
+    """Softmax attention of one new token over packed runs of tokens and the new tokens, itself included.
 
-    Each is packed by itself. Their order changes only rounding.
+    With `k = s code + min` per channel, `q . k = sum_c (s_c q_c) code_c + sum_c min_c q_c`: codes are never
+    scaled, and the second sum is one bias per query head. V likewise:
+    `sum_t (p_t s_t) code_t + sum_t p_t min_t`.
 
-    Args, returns, raises: as `trizone_decode`; segments: at least one.
+    Args: as in `kernels`; the queries' channels are in the model's order.
+        segments: at least one, such as a prompt and the tokens generated since, each packed by itself; heads
+            may have different numbers of tokens. Their order changes only rounding.
     """
     _check(queries, segments, new_keys, new_values)
     unsupported = partial(attention_problem, queries, new_keys, new_values, prefix="new_")

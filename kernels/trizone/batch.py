@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewToken, SlotBatch, StepInput, in_buckets
 from kvferry.kernels.descriptors import ROW_FIELDS, choose_num_splits
-from kvferry.kernels.packed import PackedLayer
+from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.trizone.torch_path import trizone_decode_segments
 from kvferry.kernels.trizone.work_list import (
     ENTRY_FIELDS,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.decode_batch import in_buckets
-from kvferry.kernels.packed import PackedLayer
 from kvferry.kernels.packed.key_products import padded_tokens, plan_key_products
+from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.packed.tiles import Operation, Tiles, scratch
 from kvferry.kernels.packed.value_rows import plan_value_products
 

@@ -24,7 +24,7 @@ from kvferry.kernels.descriptors import (
     uniform_heads,
 )
 from kvferry.kernels.dispatch import interpreting
-from kvferry.kernels.packed import PackedLayer
+from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.split_attention import LOG2_E, MIN_BLOCK_G, combine_if_last
 from kvferry.kernels.trizone.items import packed_item, rows_item, tail_item
 from kvferry.kernels.trizone.scaled_queries import STATISTICS, _prologue_kernel

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.descriptors import MAX_SPLITS
-from kvferry.kernels.packed import PackedLayer
 from kvferry.kernels.packed.key_words import BLOCK_TOKENS, WIDTHS
 from kvferry.kernels.packed.layer import ENTRY_FIELDS as LAYER_FIELDS
-from kvferry.kernels.packed.layer import packed_entries
+from kvferry.kernels.packed.layer import PackedLayer, packed_entries
 from kvferry.kernels.packed.value_rows import value_row_bytes
 
 ENTRY_FIELDS = LAYER_FIELDS + 1

@@ -14,7 +14,8 @@ from kvferry.kernels import dispatch, hsa
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, StepInput
 from kvferry.kernels.dense_decode.batch import DenseBatch
 from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
-from kvferry.kernels.packed import pack_layer, view_packed_layer
+from kvferry.kernels.packed.layer import view_packed_layer
+from kvferry.kernels.packed.packing import pack_layer
 from kvferry.kernels.trizone.batch import PackedRows, TriZoneBatch
 
 SPOILT = 1

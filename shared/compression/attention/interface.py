@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed import PackedLayer
+from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.shared.compression.interface import LayerShape, TensorSpec
 
 
@@ -40,13 +40,10 @@ class CacheView:
 class AttentionKind(ABC):
     """Decode attention of one layer. A subclass is a frozen dataclass whose fields are integer sizes.
 
-    Attributes:
-        name: its name in plans and metrics.
-        reads_packed: whether it can attend to a packed prompt.
+    Attributes: name: its name in plans and metrics.
     """
 
     name: ClassVar[str]
-    reads_packed: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

@@ -30,7 +30,6 @@ class Dense(AttentionKind):
     """Every row: `softmax(q K^T * scaling) V`."""
 
     name: ClassVar[str] = "dense"
-    reads_packed: ClassVar[bool] = True
 
     @classmethod
     def sized(cls, *, cap: int, budget: int, head_dim: int) -> Dense:
@@ -199,7 +198,6 @@ class Hsa(_Paged):
     """
 
     name: ClassVar[str] = "hsa"
-    reads_packed: ClassVar[bool] = True
     num_channels: int
 
     @classmethod

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.decode_batch import CachedRows
-from kvferry.kernels.packed import PackedLayer
+from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.shared.compression.attention.interface import CacheView
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Allowed, CompressionPlan, LayerPlan, Part, read_params

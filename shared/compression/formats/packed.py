@@ -13,16 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed import (
-    KINDS,
-    LAYOUT_VERSION,
-    HeadCounts,
-    PackedLayer,
-    PackedLayout,
-    check_packed_layer,
-    packed_layout,
-    view_packed_layer,
-)
+from kvferry.kernels.packed.layer import PackedLayer, check_packed_layer, view_packed_layer
+from kvferry.kernels.packed.layout import KINDS, LAYOUT_VERSION, HeadCounts, PackedLayout, packed_layout
 from kvferry.shared.compression.attention.interface import AttentionKind
 from kvferry.shared.compression.formats.interface import (
     InvalidTensors,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.decode_batch import CachedRows
-from kvferry.kernels.packed import PackedLayer, view_packed_layer
+from kvferry.kernels.packed.layer import PackedLayer, view_packed_layer
 from kvferry.kernels.trizone import trizone_decode_segments
 from kvferry.kernels.trizone.batch import PackedRows
 from kvferry.shared.compression.attention.kinds import Dense

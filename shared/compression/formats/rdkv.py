@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed import max_packed_bytes
+from kvferry.kernels.packed.layout import max_packed_bytes
 from kvferry.shared.compression.attention.kinds import make_attention, size_attention
 from kvferry.shared.compression.formats.interface import Specs, Tensors
 from kvferry.shared.compression.formats.packed import PackedFormat

@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed import KINDS, HeadCounts, PackedLayout, pack_layer, packed_layout
+from kvferry.kernels.packed.layout import KINDS, HeadCounts, PackedLayout, packed_layout
+from kvferry.kernels.packed.packing import pack_layer
 from kvferry.kernels.quantise import WIDTHS
 from kvferry.shared.compression.attention.kinds import make_attention, size_attention
 from kvferry.shared.compression.formats.interface import (

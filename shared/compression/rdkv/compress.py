@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from kvferry.kernels.packed import PackedLayer, pack_layer
+from kvferry.kernels.packed.layer import PackedLayer
+from kvferry.kernels.packed.packing import pack_layer
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Allowed, Between, Part, read_params
 from kvferry.shared.compression.rdkv.allocation import LayerAllocation, allocate

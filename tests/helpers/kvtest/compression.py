@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed import LAYOUT_VERSION, PackedLayer
+from kvferry.kernels.packed.layer import PackedLayer
+from kvferry.kernels.packed.layout import LAYOUT_VERSION
 from kvferry.shared.cache.arena import LayerLayout, sequence_layout
 from kvferry.shared.compression import formats
 from kvferry.shared.compression.formats import make_formats

@@ -4,15 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest.packed import unpack_layer
 
-from kvferry.kernels.packed import (
-    ALIGNMENT_BYTES,
-    check_packed_layer,
-    pack_layer,
-    packed_layout,
-    unpack_layer,
-    view_packed_layer,
-)
+from kvferry.kernels.descriptors import ALIGNMENT_BYTES
+from kvferry.kernels.packed.layer import check_packed_layer, view_packed_layer
+from kvferry.kernels.packed.layout import packed_layout
+from kvferry.kernels.packed.packing import pack_layer
 from kvferry.kernels.quantise import dequantise_rows, quantise_rows
 
 WIDTHS = torch.tensor([0, 2, 4, 8, 16], dtype=torch.uint8)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.kernels.packed import ALIGNMENT_BYTES, KINDS, HeadCounts, packed_layout
+from kvferry.kernels.descriptors import ALIGNMENT_BYTES
+from kvferry.kernels.packed.layout import KINDS, HeadCounts, packed_layout
 
 FOUR = st.tuples(*[st.integers(0, 9)] * 4)
 HEADS = st.lists(st.builds(HeadCounts, channels=FOUR, tokens=FOUR), min_size=0, max_size=4)

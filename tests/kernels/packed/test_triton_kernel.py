@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels import dispatch
-from kvferry.kernels.packed import PackedLayer, pack_layer
+from kvferry.kernels.packed.layer import PackedLayer
+from kvferry.kernels.packed.packing import pack_layer
 
 CPU = torch.device("cpu")
 

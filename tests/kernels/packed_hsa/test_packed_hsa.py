@@ -4,12 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest.packed import unpack_layer
 from kvtest.reference import sparse as reference
 
 from kvferry.kernels import packed_hsa
 from kvferry.kernels.hsa import num_pages
-from kvferry.kernels.packed import pack_layer, unpack_layer
 from kvferry.kernels.packed.key_words import gather_key_codes, key_tiles
+from kvferry.kernels.packed.packing import pack_layer
 from kvferry.kernels.packed_hsa import append_key, attend, page_extremes
 
 WIDTHS = torch.tensor([0, 2, 4, 8, 16], dtype=torch.uint8)

@@ -6,14 +6,15 @@ import itertools
 
 import pytest
 import torch
+from kvtest.packed import trizone_decode, unpack_layer
 from kvtest.reference import dense as reference
 from torch import Tensor
 
-from kvferry.kernels.packed import PackedLayer, pack_layer, unpack_layer, view_packed_layer
+from kvferry.kernels.packed.layer import PackedLayer, view_packed_layer
+from kvferry.kernels.packed.packing import pack_layer
 from kvferry.kernels.trizone import (
     torch_path,
     triton_kernel,
-    trizone_decode,
     trizone_decode_segments,
 )
 from kvferry.kernels.trizone.work_list import (

@@ -7,13 +7,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtest.packed import trizone_decode, unpack_layer
 from kvtest.reference import dense as reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.kernels.dense_decode import dense_decode
-from kvferry.kernels.packed import pack_layer, packed_layout, tiles, unpack_layer, view_packed_layer
+from kvferry.kernels.packed import tiles
 from kvferry.kernels.packed.key_words import block_groups
-from kvferry.kernels.trizone import torch_path, trizone_decode, trizone_decode_segments
+from kvferry.kernels.packed.layer import view_packed_layer
+from kvferry.kernels.packed.layout import packed_layout
+from kvferry.kernels.packed.packing import pack_layer
+from kvferry.kernels.trizone import torch_path, trizone_decode_segments
 
 WIDTHS = torch.tensor([0, 2, 4, 8, 16], dtype=torch.uint8)
 

@@ -7,7 +7,7 @@ from kvtest.reference.dense import dense_decode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.kernels import dispatch
-from kvferry.kernels.packed import pack_layer
+from kvferry.kernels.packed.packing import pack_layer
 from kvferry.services.decode.attention import BatchAttention, SlotAttention
 from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.formats import make_formats

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtest.compression import NOT_WRITTEN, Placed, make_inputs, make_spec
+from kvtest.packed import unpack_layer
 from kvtest.wire import header_of, to_bytes
 
-from kvferry.kernels.packed import LAYOUT_VERSION, unpack_layer
+from kvferry.kernels.packed.layout import LAYOUT_VERSION
 from kvferry.services.decode.receiver import ArenaCopier, CacheWriter
 from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.formats import FORMATS, make_formats

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtest.compression import make_spec
 
-from kvferry.kernels.packed import max_packed_bytes
+from kvferry.kernels.packed.layout import max_packed_bytes
 from kvferry.shared.cache.arena import ALIGNMENT_BYTES, sequence_layout
 from kvferry.shared.compression.formats import format_class, make_formats
 from kvferry.shared.compression.formats.evicting import Evicting

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtest.compression import one_format, packed_tensors
 
-from kvferry.kernels.packed import pack_layer
+from kvferry.kernels.packed.packing import pack_layer
 from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.compression.plan import Part
 

@@ -12,7 +12,8 @@ import torch
 from kvtest.compression import packed_tensors
 from kvtest.wire import RecordingSink, Wire
 
-from kvferry.kernels.packed import PackedLayer, pack_layer
+from kvferry.kernels.packed.layer import PackedLayer
+from kvferry.kernels.packed.packing import pack_layer
 from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.errors import TransferFailed
 from kvferry.shared.wire.frames import HEADER_BYTES, encode_end, encode_layer, encode_manifest

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed import PackedLayer, unpack_layer
+from kvferry.kernels.packed.layer import PackedLayer
+from kvtest.packed import unpack_layer
 
 
 def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float) -> Tensor:

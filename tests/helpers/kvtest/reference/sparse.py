@@ -13,7 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed import PackedLayer, unpack_layer
+from kvferry.kernels.packed.layer import PackedLayer
+from kvtest.packed import unpack_layer
 from kvtest.reference.dense import dense_decode
 
 

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtest.compression import Placed, compress_layer, formats_for, make_inputs, packed_tensors
+from kvtest.packed import unpack_layer
 from torch import Tensor
 
 from kvferry.kernels import hsa
-from kvferry.kernels.packed import pack_layer, unpack_layer
+from kvferry.kernels.packed.packing import pack_layer
 from kvferry.shared.compression.formats.interface import InvalidTensors, Tensors
 from kvferry.shared.compression.formats.rows import Rows
 from kvferry.shared.compression.formats.uniform import Uniform, rows_within

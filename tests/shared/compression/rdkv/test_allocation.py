@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.kernels.packed import max_packed_bytes, pack_layer
+from kvferry.kernels.packed.layout import max_packed_bytes
+from kvferry.kernels.packed.packing import pack_layer
 from kvferry.shared.compression.rdkv.allocation import allocate, solve_knapsack
 from kvferry.shared.compression.rdkv.epsilon import find_table
 
