@@ -66,10 +66,7 @@ class Calibration:
         Args: quality: tau in [0, 1].
         Raises: InvalidRequest: quality is outside [0, 1].
         """
-        return retention_for(quality, self._slope(nll))
-
-    def _slope(self, nll: float) -> float:
-        return self.alpha * nll + self.beta
+        return retention_for(quality, self.alpha * nll + self.beta)
 
 
 def retention_for(quality: float, slope: float) -> float:

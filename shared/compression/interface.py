@@ -147,6 +147,11 @@ class LayerInputs:
         return self.unrotate(self.keys)
 
 
+def gather_rows(rows: Tensor, positions: Tensor) -> Tensor:
+    """Rows `[H_kv, T, D]` at positions `[H_kv, n]`: `[H_kv, n, D]`, contiguous."""
+    return rows.gather(1, positions.to(torch.int64)[:, :, None].expand(-1, -1, rows.shape[2]))
+
+
 class Scorer(Protocol):
     """Scores every token of every KV head; the tokens with the highest scores are selected."""
 

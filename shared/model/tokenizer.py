@@ -18,7 +18,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +61,8 @@ class ChatTokenizer:
         self.eos_token_ids = eos_token_ids
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._added_ids = frozenset(added)
         self._spelled_special = _spelling([t for t in added.values() if t.special])
-        decoder = json.loads(self._backend.to_str())["decoder"]
-        self._is_byte_level = _names(decoder, "ByteLevel")
-        self._has_byte_fallback = _names(decoder, "ByteFallback")
+        self._has_byte_fallback = _has_byte_fallback(json.loads(self._backend.to_str())["decoder"])
 
     @classmethod
     def load(cls, path: str | Path) -> ChatTokenizer:
@@ -147,23 +143,6 @@ class ChatTokenizer:
             return False
         token = self._backend.id_to_token(token_id)
         return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
-
-    def token_text(self, token_id: int) -> str:
-        """The token's text by itself; `TextDelta.token_text` also considers the tokens before it."""
-        return self.decode([token_id])
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The token's bytes: a part of a character, or its text in UTF-8."""
-        if self.is_silent(token_id):
-            return b""
-        token = self._backend.id_to_token(token_id)
-        if self._is_byte_level and token_id not in self._added_ids:
-            table = _byte_of_character()
-            if all(character in table for character in token):
-                return bytes(table[character] for character in token)
-        if self.is_byte_fallback(token_id):
-            return bytes([int(token[3:5], 16)])
-        return self.token_text(token_id).encode()
 
     def _render_text(self, messages: Sequence[Message]) -> tuple[str, str]:
         """The template's text, and the marker at which it must be split before tokenizing."""
@@ -330,16 +309,8 @@ def _check_unicode(text: str, param: str) -> None:
         ) from None
 
 
-def _names(decoder: Any, kind: str) -> bool:
-    """Whether a decoder, or a part of it, is of a kind."""
+def _has_byte_fallback(decoder: Any) -> bool:
+    """Whether a decoder, or a part of it, joins tokens of single bytes."""
     if decoder is None:
         return False
-    return decoder["type"] == kind or any(_names(part, kind) for part in decoder.get("decoders", ()))
-
-
-@cache
-def _byte_of_character() -> Mapping[str, int]:
-    """The alphabet of byte-level BPE: printable Latin-1 bytes are themselves, the others start at U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in set(printable)]
-    return {chr(b): b for b in printable} | {chr(0x100 + rank): b for rank, b in enumerate(others)}
+    return decoder["type"] == "ByteFallback" or any(map(_has_byte_fallback, decoder.get("decoders", ())))

@@ -7,19 +7,16 @@ with sequences, batches or the arena.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvferry.shared.compression.d2o.eviction import Zones
-from kvferry.shared.compression.d2o.merging import (
-    SMOOTHING,
-    cosine_similarities,
-    merge_weight,
-    next_threshold,
-)
+from kvferry.shared.compression.d2o.merging import cosine_similarities, merge_weight, next_threshold
 
 
+@dataclass(frozen=True, kw_only=True)
 class EvictingCache:
     """S retained rows and, during a step, the new token's row.
 
@@ -34,7 +31,7 @@ class EvictingCache:
     The size is constant: after each step there are S rows, and an evicted row's score is dropped with it. No
     call synchronizes the device. All tensors belong to the caller and are changed in place.
 
-    Args:
+    Attributes:
         keys, values: `[H_kv, S + 1, D]`.
         scores: float32 `[H_kv, S]`, accumulated attention of the rows, summed over the group.
         positions: int `[H_kv, S]`, the rows' tokens. Sinks are the first tokens of the sequence. The newest
@@ -43,32 +40,23 @@ class EvictingCache:
         thresholds: float32 `[H_kv]`, tau, NaN where unset; None if evicted rows are dropped.
     """
 
-    def __init__(
-        self,
-        *,
-        keys: Tensor,
-        values: Tensor,
-        scores: Tensor,
-        positions: Tensor,
-        layer_zones: Zones,
-        thresholds: Tensor | None = None,
-        smoothing: float = SMOOTHING,
-    ) -> None:
-        num_kv_heads, rows = scores.shape
-        assert rows == layer_zones.rows, (rows, layer_zones)
-        assert keys.shape == values.shape, (keys.shape, values.shape)
-        assert keys.shape[:2] == (num_kv_heads, rows + 1), (keys.shape, scores.shape)
-        assert positions.shape == scores.shape, (positions.shape, scores.shape)
-        assert thresholds is None or thresholds.shape == (num_kv_heads,), (thresholds, num_kv_heads)
-        self.keys = keys
-        self.values = values
-        self.scores = scores
-        self.positions = positions
-        self.thresholds = thresholds
-        self._rows = rows
-        self._zones = layer_zones
-        self._smoothing = smoothing
-        self._heads = torch.arange(num_kv_heads, device=keys.device)
+    keys: Tensor
+    values: Tensor
+    scores: Tensor
+    positions: Tensor
+    layer_zones: Zones
+    thresholds: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.layer_zones.rows == self._rows, (self.layer_zones, self.scores.shape)
+
+    @property
+    def _rows(self) -> int:
+        return self.scores.shape[1]
+
+    @property
+    def _heads(self) -> Tensor:
+        return torch.arange(len(self.scores), device=self.scores.device)
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Write the new token's row. Args: key, value: `[H_kv, D]`, key post-RoPE."""
@@ -99,7 +87,7 @@ class EvictingCache:
         """
         heads, last = self._heads, self._rows
         next_positions = self.positions.amax(dim=1) + 1
-        self.scores += attention_row[:, :last]
+        self.scores.add_(attention_row[:, :last])
         evicted = self._lowest(next_positions)
         if self.thresholds is not None:
             self._merge(evicted, self.thresholds)
@@ -115,7 +103,7 @@ class EvictingCache:
         similarities = cosine_similarities(evicted_key[:, None], self.keys)[:, 0]
         similarities[heads, evicted] = -torch.inf
         similarity, nearest = similarities.max(dim=1)
-        thresholds.copy_(next_threshold(thresholds, similarity, smoothing=self._smoothing))
+        thresholds.copy_(next_threshold(thresholds, similarity))
         weight = merge_weight(similarity, thresholds)[:, None]
         for rows, row in ((self.keys, evicted_key), (self.values, evicted_value)):
             target = rows[heads, nearest]
@@ -124,8 +112,8 @@ class EvictingCache:
 
     def _lowest(self, next_positions: Tensor) -> Tensor:
         """The row with the lowest score between sinks and recents, int64 `[H_kv]`; of equals the latest."""
-        first_recent = next_positions[:, None] + 1 - self._zones.num_recents
-        between = (self.positions >= self._zones.num_sinks) & (self.positions < first_recent)
+        first_recent = next_positions[:, None] + 1 - self.layer_zones.num_recents
+        between = (self.positions >= self.layer_zones.num_sinks) & (self.positions < first_recent)
         scores = torch.where(between, self.scores, torch.inf)
         lowest = between & (scores == scores.amin(dim=1, keepdim=True))
         return torch.where(lowest, self.positions, -1).argmax(dim=1)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from kvferry.shared.compression.interface import gather_rows
+
 SMOOTHING = 0.7
 """beta of Eq. 10."""
 MAX_SIMILARITIES = 1 << 24
@@ -47,7 +49,7 @@ def cosine_similarities(evicted_keys: Tensor, kept_keys: Tensor) -> Tensor:
     return torch.bmm(evicted, kept.transpose(1, 2)).div_(norms[:, None])
 
 
-def next_threshold(threshold: Tensor, similarity: Tensor, *, smoothing: float = SMOOTHING) -> Tensor:
+def next_threshold(threshold: Tensor, similarity: Tensor) -> Tensor:
     """`tau_t = beta u + (1 - beta) tau_{t-1}` (Eq. 10, t > 0).
 
     Deviation: if the prompt evicted nothing, tau is unset and takes the first eviction's u, so that row is
@@ -56,7 +58,7 @@ def next_threshold(threshold: Tensor, similarity: Tensor, *, smoothing: float = 
     Args: threshold: float32 `[H_kv]`, NaN where unset; similarity: float32 `[H_kv]`, u of the evicted row.
     """
     # lerp gives exactly tau where u == tau, so that rounding never drops a row whose u equals tau
-    return torch.where(threshold.isnan(), similarity, torch.lerp(threshold, similarity, smoothing))
+    return torch.where(threshold.isnan(), similarity, torch.lerp(threshold, similarity, SMOOTHING))
 
 
 def merge_weight(similarity: Tensor, threshold: Tensor) -> Tensor:
@@ -85,14 +87,14 @@ def merge_prompt(
         max_similarities: the most similarities in memory at a time; the T x S matrix is never made.
     """
     num_kv_heads, num_tokens, _ = keys.shape
-    kept_keys, kept_values = _gather(keys, positions), _gather(values, positions)
+    kept_keys, kept_values = gather_rows(keys, positions), gather_rows(values, positions)
     evicted = _others(positions, num_tokens)
     if evicted.shape[1] == 0:
         unset = torch.full((num_kv_heads,), torch.nan, dtype=torch.float32, device=keys.device)
         return MergedRows(keys=kept_keys, values=kept_values, thresholds=unset)
     chunk = max(1, max_similarities // positions.numel())
     parts = [evicted[:, begin : begin + chunk] for begin in range(0, evicted.shape[1], chunk)]
-    nearest = [cosine_similarities(_gather(keys, part), kept_keys).max(dim=-1) for part in parts]
+    nearest = [cosine_similarities(gather_rows(keys, part), kept_keys).max(dim=-1) for part in parts]
     similarity = torch.cat([found.values for found in nearest], 1)
     # summed in float64, so that the mean of equal similarities is exactly that similarity
     thresholds = similarity.double().mean(dim=1).float()
@@ -127,15 +129,10 @@ def _merged(rows: Tensor, kept: Tensor, merges: Sequence[_Merge]) -> Tensor:
         index = (first_row + merge.targets).reshape(-1)
         weight = merge.weights.reshape(-1, 1)
         _add_rows(weights, index, weight)
-        _add_rows(sums, index, weight * _gather(rows, merge.sources).float().reshape(-1, head_dim))
+        _add_rows(sums, index, weight * gather_rows(rows, merge.sources).float().reshape(-1, head_dim))
         touched[index[weight[:, 0] > 0]] = True
     merged = (sums / weights).to(kept.dtype)
     return torch.where(touched, merged, kept.reshape(-1, head_dim)).view_as(kept)
-
-
-def _gather(rows: Tensor, positions: Tensor) -> Tensor:
-    """Rows `[H_kv, T, D]` at positions `[H_kv, n]`: `[H_kv, n, D]`."""
-    return rows.gather(1, positions.to(torch.int64)[:, :, None].expand(-1, -1, rows.shape[2]))
 
 
 def _others(positions: Tensor, num_tokens: int) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvferry.kernels.decode_batch import CachedRows
 from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.shared.compression.attention.interface import CacheView
-from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec
+from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec, gather_rows
 from kvferry.shared.compression.plan import Allowed, CompressionPlan, LayerPlan, Part, read_params
 from kvferry.shared.errors import InvalidRequest
 
@@ -324,11 +324,6 @@ def check_index(index: Tensor, num_tokens: int, *, reason: str) -> None:
             f"{high}, ascending: {ascending}",
             reason=reason,
         )
-
-
-def gather_rows(rows: Tensor, positions: Tensor) -> Tensor:
-    """Rows `[H_kv, T, D]` at positions `[H_kv, n]`: `[H_kv, n, D]`, contiguous."""
-    return rows.gather(1, positions.to(torch.int64)[:, :, None].expand(-1, -1, rows.shape[2]))
 
 
 def on_host(rows: Tensor) -> Tensor:
