@@ -65,7 +65,7 @@ class BatchShape:
         return replace(self, num_slots=num_slots)
 
 
-class StepInput(NamedTuple):
+class NewTokens(NamedTuple):
     """A step's input in one layer, for the first S slots: queries `[S, H_kv, G, D]`, keys and values
     `[S, H_kv, D]`, and the softmax scale."""
 
@@ -234,7 +234,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
     def scratch(self, num_slots: int) -> Scratch:
         """Scratch memory for steps over the first slots, while `size()` stays the same."""
 
-    def attend(self, layer: int, step: StepInput, *, alone: Alone, scratch: Scratch | None) -> Tensor:
+    def attend(self, layer: int, step: NewTokens, *, alone: Alone, scratch: Scratch | None) -> Tensor:
         """Append a row to every slot of this kind and attend.
 
         Args:
@@ -246,7 +246,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         queries, keys, values, scaling = step
         if scratch is not None:
             output = self._output[: len(queries)]
-            step = StepInput(queries.contiguous(), keys.contiguous(), values.contiguous(), scaling)
+            step = NewTokens(queries.contiguous(), keys.contiguous(), values.contiguous(), scaling)
             self._launch(layer, step, scratch, output)
             return output
         by_slot = list(zip(queries.unbind(0), keys.unbind(0), values.unbind(0), strict=True))
@@ -273,7 +273,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         """Append a row and attend for one slot in torch. Returns: `[H_kv, G, D]`."""
 
     @abstractmethod
-    def _launch(self, layer: int, step: StepInput, scratch: Scratch, output: Tensor) -> None:
+    def _launch(self, layer: int, step: NewTokens, scratch: Scratch, output: Tensor) -> None:
         """Append and attend for the first slots into `output`; all tensors are contiguous."""
 
 

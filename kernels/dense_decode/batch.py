@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewToken, SlotBatch, StepInput
+from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewToken, NewTokens, SlotBatch
 from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_splits, split_workspace
 from kvferry.kernels.torch_attention import attend_rows
 
@@ -27,7 +27,7 @@ class DenseBatch(SlotBatch[CachedRows, SplitWorkspace]):
     def _attend_one(self, layer: int, slot: int, rows: CachedRows, token: NewToken) -> Tensor:
         return attend_rows(token.queries, *rows.append(token), scaling=token.scaling)
 
-    def _launch(self, layer: int, step: StepInput, scratch: SplitWorkspace, output: Tensor) -> None:
+    def _launch(self, layer: int, step: NewTokens, scratch: SplitWorkspace, output: Tensor) -> None:
         # a CPU install has no Triton
         from kvferry.kernels.dense_decode.triton_kernel import dense_decode_batch
         from kvferry.kernels.split_attention import append_rows

@@ -22,8 +22,8 @@ from kvferry.kernels.decode_batch import (
     CachedRows,
     Fields,
     NewToken,
+    NewTokens,
     SlotBatch,
-    StepInput,
     in_buckets,
     row_fields,
 )
@@ -185,7 +185,7 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
         """See `SlotBatch.scratch`."""
         return HsaScratch.of(self.size(), self._output[:num_slots])
 
-    def attend(self, layer: int, step: StepInput, *, alone: Alone, scratch: HsaScratch | None) -> Tensor:
+    def attend(self, layer: int, step: NewTokens, *, alone: Alone, scratch: HsaScratch | None) -> Tensor:
         """See `SlotBatch.attend`; in torch the channels of several slots are ranked together."""
         if scratch is None:
             members = self._layers[layer]
@@ -212,7 +212,7 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
     def _fields(self, rows: SparseRows) -> Fields:
         return sparse_fields(self._base, rows)
 
-    def _launch(self, layer: int, step: StepInput, scratch: HsaScratch, output: Tensor) -> None:
+    def _launch(self, layer: int, step: NewTokens, scratch: HsaScratch, output: Tensor) -> None:
         # a CPU install has no Triton
         from kvferry.kernels.hsa.triton_kernel import append_and_attend_batch
 
@@ -228,7 +228,7 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
         )
 
 
-def _rank_together(members: Mapping[int, SparseRows], step: StepInput) -> dict[int, RankedQueries]:
+def _rank_together(members: Mapping[int, SparseRows], step: NewTokens) -> dict[int, RankedQueries]:
     """By slot: `rank_channels` of all sequences that read equally many channels, by one call."""
     found: dict[int, RankedQueries] = {}
     queries = step.queries

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewToken, SlotBatch, StepInput, in_buckets
+from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewToken, NewTokens, SlotBatch, in_buckets
 from kvferry.kernels.descriptors import ROW_FIELDS, choose_num_splits
 from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.trizone.torch_path import trizone_decode_segments
@@ -156,7 +156,7 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         keys, values = rows.append(token)
         return trizone_decode_segments(token.queries, (rows.packed,), keys, values, scaling=token.scaling)
 
-    def _launch(self, layer: int, step: StepInput, scratch: PackedScratch, output: Tensor) -> None:
+    def _launch(self, layer: int, step: NewTokens, scratch: PackedScratch, output: Tensor) -> None:
         # a CPU install has no Triton
         from kvferry.kernels.split_attention import append_rows
         from kvferry.kernels.trizone.triton_kernel import trizone_decode_batch

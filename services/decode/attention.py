@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.kernels.decode_batch import BatchShape, CachedRows, SlotBatch, StepInput
+from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens, SlotBatch
 from kvferry.kernels.dense_decode.batch import DenseBatch
 from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
 from kvferry.kernels.trizone.batch import PackedRows, TriZoneBatch
@@ -119,7 +119,7 @@ class SlotAttention:
         """Count a finished step."""
         self._num_steps += 1
 
-    def attend_unbatched(self, layer: int, step: StepInput) -> Tensor | None:
+    def attend_unbatched(self, layer: int, step: NewTokens) -> Tensor | None:
         """Attend for the slots without a kernel in this layer. Returns: `[S, H_kv, G, D]`, None if none."""
         output: Tensor | None = None
         for slot, member in self._members.items():
@@ -197,7 +197,7 @@ class BatchAttention:
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """See `DecodeAttention.__call__`."""
-        slots, step = self._slots, StepInput(queries, keys, values, scaling)
+        slots, step = self._slots, NewTokens(queries, keys, values, scaling)
         outputs = [
             batch.attend(layer, step, alone=slots.run_alone, scratch=scratch)
             for batch, layers, scratch in self._batches

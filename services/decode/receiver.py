@@ -41,6 +41,7 @@ from kvferry.shared.wire.messages import (
     LayerHeader,
     Manifest,
     TransferKey,
+    model_fields,
 )
 
 
@@ -325,16 +326,12 @@ class CacheReceiver:
 
     def _check(self, manifest: Manifest, sequence: Sequence) -> None:
         """Raises: ProtocolMismatch: the manifest is not of the transfer that was reserved for."""
-        spec, resolved = self._spec, sequence.resolved
+        resolved = sequence.resolved
         expected: dict[str, Any] = {
             "purpose": "cache",
-            "model_fingerprint": spec.fingerprint,
-            "dtype": spec.dtype,
-            "num_kv_heads": spec.num_kv_heads,
-            "head_dim": spec.head_dim,
+            **model_fields(self._spec),
             "start": 0,
             "num_tokens": resolved.num_prompt_tokens,
-            "num_layers": spec.num_layers,
             "plan_digest": plan_digest(resolved),
         }
         if not is_measured(resolved):
@@ -347,13 +344,7 @@ class CacheReceiver:
             expected["retained_transfer_id"] = transfer_id
             expected["retained_tokens"] = min(manifest.retained_tokens, num_tokens)
             expected["retained_depth"] = max(1, min(manifest.retained_depth, depth))
-        for name, own in expected.items():
-            sent = getattr(manifest, name)
-            if sent != own:
-                raise ProtocolMismatch(
-                    f"the manifest's {name} is {sent!r}; this worker expects {own!r}",
-                    reason=f"manifest_{name}",
-                )
+        manifest.check(expected)
 
     def _first_token(self, end: EndRecord, sequence: Sequence) -> SampledToken:
         token, index = end.first_token, sequence.request.sampling.first_index

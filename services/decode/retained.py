@@ -24,7 +24,13 @@ from kvferry.shared.control.messages import HistoryReturned, SessionKey, Ticket
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS, EndRecord, Manifest, NamedTensor
+from kvferry.shared.wire.messages import (
+    MAX_RETAINED_SELECTIONS,
+    EndRecord,
+    Manifest,
+    NamedTensor,
+    model_fields,
+)
 from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
 
 _log = structlog.get_logger(__name__)
@@ -356,11 +362,7 @@ class HistoryReturner:
             purpose="history",
             key=manifest.key,
             request_id=sequence.request.request_id,
-            model_fingerprint=self._spec.fingerprint,
-            dtype=self._spec.dtype,
-            num_layers=self._spec.num_layers,
-            num_kv_heads=self._spec.num_kv_heads,
-            head_dim=self._spec.head_dim,
+            **model_fields(self._spec),
             start=sequence.resolved.num_prompt_tokens,
             num_tokens=sequence.num_appended,
         )

@@ -27,7 +27,7 @@ from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.telemetry import carrier, stage
-from kvferry.shared.wire.messages import EndRecord, Manifest
+from kvferry.shared.wire.messages import EndRecord, Manifest, model_fields
 from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
 
 log = structlog.get_logger(__name__)
@@ -288,17 +288,13 @@ class PrefillEngine:
             return job.transfer
 
     def _manifest(self, job: PrefillJob, measured: ResolvedPlan) -> Manifest:
-        request, resolved, spec = job.request, job.resolved, self._model.spec
+        request, resolved = job.request, job.resolved
         with_history = request.session is not None and not request.session.is_implicit
         return Manifest(
             purpose="cache",
             key=job.key,
             request_id=request.request_id,
-            model_fingerprint=spec.fingerprint,
-            dtype=spec.dtype,
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            **model_fields(self._model.spec),
             start=0,
             num_tokens=resolved.num_prompt_tokens,
             plan_digest=plan_digest(resolved),

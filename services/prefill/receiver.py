@@ -24,6 +24,7 @@ from kvferry.shared.wire.messages import (
     Manifest,
     TensorHeader,
     TransferKey,
+    model_fields,
 )
 
 
@@ -145,23 +146,9 @@ class HistoryReceiver:
         return turn
 
     def _check(self, manifest: Manifest, expected: _Expected) -> None:
-        spec = self._spec
         if not 0 <= manifest.num_tokens <= expected.max_tokens:
             raise ProtocolMismatch(
                 f"returned history has {manifest.num_tokens} tokens; 0 to {expected.max_tokens} are expected",
                 reason="num_tokens",
             )
-        agreed = {
-            "purpose": (manifest.purpose, "history"),
-            "model fingerprint": (manifest.model_fingerprint, spec.fingerprint),
-            "dtype": (manifest.dtype, spec.dtype),
-            "num_kv_heads": (manifest.num_kv_heads, spec.num_kv_heads),
-            "head_dim": (manifest.head_dim, spec.head_dim),
-            "start": (manifest.start, expected.start),
-            "num_layers": (manifest.num_layers, spec.num_layers),
-        }
-        for what, (given, wanted) in agreed.items():
-            if given != wanted:
-                raise ProtocolMismatch(
-                    f"returned history has {what} {given!r}; {wanted!r} is expected", reason="manifest"
-                )
+        manifest.check({"purpose": "history", "start": expected.start, **model_fields(self._spec)})

@@ -11,7 +11,7 @@ from kvtest.triton_guard import guarded
 from torch import Tensor
 
 from kvferry.kernels import dispatch, hsa
-from kvferry.kernels.decode_batch import BatchShape, CachedRows, StepInput
+from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens
 from kvferry.kernels.dense_decode.batch import DenseBatch
 from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
 from kvferry.kernels.packed.layer import view_packed_layer
@@ -148,7 +148,7 @@ def outputs(make_batch: Callable[[Tensor, str], Any], num_steps: int, fault: str
         if fault == "all NaN":
             queries[SPOILT], keys[SPOILT], values[SPOILT] = NAN, NAN, NAN
         output = batch.attend(
-            0, StepInput(queries, keys, values, SHAPE.head_dim**-0.5), alone=run_alone, scratch=scratch
+            0, NewTokens(queries, keys, values, SHAPE.head_dim**-0.5), alone=run_alone, scratch=scratch
         )
         attended.append(output.clone())
         batch.advance(torch.ones(SHAPE.num_slots, dtype=torch.int64))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,10 +17,6 @@ from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Between, ParamValue, read_params
 
 _MAX_SINKS = 4096
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
-_BITS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +58,8 @@ class StreamingScorer:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomScorer:
-    """The score is a hash of (seed, layer, KV head, position): SplitMix64 in integers, so that device, prompt
-    length, batch and worker do not matter.
+    """The scores are numbers of NumPy's PCG64 for (seed, layer, KV head), so that device, prompt length,
+    batch and worker do not matter.
 
     Attributes:
         seed: different seeds select different rows.
@@ -81,30 +78,7 @@ class RandomScorer:
     def __call__(self, inputs: LayerInputs) -> Tensor:
         """Returns float32 `[H_kv, T]` in [0, 1)."""
         num_kv_heads, num_tokens, _ = inputs.keys.shape
-        device = inputs.keys.device
-        state = _mix(torch.tensor(_signed(self.seed), device=device) + _signed(_GOLDEN))
-        for counter in (
-            torch.tensor(inputs.layer, device=device),
-            torch.arange(num_kv_heads, device=device)[:, None],
-            torch.arange(num_tokens, device=device),
-        ):
-            state = _mix((state ^ counter) + _signed(_GOLDEN))
-        return _shift(state, _BITS - 24).to(torch.float32) / 2**24
-
-
-def _mix(state: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64, whose arithmetic wraps like that of uint64."""
-    state = (state ^ _shift(state, 30)) * _signed(_MIX_1)
-    state = (state ^ _shift(state, 27)) * _signed(_MIX_2)
-    return state ^ _shift(state, 31)
-
-
-def _shift(state: Tensor, bits: int) -> Tensor:
-    """Logical shift right; torch's own shift is arithmetic."""
-    return (state >> bits) & ((1 << (_BITS - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
-    value &= (1 << _BITS) - 1
-    return value - (1 << _BITS) if value >= 1 << (_BITS - 1) else value
+        streams = [np.random.PCG64((self.seed % 2**64, inputs.layer, head)) for head in range(num_kv_heads)]
+        # its raw numbers are the same in every version of NumPy; those of its distributions need not be
+        bits = np.stack([stream.random_raw(num_tokens) for stream in streams]) >> np.uint64(40)
+        return torch.from_numpy(bits.astype(np.float32)).div_(2**24).to(inputs.keys.device)

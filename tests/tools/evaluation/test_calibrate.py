@@ -39,7 +39,7 @@ def test_epsilon_is_measured_and_written_under_the_models_name(tmp_path: Path) -
 def test_curves_are_measured_fitted_and_written_for_the_model(
     tmp_path: Path, demo_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("--methods", "snapkv,random", "--retentions", "0.05,0.5", "--groups", "2")
+    arguments = ("--methods", "snapkv,random", "--retentions", "0.05,0.95", "--groups", "2")
     assert calibrate("quality", *SMALL, *arguments, "--calibration", str(tmp_path)) == 0
     (path,) = tmp_path.iterdir()
     found = load_curves(path)
@@ -50,9 +50,9 @@ def test_curves_are_measured_fitted_and_written_for_the_model(
     for curve in found.curves.values():
         assert len(curve.observations) == 4  # two retentions of two groups
         assert curve.lowest_nll < curve.highest_nll
-        half = [o.quality for o in curve.observations if o.retention == 0.5]
+        most = [o.quality for o in curve.observations if o.retention == 0.95]
         little = [o.quality for o in curve.observations if o.retention == 0.05]
-        assert sum(half) > sum(little) or sum(half) == 2
+        assert sum(most) > sum(little) or sum(most) == 2
         assert all(o.quality in (0, 1) for o in curve.observations)  # one answer a group
         assert curve.retention_at(0.5, nll=curve.lowest_nll) < curve.retention_at(0.99, nll=curve.lowest_nll)
     assert "snapkv: quality 0.9 at " in capsys.readouterr().err
