@@ -107,22 +107,14 @@ def _pack_keys_kernel(
     for block in range(begin, end):
         lanes = tl.minimum((num_tokens - block * 128 + 7) // 8, 16)
         base = tl.load(row + 9) + block * (16 * (n2 + 2 * n4 + 4 * n8 + 8 * n16))
-        _pack_key_words(
-            keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, 0, 0, n2, block, lanes, num_tokens,
-            stride_row, BLOCK_C, 2,
-        )  # fmt: skip
-        _pack_key_words(
-            keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, n2, n2, n4, block, lanes, num_tokens,
-            stride_row, BLOCK_C, 4,
-        )  # fmt: skip
-        _pack_key_words(
-            keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, n2 + 2 * n4, n2 + n4, n8, block, lanes,
-            num_tokens, stride_row, BLOCK_C, 8,
-        )  # fmt: skip
-        _pack_key_words(
-            keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, n2 + 2 * n4 + 4 * n8, n2 + n4 + n8, n16,
-            block, lanes, num_tokens, stride_row, BLOCK_C, 16,
-        )  # fmt: skip
+        before, first = 0, 0
+        for i in tl.static_range(4):
+            count = tl.load(row + 1 + i).to(tl.int32)
+            _pack_key_words(
+                keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, before, first, count, block, lanes,
+                num_tokens, stride_row, BLOCK_C, 2 ** (i + 1),
+            )  # fmt: skip
+            before, first = before + (count << i), first + count
 
 
 @triton.jit
@@ -189,25 +181,14 @@ def _pack_values_kernel(
     item = items_ptr + tl.program_id(0) * 4
     head, kind, begin, end = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     row = entries_ptr + head * FIELDS
-    t2, t4, t8 = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
     values_ptr = value_ptr + head.to(tl.int64) * stride_head
-    if kind == 0:
-        _pack_rows(
-            values_ptr, bytes_ptr, halves_ptr, ints_ptr, floats_ptr, row, 0, tl.load(row + 15) * 2, begin,
-            end, stride_row, D, BLOCK_D, BLOCK_T, 2,
-        )  # fmt: skip
-    elif kind == 1:
-        _pack_rows(
-            values_ptr, bytes_ptr, halves_ptr, ints_ptr, floats_ptr, row, t2, tl.load(row + 16) * 2, begin,
-            end, stride_row, D, BLOCK_D, BLOCK_T, 4,
-        )  # fmt: skip
-    elif kind == 2:
-        _pack_rows(
-            values_ptr, bytes_ptr, halves_ptr, ints_ptr, floats_ptr, row, t2 + t4, tl.load(row + 17) * 2,
-            begin, end, stride_row, D, BLOCK_D, BLOCK_T, 8,
-        )  # fmt: skip
-    else:
-        _pack_rows(
-            values_ptr, bytes_ptr, halves_ptr, ints_ptr, floats_ptr, row, t2 + t4 + t8, tl.load(row + 18),
-            begin, end, stride_row, D, BLOCK_D, BLOCK_T, 16,
-        )  # fmt: skip
+    start = 0
+    for i in tl.static_range(4):
+        if kind == i:
+            # coded rows are found by an offset of int16, counted in bytes here
+            _pack_rows(
+                values_ptr, bytes_ptr, halves_ptr, ints_ptr, floats_ptr, row, start,
+                tl.load(row + 15 + i) * (2 if i < 3 else 1), begin, end, stride_row, D, BLOCK_D, BLOCK_T,
+                2 ** (i + 1),
+            )  # fmt: skip
+        start += tl.load(row + 5 + i)
