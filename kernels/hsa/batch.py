@@ -8,10 +8,9 @@ one token have no extremes: their keys are read.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,8 +64,7 @@ class SparseRows(CachedRows):
     num_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class SparseSize:
+class SparseSize(NamedTuple):
     """Sizes of a batch's launches, powers of two; equal sizes have equal grids.
 
     Attributes:
@@ -91,15 +89,10 @@ class SparseSize:
             larger_pages=rows.page_size > 1,
         )
 
-    def __or__(self, other: SparseSize) -> SparseSize:
-        """For both."""
-        return SparseSize(
-            max_pages=max(self.max_pages, other.max_pages),
-            max_tokens=max(self.max_tokens, other.max_tokens),
-            max_channels=max(self.max_channels, other.max_channels),
-            pages_of_one=self.pages_of_one or other.pages_of_one,
-            larger_pages=self.larger_pages or other.larger_pages,
-        )
+    @classmethod
+    def of_all(cls, sizes: Iterable[SparseSize]) -> SparseSize:
+        """For all of these, at least one."""
+        return cls(*map(max, zip(*sizes, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +157,7 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
         """See `SlotBatch.place`."""
         super().place(slot, layers)
         if self.is_launched:
-            self._sizes[slot] = reduce(or_, set(map(SparseSize.of, layers.values())))
+            self._sizes[slot] = SparseSize.of_all(set(map(SparseSize.of, layers.values())))
             return
         for layer, rows in layers.items():
             self._views[layer, slot] = CacheViews.of(rows.keys, rows.values, rows.page_max, rows.page_min)
@@ -179,7 +172,7 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
 
     def size(self) -> SparseSize:
         """See `SlotBatch.size`."""
-        return reduce(or_, self._sizes.values())
+        return SparseSize.of_all(self._sizes.values())
 
     def scratch(self, num_slots: int) -> HsaScratch:
         """See `SlotBatch.scratch`."""

@@ -9,8 +9,8 @@ and so their partial results, are contiguous.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +41,7 @@ _KINDS = (KIND_ROWS, 0, 1, 2, 3, KIND_TAIL)
 _KIND_OF_COLUMN, _WIDTHS = torch.tensor(_KINDS), torch.tensor(WIDTHS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkList:
+class WorkList(NamedTuple):
     """int64 `[entries, ENTRY_FIELDS]` and int32 `[items, ITEM_FIELDS]`."""
 
     entries: Tensor
@@ -50,10 +49,7 @@ class WorkList:
 
     def to(self, device: torch.device) -> WorkList:
         """A copy on a device."""
-        return WorkList(
-            entries=self.entries.to(device, non_blocking=True),
-            items=self.items.to(device, non_blocking=True),
-        )
+        return WorkList(*(its.to(device, non_blocking=True) for its in self))
 
 
 def work_list(

@@ -34,6 +34,7 @@ from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.telemetry import begin, context_of
+from kvferry.shared.wire.frames import check_manifest, model_fields
 from kvferry.shared.wire.messages import (
     MAX_PAYLOAD_BYTES,
     BlockHeader,
@@ -41,7 +42,6 @@ from kvferry.shared.wire.messages import (
     LayerHeader,
     Manifest,
     TransferKey,
-    model_fields,
 )
 
 
@@ -344,7 +344,7 @@ class CacheReceiver:
             expected["retained_transfer_id"] = transfer_id
             expected["retained_tokens"] = min(manifest.retained_tokens, num_tokens)
             expected["retained_depth"] = max(1, min(manifest.retained_depth, depth))
-        manifest.check(expected)
+        check_manifest(manifest, expected)
 
     def _first_token(self, end: EndRecord, sequence: Sequence) -> SampledToken:
         token, index = end.first_token, sequence.request.sampling.first_index

@@ -19,17 +19,17 @@ from torch import Tensor
 
 from kvferry.services.decode.sequence import PinnedRows, Sequence, SequenceState
 from kvferry.shared.cache.arena import Allocation, ByteArena
-from kvferry.shared.cache.delta import Positions, RetainedChain, RetainedRows
+from kvferry.shared.cache.delta import RetainedChain, RetainedRows
 from kvferry.shared.control.messages import HistoryReturned, SessionKey, Ticket
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.wire.frames import model_fields
 from kvferry.shared.wire.messages import (
     MAX_RETAINED_SELECTIONS,
     EndRecord,
     Manifest,
     NamedTensor,
-    model_fields,
 )
 from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
 
@@ -41,20 +41,16 @@ class RetainedSelection:
     """The rows in the arena after one turn of a session.
 
     Attributes:
-        transfer_id: of the transfer that brought the prompt's rows.
-        token_ids: int64, of the prompt and of the generated tokens that have rows.
-        num_prompt_tokens: how many of them are the prompt's.
-        positions: as `RetainedRows.layers`.
+        retained: the prompt's rows, and those of generated tokens; its `num_tokens` are all of them.
+        token_ids: int64, of the tokens that have rows.
         rows: K and V of each layer, `[H_kv, cap, D]` in the arena.
         num_users: reservations that pin it; its bytes are not freed while there are any.
         listed: whether new reservations can still find it.
     """
 
     session: SessionKey
-    transfer_id: int
+    retained: RetainedRows
     token_ids: npt.NDArray[np.int64]
-    num_prompt_tokens: int
-    positions: tuple[Positions | None, ...]
     rows: tuple[tuple[Tensor, Tensor], ...]
     allocation: Allocation
     num_users: int = 0
@@ -65,15 +61,6 @@ class RetainedSelection:
         """Whether its bytes can be freed: nobody uses it, and nobody can find it."""
         return not self.listed and self.num_users == 0
 
-    def retained_rows(self, num_tokens: int) -> RetainedRows:
-        """The rows that a prompt with the same first `num_tokens` tokens can reuse."""
-        return RetainedRows(
-            transfer_id=self.transfer_id,
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_tokens=num_tokens,
-            layers=self.positions,
-        )
-
     def num_common_tokens(self, prompt_token_ids: tuple[int, ...]) -> int:
         """Length of the common prefix of the prompt and this selection, in tokens."""
         prompt = np.asarray(prompt_token_ids, np.int64)
@@ -83,10 +70,8 @@ class RetainedSelection:
 
     def is_extended_by(self, manifest: Manifest) -> bool:
         """Whether the transfer left out these rows and its prompt begins with this whole prompt."""
-        return (
-            manifest.retained_transfer_id == self.transfer_id
-            and manifest.retained_tokens >= self.num_prompt_tokens
-        )
+        left_out = manifest.retained_transfer_id == self.retained.transfer_id
+        return left_out and self.retained.is_extended_by(manifest.retained_tokens)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -150,10 +135,13 @@ class RetainedSelections:
             token_ids = (*sequence.request.prompt_token_ids, *sequence.token_ids)[:num_tokens]
             selection = RetainedSelection(
                 session=session,
-                transfer_id=sequence.key.transfer_id,
+                retained=RetainedRows(
+                    transfer_id=sequence.key.transfer_id,
+                    num_prompt_tokens=sequence.resolved.num_prompt_tokens,
+                    num_tokens=num_tokens,
+                    layers=sequence.positions,
+                ),
                 token_ids=np.asarray(token_ids, np.int64),
-                num_prompt_tokens=sequence.resolved.num_prompt_tokens,
-                positions=sequence.positions,
                 rows=tuple((its.regions["keys"], its.regions["values"]) for its in sequence.caches),
                 allocation=sequence.hand_over_bytes(),
             )
@@ -172,16 +160,16 @@ class RetainedSelections:
     def pin(self, session: SessionKey | None, prompt_token_ids: tuple[int, ...]) -> PinnedRows | None:
         """Pin the session's rows that the prompt can reuse; None if there are none."""
         with self._lock:
-            chain = self._chains.get(session) if session is not None else None
-            selections = tuple(chain.selections) if chain is not None else ()
+            found = self._chains.get(session) if session is not None else None
+            selections = tuple(found.selections) if found is not None else ()
             num_tokens = selections[0].num_common_tokens(prompt_token_ids) if selections else 0
             if num_tokens == 0:
                 return None
             for selection in selections:
                 selection.num_users += 1
-        rows = RetainedChain(selections=tuple(its.retained_rows(num_tokens) for its in selections))
+        chain = RetainedChain(selections=tuple(its.retained for its in selections))
         return PinnedRows(
-            chain=rows.first(rows.depth, num_tokens),
+            chain=chain.first(chain.depth, num_tokens),
             layers=tuple(selection.rows for selection in selections),
             unpin=lambda: self._unpin(selections),
         )
@@ -199,7 +187,11 @@ class RetainedSelections:
         """
         with self._lock:
             chain = self._chains.get(session) if session is not None else None
-            if session is None or chain is None or transfer_id not in (None, chain.selections[0].transfer_id):
+            if (
+                session is None
+                or chain is None
+                or transfer_id not in (None, chain.selections[0].retained.transfer_id)
+            ):
                 return 0
             del self._chains[session]
             freed = self._unlist(chain.selections)

@@ -27,7 +27,8 @@ from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.telemetry import carrier, stage
-from kvferry.shared.wire.messages import EndRecord, Manifest, model_fields
+from kvferry.shared.wire.frames import model_fields
+from kvferry.shared.wire.messages import EndRecord, Manifest
 from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
 
 log = structlog.get_logger(__name__)

@@ -17,6 +17,7 @@ from kvferry.shared.errors import LeaseExpired, ProtocolMismatch
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.wire.frames import check_manifest, model_fields
 from kvferry.shared.wire.messages import (
     BlockHeader,
     EndRecord,
@@ -24,7 +25,6 @@ from kvferry.shared.wire.messages import (
     Manifest,
     TensorHeader,
     TransferKey,
-    model_fields,
 )
 
 
@@ -151,4 +151,4 @@ class HistoryReceiver:
                 f"returned history has {manifest.num_tokens} tokens; 0 to {expected.max_tokens} are expected",
                 reason="num_tokens",
             )
-        manifest.check({"purpose": "history", "start": expected.start, **model_fields(self._spec)})
+        check_manifest(manifest, {"purpose": "history", "start": expected.start, **model_fields(self._spec)})

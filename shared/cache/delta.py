@@ -152,38 +152,32 @@ def delta_tensors(tensors: Tensors, layer: int, retained: RetainedChain) -> dict
     }
 
 
+@dataclass(frozen=True, eq=False)
 class DeltaLayer:
     """Decode's side of a delta of one layer of plain rows, with the `receive` and `open` of a `LayerFormat`.
 
-    Args:
-        fmt: the layer's format, with `is_plain`.
+    Attributes:
+        format: the layer's, with `is_plain`.
         retained_rows: for each retained selection, the K and V `[H_kv, cap, D]` with its rows.
     """
 
-    def __init__(
-        self,
-        fmt: LayerFormat,
-        layer: int,
-        retained: RetainedChain,
-        retained_rows: Sequence[tuple[Tensor, Tensor]],
-    ) -> None:
-        self._format = fmt
-        self._layer = layer
-        self._retained = retained
-        self._retained_rows = retained_rows
+    format: LayerFormat
+    layer: int
+    retained: RetainedChain
+    retained_rows: Sequence[tuple[Tensor, Tensor]]
 
     def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
         """See `LayerFormat.receive`: memory outside the arena, because few rows are sent."""
-        shape, index = self._format.shape, self._format.tensors().get("index")
+        shape, index = self.format.shape, self.format.tensors().get("index")
         expected = {} if index is None else {"index": index}
         expected[NEW_ROWS] = TensorSpec(shape=(shape.num_kv_heads,), dtype=torch.int32)
         sent = header["keys"].shape[0] if "keys" in header and header["keys"].shape else -1
         rows = TensorSpec(shape=(sent, shape.head_dim), dtype=shape.dtype)
         expected |= {"keys": rows, "values": rows}
-        self._format.check_header(header, expected)
-        if not 0 <= sent <= self._format.rows * shape.num_kv_heads:
+        self.format.check_header(header, expected)
+        if not 0 <= sent <= self.format.rows * shape.num_kv_heads:
             raise InvalidTensors(
-                f"{sent} rows are announced; the layer has {self._format.rows * shape.num_kv_heads}",
+                f"{sent} rows are announced; the layer has {self.format.rows * shape.num_kv_heads}",
                 reason="size",
             )
         return {name: torch.empty(its.shape, dtype=its.dtype) for name, its in header.items()}
@@ -193,12 +187,12 @@ class DeltaLayer:
 
         Raises: InvalidTensors: the sender assumed other retained rows than there are ("retained_rows").
         """
-        shape, rows = self._format.shape, self._format.rows
+        shape, rows = self.format.shape, self.format.rows
         index = tensors.get("index")
         if index is not None:
             check_index(index, shape.num_prompt_tokens, reason="index")
         positions = index.numpy() if index is not None else all_positions(shape.num_kv_heads, rows)
-        which, numbers = self._retained.find(self._layer, positions)
+        which, numbers = self.retained.find(self.layer, positions)
         counts = (which < 0).sum(1, dtype=np.int32)
         if not np.array_equal(tensors[NEW_ROWS].numpy(), counts) or len(tensors["keys"]) != counts.sum():
             raise InvalidTensors(
@@ -207,7 +201,7 @@ class DeltaLayer:
                 reason="retained_rows",
             )
         targets = (regions["keys"], regions["values"])
-        for selection, sources in enumerate(self._retained_rows):
+        for selection, sources in enumerate(self.retained_rows):
             heads, slots = np.nonzero(which == selection)
             copied = torch.from_numpy(numbers[heads, slots])
             of_head, to_row = torch.from_numpy(heads), torch.from_numpy(slots)
@@ -216,7 +210,7 @@ class DeltaLayer:
         of_head, to_row = (torch.from_numpy(its) for its in np.nonzero(which < 0))
         for name, target in zip(("keys", "values"), targets, strict=True):
             target[of_head, to_row] = tensors[name].to(target.device)
-        return self._format.open(regions, {} if index is None else {"index": index})
+        return self.format.open(regions, {} if index is None else {"index": index})
 
 
 _Chain = tuple[RetainedRows, ...]

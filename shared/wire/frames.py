@@ -14,7 +14,7 @@ import re
 import reprlib
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -23,6 +23,7 @@ import msgspec
 import xxhash
 
 from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, TransferFailed
+from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.wire.messages import (
     MAX_LAYER_TENSORS,
     MAX_MANIFEST_BYTES,
@@ -245,6 +246,26 @@ def _check_manifest(manifest: Manifest) -> None:
         raise _malformed(
             f"layer_rows has {len(manifest.layer_rows)} entries; none or {manifest.num_layers} are allowed"
         )
+
+
+def model_fields(spec: ModelSpec) -> dict[str, Any]:
+    """The fields of a manifest that name a model and its shapes."""
+    return {
+        "model_fingerprint": spec.fingerprint,
+        "dtype": spec.dtype,
+        "num_layers": spec.num_layers,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+    }
+
+
+def check_manifest(manifest: Manifest, expected: Mapping[str, object]) -> None:
+    """Require these values of some fields. Raises: ProtocolMismatch, reason "manifest_FIELD"."""
+    for name, own in expected.items():
+        if (sent := getattr(manifest, name)) != own:
+            raise ProtocolMismatch(
+                f"the manifest's {name} is {sent!r}; this worker expects {own!r}", reason=f"manifest_{name}"
+            )
 
 
 def _check_end(end: EndRecord) -> None:

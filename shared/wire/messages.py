@@ -8,15 +8,13 @@ generated tokens' KV back (`Manifest.purpose`).
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 from torch import Tensor
 
-from kvferry.shared.errors import ProtocolMismatch
-from kvferry.shared.model.spec import DTYPE_BYTES, ModelSpec
+from kvferry.shared.model.spec import DTYPE_BYTES
 from kvferry.shared.sampling.params import SampledToken
 
 PROTOCOL_VERSION = 3
@@ -95,26 +93,6 @@ class Manifest:
     retained_transfer_id: Annotated[int, Meta(ge=0)] = 0
     retained_tokens: _NumTokens = 0
     retained_depth: Annotated[int, Meta(ge=0, le=MAX_RETAINED_SELECTIONS)] = 0
-
-    def check(self, expected: Mapping[str, object]) -> None:
-        """Require these values of some fields. Raises: ProtocolMismatch, reason "manifest_FIELD"."""
-        for name, own in expected.items():
-            if (sent := getattr(self, name)) != own:
-                raise ProtocolMismatch(
-                    f"the manifest's {name} is {sent!r}; this worker expects {own!r}",
-                    reason=f"manifest_{name}",
-                )
-
-
-def model_fields(spec: ModelSpec) -> dict[str, Any]:
-    """The fields of a manifest that name a model and its shapes."""
-    return {
-        "model_fingerprint": spec.fingerprint,
-        "dtype": spec.dtype,
-        "num_layers": spec.num_layers,
-        "num_kv_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-    }
 
 
 @dataclass(frozen=True, kw_only=True)

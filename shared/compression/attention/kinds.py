@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
-from typing import ClassVar
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,6 +56,11 @@ class _Choosing(AttentionKind):
 
     num_tokens: int
 
+    @cached_property
+    def sizes(self) -> dict[str, Any]:
+        """All fields, which are arguments of the kind's kernel."""
+        return asdict(self)
+
     def _estimate_bytes(self, shape: LayerShape, num_rows: int) -> int:
         """Bytes read per KV head to choose the tokens."""
         return 0
@@ -89,9 +95,8 @@ class ExactTopK(_Choosing):
         return cls(num_tokens=budget)
 
     def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: float) -> Tensor:
-        return exact_topk.attend(
-            queries, cache.keys, cache.values, length=length, num_tokens=self.num_tokens, scaling=scaling
-        )
+        keys, values = cache.keys, cache.values
+        return exact_topk.attend(queries, keys, values, length=length, scaling=scaling, **self.sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,16 +133,8 @@ class SparQ(_Choosing):
         sparq.append_row(cache.keys, cache.values, cache.auxiliary[0], key, value, position=position)
 
     def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: float) -> Tensor:
-        return sparq.attend(
-            queries,
-            cache.keys,
-            cache.values,
-            cache.auxiliary[0],
-            length=length,
-            num_channels=self.num_channels,
-            num_tokens=self.num_tokens,
-            scaling=scaling,
-        )
+        tensors = cache.keys, cache.values, cache.auxiliary[0]
+        return sparq.attend(queries, *tensors, length=length, scaling=scaling, **self.sizes)
 
     def _estimate_bytes(self, shape: LayerShape, num_rows: int) -> int:
         """r channels of every key, and the mean value."""
@@ -216,14 +213,11 @@ class Hsa(_Paged):
         return cls(page_size=page_size, num_channels=num_channels, num_tokens=max(budget // 2, 1))
 
     def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: float) -> Tensor:
-        sizes = {name: getattr(self, name) for name in ("page_size", "num_channels", "num_tokens")}
-        extremes = self.extremes(cache)
         if not cache.packed:
-            return hsa.attend(
-                queries, cache.keys, cache.values, *extremes, length=length, scaling=scaling, **sizes
-            )
-        keys, values = cache.keys[:, :length], cache.values[:, :length]
-        return packed_hsa.attend(queries, cache.packed[0], keys, values, *extremes, scaling=scaling, **sizes)
+            tensors = cache.keys, cache.values, *self.extremes(cache)
+            return hsa.attend(queries, *tensors, length=length, scaling=scaling, **self.sizes)
+        tensors = cache.keys[:, :length], cache.values[:, :length], *self.extremes(cache)
+        return packed_hsa.attend(queries, cache.packed[0], *tensors, scaling=scaling, **self.sizes)
 
     def _estimate_bytes(self, shape: LayerShape, num_rows: int) -> int:
         """One of Kmax and Kmin for k1 channels of each page."""
@@ -248,16 +242,8 @@ class Quest(_Paged):
         return cls(page_size=max(-(-cap // budget), 1), num_tokens=max(budget // 2, 1))
 
     def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: float) -> Tensor:
-        return quest.attend(
-            queries,
-            cache.keys,
-            cache.values,
-            *self.extremes(cache),
-            length=length,
-            page_size=self.page_size,
-            num_tokens=self.num_tokens,
-            scaling=scaling,
-        )
+        tensors = cache.keys, cache.values, *self.extremes(cache)
+        return quest.attend(queries, *tensors, length=length, scaling=scaling, **self.sizes)
 
     def _estimate_bytes(self, shape: LayerShape, num_rows: int) -> int:
         """One of Kmax and Kmin for every channel of each page."""
@@ -318,7 +304,7 @@ def size_attention(part: Part, sizing: Sizing, *, cap: int, packed_per_row: Frac
     if part.name in EVICTIONS:
         return Part(name=part.name)
     kind = ATTENTIONS[part.name].sized(cap=cap, budget=sizing.budget, head_dim=sizing.head_dim)
-    sized = Part(name=part.name, params=dict(asdict(kind)))
+    sized = Part(name=part.name, params=asdict(kind))
     if packed_per_row is None:
         return sized
     attended = min(max(int(sizing.budget * packed_per_row / 2), 1), cap)
