@@ -292,6 +292,7 @@ class CompressionPlan(_message.Message):
     SKIP_LAYERS_FIELD_NUMBER: _builtins.int
     LAYER_ALLOCATION_FIELD_NUMBER: _builtins.int
     REPRESENTATION_FIELD_NUMBER: _builtins.int
+    GENERATED_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     @_builtins.property
     def scorer(self) -> Global___Part: ...
@@ -305,6 +306,8 @@ class CompressionPlan(_message.Message):
     def layer_allocation(self) -> Global___Part: ...
     @_builtins.property
     def representation(self) -> Global___Part: ...
+    @_builtins.property
+    def generated(self) -> Global___Part: ...
     def __init__(
         self,
         *,
@@ -315,13 +318,19 @@ class CompressionPlan(_message.Message):
         skip_layers: _abc.Iterable[_builtins.int] | None = ...,
         layer_allocation: Global___Part | None = ...,
         representation: Global___Part | None = ...,
+        generated: Global___Part | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_scorer", b"_scorer", "attention", b"attention", "budget", b"budget", "layer_allocation", b"layer_allocation", "representation", b"representation", "scorer", b"scorer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_generated", b"_generated", "_scorer", b"_scorer", "attention", b"attention", "budget", b"budget", "generated", b"generated", "layer_allocation", b"layer_allocation", "representation", b"representation", "scorer", b"scorer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_scorer", b"_scorer", "attention", b"attention", "budget", b"budget", "layer_allocation", b"layer_allocation", "method", b"method", "representation", b"representation", "scorer", b"scorer", "skip_layers", b"skip_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generated", b"_generated", "_scorer", b"_scorer", "attention", b"attention", "budget", b"budget", "generated", b"generated", "layer_allocation", b"layer_allocation", "method", b"method", "representation", b"representation", "scorer", b"scorer", "skip_layers", b"skip_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__generated: _TypeAlias = _typing.Literal["generated"]  # noqa: Y015
+    _WhichOneofArgType__generated: _TypeAlias = _typing.Literal["_generated", b"_generated"]  # noqa: Y015
     _WhichOneofReturnType__scorer: _TypeAlias = _typing.Literal["scorer"]  # noqa: Y015
     _WhichOneofArgType__scorer: _TypeAlias = _typing.Literal["_scorer", b"_scorer"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__generated) -> _WhichOneofReturnType__generated | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__scorer) -> _WhichOneofReturnType__scorer | None: ...
 
 Global___CompressionPlan: _TypeAlias = CompressionPlan  # noqa: Y015
@@ -335,23 +344,29 @@ class LayerPlan(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     ATTENTION_FIELD_NUMBER: _builtins.int
     REPRESENTATION_FIELD_NUMBER: _builtins.int
+    GENERATED_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
     @_builtins.property
     def attention(self) -> Global___Part: ...
     @_builtins.property
     def representation(self) -> Global___Part: ...
+    @_builtins.property
+    def generated(self) -> Global___Part: ...
     def __init__(
         self,
         *,
         rows: _builtins.int = ...,
         attention: Global___Part | None = ...,
         representation: Global___Part | None = ...,
+        generated: Global___Part | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "representation", b"representation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_generated", b"_generated", "attention", b"attention", "generated", b"generated", "representation", b"representation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "representation", b"representation", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generated", b"_generated", "attention", b"attention", "generated", b"generated", "representation", b"representation", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__generated: _TypeAlias = _typing.Literal["generated"]  # noqa: Y015
+    _WhichOneofArgType__generated: _TypeAlias = _typing.Literal["_generated", b"_generated"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__generated) -> _WhichOneofReturnType__generated | None: ...
 
 Global___LayerPlan: _TypeAlias = LayerPlan  # noqa: Y015
 

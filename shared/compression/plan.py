@@ -21,6 +21,9 @@ _Entry = TypeVar("_Entry")
 MEASURED_ALLOCATIONS = ("attention_variance",)
 """Allocations that need measurements of every layer's attention (`compress.py`)."""
 
+REBUDGET_TOKENS = "rebudget_tokens"
+"""A plan's parameter: how many generated tokens make a segment that is compacted when it is full."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
@@ -87,6 +90,8 @@ class CompressionPlan:
         skip_layers: layers that are not compressed and are attended densely.
         layer_allocation: how rows are divided among layers, a name of `resolve.ALLOCATIONS`.
         representation: the format, a name of `formats.FORMATS` or of an installed method's format.
+        generated: the scorer of generated tokens, with `rebudget_tokens` among its parameters
+            (`formats/compacting.py`); None: all of them stay.
     """
 
     method: str
@@ -96,6 +101,7 @@ class CompressionPlan:
     skip_layers: tuple[int, ...] = ()
     layer_allocation: Part = field(default_factory=lambda: Part(name="uniform"))
     representation: Part = field(default_factory=lambda: Part(name="rows", params={"wire_bits": 16}))
+    generated: Part | None = None
 
     @property
     def takes_budget(self) -> bool:
@@ -112,11 +118,13 @@ class LayerPlan:
         attention: the kind of decode attention and its sizes; `attention.make_attention` makes it.
         representation: the format: "rows", with `wire_bits` if they are quantised for the wire; or another
             name with its parameters or sizes.
+        generated: sizes of the segments in which generated tokens are compacted; None: all of them stay.
     """
 
     rows: int
     attention: Part = field(default_factory=lambda: Part(name="dense"))
     representation: Part = field(default_factory=lambda: Part(name="rows"))
+    generated: Part | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

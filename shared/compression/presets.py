@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kvferry.shared.compression.installed import installed_methods
-from kvferry.shared.compression.plan import Budget, CompressionPlan, ParamValue, Part, with_installed
+from kvferry.shared.compression.plan import (
+    REBUDGET_TOKENS,
+    Budget,
+    CompressionPlan,
+    ParamValue,
+    Part,
+    with_installed,
+)
 from kvferry.shared.compression.rdkv.epsilon import OWN_TABLE
 from kvferry.shared.errors import InvalidRequest
 
@@ -45,6 +52,8 @@ _OBSERVED = Part(
     name="window_attention",
     params={"window": _WINDOW, "pooling": "avg", "kernel_size": _KERNEL_SIZE, "recents": 8},
 )
+_GENERATED = Part(name=_OBSERVED.name, params={**_OBSERVED.params, REBUDGET_TOKENS: 256})
+"""Of plans with `rebudget_tokens` above 0, whatever their scorer: decode observes the last queries only."""
 _RDKV: dict[str, ParamValue] = {
     "epsilon_table": OWN_TABLE,
     "window": _WINDOW,
@@ -205,6 +214,10 @@ def _overridden(plan: CompressionPlan, overrides: Mapping[str, ParamValue]) -> C
     all_parts = (plan.scorer, plan.attention, plan.layer_allocation, plan.representation)
     parts = [part for part in all_parts if part is not None]
     names = {name: None for part in parts for name in part.params}
+    if plan.scorer is not None and REBUDGET_TOKENS not in names:
+        names[REBUDGET_TOKENS] = None
+        if overrides.get(REBUDGET_TOKENS, 0) != 0:
+            plan = replace(plan, generated=_GENERATED)
     unknown = sorted(set(overrides) - set(names))
     if unknown:
         raise InvalidRequest(
@@ -226,4 +239,5 @@ def _overridden(plan: CompressionPlan, overrides: Mapping[str, ParamValue]) -> C
         attention=changed(plan.attention),
         layer_allocation=changed(plan.layer_allocation),
         representation=changed(plan.representation),
+        generated=changed(plan.generated) if plan.generated is not None else None,
     )

@@ -18,6 +18,7 @@ from typing import get_args
 from kvferry.shared.compression.attention.kinds import check_attention, chooses_rows
 from kvferry.shared.compression.d2o.layer_budgets import Normalisation
 from kvferry.shared.compression.formats import format_class
+from kvferry.shared.compression.formats.compacting import check_generated, with_segments
 from kvferry.shared.compression.interface import Sizing
 from kvferry.shared.compression.plan import (
     Allowed,
@@ -75,18 +76,16 @@ def resolve_plan(
             plan.layer_allocation, rows=rows, num_layers=len(sharing), num_tokens=num_prompt_tokens
         )
         for layer, share in zip(sharing, shares, strict=True):
-            layers[layer] = fmt.plan_layer(
-                plan,
-                Sizing(
-                    layer=layer,
-                    rows=share,
-                    budget=budget,
-                    packed_budget=packed_budget,
-                    num_prompt_tokens=num_prompt_tokens,
-                    max_new_tokens=max_new_tokens,
-                    head_dim=head_dim,
-                ),
+            sizing = Sizing(
+                layer=layer,
+                rows=share,
+                budget=budget,
+                packed_budget=packed_budget,
+                num_prompt_tokens=num_prompt_tokens,
+                max_new_tokens=max_new_tokens,
+                head_dim=head_dim,
             )
+            layers[layer] = with_segments(fmt.plan_layer(plan, sizing), plan, sizing)
     return ResolvedPlan(
         plan=plan,
         method="full" if all(layer == whole for layer in layers) else plan.method,
@@ -137,7 +136,9 @@ def _check(plan: CompressionPlan, num_layers: int) -> None:
     """Check that the plan's parts exist and can be combined."""
     preset(plan.method)
     check_attention(plan.attention, scorer=plan.scorer)
-    format_class(plan.representation).check(plan)
+    fmt = format_class(plan.representation)
+    fmt.check(plan)
+    check_generated(plan, fmt)
     if outside := [layer for layer in plan.skip_layers if not 0 <= layer < num_layers]:
         raise InvalidRequest(
             f"skip_layers names {outside}; layers are 0 to {num_layers - 1}", param="kv_compression"

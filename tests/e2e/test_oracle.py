@@ -112,6 +112,27 @@ def test_full_equals_transformers_generate(
         assert tokens == texts(tokenizer, expected)
 
 
+@pytest.mark.parametrize("method", ["rocketkv", "compactor-kivi"])
+def test_answers_whose_tokens_are_compacted_equal_their_one_process_selves(
+    stack: Any, prompts: list[list[int]], tokenizer: ChatTokenizer, demo_model_dir: Path, method: str
+) -> None:
+    model = load_model(str(demo_model_dir), name="demo", device="cpu", dtype="float32", max_model_len=0)
+    parameters = {"rebudget_tokens": 16}
+    plan = plan_for(method, budget=Budget(tokens=24), overrides=dict(parameters))
+    compression = {"method": method, "token_budget": 24, "parameters": parameters}
+    sampling = SamplingParams(max_tokens=72, temperature=0.0, ignore_eos=True)
+
+    def answer(ids: list[int]) -> list[str]:
+        fields = {"max_tokens": 72, "ignore_eos": True, "kv_compression": compression}
+        return complete(stack.base_url, ids, stream=False, **fields)
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(answer, prompts[12:16]))
+    for ids, tokens in zip(prompts[12:16], answers, strict=True):
+        expected = OneProcessGenerator(model).generate(ids, plan=plan, sampling=sampling)
+        assert tokens == texts(tokenizer, [token.token_id for token in expected])
+
+
 @pytest.mark.parametrize("method", ["rocketkv", "snapkv", "d2o"])
 @pytest.mark.parametrize("budget", [48, 256])
 def test_compressed_methods_equal_their_one_process_selves(

@@ -68,11 +68,16 @@ class AttentionKind(ABC):
         specs = self.specs(shape, num_packed + keys.shape[1], packed=bool(packed))
         auxiliary = [torch.empty(its.placed_shape, dtype=its.dtype, device=keys.device) for its in specs]
         view = CacheView(keys=keys, values=values, auxiliary=tuple(auxiliary), packed=packed)
-        self.build(view, length=keys.shape[1])
-        if packed and auxiliary:
-            for position in range(keys.shape[1]):
-                self.append(view, keys[:, position], values[:, position], position=position)
+        self.build_again(view, length=keys.shape[1])
         return view
+
+    def build_again(self, cache: CacheView, *, length: int) -> None:
+        """Fill the auxiliary tensors from the packed prompt, if there is one, and the first `length` rows."""
+        self.build(cache, length=length)
+        if cache.packed and cache.auxiliary:
+            for position in range(length):
+                key, value = cache.keys[:, position], cache.values[:, position]
+                self.append(cache, key, value, position=position)
 
     def build(self, cache: CacheView, *, length: int) -> None:  # noqa: B027 (most kinds have nothing to build)
         """Fill the auxiliary tensors from the first `length` rows, or from the packed prompt."""

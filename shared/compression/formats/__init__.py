@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from kvferry.shared.compression.formats.compacting import Compacting
 from kvferry.shared.compression.formats.interface import LayerFormat, Tensors
 from kvferry.shared.compression.formats.kivi import Kivi
 from kvferry.shared.compression.formats.ragged import Ragged
@@ -64,10 +65,14 @@ def make_formats(
     formats: list[LayerFormat] = []
     for number, layer in enumerate(resolved.layers):
         first = resolved.layers.index(layer)
-        if first == number:
-            formats.append(format_class(layer.representation).of(resolved.plan, layer, shape))
-        else:
+        if first != number:
             formats.append(formats[first])
+            continue
+        its_class = format_class(layer.representation)
+        if layer.generated is None:
+            formats.append(its_class.of(resolved.plan, layer, shape))
+        else:
+            formats.append(Compacting.over(its_class, resolved.plan, layer, shape))
     return tuple(formats)
 
 

@@ -92,6 +92,13 @@ class LayerCache(ABC):
         """The layer as an argument of a batched kernel (`kernels/*/batch.py`); None if it must run alone."""
         return None
 
+    def new_rows(self) -> tuple[Tensor, Tensor]:
+        """Views of K and V `[H_kv, cap, D]` of new tokens. Only formats with `compacts` have them."""
+        raise NotImplementedError(self.format.name)
+
+    def new_rows_changed(self, num_rows: int) -> None:  # noqa: B027 (most have nothing beside the rows)
+        """The first `num_rows` new rows were rewritten, and no others are in use."""
+
     @abstractmethod
     def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
         """Host copies of K and V `[H_kv, num_appended, D]` of the tokens appended so far."""
@@ -117,6 +124,10 @@ class NaiveLayer(ABC):
     def fork(self) -> NaiveLayer:
         """An independent copy: appending to one does not change the other."""
 
+    def replace_new_rows(self, keys: Tensor, values: Tensor) -> None:
+        """Continue with these rows `[H_kv, m, D]` of new tokens. Only formats with `compacts` can."""
+        raise NotImplementedError(type(self).__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFormat(ABC):
@@ -129,6 +140,8 @@ class LayerFormat(ABC):
         allowed: the parameters of the part that names the format; see `read_params`.
         attentions, allocations: the decode attentions and layer allocations that it goes with; None: all.
         scored: whether the plan must have a scorer; None: it may.
+        compacts: whether rows of new tokens may be dropped (`compacting.py`); its `LayerCache` then has
+            `new_rows`, and its `NaiveLayer` `replace_new_rows`.
     """
 
     name: ClassVar[str]
@@ -138,6 +151,7 @@ class LayerFormat(ABC):
     attentions: ClassVar[tuple[str, ...] | None] = None
     allocations: ClassVar[tuple[str, ...] | None] = None
     scored: ClassVar[bool | None] = None
+    compacts: ClassVar[bool] = False
     shape: LayerShape
     rows: int
 

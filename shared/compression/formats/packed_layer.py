@@ -93,6 +93,12 @@ class PackedCache(LayerCache):
         segments = sum(segment.layout.size_bytes for segment in self.segments)
         return self.format.used_bytes(num_appended, self.packed.layout.size_bytes) + segments
 
+    def new_rows(self) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+    def new_rows_changed(self, num_rows: int) -> None:
+        self.format.attention.build_again(self._view, length=num_rows)
+
     def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
         num_packed = sum(keys.shape[1] for keys, _ in self._segment_rows)
         keys, values = (on_host(its[:, : num_appended - num_packed]) for its in (self.keys, self.values))
@@ -161,6 +167,9 @@ class NaivePacked(NaiveLayer):
         other = NaivePacked(self._format, self._packed[0])
         other._packed, other._queries, other._rows = list(self._packed), list(self._queries), list(self._rows)
         return other
+
+    def replace_new_rows(self, keys: Tensor, values: Tensor) -> None:
+        self._rows = list(zip(keys.unbind(1), values.unbind(1), strict=True))
 
     def _rebudget(self, growth: Rebudgeting, queries: Tensor, scaling: float) -> None:
         """Pack the generated rows if they fill a segment; then record this token's queries."""

@@ -61,6 +61,7 @@ class Rows(LayerFormat):
     name: ClassVar[str] = "rows"
     kinds: ClassVar[Mapping[str, str]] = {"index": "index", "keys": "rows", "values": "rows"}
     is_plain: ClassVar[bool] = True
+    compacts: ClassVar[bool] = True
     attention: AttentionKind
 
     @classmethod
@@ -219,6 +220,12 @@ class RowsCache(LayerCache):
         )
         return None if is_too_long(rows) else rows
 
+    def new_rows(self) -> tuple[Tensor, Tensor]:
+        return self.keys[:, self.format.rows :], self.values[:, self.format.rows :]
+
+    def new_rows_changed(self, num_rows: int) -> None:
+        self.format.attention.build_again(self.view, length=self.format.rows + num_rows)
+
     def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
         new = slice(self.format.rows, self.format.rows + num_appended)
         return on_host(self.keys[:, new]), on_host(self.values[:, new])
@@ -244,6 +251,11 @@ class NaiveRows(NaiveLayer):
 
     def fork(self) -> NaiveRows:
         return copy.copy(self)
+
+    def replace_new_rows(self, keys: Tensor, values: Tensor) -> None:
+        num_prompt = self._format.rows
+        self._keys = torch.cat([self._keys[:, :num_prompt], keys], 1)
+        self._values = torch.cat([self._values[:, :num_prompt], values], 1)
 
 
 def _wire_part(plan: CompressionPlan) -> Part:

@@ -38,6 +38,7 @@ class StoredFormat(LayerFormat):
 
     attentions: ClassVar[tuple[str, ...] | None] = ("dense",)
     allocations: ClassVar[tuple[str, ...] | None] = SIZED_ALLOCATIONS
+    compacts: ClassVar[bool] = True
 
     @classmethod
     def check(cls, plan: CompressionPlan) -> None:
@@ -132,6 +133,9 @@ class StoredCache(LayerCache):
         length = num_appended + 1
         return self._attend(queries, self.keys[:, :length], self.values[:, :length], scaling)
 
+    def new_rows(self) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
     def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
         return on_host(self.keys[:, :num_appended]), on_host(self.values[:, :num_appended])
 
@@ -152,3 +156,6 @@ class NaiveStored(NaiveLayer):
 
     def fork(self) -> NaiveStored:
         return copy.copy(self)
+
+    def replace_new_rows(self, keys: Tensor, values: Tensor) -> None:
+        self._rows = tuple(zip(keys.unbind(1), values.unbind(1), strict=True))

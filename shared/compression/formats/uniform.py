@@ -42,6 +42,7 @@ class Uniform(PackedFormat):
     allowed: ClassVar[Allowed] = {"k_bits": WIDTHS, "v_bits": WIDTHS}
     allocations: ClassVar[tuple[str, ...] | None] = SIZED_ALLOCATIONS
     scored: ClassVar[bool | None] = True
+    compacts: ClassVar[bool] = True
     k_bits: int
     v_bits: int
 

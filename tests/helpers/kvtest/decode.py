@@ -423,5 +423,15 @@ MIXED = [
         "overrides": {"wire_bits": 2},
         "skip_layers": (0,),
     },
+    *(
+        {
+            "prompt": [i * 37 % 50 for i in range(149)],
+            "method": method,
+            "tokens": tokens,
+            "max_tokens": 40,
+            "overrides": {"rebudget_tokens": 16},
+        }
+        for method, tokens in (("snapkv", 20), ("rocketkv", 9), ("compactor", 30), ("rocketkv-kivi", 12))
+    ),
     {"prompt": [3, 5], "method": "rdkv", "tokens": 1, "overrides": {"window": 1, "kernel_size": 1}},
 ]

@@ -14,7 +14,11 @@ from kvferry.shared.control.messages import (
 from kvferry.shared.wire.messages import TensorHeader
 from kvferry.tools.oracle import OneProcessGenerator, OracleSession
 
-REBUDGETED = {"method": "rdkv", "tokens": 5, "overrides": {"rebudget_tokens": 32, "window": 5}}
+REBUDGETED = [
+    {"method": "rdkv", "tokens": 5, "overrides": {"rebudget_tokens": 32, "window": 5}},
+    {"method": "rocketkv", "tokens": 10, "overrides": {"rebudget_tokens": 32, "window": 5}},
+    {"method": "snapkv-kivi", "tokens": 40, "overrides": {"rebudget_tokens": 32}},
+]
 
 
 class HistorySink:
@@ -153,12 +157,13 @@ async def test_generated_rows_return_to_prefill_as_the_model_made_them(
 
 
 @pytest.mark.parametrize("max_tokens", [33, 34, 66])
-async def test_rows_of_packed_tokens_return_to_prefill_as_the_model_made_them(
-    harness, request_of, small_model, max_tokens
+@pytest.mark.parametrize("rebudgeted", REBUDGETED, ids=lambda its: its["method"])
+async def test_rows_of_packed_and_dropped_tokens_return_to_prefill_as_the_model_made_them(
+    harness, request_of, small_model, rebudgeted, max_tokens
 ):
     made = await harness()
     prompt = [i * 7 % 50 for i in range(150)]
-    request = request_of(prompt, **REBUDGETED, max_tokens=max_tokens, store_history=True)
+    request = request_of(prompt, **rebudgeted, max_tokens=max_tokens, store_history=True)
     session = OracleSession()
     OneProcessGenerator(small_model()).generate(
         prompt, plan=request.plan, sampling=request.sampling, session=session

@@ -12,6 +12,7 @@ from kvtest.compression import NOT_WRITTEN, Placed, compress_layer, formats_for,
 from torch import Tensor
 
 from kvferry.shared.compression.formats import FORMATS
+from kvferry.shared.compression.formats.compacting import Compacting
 from kvferry.shared.compression.formats.evicting import Evicting
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
 from kvferry.shared.compression.formats.rdkv import Rdkv
@@ -26,6 +27,14 @@ BUDGET, NEW_TOKENS = 41, 45
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in PRESETS},
     "rdkv, segments": ("rdkv", {"rebudget_tokens": 20, "window": 7}),
+    **{
+        f"{method}, segments": (method, {"rebudget_tokens": 20, **overrides})
+        for method, overrides in (
+            *((name, {"window": 7}) for name in ("snapkv", "rocketkv", "pyramidkv", "adakv")),
+            *((name, {"window": 25}) for name in ("rocketkv-kivi", "snapkv-think", "snapkv-kivi")),
+            *((name, {}) for name in ("compactor", "compactor-hsa", "compactor-kivi", "streamingllm")),
+        )
+    },
     "kivi, 2 bits": ("kivi", {"bits": 2}),
     "compactor-kivi, K4V2": ("compactor-kivi", {"v_bits": 2}),
     "snapkv, wire": ("snapkv", {"wire_bits": 4}),
@@ -211,6 +220,8 @@ def test_other_tensors_than_the_layers_are_refused_before_their_bytes(case: str)
 
 def test_every_format_and_every_eviction_is_among_the_cases() -> None:
     made = [compressed(case, 97)[0] for case in CASES]
-    assert {type(fmt) for fmt in made} == {*FORMATS.values(), Evicting, WireRows}
+    assert {type(fmt) for fmt in made} == {*FORMATS.values(), Evicting, WireRows, Compacting}
+    compacted = {type(fmt.inner) for fmt in made if isinstance(fmt, Compacting)}
+    assert compacted == {fmt for fmt in FORMATS.values() if fmt.compacts}
     assert {fmt.attention for fmt in made if isinstance(fmt, Evicting)} == {"evict", "merge"}
     assert [fmt.is_plain for fmt in made] == [type(fmt) is Rows for fmt in made]

@@ -1,0 +1,334 @@
+"""Compaction of generated tokens: of every full segment of them, only the rows with the highest scores stay.
+
+A long answer then grows by a fraction of its tokens, whatever the format of the prompt, whose rows all stay.
+`rdkv` packs its segments instead (`packed_layer.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvferry.shared.compression.attention.kinds import EVICTIONS
+from kvferry.shared.compression.formats.interface import (
+    LayerCache,
+    LayerFormat,
+    NaiveLayer,
+    Specs,
+    Tensors,
+    on_host,
+    select_rows,
+)
+from kvferry.shared.compression.interface import (
+    LayerInputs,
+    LayerShape,
+    Scorer,
+    Sizing,
+    TensorSpec,
+    gather_rows,
+)
+from kvferry.shared.compression.plan import (
+    MEASURED_ALLOCATIONS,
+    REBUDGET_TOKENS,
+    Between,
+    CompressionPlan,
+    LayerPlan,
+    ParamValue,
+    Part,
+    read_params,
+)
+from kvferry.shared.compression.scorers import make_scorer
+from kvferry.shared.errors import InvalidRequest
+
+_MOST_TOKENS = 1 << 20
+_QUERIES = "segment_queries"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """How a layer's generated tokens are compacted.
+
+    rows of new tokens   | k of segment 0 | k of segment 1 | at most R rows of the current segment |
+                                             full, and one more row comes ──► k of them stay
+
+    Deviation: no paper compacts generated tokens this way. A segment is scored by its own last queries, as
+    SnapKV scores a prompt. Their softmax covers the segment alone, so its rows do not depend on how much
+    attention the prompt takes from it. What has been selected is not selected from again.
+
+    Attributes:
+        segment_tokens: R.
+        kept_rows: k, the rows of a full segment that stay in each KV head.
+        scorer: gives the tokens of a segment their scores.
+    """
+
+    segment_tokens: int
+    kept_rows: int
+    scorer: Part
+
+    @cached_property
+    def made_scorer(self) -> Scorer:
+        return make_scorer(self.scorer, rows=self.kept_rows)
+
+    @property
+    def window(self) -> int:
+        """How many of a segment's last queries its scores depend on."""
+        return min(self.made_scorer.observed_queries or 0, self.segment_tokens)
+
+    def num_rows(self, num_appended: int) -> int:
+        """Rows after `num_appended` tokens."""
+        compacted = max(num_appended - 1, 0) // self.segment_tokens
+        return num_appended - compacted * (self.segment_tokens - self.kept_rows)
+
+    def most_rows(self, num_appended: int) -> int:
+        """The most rows at any time until `num_appended` tokens."""
+        last_full = num_appended // self.segment_tokens * self.segment_tokens
+        return max(self.num_rows(num_appended), self.num_rows(last_full))
+
+    def select(self, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float) -> Tensor:
+        """The rows of a full segment that stay.
+
+        Args: queries `[H_kv, G, W, D]`, the segment's last; keys, values `[H_kv, R, D]`.
+        Returns: int32 `[H_kv, k]`, ascending per head.
+        """
+        inputs = LayerInputs(layer=0, queries=queries, keys=keys, values=values, scaling=scaling)
+        return select_rows(self.made_scorer(inputs), self.kept_rows)
+
+
+def check_generated(plan: CompressionPlan, fmt: type[LayerFormat]) -> None:
+    """Check that a plan's generated tokens can be compacted. Raises: InvalidRequest: they cannot."""
+    if plan.generated is None:
+        return
+    refusing = [
+        text
+        for text, refuses in (
+            (f"format {plan.representation.name!r}", not fmt.compacts),
+            (f"attention {plan.attention.name!r}", plan.attention.name in EVICTIONS),
+            (
+                f"layer_allocation {plan.layer_allocation.name!r}",
+                plan.layer_allocation.name in MEASURED_ALLOCATIONS,
+            ),
+            ("a plan without a scorer", plan.scorer is None),
+        )
+        if refuses
+    ]
+    if refusing:
+        raise InvalidRequest(
+            f"{REBUDGET_TOKENS} does not go with {refusing[0]}", param="kv_compression.parameters"
+        )
+    scorer, size = _scorer_and_size(plan.generated)
+    read_params("generated tokens", {REBUDGET_TOKENS: size}, {REBUDGET_TOKENS: Between(1, _MOST_TOKENS)})
+    if make_scorer(scorer, rows=1).observed_queries is None:
+        raise InvalidRequest(
+            f"scorer {scorer.name!r} needs the queries of all tokens; generated tokens go with one that "
+            "observes the last queries",
+            param="kv_compression",
+        )
+
+
+def with_segments(layer: LayerPlan, plan: CompressionPlan, sizing: Sizing) -> LayerPlan:
+    """The layer's plan with its segments' sizes: the share of rows that the prompt retains, rounded up.
+
+    A completion that fills no segment, and a layer whose segments would stay whole, have none.
+    """
+    if plan.generated is None:
+        return layer
+    scorer, size = _scorer_and_size(plan.generated)
+    segment, num_tokens = int(size), sizing.num_prompt_tokens
+    kept = -(-segment * sizing.rows // num_tokens)
+    kept = max(kept, make_scorer(scorer, rows=kept).protected_rows)
+    # the last token of a completion never gets a row, and a full segment stays until one more row comes
+    if kept >= segment or sizing.max_new_tokens - 2 < segment or layer == LayerPlan(rows=num_tokens):
+        return layer
+    params = {"segment_tokens": segment, "kept_rows": kept}
+    return replace(layer, generated=Part(name=scorer.name, params=dict(params)))
+
+
+def _scorer_and_size(generated: Part) -> tuple[Part, ParamValue]:
+    """The scorer of a plan's generated tokens, and R as the plan has it."""
+    params = {name: value for name, value in generated.params.items() if name != REBUDGET_TOKENS}
+    return Part(name=generated.name, params=params), generated.params.get(REBUDGET_TOKENS, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compacting(LayerFormat):
+    """Another format, whose rows of new tokens are compacted segment by segment.
+
+    Attributes:
+        inner: the format, with room for the rows that there are at a time.
+        segments: their sizes.
+    """
+
+    name: ClassVar[str] = "compacting"
+    inner: LayerFormat
+    segments: Segments
+
+    @classmethod
+    def over(
+        cls, fmt: type[LayerFormat], plan: CompressionPlan, layer: LayerPlan, shape: LayerShape
+    ) -> Compacting:
+        """Raises: InvalidRequest: sizes that do not belong to this format, or to the inner one."""
+        assert plan.generated is not None, "the plan of a layer with segments compacts generated tokens"
+        assert layer.generated is not None
+        allowed = dict.fromkeys(("segment_tokens", "kept_rows"), Between(1, _MOST_TOKENS))
+        sizes = read_params("a layer's generated tokens", layer.generated.params, allowed)
+        segments = Segments(**sizes, scorer=_scorer_and_size(plan.generated)[0])
+        room = replace(
+            shape, max_new_tokens=segments.most_rows(shape.num_new_rows) + 1, returns_generated=False
+        )
+        return cls(shape=shape, rows=layer.rows, inner=fmt.of(plan, layer, room), segments=segments)
+
+    @property
+    def kinds(self) -> Mapping[str, str]:  # type: ignore[override]
+        return self.inner.kinds
+
+    @property
+    def observed_queries(self) -> int | None:
+        return self.inner.observed_queries
+
+    def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
+        return self.inner.compress(inputs, scores)
+
+    def positions_by_head(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
+        return self.inner.positions_by_head(tensors)
+
+    def tensors(self) -> Specs:
+        return self.inner.tensors()
+
+    def regions(self) -> Specs:
+        return {**self.inner.regions(), _QUERIES: self._queries}
+
+    @property
+    def _queries(self) -> TensorSpec:
+        shape = (self.shape.num_kv_heads, self.shape.group_size, self.segments.window, self.shape.head_dim)
+        return TensorSpec(shape=shape, dtype=self.shape.dtype)
+
+    def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
+        return self.inner.receive(header, regions)
+
+    def open(self, regions: Tensors, tensors: Tensors) -> CompactingCache:
+        return CompactingCache(self, self.inner.open(regions, tensors))
+
+    def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
+        rows_bytes = self.inner.used_bytes(self.segments.num_rows(num_appended), prompt_bytes)
+        return rows_bytes + self.queries_bytes(num_appended)
+
+    def queries_bytes(self, num_appended: int) -> int:
+        """Bytes of the observed queries: all of them from the first on."""
+        first = self.segments.segment_tokens - self.segments.window
+        return self._queries.size_bytes if num_appended > first else 0
+
+    def prompt_bytes(self, tensors: Tensors) -> int | None:
+        return self.inner.prompt_bytes(tensors)
+
+    def kept_bytes(self, prompt_bytes: int | None = None) -> int:
+        return self.inner.kept_bytes(prompt_bytes)
+
+    def read_bytes(self, prompt_bytes: int | None = None) -> int:
+        return self.inner.read_bytes(prompt_bytes)
+
+    def naive(self, tensors: Tensors) -> NaiveCompacting:
+        return NaiveCompacting(self.segments, self.inner.naive(tensors))
+
+
+class CompactingCache(LayerCache):
+    """The inner format's layer in the arena, and the last queries of the current segment.
+
+    Rows that do not stay are copied to the host first if they are wanted at the end.
+    """
+
+    format: Compacting
+
+    def __init__(self, fmt: Compacting, inner: LayerCache) -> None:
+        super().__init__(fmt, inner.regions)
+        self.inner = inner
+        self._segment_rows: list[tuple[Tensor, Tensor]] = []
+
+    def move(self, fmt: LayerFormat, regions: Tensors) -> None:
+        assert isinstance(fmt, Compacting)
+        self.inner.move(fmt.inner, regions)
+        self.format, self.regions = fmt, regions
+
+    @property
+    def name(self) -> str:
+        return "segments"
+
+    def append_and_attend(
+        self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: float
+    ) -> Tensor:
+        if num_appended >= self.format.shape.num_new_rows:
+            raise IndexError(f"there is room for {self.format.shape.num_new_rows} new rows")
+        segments = self.format.segments
+        full, row = divmod(num_appended, segments.segment_tokens)
+        if full and not row:
+            self._compact(full - 1, scaling)
+        observed = row - (segments.segment_tokens - segments.window)
+        if observed >= 0:
+            self.regions[_QUERIES][:, :, observed] = queries
+        position = full * segments.kept_rows + row
+        return self.inner.append_and_attend(queries, key, value, num_appended=position, scaling=scaling)
+
+    def _compact(self, segment: int, scaling: float) -> None:
+        segments, new = self.format.segments, self.inner.new_rows()
+        first = segment * segments.kept_rows
+        keys, values = (its[:, first : first + segments.segment_tokens] for its in new)
+        if self.format.shape.returns_generated:
+            self._segment_rows.append((on_host(keys), on_host(values)))
+        index = segments.select(self.regions[_QUERIES], keys, values, scaling=scaling)
+        for its in (keys, values):
+            its[:, : segments.kept_rows] = gather_rows(its, index)
+        self.inner.new_rows_changed(first + segments.kept_rows)
+
+    def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
+        segments = self.format.segments
+        selected = len(self._segment_rows) * segments.kept_rows
+        keys, values = self.inner.generated_rows(segments.num_rows(num_appended))
+        return (
+            torch.cat([*(rows for rows, _ in self._segment_rows), keys[:, selected:]], 1),
+            torch.cat([*(rows for _, rows in self._segment_rows), values[:, selected:]], 1),
+        )
+
+    def used_bytes(self, num_appended: int) -> int:
+        rows = self.format.segments.num_rows(num_appended)
+        return self.inner.used_bytes(rows) + self.format.queries_bytes(num_appended)
+
+
+class NaiveCompacting(NaiveLayer):
+    """The inner format's naive layer, given all new rows again whenever a segment is compacted."""
+
+    def __init__(self, segments: Segments, inner: NaiveLayer) -> None:
+        self._segments = segments
+        self._inner = inner
+        self._selected: list[tuple[Tensor, Tensor]] = []
+        self._current: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def attend(
+        self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float, dense: bool = False
+    ) -> Tensor:
+        if len(self._current) == self._segments.segment_tokens:
+            self._compact(scaling)
+        self._current = [*self._current, (queries.clone(), key, value)]
+        return self._inner.attend(queries, key, value, scaling=scaling, dense=dense)
+
+    def _compact(self, scaling: float) -> None:
+        last = len(self._current) - self._segments.window
+        keys = torch.stack([key for _, key, _ in self._current], 1)
+        values = torch.stack([value for _, _, value in self._current], 1)
+        queries = [its for its, _, _ in self._current[last:]]
+        observed = torch.stack(queries, 2) if queries else self._current[0][0][:, :, None][:, :, :0]
+        index = self._segments.select(observed, keys, values, scaling=scaling)
+        self._selected = [*self._selected, (gather_rows(keys, index), gather_rows(values, index))]
+        self._current = []
+        self._inner.replace_new_rows(
+            torch.cat([rows for rows, _ in self._selected], 1),
+            torch.cat([rows for _, rows in self._selected], 1),
+        )
+
+    def fork(self) -> NaiveCompacting:
+        other = NaiveCompacting(self._segments, self._inner.fork())
+        other._selected, other._current = self._selected, self._current
+        return other
