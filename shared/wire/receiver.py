@@ -127,13 +127,11 @@ class BlockServer:
         *,
         idle_timeout_s: float = DEFAULT_IDLE_TIMEOUT_S,
         on_late_block: Callable[[], None] | None = None,
-        on_failed: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:
             idle_timeout_s: a transfer is aborted if nothing, not even a keepalive, arrives for this long.
             on_late_block: called for each block that belongs to no open transfer.
-            on_failed: called with the reason of each transfer refused or broken.
 
         Raises:
             ConfigurationError: the address cannot be bound.
@@ -142,7 +140,6 @@ class BlockServer:
         self._sink = sink
         self._idle_timeout_s = idle_timeout_s
         self._on_late_block = on_late_block or (lambda: None)
-        self._on_failed = on_failed or (lambda reason: None)
         self._transfers: dict[TransferKey, _IncomingTransfer] = {}
         self._committed: dict[TransferKey, _IncomingTransfer] = {}
         """Those of the last seconds, for senders that missed the ACK with their connection."""
@@ -204,12 +201,9 @@ class BlockServer:
         key = peek_key(event.frames)
         if key is None:
             _log.warning("dropped a message without a key", error=error.message)
-            self._on_failed(error.reason)
         elif (incoming := self._find(key, event.peer)) is not None:
             self._fail(incoming, error)
         else:
-            if error.reason != "unknown_transfer":
-                self._on_failed(error.reason)
             self._send(event.peer, FrameHeader(type=MessageType.NACK, key=key), encode_nack(error))
 
     def _find(self, key: TransferKey, peer: Peer) -> _IncomingTransfer | None:
@@ -308,7 +302,6 @@ class BlockServer:
             self._sink.abort(key, reason)
         except Exception:
             _log.exception("block sink failed to abort", transfer_id=key.transfer_id)
-        self._on_failed(reason)
 
     def _grant(self, incoming: _IncomingTransfer) -> None:
         """Report what is written, and which message is expected next."""

@@ -63,7 +63,6 @@ METHOD = Method(
 )
 """
 FORMAT_SOURCE = """
-import copy
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -104,9 +103,6 @@ class NaiveHalves(NaiveLayer):
         self._keys = torch.cat([self._keys, key[:, None]], 1)
         self._values = torch.cat([self._values, value[:, None]], 1)
         return attend(queries, self._prompt, self._keys, self._values, scaling)
-
-    def fork(self):
-        return copy.copy(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,11 @@ arena.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -120,9 +121,10 @@ class NaiveLayer(ABC):
         Args: dense: attend to every retained row, whichever rows the plan's attention would choose.
         """
 
-    @abstractmethod
-    def fork(self) -> NaiveLayer:
-        """An independent copy: appending to one does not change the other."""
+    def fork(self) -> Self:
+        """An independent copy: appending to one does not change the other. This default is for layers whose
+        `attend` replaces their attributes and changes nothing in place."""
+        return copy.copy(self)
 
     def replace_new_rows(self, keys: Tensor, values: Tensor) -> None:
         """Continue with these rows `[H_kv, m, D]` of new tokens. Only formats with `compacts` can."""

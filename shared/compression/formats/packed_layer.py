@@ -146,16 +146,16 @@ class NaivePacked(NaiveLayer):
 
     def __init__(self, fmt: PackedFormat, prompt: PackedLayer) -> None:
         self._format = fmt
-        self._packed = [prompt]
-        self._queries: list[Tensor] = []
-        self._rows: list[tuple[Tensor, Tensor]] = []
+        self._packed: tuple[PackedLayer, ...] = (prompt,)
+        self._queries: tuple[Tensor, ...] = ()
+        self._rows: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def attend(
         self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float, dense: bool = False
     ) -> Tensor:
         if self._format.rebudgeting is not None:
             self._rebudget(self._format.rebudgeting, queries, scaling)
-        self._rows.append((key, value))
+        self._rows += ((key, value),)
         keys, values = self._joined_rows()
         if dense:
             return trizone_decode_segments(queries, self._packed, keys, values, scaling=scaling)
@@ -163,13 +163,8 @@ class NaivePacked(NaiveLayer):
         view = attention.rebuilt(self._format.shape, keys, values, self._packed)
         return attention.attend(queries, view, length=keys.shape[1], scaling=scaling)
 
-    def fork(self) -> NaivePacked:
-        other = NaivePacked(self._format, self._packed[0])
-        other._packed, other._queries, other._rows = list(self._packed), list(self._queries), list(self._rows)
-        return other
-
     def replace_new_rows(self, keys: Tensor, values: Tensor) -> None:
-        self._rows = list(zip(keys.unbind(1), values.unbind(1), strict=True))
+        self._rows = tuple(zip(keys.unbind(1), values.unbind(1), strict=True))
 
     def _rebudget(self, growth: Rebudgeting, queries: Tensor, scaling: float) -> None:
         """Pack the generated rows if they fill a segment; then record this token's queries."""
@@ -177,9 +172,9 @@ class NaivePacked(NaiveLayer):
             keys, values = self._joined_rows()
             last = torch.stack(self._queries[-growth.window :], dim=2)
             inputs = LayerInputs(layer=0, queries=last, keys=keys, values=values, scaling=scaling)
-            self._packed.append(compress_layer_rdkv(growth.settings, inputs))
-            self._rows = []
-        self._queries.append(queries.clone())
+            self._packed += (compress_layer_rdkv(growth.settings, inputs),)
+            self._rows = ()
+        self._queries += (queries.clone(),)
 
     def _joined_rows(self) -> tuple[Tensor, Tensor]:
         """K and V `[H_kv, m, D]`."""

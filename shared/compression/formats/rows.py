@@ -5,7 +5,6 @@ They may be quantised for the wire only (`WireRows`); the receiver then restores
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -248,9 +247,6 @@ class NaiveRows(NaiveLayer):
         attention = self._format.attention
         view = attention.rebuilt(self._format.shape, self._keys, self._values)
         return attention.attend(queries, view, length=self._keys.shape[1], scaling=scaling)
-
-    def fork(self) -> NaiveRows:
-        return copy.copy(self)
 
     def replace_new_rows(self, keys: Tensor, values: Tensor) -> None:
         num_prompt = self._format.rows

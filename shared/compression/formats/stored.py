@@ -5,7 +5,6 @@ Each tensor of the prompt has a region of the arena; new tokens are plain rows a
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
@@ -153,9 +152,6 @@ class NaiveStored(NaiveLayer):
         self._rows += ((key, value),)
         keys, values = (torch.stack(its, 1) for its in zip(*self._rows, strict=True))
         return self._attend(queries, keys, values, scaling)
-
-    def fork(self) -> NaiveStored:
-        return copy.copy(self)
 
     def replace_new_rows(self, keys: Tensor, values: Tensor) -> None:
         self._rows = tuple(zip(keys.unbind(1), values.unbind(1), strict=True))

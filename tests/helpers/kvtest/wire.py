@@ -132,7 +132,6 @@ class Wire:
         self._folder = folder
         self._closers: list[Callable[[], None]] = []
         self.late_blocks = 0
-        self.failures: list[str] = []
 
     def server(self, sink: BlockSink, *, idle_timeout_s: float = WAIT_S) -> BlockServer:
         channel: ListeningChannel
@@ -148,7 +147,6 @@ class Wire:
             sink,
             idle_timeout_s=idle_timeout_s,
             on_late_block=self._on_late_block,
-            on_failed=self.failures.append,
         )
         self._closers.append(server.close)
         return server

@@ -129,19 +129,14 @@ class HalvedCache(LayerCache):
 class NaiveHalved(NaiveLayer):
     def __init__(self, fmt: Halved, keys: Tensor, values: Tensor) -> None:
         self._format = fmt
-        self._rows = [(fmt.whole(keys), fmt.whole(values))]
+        self._rows: tuple[tuple[Tensor, Tensor], ...] = ((fmt.whole(keys), fmt.whole(values)),)
 
     def attend(
         self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float, dense: bool = False
     ) -> Tensor:
-        self._rows.append((key[:, None], value[:, None]))
+        self._rows += ((key[:, None], value[:, None]),)
         keys, values = (torch.cat(its, 1) for its in zip(*self._rows, strict=True))
         return dense_decode(queries, keys, values, scaling=scaling)
-
-    def fork(self) -> NaiveLayer:
-        other = NaiveHalved.__new__(NaiveHalved)
-        other._format, other._rows = self._format, list(self._rows)
-        return other
 
 
 class FromTheEnd:
