@@ -21,6 +21,7 @@ from kvferry.shared.config import WorkerSettings
 from kvferry.shared.control.server import serve_control
 from kvferry.shared.kernel_paths import KernelCalls, Role, choose_kernels
 from kvferry.shared.logging import setup_logging
+from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.serving import close_within, serve_metrics, serve_until_signal
@@ -89,7 +90,10 @@ async def run_worker(settings: WorkerSettings, role: Role, build: Build[ServiceT
         stack.callback(stop_tracing)
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        service, metrics = await start_service(settings, role, build, ProcessTransport(settings), stack)
+        model = await load_workers_model(settings)
+        service, metrics = await start_service(
+            settings, role, model, build, ProcessTransport(settings), stack
+        )
         interface: dict[str, Any] = {role: service}
         control = await serve_control(listen=settings.listen, **interface)
         stack.push_async_callback(control.close, settings.shutdown_timeout_s)
@@ -97,9 +101,25 @@ async def run_worker(settings: WorkerSettings, role: Role, build: Build[ServiceT
         await serve_until_signal(role, info, settings.ready_file)
 
 
+async def load_workers_model(settings: WorkerSettings) -> TransformersModel:
+    """The model that a worker's settings name.
+
+    Raises: ConfigurationError, UnsupportedModel: see `load_model`.
+    """
+    return await asyncio.to_thread(
+        load_model,
+        settings.model,
+        name=settings.model_name,
+        device=settings.device,
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+    )
+
+
 async def start_service(
     settings: WorkerSettings,
     role: Role,
+    model: LanguageModel,
     build: Build[ServiceT],
     transport: BlockTransport,
     stack: AsyncExitStack,
@@ -108,14 +128,6 @@ async def start_service(
 
     Returns: the service and the address of its metrics.
     """
-    model = await asyncio.to_thread(
-        load_model,
-        settings.model,
-        name=settings.model_name,
-        device=settings.device,
-        dtype=settings.dtype,
-        max_model_len=settings.max_model_len,
-    )
     choose_kernels(settings.kernels, model.device)
     service, registry = await build(model, transport)
     registry.register(KernelCalls(role, model.device))

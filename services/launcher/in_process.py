@@ -1,8 +1,8 @@
 """The stack in one process: services call one another directly, and blocks are handed over in memory.
 
 The services and their state machines are those of separate processes, without gRPC and ZeroMQ. There is one
-event loop, and an engine thread each for prefill and decode. Each of the two loads its own model, because a
-model runs one pass at a time.
+event loop, and an engine thread each for prefill and decode. The weights are in memory once; each engine has
+modules of its own over them, because modules run one pass at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvferry.shared.config import ServiceSettings
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.telemetry import setup_tracing
 from kvferry.shared.wire.in_process import InProcessHub
-from kvferry.shared.worker import start_service
+from kvferry.shared.worker import load_workers_model, start_service
 
 S = TypeVar("S", bound=ServiceSettings)
 
@@ -54,12 +54,13 @@ class InProcessStack:
         torch.set_num_threads(config.threads or max(1, usable_cpus() // 2))
         hub = InProcessHub()
         prefill_config = settings_of(PrefillConfig, config, metrics_listen=config.prefill_metrics_listen)
+        model = await load_workers_model(prefill_config)
         prefill, prefill_metrics = await start_service(
-            prefill_config, "prefill", partial(build_prefill, prefill_config), hub, self._open
+            prefill_config, "prefill", model, partial(build_prefill, prefill_config), hub, self._open
         )
         decode_config = settings_of(DecodeConfig, config, metrics_listen=config.decode_metrics_listen)
         decode, decode_metrics = await start_service(
-            decode_config, "decode", partial(build_decode, decode_config), hub, self._open
+            decode_config, "decode", model.twin(), partial(build_decode, decode_config), hub, self._open
         )
         metrics = {"prefill_metrics": prefill_metrics, "decode_metrics": decode_metrics}
         router_config = settings_of(RouterConfig, config, worker_metrics=",".join(metrics.values()))

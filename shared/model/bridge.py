@@ -8,6 +8,7 @@ decode calls its `DecodeAttention`. No KV is stored here.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -257,6 +258,12 @@ class TransformersModel:
         self._model = model
         self._rotation = rotation
         self._skipped = (0, 0)
+
+    def twin(self) -> TransformersModel:
+        """A model of its own over the same weights, for another thread's passes."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        modules = copy.deepcopy(self._model, {id(tensor): tensor for tensor in tensors})
+        return TransformersModel(modules, self.spec, self._rotation)
 
     @torch.inference_mode()
     def prefill(

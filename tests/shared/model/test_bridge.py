@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,25 @@ def test_a_pass_within_another_ones_layer_changes_neither(tiny_model_dir: TinyMo
     assert torch.equal(outer, alone[0])
     assert len(inner) == model.spec.num_layers
     assert all(torch.equal(its, alone[1]) for its in inner)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "phi3"])
+def test_a_twin_runs_passes_of_its_own_over_the_same_weights(
+    tiny_model_dir: TinyModelDir, family: str
+) -> None:
+    model = load_model(tiny_model_dir(family))
+    twin = model.twin()
+    weights, theirs = model._model.state_dict(), twin._model.state_dict()
+    assert {name: t.data_ptr() for name, t in weights.items()} == {n: t.data_ptr() for n, t in theirs.items()}
+    token_ids = torch.randint(1, model.spec.vocab_size, (40,), generator=torch.manual_seed(3))
+    expected = model.prefill(token_ids, start=0, observer=Recorder())
+    with ThreadPoolExecutor(2) as threads:
+        passes = [
+            threads.submit(its.prefill, token_ids, start=0, observer=Recorder())
+            for _ in range(10)
+            for its in (model, twin)
+        ]
+        assert all(torch.equal(each.result(timeout=60), expected) for each in passes)
 
 
 @pytest.mark.parametrize("num_history", [1, 255, 300])

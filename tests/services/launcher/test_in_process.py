@@ -1,0 +1,35 @@
+"""The stack in one process, built in the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvferry.services.launcher.config import ServeConfig
+from kvferry.services.launcher.in_process import InProcessStack
+from kvferry.shared import worker
+from kvferry.shared.model.bridge import TransformersModel
+from kvferry.shared.model.loading import load_model
+
+pytestmark = pytest.mark.xdist_group("launcher")
+
+
+def test_the_weights_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[TransformersModel] = []
+
+    def load(*args: object, **options: object) -> TransformersModel:
+        loaded.append(load_model(*args, **options))  # type: ignore[arg-type]
+        return loaded[-1]
+
+    monkeypatch.setattr(worker, "load_model", load)
+
+    async def run() -> None:
+        stack = InProcessStack(ServeConfig(listen="127.0.0.1:0", arena_bytes=1 << 22))
+        try:
+            await stack.start()
+        finally:
+            await stack.close()
+
+    asyncio.run(run())
+    assert len(loaded) == 1
