@@ -85,7 +85,9 @@ def resolve_plan(
                 max_new_tokens=max_new_tokens,
                 head_dim=head_dim,
             )
-            layers[layer] = with_segments(fmt.plan_layer(plan, sizing), plan, sizing)
+            layers[layer] = fmt.plan_layer(plan, sizing)
+            if plan.generated is not None:
+                layers[layer] = with_segments(layers[layer], plan.generated, sizing)
     return ResolvedPlan(
         plan=plan,
         method="full" if all(layer == whole for layer in layers) else plan.method,
@@ -138,7 +140,8 @@ def _check(plan: CompressionPlan, num_layers: int) -> None:
     check_attention(plan.attention, scorer=plan.scorer)
     fmt = format_class(plan.representation)
     fmt.check(plan)
-    check_generated(plan, fmt)
+    if plan.generated is not None:
+        check_generated(plan.generated, plan, fmt)
     if outside := [layer for layer in plan.skip_layers if not 0 <= layer < num_layers]:
         raise InvalidRequest(
             f"skip_layers names {outside}; layers are 0 to {num_layers - 1}", param="kv_compression"

@@ -99,10 +99,8 @@ class Segments:
         return select_rows(self.made_scorer(inputs), self.kept_rows)
 
 
-def check_generated(plan: CompressionPlan, fmt: type[LayerFormat]) -> None:
+def check_generated(generated: Part, plan: CompressionPlan, fmt: type[LayerFormat]) -> None:
     """Check that a plan's generated tokens can be compacted. Raises: InvalidRequest: they cannot."""
-    if plan.generated is None:
-        return
     refusing = [
         text
         for text, refuses in (
@@ -120,7 +118,7 @@ def check_generated(plan: CompressionPlan, fmt: type[LayerFormat]) -> None:
         raise InvalidRequest(
             f"{REBUDGET_TOKENS} does not go with {refusing[0]}", param="kv_compression.parameters"
         )
-    scorer, size = _scorer_and_size(plan.generated)
+    scorer, size = _scorer_and_size(generated)
     read_params("generated tokens", {REBUDGET_TOKENS: size}, {REBUDGET_TOKENS: Between(1, _MOST_TOKENS)})
     if make_scorer(scorer, rows=1).observed_queries is None:
         raise InvalidRequest(
@@ -130,14 +128,12 @@ def check_generated(plan: CompressionPlan, fmt: type[LayerFormat]) -> None:
         )
 
 
-def with_segments(layer: LayerPlan, plan: CompressionPlan, sizing: Sizing) -> LayerPlan:
+def with_segments(layer: LayerPlan, generated: Part, sizing: Sizing) -> LayerPlan:
     """The layer's plan with its segments' sizes: the share of rows that the prompt retains, rounded up.
 
     A completion that fills no segment, and a layer whose segments would stay whole, have none.
     """
-    if plan.generated is None:
-        return layer
-    scorer, size = _scorer_and_size(plan.generated)
+    scorer, size = _scorer_and_size(generated)
     segment, num_tokens = int(size), sizing.num_prompt_tokens
     kept = -(-segment * sizing.rows // num_tokens)
     kept = max(kept, make_scorer(scorer, rows=kept).protected_rows)
