@@ -92,6 +92,8 @@ class TurnScore:
         agreement: share of the full cache's greedy tokens that are also the likeliest here, after the same
             tokens before them.
         scores: by name, those of the data's own format, each 0 to 1.
+        num_same: tokens of the full cache's greedy answer before the first that differs here, all of them if
+            none does; None in records that were made before this was recorded.
     """
 
     exact: bool
@@ -100,6 +102,7 @@ class TurnScore:
     agreement: float
     text: str
     scores: Mapping[str, float] = field(default_factory=dict)
+    num_same: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,6 +63,7 @@ class AnswerScorer:
                     agreement=sum(same) / len(same),
                     text=text,
                     scores={} if reference is None else {reference.score: reference(text)},
+                    num_same=[*same, False].index(False),
                 )
             )
         return scores, answers

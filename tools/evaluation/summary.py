@@ -25,6 +25,8 @@ class Scores:
         nll: mean negative log-likelihood per token of the right answer, in nats.
         agreement: share of the full cache's greedy answer tokens that stay the likeliest.
         accuracy_by_turn: one entry a question.
+        first_difference: of each token of the answers, the share of examples whose greedy answer first
+            differs there from the full cache's; empty where that was not recorded.
         named: of a public format, its own scores' means over all questions, by name.
         kept_share, read_share: bytes retained, and read per decode step, as a share of the full KV's.
     """
@@ -40,6 +42,7 @@ class Scores:
     read_bytes: float
     read_share: float
     named: Mapping[str, float] = field(default_factory=dict)
+    first_difference: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +116,16 @@ def _scores(records: Sequence[Record]) -> Scores:
         read_bytes=fmean(record.read_bytes for record in records),
         read_share=fmean(record.read_bytes / record.full_bytes for record in records),
         named=_named(records),
+        first_difference=_first_difference(last),
     )
+
+
+def _first_difference(scores: Sequence[TurnScore]) -> tuple[float, ...]:
+    steps = [score.num_same for score in scores if score.agreement < 1]
+    known = [step for step in steps if step is not None]
+    if len(known) < len(steps):
+        return ()
+    return tuple(known.count(step) / len(scores) for step in range(max(known, default=-1) + 1))
 
 
 def _named(records: Sequence[Record]) -> dict[str, float]:

@@ -4,6 +4,7 @@ the full cache's accuracy by task and length."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 
 from kvferry.tools.evaluation.experiment import FULL, describe_length, describe_task
 from kvferry.tools.evaluation.summary import Cell, Scores
@@ -24,6 +25,10 @@ _NAMED_LEGEND = (
     "{names}: in %, the mean over all questions, from the format of the data (the definitions are those of "
     "`tools/evaluation/answer_scores.py`, the questions' wording is our own)."
 )
+_DIFFERENCES_LEGEND = (
+    "First differences: of the row's answers, the share in % whose first token that is not the full KV's is "
+    "this one."
+)
 NOT_MET = "n/a"
 
 
@@ -37,6 +42,8 @@ def markdown(cells: Sequence[Cell], *, title: str, notes: Sequence[str]) -> str:
             if scattered:
                 parts.append(f"## {describe_length(num_tokens)}, {setting}: {meaning}")
                 parts.append("\n".join(_comparison(scattered)))
+                if differences := list(_differences(scattered)):
+                    parts.append("\n".join((_DIFFERENCES_LEGEND, "", *differences)))
         parts += list(_grids([cell for cell in chosen if cell.depth is not None], setting))
     full = {
         (cell.task, cell.num_tokens): (cell.scores.accuracy, cell.scores.half_width)
@@ -96,6 +103,25 @@ def _comparison(cells: Sequence[Cell]) -> Iterator[str]:
         named = [_mean_named(scores, name) for name in names]
         texts = [method, budget, *shares, *map(_accuracy, row), *named, *ends, " to ".join(map(str, counts))]
         yield "| " + " | ".join(texts) + " |"
+
+
+def _differences(cells: Sequence[Cell]) -> Iterator[str]:
+    """A row for each method and budget whose answers differ from the full KV's, tokens across."""
+    rows: dict[tuple[str, str], list[float]] = {}
+    for method, budget in dict.fromkeys((cell.method, cell.budget) for cell in cells):
+        its = [c for c in cells if (c.method, c.budget) == (method, budget)]
+        scored = [(c.num_examples, c.scores.first_difference) for c in its if c.scores is not None]
+        counts = zip_longest(*([n * share for share in shares] for n, shares in scored), fillvalue=0.0)
+        if steps := [sum(column) / sum(n for n, _ in scored) for column in counts]:
+            rows[method, budget] = steps
+    if not rows:
+        return
+    longest = max(map(len, rows.values()))
+    yield "| method | budget | " + " | ".join(f"token {i + 1}" for i in range(longest)) + " |"
+    yield "|---|" + "---|" * (longest + 1)
+    for (method, budget), steps in rows.items():
+        shown = [f"{100 * share:.1f}" for share in (*steps, *(0.0,) * (longest - len(steps)))]
+        yield f"| {method} | {budget} | " + " | ".join(shown) + " |"
 
 
 def _mean_named(scores: Sequence[Scores], name: str) -> str:
