@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.dispatch import check_attention, check_size, path_for
+from kvferry.kernels.softmax import Scaling, scale_of
 from kvferry.kernels.torch_attention import attend_rows, attend_tokens, top_tokens
 
 
 def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, *, length: int, num_tokens: int, scaling: float
+    queries: Tensor, keys: Tensor, values: Tensor, *, length: int, num_tokens: int, scaling: Scaling
 ) -> Tensor:
     """Attend exactly to the t tokens of largest `mean_g softmax(scaling * q_g K^T)`, chosen per KV head.
 
@@ -27,7 +28,7 @@ def attend(
     keys, values = keys[:, :length], values[:, :length]
     if length <= num_tokens:
         return attend_rows(queries, keys, values, scaling=scaling)
-    tokens = top_tokens(token_scores(queries, keys, scaling=scaling), num_tokens)
+    tokens = top_tokens(token_scores(queries, keys, scaling=scale_of(scaling)), num_tokens)
     return attend_tokens(queries, keys, values, tokens, scaling=scaling)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvferry.kernels.dispatch import check_attention, check_size, path_for
 from kvferry.kernels.hsa import check_pages, num_pages
+from kvferry.kernels.softmax import Scaling, scale_of
 from kvferry.kernels.torch_attention import attend_rows, attend_tokens, top_tokens
 
 
@@ -24,7 +25,7 @@ def attend(
     length: int,
     page_size: int,
     num_tokens: int,
-    scaling: float,
+    scaling: Scaling,
 ) -> Tensor:
     """Attend exactly to the k tokens whose pages have the highest upper bounds, chosen per KV head.
 
@@ -47,7 +48,7 @@ def attend(
     if length <= num_tokens:
         return attend_rows(queries, keys, values, scaling=scaling)
     extremes = page_max[:, :pages], page_min[:, :pages]
-    scores = token_scores(queries, *extremes, length=length, page_size=page_size, scaling=scaling)
+    scores = token_scores(queries, *extremes, length=length, page_size=page_size, scaling=scale_of(scaling))
     return attend_tokens(queries, keys, values, top_tokens(scores, num_tokens), scaling=scaling)
 
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvferry.kernels.softmax import Scaling, Softmax, attend_softmax
+
 _NEWEST = torch.iinfo(torch.int64).max
 
 
-def attend_rows(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float) -> Tensor:
+def attend_rows(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: Scaling) -> Tensor:
     """softmax(scaling * q K^T) V in the dtype of the inputs, accumulated in float32 by SDPA.
 
     The G heads of a group become SDPA's query positions: they share one KV head's rows and need no mask, so
@@ -23,6 +25,8 @@ def attend_rows(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float
 
     Args: queries `[H_kv, G, D]`, keys and values `[H_kv, n, D]`. Returns: `[H_kv, G, D]`.
     """
+    if isinstance(scaling, Softmax):
+        return attend_softmax(queries[:, :, None], keys, values, scaling)[:, :, 0]
     batched = (queries.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0))
     return scaled_dot_product_attention(*batched, scale=scaling).squeeze(0)
 
@@ -79,7 +83,7 @@ def attend_tokens(
     values: Tensor,
     tokens: Tensor,
     *,
-    scaling: float,
+    scaling: Scaling,
     joint: JointRows | None = None,
 ) -> Tensor:
     """Exact attention to the selected tokens of each KV head.

@@ -1105,6 +1105,31 @@ class StatusRequest(_message.Message):
 Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
 
 @_typing.final
+class LayerSpec(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOW_FIELD_NUMBER: _builtins.int
+    IS_CHUNKED_FIELD_NUMBER: _builtins.int
+    HAS_PLAIN_SOFTMAX_FIELD_NUMBER: _builtins.int
+    window: _builtins.int
+    is_chunked: _builtins.bool
+    has_plain_softmax: _builtins.bool
+    def __init__(
+        self,
+        *,
+        window: _builtins.int = ...,
+        is_chunked: _builtins.bool = ...,
+        has_plain_softmax: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_plain_softmax", b"has_plain_softmax", "is_chunked", b"is_chunked", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerSpec: _TypeAlias = LayerSpec  # noqa: Y015
+
+@_typing.final
 class ModelSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1118,6 +1143,7 @@ class ModelSpec(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     fingerprint: _builtins.str
     num_layers: _builtins.int
@@ -1129,6 +1155,8 @@ class ModelSpec(_message.Message):
     dtype: _builtins.str
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerSpec]: ...
     def __init__(
         self,
         *,
@@ -1142,10 +1170,11 @@ class ModelSpec(_message.Message):
         max_model_len: _builtins.int = ...,
         dtype: _builtins.str = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        layers: _abc.Iterable[Global___LayerSpec] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "max_model_len", b"max_model_len", "name", b"name", "num_heads", b"num_heads", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "layers", b"layers", "max_model_len", b"max_model_len", "name", b"name", "num_heads", b"num_heads", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

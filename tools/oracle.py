@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from kvferry.kernels.softmax import Scaling
 from kvferry.shared.compression.compress import WaitingLayer, allocate_rows, measure_layer
 from kvferry.shared.compression.formats import compress_layer, make_formats
 from kvferry.shared.compression.formats.interface import Tensors
@@ -177,7 +178,7 @@ def step_together(
     model = continuations[0]._model
     attentions = [c._decode.densely if dense else c._decode for c in continuations]
 
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling) -> Tensor:
         outputs = [
             attention(layer, queries[i : i + 1], keys[i : i + 1], values[i : i + 1], scaling)
             for i, attention in enumerate(attentions)
@@ -229,6 +230,7 @@ class OneProcessGenerator:
             max_new_tokens=sampling.max_tokens,
             num_layers=spec.num_layers,
             head_dim=spec.head_dim,
+            layers=spec.layers,
         )
         reused = _common_prefix(session.token_ids, prompt_token_ids) if session else 0
         history = [(k[:, :reused], v[:, :reused]) for k, v in session.layers] if session and reused else []
@@ -283,6 +285,7 @@ class OneProcessGenerator:
             max_new_tokens=max_new_tokens,
             num_layers=spec.num_layers,
             head_dim=spec.head_dim,
+            layers=spec.layers,
         )
         measured, compressed = compress_prompt(spec, resolved, captured.layers)
         return Continuation(self._model, measured, compressed)

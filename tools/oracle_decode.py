@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvferry.kernels.softmax import Scaling
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import NaiveLayer, Tensors
 from kvferry.shared.compression.plan import ResolvedPlan
@@ -36,15 +37,15 @@ class OracleDecode:
         other.generated = [list(rows) for rows in self.generated]
         return other
 
-    def densely(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def densely(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling) -> Tensor:
         """Append the row and attend to every retained row, as an evicting format does at every step."""
         return self._attend(layer, queries, keys, values, scaling, dense=True)
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling) -> Tensor:
         return self._attend(layer, queries, keys, values, scaling, dense=False)
 
     def _attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float, *, dense: bool
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling, *, dense: bool
     ) -> Tensor:
         key, value = keys[0].clone(), values[0].clone()
         self.generated[layer].append((key[:, None], value[:, None]))

@@ -10,10 +10,11 @@ from functools import partial
 from torch import Tensor
 
 from kvferry.kernels.dispatch import attention_problem, check_attention, path_for
+from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.kernels.torch_attention import attend_rows
 
 
-def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float) -> Tensor:
+def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: Scaling) -> Tensor:
     """softmax(scaling * q K^T) V.
 
     Args: as in `kernels`.
@@ -23,6 +24,8 @@ def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: floa
     check_attention(queries, keys, values)
     if keys.stride(2) != 1 or values.stride(2) != 1:
         raise ValueError("rows of keys and values must be contiguous (stride 1 over D)")
+    if isinstance(scaling, Softmax):
+        return attend_rows(queries, keys, values, scaling=scaling)
     if path_for("dense_decode", queries.device, partial(attention_problem, queries, keys, values)) == "torch":
         return attend_rows(queries, keys, values, scaling=scaling)
     # a CPU install has no Triton

@@ -25,6 +25,7 @@ from kvferry.kernels.dispatch import (
 )
 from kvferry.kernels.hsa import torch_path
 from kvferry.kernels.hsa.batch import MAX_PAGES
+from kvferry.kernels.softmax import Scaling, Softmax
 
 
 def num_pages(length: int, page_size: int) -> int:
@@ -89,7 +90,7 @@ def attend(
     page_size: int,
     num_channels: int,
     num_tokens: int,
-    scaling: float,
+    scaling: Scaling,
 ) -> Tensor:
     """Attend exactly to the k2 tokens that page extremes rank highest, chosen per KV head (Algorithm 1).
 
@@ -108,10 +109,10 @@ def attend(
     check_size("num_channels", num_channels, 1, keys.shape[2])
     check_size("num_tokens", num_tokens, 1)
     unsupported = partial(_unsupported, queries, keys, values, page_max, page_min, page_size)
-    path = path_for("hsa", queries.device, unsupported)
+    path = "torch" if isinstance(scaling, Softmax) else path_for("hsa", queries.device, unsupported)
     cache = keys[:, :length], values[:, :length], page_max, page_min
     sizes: dict[str, Any] = {"page_size": page_size, "num_channels": num_channels, "num_tokens": num_tokens}
-    if path == "torch":
+    if isinstance(scaling, Softmax) or path == "torch":
         return torch_path.attend(queries, *cache, **sizes, scaling=scaling)
     # a CPU install has no Triton
     from kvferry.kernels.hsa import triton_kernel

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.kernels.torch_attention import (
     JointRows,
     attend_rows,
@@ -197,7 +198,7 @@ def attend(
     page_size: int,
     num_channels: int,
     num_tokens: int,
-    scaling: float,
+    scaling: Scaling,
     ranked: RankedQueries | None = None,
     views: CacheViews | None = None,
 ) -> Tensor:
@@ -207,12 +208,12 @@ def attend(
     already;
         views: of the cache that rows and pages are the front of, if known already.
     """
-    length = keys.shape[1]
+    length, scale = keys.shape[1], scaling.scaling if isinstance(scaling, Softmax) else scaling
     if length <= num_tokens:
         return attend_rows(queries, keys, values, scaling=scaling)
     views = views or CacheViews.of(keys, values, page_max, page_min)
     selected = select_tokens(
-        ranked or rank_channels(queries, num_channels=num_channels, scaling=scaling),
+        ranked or rank_channels(queries, num_channels=num_channels, scaling=scale),
         page_max,
         page_min,
         length=length,

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens, SlotBatch
 from kvferry.kernels.dense_decode.batch import DenseBatch
 from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
+from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.kernels.trizone.batch import PackedRows, TriZoneBatch
 from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.model.spec import TORCH_DTYPES, ModelSpec
@@ -119,7 +120,7 @@ class SlotAttention:
         """Count a finished step."""
         self._num_steps += 1
 
-    def attend_unbatched(self, layer: int, step: NewTokens) -> Tensor | None:
+    def attend_unbatched(self, layer: int, step: NewTokens, scaling: Scaling) -> Tensor | None:
         """Attend for the slots without a kernel in this layer. Returns: `[S, H_kv, G, D]`, None if none."""
         output: Tensor | None = None
         for slot, member in self._members.items():
@@ -133,7 +134,7 @@ class SlotAttention:
                 step.keys[slot],
                 step.values[slot],
                 num_appended=member.num_appended + self._num_steps - member.placed_at,
-                scaling=step.scaling,
+                scaling=scaling,
             )
             attended = self.run_alone(slot, attend)
             if attended is not None:
@@ -195,15 +196,17 @@ class BatchAttention:
         for batch, _, _ in self._batches:
             batch.show(active)
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling) -> Tensor:
         """See `DecodeAttention.__call__`."""
-        slots, step = self._slots, NewTokens(queries, keys, values, scaling)
+        scale = scaling.scaling if isinstance(scaling, Softmax) else scaling
+        slots, step = self._slots, NewTokens(queries, keys, values, scale)
         outputs = [
             batch.attend(layer, step, alone=slots.run_alone, scratch=scratch)
             for batch, layers, scratch in self._batches
             if layer in layers
         ]
-        unbatched = slots.attend_unbatched(layer, step)
+        assert not (outputs and isinstance(scaling, Softmax)), "no batched kernel has soft-capping or sinks"
+        unbatched = slots.attend_unbatched(layer, step, scaling)
         if unbatched is not None:
             outputs.append(unbatched)
         if not outputs:

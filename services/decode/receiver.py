@@ -25,7 +25,6 @@ from kvferry.shared.cache.delta import DeltaLayer
 from kvferry.shared.compression.compress import with_layer_rows
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerCache, LayerFormat
-from kvferry.shared.compression.formats.rows import RowsCache
 from kvferry.shared.compression.interface import TensorSpec
 from kvferry.shared.compression.plan import is_measured, plan_digest
 from kvferry.shared.control.messages import TransferAccepted
@@ -238,8 +237,8 @@ class CacheReceiver:
             sequence = incoming.sequence
             first_token = self._first_token(end, sequence)
             caches = sequence.caches = incoming.writer.finish()
-            if all(cache.format.is_plain and isinstance(cache, RowsCache) for cache in caches):
-                sequence.positions = tuple(its.positions for its in caches if isinstance(its, RowsCache))
+            if all(cache.format.is_plain for cache in caches):
+                sequence.positions = tuple(cache.positions for cache in caches)
             sequence.release_retained()
             self._arena.advance(sequence.allocation, "running")
             sequence.committed_s = self._clock()

@@ -26,8 +26,8 @@ from kvferry.services.decode.receiver import CacheReceiver
 from kvferry.services.decode.retained import HistoryReturner, RetainedSelections
 from kvferry.services.decode.sequence import EventStream, Reservations, Sequence
 from kvferry.shared.cache.arena import ByteArena, measured_limit_bytes
+from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, is_measured
-from kvferry.shared.compression.presets import method_names
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import (
     GenerateEvent,
@@ -92,6 +92,7 @@ class DecodeService:
         self._clock = clock
         self._spec = model.spec
         self._kernel_paths = shown_paths("decode", model.device)
+        self._methods = applicable_methods(model.spec.layers)
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._instance_id = secrets.token_hex(8)
@@ -240,7 +241,7 @@ class DecodeService:
             free_bytes=self._arena.free_bytes + self._retained.spare_bytes,
             total_bytes=self._arena.size_bytes,
             model=self._spec,
-            methods=method_names(),
+            methods=self._methods,
             kernel_paths=self._kernel_paths,
         )
 
@@ -307,6 +308,7 @@ class DecodeService:
             max_new_tokens=request.sampling.max_tokens,
             num_layers=self._spec.num_layers,
             head_dim=self._spec.head_dim,
+            layers=self._spec.layers,
         )
 
     def _check(self, request: GenerateRequest) -> None:

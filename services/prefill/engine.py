@@ -262,7 +262,7 @@ class PrefillEngine:
             token=token,
             method=job.resolved.method,
             reused_tokens=job.num_reused,
-            full_bytes=spec.kv_token_bytes * len(request.prompt_token_ids),
+            full_bytes=spec.full_bytes(len(request.prompt_token_ids)),
             prefill_s=started.ran_s(now_s),
             compress_s=layers.times.compress_s,
             queue_s=now_s - job.submitted_s - started.ran_s(now_s),

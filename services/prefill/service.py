@@ -19,8 +19,8 @@ from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.engine import PrefillEngine
 from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.receiver import HistoryReceiver
+from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.kept import MAX_KEPT_BINS
-from kvferry.shared.compression.presets import method_names
 from kvferry.shared.compression.resolve import check_resolved
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
@@ -90,6 +90,7 @@ class PrefillService:
         """
         self._model = model
         self._kernel_paths = shown_paths("prefill", model.device)
+        self._methods = applicable_methods(model.spec.layers)
         self._store = store
         self._sender = sender
         self._server_factory = server_factory
@@ -243,7 +244,7 @@ class PrefillService:
             free_bytes=max(0, self._store.max_bytes - self._store.size_bytes),
             total_bytes=self._store.max_bytes,
             model=self._model.spec,
-            methods=method_names(),
+            methods=self._methods,
             kernel_paths=self._kernel_paths,
         )
 

@@ -72,18 +72,23 @@ def measure_layer(resolved: ResolvedPlan, inputs: LayerInputs) -> WaitingLayer:
     """Measure a layer, score it if the scorer does not need the number of rows, and release its queries."""
     scorer = resolved.plan.scorer
     assert scorer is not None, f"method {resolved.method} shares rows between layers without a scorer"
+    if inputs.layer not in sharing_layers(resolved):
+        return WaitingLayer(inputs=_without_queries(inputs), variance=0.0, scores=None)
     inputs = inputs.with_sums()
     assert inputs.sums is not None
     scores, made = None, make_scorer(scorer, rows=resolved.layers[inputs.layer].rows)
     if not made.depends_on_rows and resolved.layers[inputs.layer].rows < resolved.num_prompt_tokens:
         scores = made(inputs)
-    # a clone, because an empty view would keep the memory of all queries
-    no_queries = inputs.queries[:, :, :0].clone()
     return WaitingLayer(
-        inputs=replace(inputs, queries=no_queries, unrotate=None),
+        inputs=_without_queries(inputs),
         variance=attention_variance(inputs.sums.variances, normalisation=_normalisation(resolved)),
         scores=scores,
     )
+
+
+def _without_queries(inputs: LayerInputs) -> LayerInputs:
+    # a clone, because an empty view would keep the memory of all queries
+    return replace(inputs, queries=inputs.queries[:, :, :0].clone(), unrotate=None)
 
 
 def allocate_rows(resolved: ResolvedPlan, variances: Sequence[float]) -> ResolvedPlan:
@@ -91,15 +96,17 @@ def allocate_rows(resolved: ResolvedPlan, variances: Sequence[float]) -> Resolve
 
     Raises: KvferryError: a variance is not finite.
     """
+    sharing = sharing_layers(resolved)
     rows = layer_budgets(
         variances,
         num_tokens=resolved.num_prompt_tokens,
-        rows=resolved.layers[sharing_layers(resolved)[0]].rows,
+        rows=resolved.layers[sharing[0]].rows,
         normalisation=_normalisation(resolved),
-        exempt_layers=resolved.plan.skip_layers,
+        exempt_layers=set(range(len(variances))).difference(sharing),
         least_rows=least_rows(resolved),
     )
-    return with_layer_rows(resolved, rows)
+    others = {layer: its.rows for layer, its in enumerate(resolved.layers) if layer not in sharing}
+    return with_layer_rows(resolved, [others.get(layer, share) for layer, share in enumerate(rows)])
 
 
 def _normalisation(resolved: ResolvedPlan) -> Normalisation:

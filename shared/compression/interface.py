@@ -59,6 +59,7 @@ class LayerShape:
         max_new_tokens: N; the last new token never gets a KV row.
         group_size: G, query heads per KV head.
         dtype: of K and V.
+        has_plain_softmax: as of `LayerSpec`.
         returns_generated: whether K and V of new tokens are wanted at the end, unmerged and in order.
         fingerprint: of the served model.
     """
@@ -69,6 +70,7 @@ class LayerShape:
     group_size: int
     head_dim: int
     dtype: torch.dtype
+    has_plain_softmax: bool = True
     returns_generated: bool = False
     fingerprint: str = ""
 

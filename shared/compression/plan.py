@@ -18,6 +18,8 @@ from kvferry.shared.errors import ConfigurationError, InvalidRequest
 
 ParamValue = int | float | bool | str
 _Entry = TypeVar("_Entry")
+WINDOW_FORMAT = "window"
+"""The format of the layers in which the model attends to a window of tokens, whatever the method."""
 MEASURED_ALLOCATIONS = ("attention_variance",)
 """Allocations that need measurements of every layer's attention (`compress.py`)."""
 
@@ -153,8 +155,12 @@ def is_measured(resolved: ResolvedPlan) -> bool:
 
 
 def sharing_layers(resolved: ResolvedPlan) -> tuple[int, ...]:
-    """The layers that share rows: all except those that the plan skips."""
-    return tuple(layer for layer in range(len(resolved.layers)) if layer not in resolved.plan.skip_layers)
+    """The layers that share rows: all except those that the plan skips and those with a window."""
+    return tuple(
+        layer
+        for layer, its in enumerate(resolved.layers)
+        if layer not in resolved.plan.skip_layers and its.representation.name != WINDOW_FORMAT
+    )
 
 
 def plan_digest(resolved: ResolvedPlan) -> str:

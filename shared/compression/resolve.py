@@ -10,15 +10,17 @@ among layers. Allocation comes before scoring, so every scorer works with every 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Context, Decimal
 from fractions import Fraction
 from typing import get_args
 
+from kvferry.shared.compression.applicable import check_applicable
 from kvferry.shared.compression.attention.kinds import check_attention, chooses_rows
 from kvferry.shared.compression.d2o.layer_budgets import Normalisation
 from kvferry.shared.compression.formats import format_class
 from kvferry.shared.compression.formats.compacting import check_generated, with_segments
+from kvferry.shared.compression.formats.window import Window
 from kvferry.shared.compression.interface import Sizing
 from kvferry.shared.compression.plan import (
     Allowed,
@@ -34,6 +36,7 @@ from kvferry.shared.compression.plan import (
 from kvferry.shared.compression.presets import preset
 from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.errors import InvalidRequest
+from kvferry.shared.model.spec import LayerSpec
 
 _DECIMAL = Context(prec=40)
 _FLOOR_GUARD = Decimal("1e-20")
@@ -41,7 +44,13 @@ _FLOOR_GUARD = Decimal("1e-20")
 
 
 def resolve_plan(
-    plan: CompressionPlan, *, num_prompt_tokens: int, max_new_tokens: int, num_layers: int, head_dim: int
+    plan: CompressionPlan,
+    *,
+    num_prompt_tokens: int,
+    max_new_tokens: int,
+    num_layers: int,
+    head_dim: int,
+    layers: Sequence[LayerSpec] = (),
 ) -> ResolvedPlan:
     """Exact sizes of a plan for one prompt.
 
@@ -49,12 +58,13 @@ def resolve_plan(
         num_prompt_tokens: history included, at least 1.
         max_new_tokens: N, at least 1.
         head_dim: d.
+        layers: as `ModelSpec.layers`. Layers with a window are not compressed and share no rows.
 
     Returns: the plan with one `LayerPlan` per layer. Its method is "full" if no layer is compressed.
 
     Raises:
         InvalidRequest: an unknown method, scorer, attention, allocation or format, parts that cannot be
-            combined, or a skipped layer that does not exist.
+            combined or do not go with the layers, or a skipped layer that does not exist.
     """
     if num_prompt_tokens < 1 or max_new_tokens < 1:
         raise InvalidRequest(
@@ -62,16 +72,21 @@ def resolve_plan(
             "least 1"
         )
     _check(plan, num_layers)
+    if layers:
+        check_applicable(plan, layers)
     whole = LayerPlan(rows=num_prompt_tokens)
     fmt = format_class(plan.representation)
     uncut = fmt.plan_whole(plan, num_prompt_tokens)
-    layers = [whole if layer in plan.skip_layers else uncut for layer in range(num_layers)]
+    planned = [whole if layer in plan.skip_layers else uncut for layer in range(num_layers)]
+    windows = {
+        layer: Window.plan_window(its, num_prompt_tokens) for layer, its in enumerate(layers) if its.window
+    }
     budget = _budget_tokens(plan, num_prompt_tokens) if plan.takes_budget else num_prompt_tokens
     if budget < num_prompt_tokens:
         rows = _mean_rows(plan, budget, num_prompt_tokens)
         # with dense attention to packed bits, the whole budget is bits, spread over more tokens than rows
         packed_budget = budget if plan.attention.name == "dense" else rows
-        sharing = [layer for layer in range(num_layers) if layer not in plan.skip_layers]
+        sharing = [layer for layer in range(num_layers) if layer not in {*plan.skip_layers, *windows}]
         shares = allocate_layers(
             plan.layer_allocation, rows=rows, num_layers=len(sharing), num_tokens=num_prompt_tokens
         )
@@ -85,15 +100,16 @@ def resolve_plan(
                 max_new_tokens=max_new_tokens,
                 head_dim=head_dim,
             )
-            layers[layer] = fmt.plan_layer(plan, sizing)
+            planned[layer] = fmt.plan_layer(plan, sizing)
             if plan.generated is not None:
-                layers[layer] = with_segments(layers[layer], plan.generated, sizing)
+                planned[layer] = with_segments(planned[layer], plan.generated, sizing)
+    is_full = all(its == whole for layer, its in enumerate(planned) if layer not in windows)
     return ResolvedPlan(
         plan=plan,
-        method="full" if all(layer == whole for layer in layers) else plan.method,
+        method="full" if is_full else plan.method,
         num_prompt_tokens=num_prompt_tokens,
         max_new_tokens=max_new_tokens,
-        layers=tuple(layers),
+        layers=tuple(windows.get(layer, its) for layer, its in enumerate(planned)),
     )
 
 

@@ -10,42 +10,49 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
+from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
+from kvferry.shared.model.adapters.temperature import QUERY_SCALE
 from kvferry.shared.model.interface import DecodeAttention, PrefillObserver
+from kvferry.shared.model.prefill_attention import prefill_attention
 from kvferry.shared.model.rotary import KeyRotation
-from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.model.spec import LayerSpec, ModelSpec
 
 ATTENTION_NAME = "kvferry"
-_CHUNK_TOKENS = 256
-_BLOCK_QUERIES = 2048
-_CPU_PAIRS, _CUDA_PAIRS = 1 << 23, 1 << 36
-"""Pairs of a query and a key, over all heads, that one operation may compute: up to about 0.05 s."""
 _LOGITS = 1 << 22
 """Logits of a prompt that are in memory at a time."""
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""What torch's attention runs on a CPU. Returns also the logarithm of the softmax's sum, `[B, H, T]`."""
-_UNSUPPORTED_ARGUMENTS = {
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
-    "softcap": "attention logit soft-capping",
-    "position_bias": "position biases",
-    "alibi": "ALiBi positions",
-}
+_SINKS = ("s_aux", "sinks")
+_USED_ARGUMENTS = ("kvferry", "sliding_window", "softcap", *_SINKS)
+_IGNORED_ARGUMENTS = (
+    "dropout",
+    "is_causal",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "use_cache",
+)
+"""Arguments that change nothing: nothing is dropped, passes are causal, and no cache is transformers'."""
+_KNOWN_ARGUMENTS = frozenset((*_USED_ARGUMENTS, *_IGNORED_ARGUMENTS))
+_NO_POSITIONS = torch.empty(0)
 
 
 class AttentionPass(Protocol):
-    """One forward pass of the model."""
+    """One forward pass of the model.
 
-    max_model_len: int
+    Attributes: positions: int64 `[B, T]`, set before the pass.
+    """
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    spec: ModelSpec
+    positions: Tensor
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling) -> Tensor:
         """Args: query `[B, H, T, D]`, key and value `[B, H_kv, T, D]`. Returns `[B, T, H, D]`."""
         ...
 
@@ -74,10 +81,25 @@ def attention_forward(
         raise UnsupportedModel(
             f"{type(module).__name__} does not pass the model's arguments to its attention"
         )
-    layer = _check_call(module, key, value, attention_mask, kwargs, current.max_model_len)
+    layer = _check_call(module, key, value, attention_mask, kwargs, current.spec)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    return current.attend(layer, query, key, value, float(scaling)), None
+    query_scale = getattr(module, QUERY_SCALE, None)
+    if query_scale is not None:
+        query = (query * query_scale(current.positions)[:, None, :, None]).to(query.dtype)
+    softmax: Scaling = float(scaling)
+    if kwargs.get("softcap") or kwargs.get("s_aux") is not None or kwargs.get("sinks") is not None:
+        softmax = _softmax(float(scaling), key.shape[1], kwargs)
+    return current.attend(layer, query, key, value, softmax), None
+
+
+def _softmax(scaling: float, num_kv_heads: int, arguments: Mapping[str, Any]) -> Softmax:
+    sinks = next((its for name in _SINKS if (its := arguments.get(name)) is not None), None)
+    return Softmax(
+        scaling=scaling,
+        softcap=float(arguments.get("softcap") or 0.0),
+        sinks=None if sinks is None else sinks.view(num_kv_heads, -1),
+    )
 
 
 def _check_call(
@@ -86,21 +108,18 @@ def _check_call(
     value: Tensor,
     attention_mask: Tensor | None,
     arguments: Mapping[str, Any],
-    max_model_len: int,
+    spec: ModelSpec,
 ) -> int:
     """Check one call of the attention; returns the layer's index. Raises: UnsupportedModel."""
     layer = getattr(module, "layer_idx", None)
     name = type(module).__name__
     if not isinstance(layer, int):
         raise UnsupportedModel(f"{name} has no layer_idx; attention modules must know their layer")
-    for argument, feature in _UNSUPPORTED_ARGUMENTS.items():
-        if arguments.get(argument) is not None:
-            raise UnsupportedModel(f"{name} uses {feature} ({argument}), which is not supported")
-    window = arguments.get("sliding_window")
-    if window is not None and 0 < window < max_model_len:
-        raise UnsupportedModel(
-            f"{name} uses a sliding window (sliding_window {window}), which is not supported"
-        )
+    for argument, given in arguments.items():
+        if given is not None and given is not False and argument not in _KNOWN_ARGUMENTS:
+            raise UnsupportedModel(f"{name} of layer {layer} uses {argument}, which is not supported")
+    if spec.layers or arguments.get("sliding_window") is not None:
+        _check_window(name, layer, arguments.get("sliding_window"), spec)
     if attention_mask is not None:
         raise UnsupportedModel(f"{name} passes an attention mask; only plain causal attention is supported")
     if not getattr(module, "is_causal", True):
@@ -112,6 +131,17 @@ def _check_call(
     return layer
 
 
+def _check_window(name: str, layer: int, given: int | None, spec: ModelSpec) -> None:
+    """Check that a layer's window is that of the configuration; chunks are the mask's, not the call's."""
+    window, expected = given or 0, spec.layer(layer)
+    window = window if 0 < window < spec.max_model_len else 0
+    if window != (0 if expected.is_chunked else expected.window):
+        raise UnsupportedModel(
+            f"{name} of layer {layer} is called with sliding_window {window}, and the configuration says "
+            f"{expected.window} (0: none); the two must agree"
+        )
+
+
 class PrefillPass:
     """The new tokens of a prompt, layer by layer.
 
@@ -121,12 +151,14 @@ class PrefillPass:
     alive, and the new tokens' KV twice while it is joined to the history.
     """
 
-    def __init__(self, observer: PrefillObserver, *, start: int, max_model_len: int) -> None:
+    def __init__(self, observer: PrefillObserver, *, start: int, spec: ModelSpec) -> None:
         self._observer = observer
         self._start = start
-        self.max_model_len = max_model_len
+        self._layers = spec.layers or (LayerSpec(),) * spec.num_layers
+        self.spec = spec
+        self.positions = _NO_POSITIONS
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling) -> Tensor:
         num_kv_heads = key.shape[1]
         history = self._observer.history(layer)
         num_history = 0 if history is None else history[0].shape[1]
@@ -137,110 +169,57 @@ class PrefillPass:
             key = torch.cat([history[0][None], key], 2)
             value = torch.cat([history[1][None], value], 2)
         del history
-        output = causal_attention(query, key, value, scaling)
+        output = prefill_attention(query, key, value, scaling, self._layers[layer])
         queries = query[0].view(num_kv_heads, -1, *query.shape[2:])
-        self._observer.layer_done(layer, queries, key[0], value[0], scaling)
+        scale = scaling.scaling if isinstance(scaling, Softmax) else scaling
+        self._observer.layer_done(layer, queries, key[0], value[0], scale)
         return output.transpose(1, 2).contiguous()
 
 
 class DecodePass:
     """One token for each of B sequences; the attention has their KV."""
 
-    def __init__(self, attention: DecodeAttention, *, max_model_len: int) -> None:
+    def __init__(self, attention: DecodeAttention, *, spec: ModelSpec) -> None:
         self._attention = attention
-        self.max_model_len = max_model_len
+        self.spec = spec
+        self.positions = _NO_POSITIONS
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling) -> Tensor:
         num_kv_heads = key.shape[1]
         queries = query[:, :, 0].view(query.shape[0], num_kv_heads, -1, query.shape[3])
         output = self._attention(layer, queries, key[:, :, 0], value[:, :, 0], scaling)
         return output.flatten(1, 2)[:, None]
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """softmax(scaling * Q K^T) V, the last query attending to every key, without a T x S mask or score
-    matrix. Computed in several operations if it takes long, so that another prompt can run between them.
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """What one layer's attention was called with: KV heads, query heads for each, head size, the keys
+    `[H_kv, T, D]`, and whether the softmax is plain."""
 
-    Args: query `[1, H, T, D]`; key and value `[1, H_kv, S, D]`, S >= T.
-    Returns: `[1, H, T, D]`.
-    """
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    if num_queries == 1:
-        return scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
-    if not query.is_cuda:
-        return _cpu_attention(query, key, value, scaling)
-    # Only the 16-bit kernels support grouped heads without computing full score matrices.
-    if query.dtype is torch.float32:
-        return _masked_attention(query, key, value, scaling)
-    if num_queries == num_keys:
-        return _attention_by_heads(query, key, value, is_causal=True, scale=scaling)
-    bias = causal_lower_right(num_queries, num_keys)
-    return _attention_by_heads(query, key, value, attn_mask=bias, scale=scaling)
+    layer: int
+    shape: tuple[int, int, int]
+    keys: Tensor
+    has_plain_softmax: bool
 
 
-def _attention_by_heads(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Attention in one call, or if that takes long, in several for some KV heads each."""
-    num_kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
-    step = max(1, _CUDA_PAIRS // (group * query.shape[2] * key.shape[2]))
-    if step >= num_kv_heads:
-        return scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
-    output = torch.empty_like(query)
-    for begin in range(0, num_kv_heads, step):
-        kv, heads = slice(begin, begin + step), slice(begin * group, (begin + step) * group)
-        output[:, heads] = scaled_dot_product_attention(
-            query[:, heads], key[:, kv], value[:, kv], enable_gqa=True, **options
+class ProbePass:
+    """Records each layer's call. Its attention returns zeros, so that a token's key depends on the token and
+    its position alone, in every layer."""
+
+    def __init__(self, *, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.positions = _NO_POSITIONS
+        self.calls: list[AttentionCall] = []
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling) -> Tensor:
+        call = AttentionCall(
+            layer=layer,
+            shape=(key.shape[1], query.shape[1] // key.shape[1], query.shape[3]),
+            keys=key[0].clone(),
+            has_plain_softmax=not isinstance(scaling, Softmax),
         )
-    return output
-
-
-def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Attention in one call, or of a block of queries and one KV head at a time, or one head if it is long.
-
-    A block attends to the keys before it and, causally, to its own. The two are joined by their shares of the
-    softmax's sum, `e^lse`. With a mask instead, torch's kernel would take half as long again.
-    """
-    (num_heads, num_queries), num_keys = query.shape[1:3], key.shape[2]
-    if num_queries == num_keys and num_heads * num_keys**2 <= _CPU_PAIRS:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    group, history = num_heads // key.shape[1], num_keys - num_queries
-    block = min(num_queries, _BLOCK_QUERIES)
-    step = group if group * block * num_keys <= _CPU_PAIRS else 1
-    output = torch.empty_like(query)
-    for head in range(0, num_heads, step):
-        keys, values = (its[:, head // group, None].expand(-1, step, -1, -1) for its in (key, value))
-        for begin in range(0, num_queries, block):
-            rows, own = slice(begin, begin + block), slice(history + begin, history + begin + block)
-            queries = query[:, head : head + step, rows]
-            attended, lse = _flash(queries, keys[:, :, own], values[:, :, own], is_causal=True, scale=scaling)
-            if own.start:
-                earlier = slice(0, own.start)
-                before, lse_before = _flash(
-                    queries, keys[:, :, earlier], values[:, :, earlier], scale=scaling
-                )
-                share = torch.sigmoid(lse_before - lse)[..., None]
-                attended = torch.lerp(attended, before, share.to(before.dtype))
-            output[:, head : head + step, rows] = attended
-    return output
-
-
-def _masked_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """The same result, computed for a chunk of queries at a time with a mask of that chunk."""
-    num_history = key.shape[2] - query.shape[2]
-    output = torch.empty_like(query)
-    for begin in range(0, query.shape[2], _CHUNK_TOKENS):
-        end = min(begin + _CHUNK_TOKENS, query.shape[2])
-        visible = num_history + end
-        mask = torch.ones(end - begin, visible, dtype=torch.bool, device=query.device)
-        mask = mask.tril(diagonal=num_history + begin)
-        output[:, :, begin:end] = scaled_dot_product_attention(
-            query[:, :, begin:end],
-            key[:, :, :visible],
-            value[:, :, :visible],
-            attn_mask=mask,
-            scale=scaling,
-            enable_gqa=True,
-        )
-    return output
+        self.calls.append(call)
+        return torch.zeros_like(query).transpose(1, 2).contiguous()
 
 
 class TransformersModel:
@@ -285,7 +264,7 @@ class TransformersModel:
         if end > self.spec.max_model_len:
             raise ContextLengthExceeded(f"{end} tokens; the model's window is {self.spec.max_model_len}")
         positions = torch.arange(start, end, device=self.device)
-        current = PrefillPass(observer, start=start, max_model_len=self.spec.max_model_len)
+        current = PrefillPass(observer, start=start, spec=self.spec)
         if on_logits is None:
             return self._run(token_ids[None], positions[None], current)[0]
         hidden: list[Tensor] = []
@@ -323,8 +302,22 @@ class TransformersModel:
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, positions: Tensor, *, attention: DecodeAttention) -> Tensor:
         """Run one token for each of B sequences; see `LanguageModel.decode`."""
-        current = DecodePass(attention, max_model_len=self.spec.max_model_len)
+        current = DecodePass(attention, spec=self.spec)
         return self._run(token_ids[:, None], positions[:, None], current)
+
+    @torch.inference_mode()
+    def probe(self, token_ids: Tensor) -> tuple[list[AttentionCall], int]:
+        """Record the attention's calls for some tokens, int64 `[T]`. Returns: also the size of the logits.
+
+        Raises: UnsupportedModel.
+        """
+        current = ProbePass(spec=self.spec)
+        positions = torch.arange(len(token_ids), device=self.device)
+        try:
+            logits = self._run(token_ids[None], positions[None], current)
+        except TypeError as error:
+            raise UnsupportedModel(f"the model's forward lacks an argument that we need: {error}") from error
+        return current.calls, logits.shape[1]
 
     @torch.inference_mode()
     def pre_rope_keys(self, layer: int, keys: Tensor) -> Tensor:
@@ -347,6 +340,7 @@ class TransformersModel:
         first, skipped = self._skipped
         if skipped:
             positions = positions + skipped * (positions >= first)
+        current.positions = positions
         output = self._model(
             input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=1, kvferry=current
         )

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvferry.kernels.softmax import Scaling
 from kvferry.shared.model.spec import ModelSpec
 
 
@@ -36,7 +37,7 @@ class PrefillObserver(Protocol):
 class DecodeAttention(Protocol):
     """Attention of one decode step with one token per sequence: appends the new K and V, then attends."""
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling) -> Tensor:
         """Args: queries `[B, H_kv, G, D]`, keys and values `[B, H_kv, D]`. Returns `[B, H_kv, G, D]`."""
         ...
 

@@ -11,6 +11,7 @@ from typing import Any, cast, get_args
 import torch
 
 from kvferry.shared.errors import ConfigurationError, UnsupportedModel
+from kvferry.shared.model.adapters import adapt
 from kvferry.shared.model.bridge import ATTENTION_NAME, TransformersModel, attention_forward
 from kvferry.shared.model.checkpoint import (
     model_fingerprint,
@@ -56,12 +57,13 @@ def load_model(
         config = _load_config(folder, str(path_or_id))
         text_config = config.get_text_config()
         own_len = int(getattr(text_config, "max_position_embeddings", None) or 0)
-        check_config(config, max_model_len=max_model_len or own_len)
+        layers = check_config(config, max_model_len=max_model_len or own_len)
         max_model_len = _resolve_max_model_len(text_config, max_model_len, own_len)
         _make_rope_static(text_config)
         if target.type == "cuda":
             _prepare_cuda(target)
         model = _load_weights(folder, config, dtype).to(target)
+        adapt(model)
         dtype_name = _dtype_name(model.dtype)
         spec = ModelSpec(
             name=name or Path(path_or_id).name,
@@ -74,6 +76,7 @@ def load_model(
             max_model_len=max_model_len,
             dtype=dtype_name,
             eos_token_ids=_eos_token_ids(folder),
+            layers=layers,
         )
         spec, keys = probe_attention(TransformersModel(model, spec))
         return TransformersModel(model, spec, find_key_rotation(model, keys))

@@ -9,8 +9,9 @@ code is copied.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,32 +25,46 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 class KeyRotation:
     """Undoes the rotation of one model's keys.
 
-    A model turns each pair of channels (x, y) of a token into (x c - y s, x s + y c). c and s include the
-    attention factor of scaled RoPE types. Channels beyond the rotary embedding's width stay as they are.
+    A model turns each pair of channels (x, y) of a token into (x c - y s, x s + y c), or the other way round
+    (NanoChat). c and s include the attention factor of scaled RoPE types. Channels beyond the rotary
+    embedding's width stay as they are.
 
     Args:
         rotary: the model's rotary embedding module.
+        rotated: for each layer, whether its keys are rotated at all.
         layer_types: one per layer if the embedding depends on it, else None.
         angles, channels: layouts of the embedding's cosines and of the channels they apply to.
+        is_reversed: whether angles count the other way round.
     """
 
     def __init__(
-        self, rotary: nn.Module, *, layer_types: Sequence[str] | None, angles: Layout, channels: Layout
+        self,
+        rotary: nn.Module,
+        *,
+        rotated: Sequence[bool],
+        layer_types: Sequence[str] | None,
+        angles: Layout,
+        channels: Layout,
+        is_reversed: bool,
     ) -> None:
         self._rotary = rotary
+        self._sign = -1.0 if is_reversed else 1.0
+        self._rotated = rotated
         self._layer_types = layer_types
         self._angles: Layout = angles
         self._channels: Layout = channels
 
     def undo(self, layer: int, keys: Tensor) -> Tensor:
         """Args: keys: post-RoPE `[H_kv, T, D]` at positions 0 to T - 1. Returns: float32 `[H_kv, T, D]`."""
+        if not self._rotated[layer]:
+            return keys.to(torch.float32, copy=True)
         layer_type = None if self._layer_types is None else self._layer_types[layer]
         cos, sin = _cos_sin(self._rotary, keys, layer_type)
         width = cos.shape[1]
         cos, sin = _pairs(cos, self._angles)[0], _pairs(sin, self._angles)[0]
         # c^2 + s^2 is the squared attention factor; in half precision this also corrects their rounding.
         norm = cos.square() + sin.square()
-        cos, sin = cos / norm, sin / norm
+        cos, sin = cos / norm, self._sign * sin / norm
         restored = keys.to(torch.float32, copy=True)
         for head in restored:  # one at a time, because intermediate results are several times the keys
             x, y = _pairs(head[:, :width], self._channels)
@@ -59,38 +74,57 @@ class KeyRotation:
         return restored
 
 
-def find_key_rotation(model: Any, keys: Tensor) -> KeyRotation | None:
+def find_key_rotation(model: Any, keys: Sequence[Tensor]) -> KeyRotation | None:
     """The rotation of a model's keys, or None if it cannot be undone.
 
-    The first layer's key of a token depends on the position only through the rotation. So the right layout is
-    the one in which each probe token has the same key at two positions.
+    The probe's key of a token depends on the position only through the rotation. So the right layout is the
+    one in which each token has the same key at two positions, in every layer.
 
-    Args: model: a transformers causal language model; keys: of its first layer, see `probe_attention`.
+    Args: model: a transformers causal language model; keys: of its layers, see `probe_attention`.
     """
-    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    decoder = model.get_decoder()
+    rotary = getattr(decoder, "rotary_emb", None) or getattr(
+        getattr(decoder, "model", None), "rotary_emb", None
+    )
     if not isinstance(rotary, nn.Module):
         return None
     layer_types = None
     if "layer_type" in inspect.signature(rotary.forward).parameters:
         layer_types = model.config.get_text_config().layer_types
-    cos, _ = _cos_sin(rotary, keys, layer_types[0] if layer_types else None)
-    if not 2 <= cos.shape[1] <= keys.shape[2] or cos.shape[1] % 2:
+    tolerance = _TOLERANCE[keys[0].dtype]
+    rotated = [not _is_position_free(its.float(), tolerance) for its in keys]
+    first = rotated.index(True) if any(rotated) else 0
+    cos, _ = _cos_sin(rotary, keys[first], layer_types[first] if layer_types else None)
+    if not 2 <= cos.shape[1] <= keys[first].shape[2] or cos.shape[1] % 2:
         return None
     angles: Layout = "halves" if torch.equal(*_pairs(cos, "halves")) else "interleaved"
     layouts: tuple[Layout, ...] = ("halves", "interleaved")
-    for channels in layouts:
-        rotation = KeyRotation(rotary, layer_types=layer_types, angles=angles, channels=channels)
-        if _is_position_free(rotation.undo(0, keys), _TOLERANCE[keys.dtype]):
+    for channels, is_reversed in itertools.product(layouts, (False, True)):
+        rotation = KeyRotation(
+            rotary,
+            rotated=rotated,
+            layer_types=layer_types,
+            angles=angles,
+            channels=channels,
+            is_reversed=is_reversed,
+        )
+        if all(_is_position_free(rotation.undo(i, its), tolerance) for i, its in enumerate(keys)):
             return rotation
     return None
 
 
 def _cos_sin(rotary: nn.Module, keys: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
     """float32 `[T, R]` each, at positions 0 to T - 1, rounded as in the dtype of the keys."""
-    positions = torch.arange(keys.shape[1], device=keys.device)[None]
+    # at position 0 alone, it would not show how often each angle is given
+    positions = torch.arange(max(keys.shape[1], 2), device=keys.device)[None]
     arguments = () if layer_type is None else (layer_type,)
-    cos, sin = rotary(keys.new_empty(1), positions, *arguments)
-    return cos[0].float(), sin[0].float()
+    angles = rotary(keys.new_empty(1), positions, *arguments)
+    if isinstance(angles, Tensor):  # Llama 4's are complex numbers, one for each pair of channels
+        angles = (angles.real.repeat_interleave(2, -1), angles.imag.repeat_interleave(2, -1))
+    cos, sin = (its[0].float() for its in angles)
+    if not any(torch.equal(*_pairs(cos, layout)) for layout in get_args(Layout)):
+        cos, sin = (torch.cat([its, its], 1) for its in (cos, sin))  # one angle for each pair (gpt-oss)
+    return cos[: keys.shape[1]], sin[: keys.shape[1]]
 
 
 def _pairs(channels: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:

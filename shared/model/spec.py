@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 DTypeName = Literal["float32", "float16", "bfloat16"]
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -17,6 +18,39 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
 }
 DTYPE_BYTES: dict[str, int] = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """Which tokens a layer attends to, and how.
+
+    Attributes:
+        window: W: a token attends to the last W tokens, itself included; 0: to all.
+        is_chunked: to the tokens of its own chunk of W tokens instead.
+        has_plain_softmax: whether weights are a softmax of scaled products, without soft-capping and sinks.
+    """
+
+    window: int = 0
+    is_chunked: bool = False
+    has_plain_softmax: bool = True
+
+    def first_visible(self, position: int) -> int:
+        """The first token that the one at `position` attends to."""
+        if not self.window:
+            return 0
+        return position - position % self.window if self.is_chunked else max(0, position - self.window + 1)
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Whether the tokens at positions `queries` attend to those at `keys`; bool, broadcast."""
+        if not self.window:
+            return keys <= queries
+        if self.is_chunked:
+            return (keys <= queries) & (keys // self.window == queries // self.window)
+        return (keys <= queries) & (keys > queries - self.window)
+
+    def num_needed(self, num_tokens: int) -> int:
+        """How many of the last of `num_tokens` tokens a later one may attend to, at least 1."""
+        return max(1, num_tokens - self.first_visible(num_tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +66,7 @@ class ModelSpec:
         max_model_len: context window in tokens, prompt plus completion.
         dtype: compute dtype, which is also the dtype of K and V.
         eos_token_ids: ids that end a completion.
+        layers: one per layer; empty if every layer attends to all tokens.
     """
 
     name: str
@@ -44,6 +79,10 @@ class ModelSpec:
     max_model_len: int
     dtype: DTypeName
     eos_token_ids: tuple[int, ...]
+    layers: tuple[LayerSpec, ...] = ()
+
+    def layer(self, layer: int) -> LayerSpec:
+        return self.layers[layer] if self.layers else LayerSpec()
 
     @property
     def group_size(self) -> int:
@@ -59,3 +98,10 @@ class ModelSpec:
     def kv_token_bytes(self) -> int:
         """Bytes of one token's full KV over all layers and KV heads, K and V."""
         return 2 * self.num_layers * self.num_kv_heads * self.row_bytes
+
+    def full_bytes(self, num_tokens: int) -> int:
+        """Bytes of the KV that tokens after a prompt attend to without compression."""
+        if not self.layers:
+            return self.kv_token_bytes * num_tokens
+        rows = sum(layer.num_needed(num_tokens) for layer in self.layers)
+        return self.kv_token_bytes // self.num_layers * rows

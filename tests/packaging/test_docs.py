@@ -26,7 +26,7 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize("page", ["api", "configuration"])
+@pytest.mark.parametrize("page", ["api", "configuration", "models"])
 def test_a_reference_is_what_its_command_writes(tmp_path, page):
     made = tmp_path / f"{page}.md"
     command = [sys.executable, str(REPOSITORY / "docs" / f"make_{page}.py"), str(made)]

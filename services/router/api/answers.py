@@ -30,11 +30,14 @@ class Version(TypedDict):
 
 
 class Model(TypedDict):
+    """`methods`: the compression methods that go with this model and that requests may name."""
+
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    methods: list[str]
 
 
 class Method(TypedDict):

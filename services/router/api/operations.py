@@ -14,6 +14,7 @@ from kvferry.services.router.api.completions import ERRORS, Shared, keyed_router
 from kvferry.services.router.config import split_list
 from kvferry.services.router.http import exposition
 from kvferry.services.router.playground import page_response
+from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
 
@@ -30,24 +31,25 @@ def _check_access(request: Request, services: Shared) -> None:
 restricted = APIRouter(redirect_slashes=False, responses=ERRORS, dependencies=[Depends(_check_access)])
 
 
-def _model(request: Request, spec: ModelSpec) -> Model:
+def _model(request: Request, services: Shared, spec: ModelSpec) -> Model:
     return {
         "id": spec.name,
         "object": "model",
         "created": request.app.state.started_at,
         "owned_by": "kvferry",
         "max_model_len": spec.max_model_len,
+        "methods": [name for name in applicable_methods(spec.layers) if name in services.plans.allowed],
     }
 
 
 @keyed.get("/v1/models", summary="The model that is served")
 async def list_models(request: Request, services: Shared) -> Listing[Model]:
-    return {"object": "list", "data": [_model(request, services.runner.model())]}
+    return {"object": "list", "data": [_model(request, services, services.runner.model())]}
 
 
 @keyed.get("/v1/models/{model:path}", summary="One model")
 async def get_model(request: Request, services: Shared, model: str) -> Model:
-    return _model(request, named_model(services, model))
+    return _model(request, services, named_model(services, model))
 
 
 @keyed.get("/v1/methods", summary="The methods that requests may name")

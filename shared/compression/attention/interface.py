@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.packed.layer import PackedLayer
+from kvferry.kernels.softmax import Scaling
 from kvferry.shared.compression.interface import LayerShape, TensorSpec
 
 
@@ -40,10 +41,13 @@ class CacheView:
 class AttentionKind(ABC):
     """Decode attention of one layer. A subclass is a frozen dataclass whose fields are integer sizes.
 
-    Attributes: name: its name in plans and metrics.
+    Attributes:
+        name: its name in plans and metrics.
+        takes_any_softmax: whether it goes with soft-capping and sinks, too; estimates ignore them.
     """
 
     name: ClassVar[str]
+    takes_any_softmax: ClassVar[bool] = True
 
     @classmethod
     @abstractmethod
@@ -91,7 +95,7 @@ class AttentionKind(ABC):
         cache.values[:, position] = value
 
     @abstractmethod
-    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: float) -> Tensor:
+    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
         """Attention of one token to the packed tokens and the first `length` rows; its own row is the last.
 
         Args: queries: `[H_kv, G, D]`.

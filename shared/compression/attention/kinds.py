@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvferry.kernels import exact_topk, hsa, packed_hsa, quest, sparq
 from kvferry.kernels.dense_decode import dense_decode
+from kvferry.kernels.softmax import Scaling, plain
 from kvferry.kernels.trizone import trizone_decode_segments
 from kvferry.shared.compression.attention.interface import AttentionKind, CacheView
 from kvferry.shared.compression.interface import LayerShape, Sizing, TensorSpec
@@ -36,10 +37,10 @@ class Dense(AttentionKind):
     def sized(cls, *, cap: int, budget: int, head_dim: int) -> Dense:
         return cls()
 
-    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: float) -> Tensor:
+    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
         keys, values = cache.keys[:, :length], cache.values[:, :length]
         if cache.packed:
-            return trizone_decode_segments(queries, cache.packed, keys, values, scaling=scaling)
+            return trizone_decode_segments(queries, cache.packed, keys, values, scaling=plain(scaling))
         return dense_decode(queries, keys, values, scaling=scaling)
 
     def read_bytes(self, shape: LayerShape, num_rows: int, packed_bytes: int | None = None) -> int:
@@ -94,7 +95,7 @@ class ExactTopK(_Choosing):
         """The whole budget is for attention."""
         return cls(num_tokens=budget)
 
-    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: float) -> Tensor:
+    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
         keys, values = cache.keys, cache.values
         return exact_topk.attend(queries, keys, values, length=length, scaling=scaling, **self.sizes)
 
@@ -110,6 +111,7 @@ class SparQ(_Choosing):
     """
 
     name: ClassVar[str] = "sparq"
+    takes_any_softmax: ClassVar[bool] = False
     num_channels: int
 
     @classmethod
@@ -132,9 +134,9 @@ class SparQ(_Choosing):
     def append(self, cache: CacheView, key: Tensor, value: Tensor, *, position: int) -> None:
         sparq.append_row(cache.keys, cache.values, cache.auxiliary[0], key, value, position=position)
 
-    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: float) -> Tensor:
+    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
         tensors = cache.keys, cache.values, cache.auxiliary[0]
-        return sparq.attend(queries, *tensors, length=length, scaling=scaling, **self.sizes)
+        return sparq.attend(queries, *tensors, length=length, scaling=plain(scaling), **self.sizes)
 
     def _estimate_bytes(self, shape: LayerShape, num_rows: int) -> int:
         """r channels of every key, and the mean value."""
@@ -212,12 +214,12 @@ class Hsa(_Paged):
         num_channels = min(max(head_dim * page_size * budget // cap, 1), head_dim)
         return cls(page_size=page_size, num_channels=num_channels, num_tokens=max(budget // 2, 1))
 
-    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: float) -> Tensor:
+    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
         if not cache.packed:
             tensors = cache.keys, cache.values, *self.extremes(cache)
             return hsa.attend(queries, *tensors, length=length, scaling=scaling, **self.sizes)
         tensors = cache.keys[:, :length], cache.values[:, :length], *self.extremes(cache)
-        return packed_hsa.attend(queries, cache.packed[0], *tensors, scaling=scaling, **self.sizes)
+        return packed_hsa.attend(queries, cache.packed[0], *tensors, scaling=plain(scaling), **self.sizes)
 
     def _estimate_bytes(self, shape: LayerShape, num_rows: int) -> int:
         """One of Kmax and Kmin for k1 channels of each page."""
@@ -241,7 +243,7 @@ class Quest(_Paged):
         """
         return cls(page_size=max(-(-cap // budget), 1), num_tokens=max(budget // 2, 1))
 
-    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: float) -> Tensor:
+    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
         tensors = cache.keys, cache.values, *self.extremes(cache)
         return quest.attend(queries, *tensors, length=length, scaling=scaling, **self.sizes)
 

@@ -6,6 +6,7 @@ Adding one is one file and one entry of `FORMATS`, or an entry point of another 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -17,12 +18,20 @@ from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.formats.rows import Rows
 from kvferry.shared.compression.formats.think import Think
 from kvferry.shared.compression.formats.uniform import Uniform
+from kvferry.shared.compression.formats.window import Window
 from kvferry.shared.compression.installed import installed_formats
 from kvferry.shared.compression.interface import LayerInputs, LayerShape
-from kvferry.shared.compression.plan import Part, ResolvedPlan, is_measured, look_up, with_installed
+from kvferry.shared.compression.plan import (
+    WINDOW_FORMAT,
+    Part,
+    ResolvedPlan,
+    is_measured,
+    look_up,
+    with_installed,
+)
 from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.errors import KvferryError
-from kvferry.shared.model.spec import TORCH_DTYPES, ModelSpec
+from kvferry.shared.model.spec import TORCH_DTYPES, LayerSpec, ModelSpec
 
 FORMATS: Mapping[str, type[LayerFormat]] = {
     "rows": Rows,
@@ -31,6 +40,7 @@ FORMATS: Mapping[str, type[LayerFormat]] = {
     "think": Think,
     "ragged": Ragged,
     "packed": Uniform,
+    WINDOW_FORMAT: Window,
 }
 
 
@@ -47,7 +57,7 @@ def format_class(part: Part) -> type[LayerFormat]:
 def make_formats(
     spec: ModelSpec, resolved: ResolvedPlan, *, returns_generated: bool = False
 ) -> tuple[LayerFormat, ...]:
-    """The format of each layer of a resolved plan; layers with equal plans share one object.
+    """The format of each layer of a resolved plan; layers with equal plans and shapes share one object.
 
     Args: returns_generated: whether K and V of new tokens are wanted at the end, unmerged and in order.
     Raises: InvalidRequest: an unknown format or attention, or sizes that do not belong to it.
@@ -63,16 +73,19 @@ def make_formats(
         fingerprint=spec.fingerprint,
     )
     formats: list[LayerFormat] = []
-    for number, layer in enumerate(resolved.layers):
-        first = resolved.layers.index(layer)
+    layers = spec.layers or (LayerSpec(),) * spec.num_layers
+    kinds = [(its, layer.has_plain_softmax) for its, layer in zip(resolved.layers, layers, strict=True)]
+    for number, (layer, has_plain_softmax) in enumerate(kinds):
+        first = kinds.index(kinds[number])
         if first != number:
             formats.append(formats[first])
             continue
         its_class = format_class(layer.representation)
+        its_shape = replace(shape, has_plain_softmax=has_plain_softmax)
         if layer.generated is None:
-            formats.append(its_class.of(resolved.plan, layer, shape))
+            formats.append(its_class.of(resolved.plan, layer, its_shape))
         else:
-            formats.append(Compacting.over(its_class, resolved.plan, layer, shape))
+            formats.append(Compacting.over(its_class, resolved.plan, layer, its_shape))
     return tuple(formats)
 
 
@@ -89,8 +102,9 @@ def num_observed_queries(resolved: ResolvedPlan, formats: tuple[LayerFormat, ...
     needs = [1]
     for fmt in {id(its): its for its in formats}.values():
         observed = [fmt.observed_queries]
-        if resolved.plan.scorer is not None and fmt.rows < resolved.num_prompt_tokens:
-            observed.append(make_scorer(resolved.plan.scorer, rows=fmt.rows).observed_queries)
+        scorer = resolved.plan.scorer if fmt.scored is not False else None
+        if scorer is not None and fmt.rows < resolved.num_prompt_tokens:
+            observed.append(make_scorer(scorer, rows=fmt.rows).observed_queries)
         for count in observed:
             if count is None:
                 return None
@@ -113,7 +127,7 @@ def compress_layer(
     num_tokens = inputs.keys.shape[1]
     assert num_tokens == resolved.num_prompt_tokens, (num_tokens, resolved.num_prompt_tokens)
     scorer = resolved.plan.scorer
-    if fmt.rows == num_tokens:
+    if fmt.rows == num_tokens or fmt.scored is False:
         scores = None
     elif scores is None and scorer is not None:
         scores = make_scorer(scorer, rows=fmt.rows)(inputs)

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvferry.kernels.softmax import Scaling, scale_of
 from kvferry.shared.compression.attention.kinds import EVICTIONS
 from kvferry.shared.compression.formats.interface import (
     LayerCache,
@@ -254,14 +255,14 @@ class CompactingCache(LayerCache):
         return "segments"
 
     def append_and_attend(
-        self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: float
+        self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: Scaling
     ) -> Tensor:
         if num_appended >= self.format.shape.num_new_rows:
             raise IndexError(f"there is room for {self.format.shape.num_new_rows} new rows")
         segments = self.format.segments
         full, row = divmod(num_appended, segments.segment_tokens)
         if full and not row:
-            self._compact(full - 1, scaling)
+            self._compact(full - 1, scale_of(scaling))
         observed = row - (segments.segment_tokens - segments.window)
         if observed >= 0:
             self.regions[_QUERIES][:, :, observed] = queries
@@ -303,10 +304,10 @@ class NaiveCompacting(NaiveLayer):
         self._current: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def attend(
-        self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float, dense: bool = False
+        self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: Scaling, dense: bool = False
     ) -> Tensor:
         if len(self._current) == self._segments.segment_tokens:
-            self._compact(scaling)
+            self._compact(scale_of(scaling))
         self._current = [*self._current, (queries.clone(), key, value)]
         return self._inner.attend(queries, key, value, scaling=scaling, dense=dense)
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvferry.kernels.softmax import Scaling, plain
 from kvferry.shared.compression.d2o.cache import EvictingCache
 from kvferry.shared.compression.d2o.eviction import half_zones, zones
 from kvferry.shared.compression.d2o.merging import merge_prompt
@@ -177,12 +178,12 @@ class EvictingLayer(LayerCache):
         return self.format.attention
 
     def append_and_attend(
-        self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: float
+        self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: Scaling
     ) -> Tensor:
         if self.format.shape.returns_generated:
             self.regions["generated_keys"][:, num_appended] = key
             self.regions["generated_values"][:, num_appended] = value
-        return self.format.step(self.regions, queries, key, value, scaling=scaling)
+        return self.format.step(self.regions, queries, key, value, scaling=plain(scaling))
 
     def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
         keys, values = self.regions["generated_keys"], self.regions["generated_values"]
@@ -197,9 +198,9 @@ class NaiveEvicting(NaiveLayer):
         self._regions = regions
 
     def attend(
-        self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float, dense: bool = False
+        self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: Scaling, dense: bool = False
     ) -> Tensor:
-        return self._format.step(self._regions, queries, key, value, scaling=scaling)
+        return self._format.step(self._regions, queries, key, value, scaling=plain(scaling))
 
     def fork(self) -> NaiveEvicting:
         return NaiveEvicting(self._format, {name: its.clone() for name, its in self._regions.items()})

@@ -17,11 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kvferry.kernels.decode_batch import CachedRows
 from kvferry.kernels.packed.layer import PackedLayer
+from kvferry.kernels.softmax import Scaling
 from kvferry.shared.compression.attention.interface import CacheView
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec, gather_rows
 from kvferry.shared.compression.plan import Allowed, CompressionPlan, LayerPlan, Part, read_params
@@ -48,7 +51,11 @@ class LayerCache(ABC):
 
     Attributes:
         regions: the views, by the names of `LayerFormat.regions`.
+        positions: of plain rows, the prompt rows' tokens, int32 `[H_kv, n]` on the host; None if every token
+            is selected.
     """
+
+    positions: npt.NDArray[np.int32] | None = None
 
     def __init__(self, fmt: LayerFormat, regions: Tensors) -> None:
         self.format = fmt
@@ -76,7 +83,7 @@ class LayerCache(ABC):
 
     @abstractmethod
     def append_and_attend(
-        self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: float
+        self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: Scaling
     ) -> Tensor:
         """Append one token's row and attend to the layer's rows as its plan says.
 
@@ -114,7 +121,7 @@ class NaiveLayer(ABC):
 
     @abstractmethod
     def attend(
-        self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float, dense: bool = False
+        self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: Scaling, dense: bool = False
     ) -> Tensor:
         """Append a row and attend. Shapes as `LayerCache.append_and_attend`.
 
@@ -141,6 +148,7 @@ class LayerFormat(ABC):
         is_plain: whether the arena stores rows exactly as prefill computed them. Deltas need that.
         allowed: the parameters of the part that names the format; see `read_params`.
         attentions, allocations: the decode attentions and layer allocations that it goes with; None: all.
+        takes_any_softmax: whether it attends to layers with soft-capping or sinks, too.
         scored: whether the plan must have a scorer; None: it may.
         compacts: whether rows of new tokens may be dropped (`compacting.py`); its `LayerCache` then has
             `new_rows`, and its `NaiveLayer` `replace_new_rows`.
@@ -152,6 +160,7 @@ class LayerFormat(ABC):
     allowed: ClassVar[Allowed] = {}
     attentions: ClassVar[tuple[str, ...] | None] = None
     allocations: ClassVar[tuple[str, ...] | None] = None
+    takes_any_softmax: ClassVar[bool] = False
     scored: ClassVar[bool | None] = None
     compacts: ClassVar[bool] = False
     shape: LayerShape

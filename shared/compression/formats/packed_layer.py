@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvferry.kernels.decode_batch import CachedRows
 from kvferry.kernels.packed.layer import PackedLayer, view_packed_layer
+from kvferry.kernels.softmax import Scaling, plain
 from kvferry.kernels.trizone import trizone_decode_segments
 from kvferry.kernels.trizone.batch import PackedRows
 from kvferry.shared.compression.attention.kinds import Dense
@@ -74,11 +75,11 @@ class PackedCache(LayerCache):
         return f"packed_{self.format.attention.name}"
 
     def append_and_attend(
-        self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: float
+        self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: Scaling
     ) -> Tensor:
         growth, position = self.format.rebudgeting, num_appended
         if growth is not None:
-            position = self._make_room(growth, queries, num_appended, scaling)
+            position = self._make_room(growth, queries, num_appended, plain(scaling))
         attention = self.format.attention
         attention.append(self._view, key, value, position=position)
         return attention.attend(queries, self._view, length=position + 1, scaling=scaling)
@@ -151,14 +152,14 @@ class NaivePacked(NaiveLayer):
         self._rows: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def attend(
-        self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float, dense: bool = False
+        self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: Scaling, dense: bool = False
     ) -> Tensor:
         if self._format.rebudgeting is not None:
-            self._rebudget(self._format.rebudgeting, queries, scaling)
+            self._rebudget(self._format.rebudgeting, queries, plain(scaling))
         self._rows += ((key, value),)
         keys, values = self._joined_rows()
         if dense:
-            return trizone_decode_segments(queries, self._packed, keys, values, scaling=scaling)
+            return trizone_decode_segments(queries, self._packed, keys, values, scaling=plain(scaling))
         attention = self._format.attention
         view = attention.rebuilt(self._format.shape, keys, values, self._packed)
         return attention.attend(queries, view, length=keys.shape[1], scaling=scaling)

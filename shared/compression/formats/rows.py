@@ -20,6 +20,7 @@ from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.hsa.batch import SparseRows, is_too_long
 from kvferry.kernels.kivi import kivi_dequantise
 from kvferry.kernels.quantise import WIDTHS
+from kvferry.kernels.softmax import Scaling
 from kvferry.shared.compression.attention.interface import AttentionKind
 from kvferry.shared.compression.attention.kinds import (
     EVICTIONS,
@@ -61,6 +62,7 @@ class Rows(LayerFormat):
     kinds: ClassVar[Mapping[str, str]] = {"index": "index", "keys": "rows", "values": "rows"}
     is_plain: ClassVar[bool] = True
     compacts: ClassVar[bool] = True
+    takes_any_softmax: ClassVar[bool] = True
     attention: AttentionKind
 
     @classmethod
@@ -173,7 +175,6 @@ class RowsCache(LayerCache):
     Attributes:
         keys, values: `[H_kv, cap, D]`.
         view: the same with the attention's auxiliary tensors.
-        positions: the prompt rows' tokens, int32 `[H_kv, n]` on the host; None if every token is selected.
     """
 
     format: Rows
@@ -192,7 +193,7 @@ class RowsCache(LayerCache):
         return self.format.attention.name
 
     def append_and_attend(
-        self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: float
+        self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: Scaling
     ) -> Tensor:
         attention, position = self.format.attention, self.format.rows + num_appended
         attention.append(self.view, key, value, position=position)
@@ -200,7 +201,7 @@ class RowsCache(LayerCache):
 
     def batched(self, num_appended: int) -> CachedRows | None:
         attention, length = self.format.attention, self.format.rows + num_appended
-        if length >= self.keys.shape[1]:
+        if length >= self.keys.shape[1] or not self.format.shape.has_plain_softmax:
             return None  # no room: `append_and_attend` then fails for this sequence only
         if type(attention) is Dense:
             return CachedRows(keys=self.keys, values=self.values, length=length)
@@ -238,7 +239,7 @@ class NaiveRows(NaiveLayer):
         self._keys, self._values = keys, values
 
     def attend(
-        self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float, dense: bool = False
+        self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: Scaling, dense: bool = False
     ) -> Tensor:
         self._keys = torch.cat([self._keys, key[:, None]], 1)
         self._values = torch.cat([self._values, value[:, None]], 1)

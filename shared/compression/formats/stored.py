@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvferry.kernels.softmax import Scaling, plain
 from kvferry.shared.compression.formats.interface import (
     SIZED_ALLOCATIONS,
     LayerCache,
@@ -125,12 +126,12 @@ class StoredCache(LayerCache):
         self._attend = self.format.attention(self.prompt)
 
     def append_and_attend(
-        self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: float
+        self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: Scaling
     ) -> Tensor:
         self.keys[:, num_appended] = key
         self.values[:, num_appended] = value
         length = num_appended + 1
-        return self._attend(queries, self.keys[:, :length], self.values[:, :length], scaling)
+        return self._attend(queries, self.keys[:, :length], self.values[:, :length], plain(scaling))
 
     def new_rows(self) -> tuple[Tensor, Tensor]:
         return self.keys, self.values
@@ -147,11 +148,11 @@ class NaiveStored(NaiveLayer):
         self._rows: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def attend(
-        self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float, dense: bool = False
+        self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: Scaling, dense: bool = False
     ) -> Tensor:
         self._rows += ((key, value),)
         keys, values = (torch.stack(its, 1) for its in zip(*self._rows, strict=True))
-        return self._attend(queries, keys, values, scaling)
+        return self._attend(queries, keys, values, plain(scaling))
 
     def replace_new_rows(self, keys: Tensor, values: Tensor) -> None:
         self._rows = tuple(zip(keys.unbind(1), values.unbind(1), strict=True))

@@ -146,6 +146,7 @@ def resolve(spec, request):
         max_new_tokens=request.sampling.max_tokens,
         num_layers=spec.num_layers,
         head_dim=spec.head_dim,
+        layers=spec.layers,
     )
 
 

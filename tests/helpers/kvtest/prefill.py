@@ -210,6 +210,7 @@ class Harness:
             max_new_tokens=sampling.max_tokens,
             num_layers=self.model.spec.num_layers,
             head_dim=self.model.spec.head_dim,
+            layers=self.model.spec.layers,
         )
 
     async def run(self, request: PrefillRequest) -> tuple[FirstToken, TransferDone]:

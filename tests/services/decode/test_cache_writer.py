@@ -27,6 +27,7 @@ from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.errors import ProtocolMismatch, TransferFailed
+from kvferry.shared.model.spec import LayerSpec
 from kvferry.shared.wire.frames import TransferCursor
 from kvferry.shared.wire.messages import (
     BlockHeader,
@@ -62,6 +63,8 @@ CASES = {
     "full, wire": {"wire_bits": 8},
     "rdkv, skip": {"tokens": 40, "skip_layers": (1,)},
     "snapkv-kivi, skip": {"tokens": 40, "skip_layers": (0,)},
+    "snapkv, sliding": {"tokens": 40, "layers": (LayerSpec(window=18), LayerSpec())},
+    "d2o, chunked": {"tokens": 40, "layers": (LayerSpec(), LayerSpec(window=60, is_chunked=True))},
 }
 REASONS = {"index", "packed", "layout", "layout_version", "state"}
 """Why content is refused."""
@@ -72,13 +75,14 @@ def compressed(case):
     """Formats and tensors of a prompt's layers."""
     overrides = dict(CASES[case])
     budget = Budget(tokens=overrides.pop("tokens")) if "tokens" in overrides else None
-    skip_layers = overrides.pop("skip_layers", ())
+    skip_layers, layers = overrides.pop("skip_layers", ()), overrides.pop("layers", ())
     resolved = resolve_plan(
         plan_for(case.split(",")[0], budget=budget, overrides=overrides, skip_layers=skip_layers),
         num_prompt_tokens=PROMPT,
         max_new_tokens=NEW_ROWS + 1,
         num_layers=2,
         head_dim=DIM,
+        layers=layers,
     )
     inputs = [
         dataclasses.replace(make_inputs(PROMPT, head_dim=DIM, seed=layer), layer=layer) for layer in range(2)
@@ -171,8 +175,8 @@ def test_layers_are_the_same_however_their_tensors_are_cut(case, cuts):
             assert cache.values[:, fmt.rows :].isnan().all()
             assert (cache.positions is None) == ("index" not in sent)
         if fmt.is_plain:
-            assert torch.equal(cache.keys[:, : fmt.rows], sent["keys"])
-            assert torch.equal(cache.values[:, : fmt.rows], sent["values"])
+            assert torch.equal(cache.regions["keys"][:, : fmt.rows], sent["keys"])
+            assert torch.equal(cache.regions["values"][:, : fmt.rows], sent["values"])
         if isinstance(cache, StoredCache):
             received = cache.prompt
             assert list(received) == list(sent)

@@ -56,6 +56,16 @@ async def test_metrics_follow_their_option(start_stack: Any, access: str, status
     assert (await stack.http.get("/metrics")).status_code == status
 
 
+# ---- models ----------------------------------------------------------------------------------------------
+
+
+async def test_a_model_says_which_methods_go_with_it(start_stack: Any) -> None:
+    stack = await start_stack(allowed_methods="full,rocketkv,rdkv")
+    (listed,) = (await stack.http.get("/v1/models")).json()["data"]
+    assert listed["methods"] == ["full", "rocketkv", "rdkv"]
+    assert (await stack.http.get("/v1/models/demo")).json() == listed
+
+
 # ---- ids and logs ----------------------------------------------------------------------------------------
 
 

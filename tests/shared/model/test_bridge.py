@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.shared.errors import Cancelled, ContextLengthExceeded, InvalidRequest
-from kvferry.shared.model import bridge
+from kvferry.shared.model import bridge, prefill_attention
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.loading import load_model
 
@@ -223,8 +223,8 @@ def test_attention_in_blocks_is_the_softmax_over_all_visible_keys(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bridge, "_CPU_PAIRS", limit)
-    monkeypatch.setattr(bridge, "_BLOCK_QUERIES", 64)
+    monkeypatch.setattr(prefill_attention, "_CPU_PAIRS", limit)
+    monkeypatch.setattr(prefill_attention, "_BLOCK_QUERIES", 64)
     generator = torch.Generator().manual_seed(num_queries)
     num_keys = num_history + num_queries
     query = torch.randn(1, num_heads, num_queries, 16, generator=generator).to(dtype)
@@ -235,15 +235,15 @@ def test_attention_in_blocks_is_the_softmax_over_all_visible_keys(
     weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
     expected = weights @ value.double().repeat_interleave(group, 1)
     tolerance = 2e-6 if dtype is torch.float32 else 3e-2
-    attended = bridge.causal_attention(query, key, value, 0.25)
+    attended = prefill_attention.causal_attention(query, key, value, 0.25)
     assert attended.dtype == dtype
     torch.testing.assert_close(attended.double(), expected, atol=tolerance, rtol=tolerance)
     # What a GPU runs.
-    masked = bridge._masked_attention(query, key, value, 0.25)
+    masked = prefill_attention._masked_attention(query, key, value, 0.25)
     torch.testing.assert_close(masked.double(), expected, atol=tolerance, rtol=tolerance)
     if num_history == 0:
-        monkeypatch.setattr(bridge, "_CUDA_PAIRS", limit)
-        by_heads = bridge._attention_by_heads(query, key, value, is_causal=True, scale=0.25)
+        monkeypatch.setattr(prefill_attention, "_CUDA_PAIRS", limit)
+        by_heads = prefill_attention._attention_by_heads(query, key, value, is_causal=True, scale=0.25)
         torch.testing.assert_close(by_heads.double(), expected, atol=tolerance, rtol=tolerance)
 
 

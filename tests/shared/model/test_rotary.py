@@ -156,10 +156,10 @@ def test_a_model_that_rotates_otherwise_is_served_but_refuses_pre_rope_keys(
 
     own = modeling_llama.apply_rotary_pos_emb
 
-    def mirrored(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return own(q, k, cos, -sin)
+    def doubled(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return own(*own(q, k, cos, sin), cos, sin)
 
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", mirrored)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", doubled)
     model = load_model(tiny_model_dir("llama"), device="cpu")
     with pytest.raises(UnsupportedModel, match="LlamaForCausalLM"):
         model.pre_rope_keys(0, torch.zeros(2, 3, 16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +10,19 @@ import pytest
 import torch
 import transformers
 from kvtest import tiny_models
+from kvtest.families import FAMILIES
 from torch import nn
 
 from kvferry.shared.errors import UnsupportedModel
-from kvferry.shared.model.bridge import ATTENTION_NAME, PrefillPass, attention_forward
+from kvferry.shared.model import adapters
+from kvferry.shared.model.bridge import PrefillPass, attention_forward
+from kvferry.shared.model.families import MODEL_TYPES
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.support import check_config
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("Mistral", {"sliding_window": 1024}, "sliding window"),
-    ("Phi3", {"sliding_window": 1024}, "sliding window"),
-    ("Starcoder2", {"sliding_window": 512}, "sliding window"),
-    ("Qwen2", {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 1}, "sliding window"),
-    ("Qwen3", {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 0}, "sliding window"),
-    ("Gemma3Text", {"sliding_window": 512}, "sliding window"),
-    ("Cohere2", {"sliding_window": 512}, "sliding window"),
-    ("Gemma2", {}, "soft-capping"),
-    ("GptOss", {}, "attention sinks"),
     ("DeepseekV3", {}, "multi-head latent attention"),
     ("MiniCPM3", {}, "multi-head latent attention"),
     ("T5", {}, "encoder-decoder"),
@@ -40,10 +36,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Jamba", {}, "recurrent layers"),
     ("Lfm2", {}, "recurrent layers"),
     ("RecurrentGemma", {}, "recurrent layers"),
-    ("Llama4Text", {}, "layers without rotary positions"),
-    ("SmolLM3", {}, "layers without rotary positions"),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "window"),
+    ("MiniMaxM3VLText", {}, "has not been checked"),
     ("Gemma3nText", {}, "KV shared between layers"),
-    ("MiniMax", {}, "linear-attention layers"),
+    ("MiniMax", {}, "linear attention in layer 1"),
     (
         "Llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "served": 4096},
@@ -77,6 +73,7 @@ def test_features_that_a_configuration_tells_are_refused_by_name(
         ("Llama", {}),
         ("Mistral", {"sliding_window": None}),
         ("Mistral", {"sliding_window": 2048}),
+        ("Mistral", {"sliding_window": 1024}),
         ("Qwen2", {"sliding_window": 1024}),
         ("Qwen3", {"use_sliding_window": True, "sliding_window": 4096}),
         ("Qwen2Moe", {}),
@@ -99,9 +96,9 @@ def test_plain_rotary_decoders_and_windows_that_limit_nothing_are_accepted(
 
 
 def test_a_refused_configuration_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
-    transformers.Gemma2Config().save_pretrained(tmp_path)
+    transformers.DeepseekV3Config().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"nothing that could be read")
-    with pytest.raises(UnsupportedModel, match="soft-capping"):
+    with pytest.raises(UnsupportedModel, match="latent attention"):
         load_model(tmp_path, device="cpu")
 
 
@@ -115,11 +112,44 @@ def test_an_unknown_model_type_is_refused_and_its_code_not_run(tmp_path: Path) -
         load_model(tmp_path, device="cpu")
 
 
-def test_a_family_that_does_not_hand_on_our_argument_is_refused(tmp_path: Path) -> None:
-    config = transformers.StableLmConfig(**{**tiny_models._COMMON, "head_dim": 8})
-    folder = tiny_models.save_model(config, tmp_path / "stablelm")
+@pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
+def test_families_that_do_not_hand_on_our_argument_need_their_adapter(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = getattr(transformers, f"{family}Config")(**{**tiny_models._COMMON, "head_dim": 8})
+    folder = tiny_models.save_model(config, tmp_path)
+    model, token_ids = load_model(folder, device="cpu"), torch.arange(9, 19)
+    logits = [its.prefill(token_ids, start=0, observer=_Observer()) for its in (model, model.twin())]
+    assert torch.equal(*logits)
+    monkeypatch.setattr(adapters, "ADAPTERS", {})
     with pytest.raises(UnsupportedModel, match="does not pass"):
         load_model(folder, device="cpu")
+
+
+def test_llama_4_counts_positions_in_its_own_cache(tmp_path: Path) -> None:
+    config = FAMILIES["llama4_text"].config()
+    attention = transformers.models.llama4.modeling_llama4.Llama4TextAttention(config, layer_idx=3)
+    assert attention.attn_temperature_tuning
+    assert not attention.use_rope
+    assert "past_key_values.get_seq_length" in inspect.getsource(type(attention).forward)
+
+
+def test_accepted_model_types_are_those_that_tests_check() -> None:
+    assert {family.model_type for family in FAMILIES.values()} == MODEL_TYPES
+
+
+SPEC = ModelSpec(
+    name="tiny",
+    fingerprint="f00d",
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=50,
+    max_model_len=100,
+    dtype="float32",
+    eos_token_ids=(),
+)
 
 
 class _Observer:
@@ -140,7 +170,7 @@ class _Attention(nn.Module):
 def attend(
     module: nn.Module, *, mask: torch.Tensor | None = None, value_dim: int = 8, **arguments: Any
 ) -> None:
-    current = PrefillPass(_Observer(), start=0, max_model_len=100)
+    current = PrefillPass(_Observer(), start=0, spec=SPEC)
     query, key, value = torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, value_dim)
     attention_forward(module, query, key, value, mask, kvferry=current, **arguments)
 
@@ -148,10 +178,9 @@ def attend(
 @pytest.mark.parametrize(
     ("arguments", "feature"),
     [
-        ({"s_aux": torch.zeros(4)}, "attention sinks"),
-        ({"softcap": 50.0}, "soft-capping"),
-        ({"sliding_window": 99}, "sliding window"),
-        ({"position_bias": torch.zeros(1)}, "position biases"),
+        ({"sliding_window": 99}, "sliding_window 99, and the configuration says 0"),
+        ({"position_bias": torch.zeros(1)}, "uses position_bias"),
+        ({"block_indices": torch.zeros(1)}, "uses block_indices"),
         ({"mask": torch.zeros(1)}, "attention mask"),
         ({"value_dim": 4}, "keys of size 8 and values of size 4"),
     ],
@@ -173,19 +202,3 @@ def test_attention_modules_without_index_or_causality_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedModel, match=feature):
         attend(_Attention(**attributes))
-
-
-def test_sinks_are_seen_in_the_call_of_the_real_model() -> None:
-    transformers.AttentionInterface.register(ATTENTION_NAME, attention_forward)
-    config = transformers.GptOssConfig(
-        **{**tiny_models._COMMON, "num_local_experts": 2, "layer_types": ["full_attention"] * 2},
-        sliding_window=None,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.set_attn_implementation(ATTENTION_NAME)
-    with pytest.raises(UnsupportedModel, match="attention sinks"):
-        model(
-            torch.tensor([[1, 2]]),
-            use_cache=False,
-            kvferry=PrefillPass(_Observer(), start=0, max_model_len=100),
-        )

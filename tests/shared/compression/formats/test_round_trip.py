@@ -18,10 +18,12 @@ from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFo
 from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.formats.rows import Rows, WireRows
 from kvferry.shared.compression.formats.stored import StoredCache
+from kvferry.shared.compression.formats.window import Window
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import PRESETS, plan_for
 from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.model.spec import LayerSpec
 
 BUDGET, NEW_TOKENS = 41, 45
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,7 +41,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "compactor-kivi, K4V2": ("compactor-kivi", {"v_bits": 2}),
     "snapkv, wire": ("snapkv", {"wire_bits": 4}),
     "full, wire": ("full", {"wire_bits": 8}),
+    "sliding window": ("snapkv", {}),
+    "chunks": ("full", {}),
 }
+WINDOWS = {"sliding window": LayerSpec(window=29), "chunks": LayerSpec(window=29, is_chunked=True)}
+"""What the layer of a case attends to, if not to all tokens."""
 STORED = (
     "adakv", "think", "snapkv-think", "kivi", "kivi, 2 bits", "snapkv-kivi", "snapkv, wire", "full, wire"
 )  # fmt: skip
@@ -62,6 +68,7 @@ def compressed(
         max_new_tokens=NEW_TOKENS,
         num_layers=1,
         head_dim=head_dim,
+        layers=(WINDOWS.get(case, LayerSpec()),),
     )
     inputs = make_inputs(
         num_tokens, group_size=group_size, head_dim=head_dim, dtype=dtype, seed=num_tokens + group_size
@@ -224,4 +231,4 @@ def test_every_format_and_every_eviction_is_among_the_cases() -> None:
     compacted = {type(fmt.inner) for fmt in made if isinstance(fmt, Compacting)}
     assert compacted == {fmt for fmt in FORMATS.values() if fmt.compacts}
     assert {fmt.attention for fmt in made if isinstance(fmt, Evicting)} == {"evict", "merge"}
-    assert [fmt.is_plain for fmt in made] == [type(fmt) is Rows for fmt in made]
+    assert [fmt.is_plain for fmt in made] == [type(fmt) in (Rows, Window) for fmt in made]

@@ -1,0 +1,82 @@
+"""Writes docs/models.md from the families that tests check.
+
+python docs/make_models.py docs/models.md
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
+
+from kvtest.families import FAMILIES, Family
+
+from kvferry.shared.compression.applicable import applicable_methods
+from kvferry.shared.compression.presets import PRESETS
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.spec import LayerSpec
+
+_CAPPED = (LayerSpec(has_plain_softmax=False),)
+_METHODS = textwrap.fill(
+    ", ".join(applicable_methods(_CAPPED)), 106, subsequent_indent="  ", break_on_hyphens=False
+)
+
+INTRODUCTION = f"""# Models
+
+A model is served if the `model_type` in its `config.json` (of its text part) is in the table below. Every
+other type is refused at start; where the configuration tells it, the error names the first layer that is
+not supported.
+
+`tests/services/test_families.py` makes a tiny random model of each row and compares greedy tokens with
+transformers' own `generate`: method `full` in one process and over the services, alone, in a mixed batch,
+and over a session of three turns with a branch; 64 tokens after a prompt of two windows. Every method that
+goes with the model is compared with its one-process run. This is done on a CPU in float32.
+
+Layers are of these kinds:
+
+- **full**: a token attends to every token before it. The request's method compresses the layer.
+- **window**: a token attends to the last W tokens. The layer's last rows are shipped as they are, fewer
+  than W, so it is exact with every method. A model whose layers all have a window always runs as `full`.
+- **chunk**: a token attends to its own chunk of W tokens. As a window otherwise.
+- **capped**: the logits are soft-capped, or each head has an attention sink. Attention is exact; scores,
+  and the estimates of sparse attention, do without cap and sink. Methods:
+  {_METHODS}. On a GPU these layers and those with a window use the torch path.
+
+A window that is not smaller than `--max-model-len` limits nothing: the layer is full. Layers without rotary
+positions (SmolLM3, Cohere 2, Exaone 4, Llama 4) are full layers. Phi's `longrope` positions are supported
+up to the model's original length.
+
+| model type | layers | methods |
+|---|---|---|
+"""
+
+
+def main(target: Path) -> None:
+    rows = [f"| {' | '.join(_row(name, family))} |\n" for name, family in sorted(FAMILIES.items())]
+    target.write_text(INTRODUCTION + "".join(rows))
+
+
+def _row(name: str, family: Family) -> tuple[str, str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        spec = load_model(family.save(Path(folder)), device="cpu", max_model_len=256).spec
+    layers = [spec.layer(layer) for layer in range(spec.num_layers)]
+    kinds = {
+        "full": any(not its.window for its in layers),
+        "window": any(its.window and not its.is_chunked for its in layers),
+        "chunk": any(its.is_chunked for its in layers),
+        "capped": any(not its.has_plain_softmax for its in layers),
+    }
+    methods = applicable_methods(spec.layers)
+    variant = name.removeprefix(family.model_type).replace("-", " ")
+    return (
+        f"`{family.model_type}`{variant}",
+        ", ".join(kind for kind, is_present in kinds.items() if is_present),
+        "all" if len(methods) == len(PRESETS) else "those of capped layers",
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,26 @@
+"""Changes to models whose code does not pass our attention all that it needs. One file for each need.
+
+`loading.py` calls `adapt` once, on a loaded model. transformers' classes and checkpoints stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvferry.shared.model.adapters.arguments import pass_arguments
+from kvferry.shared.model.adapters.temperature import scale_queries_by_position
+
+ADAPTERS: Mapping[str, Callable[[Any], None]] = {
+    "llama4_text": scale_queries_by_position,
+    "nemotron": pass_arguments,
+    "stablelm": pass_arguments,
+}
+"""By model type of the text configuration."""
+
+
+def adapt(model: Any) -> None:
+    """Change a model so that our attention can run it, if it needs that."""
+    adapter = ADAPTERS.get(model.config.get_text_config().model_type)
+    if adapter is not None:
+        adapter(model)

@@ -1,0 +1,91 @@
+"""The families that tests check against transformers' `generate`, each as a tiny configuration.
+
+`shared/model/families.py` accepts these model types and no others; `docs/models.md` lists them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from kvtest.tiny_models import VOCAB_SIZE, save_model
+
+WINDOW = 24
+_COMMON: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "intermediate_size_mlp": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "sliding_window": WINDOW,
+    "sliding_window_pattern": 2,
+    "attention_chunk_size": WINDOW,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+"""Fields that a family's configuration lacks are left out."""
+_SPECIAL_TOKENS: Mapping[str, Any] = {"bos_token_id": 2, "eos_token_id": None, "pad_token_id": 0}
+_PATTERN = ["sliding_attention", "full_attention"] * 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A model type and what its tiny configuration has beside the common fields."""
+
+    model_type: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self) -> Any:
+        made = CONFIG_MAPPING[self.model_type]
+        known = {name for kind in made.__mro__ for name in getattr(kind, "__annotations__", {})}
+        known |= set(inspect.signature(made.__init__).parameters)
+        common = {name: value for name, value in _COMMON.items() if name in known}
+        return made(**{**common, **_SPECIAL_TOKENS, **self.settings})
+
+    def save(self, folder: Path) -> Path:
+        """Write a random model with the demo tokenizer; returns the folder."""
+        return save_model(self.config(), folder)
+
+
+_PLAIN = (
+    "apertus arcee aria_text bitnet cohere dots1 ernie4_5 ernie4_5_moe flex_olmo gemma glm glm4 "
+    "glm4_moe gpt_neox granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe "
+    "hyperclovax jetmoe llama minimax_m2 nanochat nemotron olmo olmo2 olmoe persimmon phi qwen2 "
+    "qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm"
+)
+_WINDOWED = (
+    "afmoe cohere2 cohere2_moe cwm exaone4 exaone_moe gemma2 gemma3_text gpt_oss granite_swa granitemoe_swa "
+    "llama4_text ministral ministral3 mistral mixtral olmo3 phi3 starcoder2 vaultgemma"
+)
+FAMILIES: Mapping[str, Family] = {
+    **{name: Family(model_type=name) for name in f"{_PLAIN} {_WINDOWED}".split()},
+    "gemma3_text": Family(model_type="gemma3_text", settings={"layer_types": _PATTERN}),
+    "llama4_text": Family(model_type="llama4_text", settings={"floor_scale": 16}),
+    "phi3-full": Family(model_type="phi3", settings={"sliding_window": None}),
+    "phimoe": Family(model_type="phimoe", settings={"sliding_window": None}),
+    "qwen2-window": Family(model_type="qwen2", settings={"use_sliding_window": True, "max_window_layers": 2}),
+    "qwen3-window": Family(model_type="qwen3", settings={"use_sliding_window": True, "max_window_layers": 2}),
+    "mistral-full": Family(model_type="mistral", settings={"sliding_window": None}),
+}
+"""By name; one that differs from its model type is a second configuration of it."""

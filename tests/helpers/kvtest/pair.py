@@ -1,0 +1,146 @@
+"""One prefill and one decode service in this process, over an in-process hub: whole turns of sessions."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
+
+from kvferry.services.decode.config import DecodeConfig
+from kvferry.services.decode.service import DecodeService
+from kvferry.services.prefill.config import PrefillConfig
+from kvferry.services.prefill.service import PrefillService
+from kvferry.shared.compression.plan import CompressionPlan
+from kvferry.shared.control.messages import (
+    CommitTurnRequest,
+    FirstToken,
+    GenerateRequest,
+    HistoryReturned,
+    PrefillRequest,
+    SessionKey,
+    Ticket,
+    TicketIssued,
+    TokenGenerated,
+    TransferDone,
+)
+from kvferry.shared.history.store import HistoryStore
+from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.wire.in_process import InProcessHub
+
+WAIT_S = 60.0
+SAMPLING = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+SESSION = SessionKey(owner="o", session_id="s")
+ARENA_BYTES = 32 << 20
+
+
+@dataclass(kw_only=True)
+class Turn:
+    """What one turn came to."""
+
+    ticket: Ticket
+    tokens: list[int]
+    done: TransferDone
+    reused: int
+
+
+@dataclass(kw_only=True)
+class Pair:
+    """One prefill and one decode service that ship to one another."""
+
+    model: LanguageModel
+    tokenizer: ChatTokenizer
+    stack: AsyncExitStack
+    hub: InProcessHub = field(default_factory=InProcessHub)
+    prefill_metrics: PrefillMetrics = field(default_factory=PrefillMetrics)
+    _ids: itertools.count[int] = field(default_factory=itertools.count)
+
+    async def start_prefill(self, **options: object) -> None:
+        """Start one, in place of the former one if there was any."""
+        config = PrefillConfig(**options)  # type: ignore[arg-type]
+        store = HistoryStore(
+            max_bytes=1 << 30,
+            num_layers=self.model.spec.num_layers,
+            turn_lease_s=WAIT_S,
+            clock=time.monotonic,
+        )
+        self.prefill = PrefillService(
+            model=self.model,
+            store=store,
+            sender=self.hub.sender(buffer_bytes=1 << 24, timeout_s=WAIT_S),
+            server_factory=self.hub.server,
+            metrics=self.prefill_metrics,
+            config=config,
+            clock=time.monotonic,
+        )
+        await self.prefill.start()
+        self.stack.push_async_callback(self.prefill.close)
+
+    async def start_decode(self, **options: object) -> None:
+        settings = {"arena_bytes": ARENA_BYTES, "retain_s": 600.0} | options
+        self.decode = DecodeService(
+            DecodeConfig(**settings),  # type: ignore[arg-type]
+            model=self.model,
+            tokenizer=self.tokenizer,
+            metrics=DecodeMetrics(),
+            server_factory=self.hub.server,
+            sender=self.hub.sender(buffer_bytes=1 << 24, timeout_s=WAIT_S),
+            sweep_interval_s=0.02,
+        )
+        await self.decode.start()
+        self.stack.push_async_callback(self.decode.close)
+
+    async def turn(
+        self,
+        prompt: list[int],
+        plan: CompressionPlan,
+        *,
+        session: SessionKey = SESSION,
+        sampling: SamplingParams = SAMPLING,
+        forge: Callable[[Ticket], Ticket] = lambda ticket: ticket,
+    ) -> Turn:
+        """A whole turn, committed. Args: forge: what prefill is given for decode's ticket."""
+        request_id, fingerprint = f"r{next(self._ids)}", self.model.spec.fingerprint
+        stream = self.decode.generate(
+            GenerateRequest(
+                request_id=request_id,
+                model_fingerprint=fingerprint,
+                prompt_token_ids=tuple(prompt),
+                plan=plan,
+                sampling=sampling,
+                store_history=True,
+                session=session,
+            ),
+            timeout_s=WAIT_S,
+        )
+        async with aclosing(stream):
+            issued = await anext(stream)
+            assert isinstance(issued, TicketIssued)
+            request = PrefillRequest(
+                request_id=request_id,
+                model_fingerprint=fingerprint,
+                prompt_token_ids=tuple(prompt),
+                sampling=sampling,
+                ticket=forge(issued.ticket),
+                session=session,
+            )
+            shipped = [event async for event in self.prefill.prefill(request, timeout_s=WAIT_S)]
+            rest = [event async for event in stream]
+        first, done = shipped
+        assert isinstance(first, FirstToken)
+        assert isinstance(done, TransferDone)
+        assert isinstance(rest[-1], HistoryReturned)
+        drawn = [event.token.token_id for event in rest if isinstance(event, TokenGenerated)]
+        tokens = [first.token.token_id, *drawn]
+        await self.prefill.commit_turn(
+            CommitTurnRequest(request_id=request_id, session=session, token_ids=(*prompt, *tokens)),
+            timeout_s=WAIT_S,
+        )
+        return Turn(ticket=issued.ticket, tokens=tokens, done=done, reused=first.reused_tokens)
+
+    def retained_bytes(self) -> int:
+        return self.decode.arena.bytes_by_state()["retained"]

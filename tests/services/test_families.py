@@ -1,0 +1,133 @@
+"""Every family that is accepted: full equals transformers' `generate`, and each method its oracle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from kvtest.families import FAMILIES, WINDOW
+from kvtest.pair import Pair
+from transformers import AutoModelForCausalLM
+
+from kvferry.models import DEMO_MODEL
+from kvferry.shared.compression.applicable import applicable_methods
+from kvferry.shared.compression.plan import Budget, CompressionPlan
+from kvferry.shared.compression.presets import plan_for, preset
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.sampling.params import SamplingParams
+from kvferry.tools.oracle import OneProcessGenerator
+
+NUM_NEW = 64
+FULL = plan_for("full")
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+
+
+def prompt_of(num_tokens: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(8, 600, (num_tokens,), generator=generator).tolist()
+
+
+class Reference:
+    """transformers' own model."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def tokens(self, prompt: list[int], num_tokens: int) -> list[int]:
+        output = self._model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        return output[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return FAMILIES[request.param].save(tmp_path)
+
+
+@pytest_asyncio.fixture
+async def pair(folder: Path) -> AsyncIterator[Pair]:
+    async with AsyncExitStack() as stack:
+        model = load_model(folder, name="tiny", device="cpu", max_model_len=256)
+        made = Pair(model=model, tokenizer=ChatTokenizer.load(DEMO_MODEL), stack=stack)
+        await made.start_prefill()
+        await made.start_decode()
+        yield made
+
+
+def plan_of(method: str) -> CompressionPlan:
+    return plan_for(method, budget=Budget(tokens=20) if preset(method).takes_budget else None)
+
+
+async def test_full_equals_generate_beyond_two_windows_alone_in_a_batch_and_over_a_session(
+    pair: Pair, folder: Path
+) -> None:
+    reference, generator = Reference(folder), OneProcessGenerator(pair.model)
+    first = prompt_of(2 * WINDOW + 5, seed=1)
+    expected = reference.tokens(first, NUM_NEW)
+    assert len(set(expected)) > 3, "the model repeats itself"
+    alone = generator.generate(first, plan=FULL, sampling=greedy(NUM_NEW))
+    assert [token.token_id for token in alone] == expected
+    turn = await pair.turn(first, FULL, sampling=greedy(NUM_NEW))
+    assert turn.tokens == expected
+
+    async def in_batch(number: int, prompt: list[int], method: str) -> list[int]:
+        session = SessionKey(owner="o", session_id=f"batch {number}")
+        done = await pair.turn(prompt, plan_of(method), session=session, sampling=greedy(NUM_NEW))
+        return done.tokens
+
+    prompts = [first, prompt_of(7, seed=2), prompt_of(3 * WINDOW, seed=3), prompt_of(WINDOW, seed=4)]
+    batch = [in_batch(i, prompt, "full") for i, prompt in enumerate(prompts)]
+    *batched, _ = await asyncio.gather(*batch, in_batch(9, prompts[2], "snapkv"))
+    assert batched == [reference.tokens(prompt, NUM_NEW) for prompt in prompts]
+
+    second = [*first, *turn.tokens, *prompt_of(9, seed=5)]
+    turn = await pair.turn(second, FULL, sampling=greedy(NUM_NEW // 2))
+    assert turn.tokens == reference.tokens(second, NUM_NEW // 2)
+    assert turn.reused > 0
+    branch = [*second[: len(first) + NUM_NEW // 2], *prompt_of(5, seed=6)]
+    turn = await pair.turn(branch, FULL, sampling=greedy(NUM_NEW // 2))
+    assert turn.tokens == reference.tokens(branch, NUM_NEW // 2)
+    assert turn.reused == len(first) + NUM_NEW // 2
+
+
+async def test_every_method_that_applies_equals_its_oracle(pair: Pair, folder: Path) -> None:
+    generator, prompt = OneProcessGenerator(pair.model), prompt_of(4 * WINDOW, seed=1)
+    methods = applicable_methods(pair.model.spec.layers)
+
+    async def run(method: str) -> list[int]:
+        session = SessionKey(owner="o", session_id=method)
+        return (await pair.turn(prompt, plan_of(method), session=session, sampling=greedy(12))).tokens
+
+    answers = await asyncio.gather(*map(run, methods))
+    for method, tokens in zip(methods, answers, strict=True):
+        expected = generator.generate(prompt, plan=plan_of(method), sampling=greedy(12))
+        assert tokens == [token.token_id for token in expected], method
+
+
+@pytest.mark.parametrize("folder", ["gemma3_text", "llama4_text"], indirect=True)
+async def test_layers_with_windows_ship_their_last_rows_only(pair: Pair) -> None:
+    spec, num_tokens = pair.model.spec, 2 * WINDOW + 5
+    turn = await pair.turn(prompt_of(num_tokens, seed=1), FULL, sampling=greedy(4))
+    shipped = [
+        num_tokens if not its.window else num_tokens % WINDOW if its.is_chunked else WINDOW - 1
+        for its in spec.layers
+    ]
+    assert 0 < sum(its.window > 0 for its in spec.layers) < spec.num_layers
+    assert turn.done.bytes_by_kind["rows"] == 2 * spec.num_kv_heads * spec.row_bytes * sum(shipped)
