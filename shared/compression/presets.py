@@ -129,6 +129,12 @@ PRESETS: Mapping[str, CompressionPlan] = {
             budget=Budget(retention=0.05),
         ),
         CompressionPlan(
+            method="compactor-rdkv",
+            scorer=Part(name="compactor", params={**_COMPACTOR.params, "leverage_weight": 1.0}),
+            representation=Part(name="rdkv", params=_RDKV),
+            budget=Budget(retention=0.025),
+        ),
+        CompressionPlan(
             method="rocketkv-kivi",
             scorer=_OBSERVED,
             attention=_HSA,

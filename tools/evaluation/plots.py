@@ -30,6 +30,7 @@ STYLES = {
     "compactor": ("tab:green", "o"),
     "compactor-hsa": ("tab:green", "s"),
     "compactor-kivi": ("tab:green", "^"),
+    "compactor-rdkv": ("tab:green", "D"),
     "rdkv": ("tab:red", "o"),
     "rdkv-hsa": ("tab:red", "s"),
     "pyramidkv": ("tab:purple", "o"),

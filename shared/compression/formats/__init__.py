@@ -102,8 +102,8 @@ def num_observed_queries(resolved: ResolvedPlan, formats: tuple[LayerFormat, ...
     needs = [1]
     for fmt in {id(its): its for its in formats}.values():
         observed = [fmt.observed_queries]
-        scorer = resolved.plan.scorer if fmt.scored is not False else None
-        if scorer is not None and fmt.rows < resolved.num_prompt_tokens:
+        scorer = resolved.plan.scorer
+        if scorer is not None and fmt.takes_scores:
             observed.append(make_scorer(scorer, rows=fmt.rows).observed_queries)
         for count in observed:
             if count is None:
@@ -127,7 +127,7 @@ def compress_layer(
     num_tokens = inputs.keys.shape[1]
     assert num_tokens == resolved.num_prompt_tokens, (num_tokens, resolved.num_prompt_tokens)
     scorer = resolved.plan.scorer
-    if fmt.rows == num_tokens or fmt.scored is False:
+    if not fmt.takes_scores:
         scores = None
     elif scores is None and scorer is not None:
         scores = make_scorer(scorer, rows=fmt.rows)(inputs)

@@ -187,6 +187,10 @@ class Compacting(LayerFormat):
     def observed_queries(self) -> int | None:
         return self.inner.observed_queries
 
+    @property
+    def takes_scores(self) -> bool:
+        return self.inner.takes_scores
+
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
         return self.inner.compress(inputs, scores)
 

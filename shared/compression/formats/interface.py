@@ -219,12 +219,17 @@ class LayerFormat(ABC):
         """How many of the prompt's last queries the format itself reads; None: all of them."""
         return 0
 
+    @property
+    def takes_scores(self) -> bool:
+        """Whether `compress` reads the scores of the plan's scorer, if it has one."""
+        return self.scored is not False and self.rows < self.shape.num_prompt_tokens
+
     @abstractmethod
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
         """Compress one layer.
 
-        Args: scores: float32 `[H_kv, T]`, the highest are selected; None if every token is, or if the plan
-            has no scorer.
+        Args: scores: float32 `[H_kv, T]`, the highest are selected; None if the plan has no scorer,
+            or if the format takes no scores.
         Raises: ValueError: K or V have values that the format cannot store.
         """
 

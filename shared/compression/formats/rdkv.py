@@ -28,6 +28,8 @@ from kvferry.shared.compression.rdkv.compress import (
 from kvferry.shared.compression.rdkv.epsilon import WIDTHS
 from kvferry.shared.errors import InvalidRequest
 
+STANDARDISED = ("compactor",)
+"""Scorers whose scores are in standard deviations from their mean; `score_weights` makes weights of them."""
 _TOKENS_PER_BUDGET_TOKEN = 8
 """The most tokens that can share the V bits of one full-precision token: 16 bits, at least 2 each."""
 _TOKENS_OF_4_BITS = 4
@@ -36,19 +38,30 @@ _TOKENS_OF_4_BITS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Rdkv(PackedFormat):
-    """A packed prompt whose widths follow from weights of the prompt's last queries; see `rdkv/`."""
+    """A packed prompt whose widths follow from weights of tokens and channels; see `rdkv/`.
+
+    Attributes:
+        is_scored: whether a scorer's scores become the weights of tokens; without, the prompt's last queries
+            weigh them.
+    """
 
     name: ClassVar[str] = "rdkv"
     allowed: ClassVar[Allowed] = RDKV_PARAMS
     allocations: ClassVar[tuple[str, ...] | None] = ("uniform",)
-    scored: ClassVar[bool | None] = False
     settings: RdkvSettings
+    is_scored: bool = False
 
     @classmethod
     def check(cls, plan: CompressionPlan) -> None:
         super().check(plan)
         part = plan.representation
         rdkv_settings(part, budget_tokens=1)
+        if plan.scorer is not None and plan.scorer.name not in STANDARDISED:
+            raise InvalidRequest(
+                f"format 'rdkv' does not go with scorer {plan.scorer.name!r}; it takes "
+                f"{' or '.join(map(repr, STANDARDISED))}, whose scores are standardised, or none",
+                param="kv_compression",
+            )
         if plan.attention.name != "dense" and part.params["rebudget_tokens"]:
             raise InvalidRequest(
                 f"format 'rdkv' packs generated tokens (rebudget_tokens "
@@ -113,14 +126,19 @@ class Rdkv(PackedFormat):
             attention=make_attention(layer.attention),
             settings=settings(sizes["budget_tokens"]),
             rebudgeting=rebudgeting,
+            is_scored=plan.scorer is not None,
         )
+
+    @property
+    def takes_scores(self) -> bool:
+        return self.is_scored
 
     @property
     def observed_queries(self) -> int:
         return self.settings.window
 
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
-        return self._tensors_of(compress_layer_rdkv(self.settings, inputs))
+        return self._tensors_of(compress_layer_rdkv(self.settings, inputs, scores))
 
     @property
     def limit_bytes(self) -> int:

@@ -8,13 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
+from torch import Tensor
+
 from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.packed.packing import pack_layer
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Allowed, Between, Part, read_params
 from kvferry.shared.compression.rdkv.allocation import LayerAllocation, allocate
 from kvferry.shared.compression.rdkv.epsilon import WIDTHS, EpsilonTable, find_table
-from kvferry.shared.compression.rdkv.weights import ChannelWeights, channel_weights, token_weights
+from kvferry.shared.compression.rdkv.weights import (
+    ChannelWeights,
+    channel_weights,
+    score_weights,
+    token_weights,
+)
 from kvferry.shared.errors import InvalidRequest
 
 RDKV_PARAMS: Allowed = {
@@ -74,14 +81,23 @@ class Rebudgeting:
         return min(self.settings.window, self.segment_tokens)
 
 
-def allocate_layer(settings: RdkvSettings, inputs: LayerInputs) -> LayerAllocation:
+def allocate_layer(
+    settings: RdkvSettings, inputs: LayerInputs, scores: Tensor | None = None
+) -> LayerAllocation:
     """The bits of one layer's tokens and channels. The window is the last min(window, T_new) queries.
 
+    Args: scores: float32 `[H_kv, T]`, standardised, for the weights of tokens in place of the window.
     Raises: KvferryError: weights are not finite.
     """
     queries = inputs.queries[:, :, -min(settings.window, inputs.queries.shape[2]) :]
+    if scores is None:
+        weights = token_weights(
+            queries, inputs.keys, scaling=inputs.scaling, kernel_size=settings.kernel_size
+        )
+    else:
+        weights = score_weights(scores)
     return allocate(
-        token_weights(queries, inputs.keys, scaling=inputs.scaling, kernel_size=settings.kernel_size),
+        weights,
         channel_weights(queries, inputs.keys, variant=settings.channel_weights),
         budget_tokens=settings.budget_tokens,
         table=settings.table,
@@ -89,14 +105,17 @@ def allocate_layer(settings: RdkvSettings, inputs: LayerInputs) -> LayerAllocati
     )
 
 
-def compress_layer_rdkv(settings: RdkvSettings, inputs: LayerInputs) -> PackedLayer:
+def compress_layer_rdkv(
+    settings: RdkvSettings, inputs: LayerInputs, scores: Tensor | None = None
+) -> PackedLayer:
     """Allocate bits to one layer and pack it.
 
+    Args: scores: as of `allocate_layer`.
     Raises:
         KvferryError: weights are not finite.
         ValueError: K or V of a retained token are not finite, in float16 if they are stored at 16 bits.
     """
-    allocation = allocate_layer(settings, inputs)
+    allocation = allocate_layer(settings, inputs, scores)
     return pack_layer(inputs.keys, inputs.values, allocation.keys, allocation.values)
 
 

@@ -10,12 +10,17 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvferry.kernels.column_sums import window_scores
 
 ChannelWeights = Literal["norms", "mean_squares"]
+_PER_DEVIATION = 0.125
+"""So little that nearly all bits go to many tokens of few bits. With 1, few tokens take most bits, and on the
+demo model (n = 20, 2.5 % of the bytes, questions after compression) the four tasks have 100, 60, 70 and 40 %
+in place of 100, 95, 95 and 90 %."""
 
 
 def token_weights(queries: Tensor, keys: Tensor, *, scaling: float, kernel_size: int = 5) -> Tensor:
@@ -39,6 +44,21 @@ def token_weights(queries: Tensor, keys: Tensor, *, scaling: float, kernel_size:
         return sums
     padded = F.pad(sums[:, None], (padding, padding), mode="reflect")
     return F.avg_pool1d(padded, kernel_size, stride=1)[:, 0]
+
+
+def score_weights(scores: Tensor) -> Tensor:
+    """`w_t = exp(s_t / 8)` of standardised scores; a token with +inf weighs as much as the highest other one.
+
+    Deviation: the paper weighs tokens by the attention of the prompt's last queries, which know the question.
+    With the scores of a method that does not, the same allocation serves questions that come later.
+
+    Args: scores: float32 `[H_kv, T]`, +inf where a token is protected.
+    Returns: float32 `[H_kv, T]`.
+    """
+    protected = scores == torch.inf
+    highest = scores.masked_fill(protected, -torch.inf).amax(dim=1, keepdim=True)
+    others = scores.where(~protected, highest.nan_to_num(neginf=0.0))
+    return (others * _PER_DEVIATION).exp()
 
 
 def channel_weights(queries: Tensor, keys: Tensor, *, variant: ChannelWeights = "norms") -> Tensor:

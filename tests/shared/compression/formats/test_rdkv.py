@@ -12,15 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtest.compression import compress_layer, formats_for, packed_tensors
 
+from kvferry.kernels.packed.packing import pack_layer
 from kvferry.models import DEMO_MODEL
 from kvferry.shared.compression.formats.rdkv import Rdkv, rdkv_settings
 from kvferry.shared.compression.formats.rows import Rows
 from kvferry.shared.compression.interface import LayerInputs, LayerShape
 from kvferry.shared.compression.plan import Budget, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for, preset
+from kvferry.shared.compression.rdkv.allocation import allocate
 from kvferry.shared.compression.rdkv.compress import allocate_layer, compress_layer_rdkv
 from kvferry.shared.compression.rdkv.epsilon import find_table
+from kvferry.shared.compression.rdkv.weights import channel_weights, score_weights
 from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.errors import InvalidRequest, KvferryError
 from kvferry.shared.model.checkpoint import model_fingerprint
 
@@ -296,3 +300,33 @@ def test_bits_are_weighed_by_the_served_models_own_table() -> None:
         fmt = Rdkv.of(resolved.plan, resolved.layers[0], replace(shape, fingerprint=fingerprint))
         assert (fingerprint in fmt.settings.table.fingerprints) == own
         assert (fmt.settings.table == find_table("LLaMA-3.1-8B")) != own
+
+
+@pytest.mark.parametrize(("num_tokens", "budget"), [(97, 6), (97, 60), (11, 1), (700, 9)])
+def test_compactors_scores_weigh_the_tokens(num_tokens: int, budget: int) -> None:
+    """Also where every token may have bits, and `rows` is the whole prompt."""
+    plan = plan_for("compactor-rdkv", budget=Budget(tokens=budget), overrides={"rebudget_tokens": 0})
+    resolved = resolve_plan(plan, num_prompt_tokens=num_tokens, max_new_tokens=5, num_layers=2, head_dim=8)
+    inputs = replace(make_inputs(num_tokens, num_tokens, 8, seed=budget), unrotate=lambda keys: keys.float())
+    (fmt, _) = formats_for(resolved, inputs)
+    assert isinstance(fmt, Rdkv)
+    assert plan.scorer is not None
+    scores = make_scorer(plan.scorer, rows=fmt.rows)(inputs)
+    allocated = allocate(
+        score_weights(scores),
+        channel_weights(inputs.queries[:, :, -fmt.settings.window :], inputs.keys),
+        budget_tokens=budget,
+        table=fmt.settings.table,
+    )
+    expected = pack_layer(inputs.keys, inputs.values, allocated.keys, allocated.values)
+    tensors = compress_layer(resolved, inputs)
+    assert [sorted(its.tolist()) for its in fmt.positions_by_head(tensors)] == [
+        bits.nonzero()[:, 0].tolist() for bits in allocated.values
+    ]
+    assert torch.equal(fmt.packed(tensors).buffer, expected.buffer)
+
+
+def test_other_scorers_are_refused() -> None:
+    plan = dataclasses.replace(plan_for("rdkv", budget=Budget(tokens=9)), scorer=RANDOM)
+    with pytest.raises(InvalidRequest, match="does not go with scorer 'random'; it takes 'compactor'"):
+        resolve_plan(plan, num_prompt_tokens=90, max_new_tokens=5, num_layers=2, head_dim=8)

@@ -29,6 +29,7 @@ BUDGET, NEW_TOKENS = 41, 45
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in PRESETS},
     "rdkv, segments": ("rdkv", {"rebudget_tokens": 20, "window": 7}),
+    "compactor-rdkv, segments": ("compactor-rdkv", {"rebudget_tokens": 20, "window": 7}),
     **{
         f"{method}, segments": (method, {"rebudget_tokens": 20, **overrides})
         for method, overrides in (

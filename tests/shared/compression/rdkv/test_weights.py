@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvferry.shared.compression.rdkv.weights import channel_weights, token_weights
+from kvferry.shared.compression.rdkv.weights import channel_weights, score_weights, token_weights
 
 
 def make(num_tokens, window, *, group_size=1, seed=0):
@@ -79,3 +79,20 @@ def test_the_codes_variant_is_the_papers_weight_squared_but_for_a_shared_factor(
     torch.testing.assert_close(ratio, torch.full_like(ratio, 6 / (2 * 5 * 23)), rtol=1e-4, atol=0)
     one = float(queries[1, :, :, 2].square().mean() * keys[1, :, 2].square().mean())
     assert float(channel_weights(queries, keys, variant="mean_squares")[1, 2]) == pytest.approx(one, rel=1e-5)
+
+
+def test_weights_of_scores_grow_with_them_and_protected_tokens_weigh_as_much_as_the_best():
+    inf = math.inf
+    scores = torch.tensor([[inf, -1.0, 0.0, 3.0, inf], [inf, inf, inf, inf, inf], [0.0, 8.0, -8.0, 1.0, inf]])
+    expected = torch.tensor(
+        [
+            [math.exp(0.375), math.exp(-0.125), 1.0, math.exp(0.375), math.exp(0.375)],
+            [1.0] * 5,
+            [1.0, math.e, 1 / math.e, math.exp(0.125), math.e],
+        ]
+    )
+    torch.testing.assert_close(score_weights(scores), expected)
+
+
+def test_one_protected_token_has_a_weight():
+    assert torch.equal(score_weights(torch.tensor([[math.inf]])), torch.ones(1, 1))
