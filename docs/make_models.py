@@ -46,8 +46,9 @@ Layers are of these kinds:
   {_METHODS}. On a GPU these layers and those with a window use the torch path.
 
 A window that is not smaller than `--max-model-len` limits nothing: the layer is full. Layers without rotary
-positions (SmolLM3, Cohere 2, Exaone 4, Llama 4) are full layers. Phi's `longrope` positions are supported
-up to the model's original length.
+positions (SmolLM3, Cohere 2, Exaone 4, Llama 4) are full layers. Of Phi's `longrope`
+tables the long one is used for every prompt if `--max-model-len` is above the model's original length, as in
+vLLM; transformers uses the short one for sequences up to that length.
 
 | model type | layers | methods |
 |---|---|---|

@@ -110,10 +110,11 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def model_fingerprint(folder: Path, *, dtype: str) -> str:
+def model_fingerprint(folder: Path, *, dtype: str, rope: str = "") -> str:
     """A model's identity, 64 hex digits: two workers may exchange KV only if theirs are equal.
 
-    It is a sha256 over the compute dtype, the configuration and the weights. A weight file of at most 256 MiB
+    It is a sha256 over the compute dtype, the choice of rotary positions if there is one, the configuration
+    and the weights. A weight file of at most 256 MiB
     is read whole. Of a larger one, the digest covers its size, its safetensors header (names, dtypes, shapes
     and offsets of every tensor) and 64 evenly spaced chunks of 1 MiB, including the first and the last data,
     so that a start need not read tens of gigabytes twice. A fine-tuned or requantized checkpoint changes
@@ -122,7 +123,7 @@ def model_fingerprint(folder: Path, *, dtype: str) -> str:
 
     Raises: ConfigurationError if a weight file is missing or has no safetensors header.
     """
-    digest = hashlib.sha256(f"kvferry-model-1\0{dtype}\0".encode())
+    digest = hashlib.sha256(f"kvferry-model-1\0{dtype}\0{rope}".encode())
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     digest.update(json.dumps(config, sort_keys=True).encode())
     for file in weight_files(folder):

@@ -59,7 +59,7 @@ def load_model(
         own_len = int(getattr(text_config, "max_position_embeddings", None) or 0)
         layers = check_config(config, max_model_len=max_model_len or own_len)
         max_model_len = _resolve_max_model_len(text_config, max_model_len, own_len)
-        _make_rope_static(text_config)
+        rope = _make_rope_static(text_config, max_model_len)
         if target.type == "cuda":
             _prepare_cuda(target)
         model = _load_weights(folder, config, dtype).to(target)
@@ -67,7 +67,7 @@ def load_model(
         dtype_name = _dtype_name(model.dtype)
         spec = ModelSpec(
             name=name or Path(path_or_id).name,
-            fingerprint=model_fingerprint(folder, dtype=dtype_name),
+            fingerprint=model_fingerprint(folder, dtype=dtype_name, rope=rope),
             num_layers=int(text_config.num_hidden_layers),
             num_heads=0,
             num_kv_heads=0,
@@ -157,17 +157,29 @@ def _prepare_cuda(device: torch.device) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def _make_rope_static(config: Any) -> None:
-    """Replace `dynamic` rotary positions by the default ones.
+def _make_rope_static(config: Any, max_model_len: int) -> str:
+    """Replace rotary positions that depend on the length. They would change keys that are stored already, and
+    a GPU would have to be synchronized at every step.
 
-    The two are equal within the original window, which `check_config` enforces. The dynamic ones depend on
-    the length, for which a GPU would have to be synchronized at every step.
+    `dynamic` ones become the default ones, which are equal within the original window; `check_config`
+    enforces it. Of the two tables of `longrope`, the long one is taken if the served window is longer than
+    the original one, else the short one.
+
+    Deviation: transformers takes the long table for sequences beyond the original window only; so with a
+    longer window, shorter sequences differ from it. (vLLM does the same.)
+
+    Returns: what was chosen, which is part of the model's identity; "" if there was no choice.
     """
-    rope = config.rope_parameters
+    rope, chosen = config.rope_parameters, ""
     for part in [rope] if "rope_type" in rope else [part for part in rope.values() if part]:
         if part["rope_type"] == "dynamic":
             part["rope_type"] = "default"
             part.pop("factor", None)
+        elif part["rope_type"] == "longrope":
+            original = part.get("original_max_position_embeddings") or config.max_position_embeddings
+            chosen = "long" if max_model_len > original else "short"
+            part["long_factor"] = part["short_factor"] = part[f"{chosen}_factor"]
+    return chosen
 
 
 def _resolve_max_model_len(config: Any, requested: int, own: int) -> int:

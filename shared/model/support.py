@@ -26,8 +26,8 @@ _RECURRENT_KEYS = (
     "conv_L_cache",
     "conv1d_width",
 )
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
+"""`longrope` is made static by `loading.py`."""
 _MAX_PROBE_TOKENS = 8
 
 
@@ -84,7 +84,7 @@ def _unsupported_rope(config: Any, max_model_len: int) -> str | None:
     sets = [rope] if "rope_type" in rope else [part for part in rope.values() if part]
     for part in sets:
         rope_type = part["rope_type"]
-        if rope_type in _LENGTH_DEPENDENT_ROPE:
+        if rope_type == "dynamic":
             original = part.get("original_max_position_embeddings") or config.max_position_embeddings
             if max_model_len > original:
                 return (

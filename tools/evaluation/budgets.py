@@ -48,8 +48,9 @@ class Target:
         """The target for a prompt of num_tokens tokens, rounded down."""
         if self.kind == "bytes":
             return int(self.value)
-        per_token = spec.kv_token_bytes
-        return int(self.value * per_token * (num_tokens if self.kind == "retention" else 1))
+        if self.kind == "tokens":
+            return spec.full_bytes(int(self.value))
+        return int(self.value * spec.full_bytes(num_tokens))
 
     def as_budget(self) -> Budget:
         """The method's own budget, for comparisons that match nothing."""
@@ -75,11 +76,6 @@ def parse_target(text: str) -> Target:
     if unit == "t":
         return Target(label=f"{value}t", kind="tokens", value=value)
     return Target(label=f"{value}B", kind="bytes", value=value)
-
-
-def full_bytes(spec: ModelSpec, num_tokens: int) -> int:
-    """K and V of every token."""
-    return num_tokens * spec.kv_token_bytes
 
 
 def kept_bytes(spec: ModelSpec, resolved: ResolvedPlan, prompt_bytes: Sequence[int | None] = ()) -> int:
@@ -118,6 +114,7 @@ def _matched_tokens(
             max_new_tokens=max_new_tokens,
             num_layers=spec.num_layers,
             head_dim=spec.head_dim,
+            layers=spec.layers,
         )
         return SIZES[match](spec, resolved)
 

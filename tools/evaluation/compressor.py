@@ -13,7 +13,7 @@ from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.tools.evaluation.budgets import SIZES, full_bytes, kept_bytes, plan_for_target, read_bytes
+from kvferry.tools.evaluation.budgets import SIZES, kept_bytes, plan_for_target, read_bytes
 from kvferry.tools.evaluation.experiment import Contender, Experiment
 from kvferry.tools.oracle import CapturedPrompt, Continuation, OneProcessGenerator
 
@@ -69,7 +69,7 @@ class Compressor:
         return Sizes(
             kept=kept_bytes(self._counted, resolved, came_to),
             read=read_bytes(self._counted, resolved, came_to),
-            full=full_bytes(self._counted, resolved.num_prompt_tokens),
+            full=self._counted.full_bytes(resolved.num_prompt_tokens),
         )
 
     def _compress(self, captured: CapturedPrompt, plan: CompressionPlan, max_new_tokens: int) -> Continuation:

@@ -30,7 +30,7 @@ from kvferry.shared.compression.plan import (
     with_installed,
 )
 from kvferry.shared.compression.scorers import make_scorer
-from kvferry.shared.errors import KvferryError
+from kvferry.shared.errors import InvalidRequest, KvferryError
 from kvferry.shared.model.spec import TORCH_DTYPES, LayerSpec, ModelSpec
 
 FORMATS: Mapping[str, type[LayerFormat]] = {
@@ -60,7 +60,8 @@ def make_formats(
     """The format of each layer of a resolved plan; layers with equal plans and shapes share one object.
 
     Args: returns_generated: whether K and V of new tokens are wanted at the end, unmerged and in order.
-    Raises: InvalidRequest: an unknown format or attention, or sizes that do not belong to it.
+    Raises: InvalidRequest: an unknown format or attention, sizes that do not belong to it, or a plan for
+        other layers than the model's.
     """
     shape = LayerShape(
         num_prompt_tokens=resolved.num_prompt_tokens,
@@ -73,9 +74,15 @@ def make_formats(
         fingerprint=spec.fingerprint,
     )
     formats: list[LayerFormat] = []
-    layers = spec.layers or (LayerSpec(),) * spec.num_layers
-    kinds = [(its, layer.has_plain_softmax) for its, layer in zip(resolved.layers, layers, strict=True)]
+    specs = spec.layers or (LayerSpec(),) * spec.num_layers
+    kinds = [(layer, its.has_plain_softmax) for layer, its in zip(resolved.layers, specs, strict=True)]
     for number, (layer, has_plain_softmax) in enumerate(kinds):
+        if (layer.representation.name == WINDOW_FORMAT) != bool(specs[number].window):
+            raise InvalidRequest(
+                f"the plan's format of layer {number} is {layer.representation.name!r}, and its window is "
+                f"{specs[number].window} (0: none); prefill and decode need the same max_model_len",
+                param="ticket.plan",
+            )
         first = kinds.index(kinds[number])
         if first != number:
             formats.append(formats[first])

@@ -14,9 +14,9 @@ from kvferry.shared.compression import formats
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, Tensors
 from kvferry.shared.compression.interface import LayerInputs, TensorSpec
-from kvferry.shared.compression.plan import LayerPlan, Part, ResolvedPlan
+from kvferry.shared.compression.plan import WINDOW_FORMAT, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
-from kvferry.shared.model.spec import TORCH_DTYPES, ModelSpec
+from kvferry.shared.model.spec import TORCH_DTYPES, LayerSpec, ModelSpec
 
 NOT_WRITTEN = 0xFF
 """A byte that makes every floating-point number NaN."""
@@ -29,6 +29,7 @@ def make_spec(
     group_size: int = 2,
     head_dim: int = 8,
     dtype: str = "float32",
+    layers: tuple[LayerSpec, ...] = (),
 ) -> ModelSpec:
     """A model of these sizes; nothing runs it."""
     return ModelSpec(
@@ -42,6 +43,7 @@ def make_spec(
         max_model_len=9999,
         dtype=dtype,
         eos_token_ids=(1,),
+        layers=layers,
     )
 
 
@@ -84,6 +86,12 @@ def make_inputs(
     )
 
 
+def _layer_spec(layer: LayerPlan) -> LayerSpec:
+    """The layer that this is a plan of."""
+    part = layer.representation
+    return LayerSpec(**part.params) if part.name == WINDOW_FORMAT else LayerSpec()
+
+
 def formats_for(
     resolved: ResolvedPlan, inputs: LayerInputs, *, returns_generated: bool = False
 ) -> tuple[LayerFormat, ...]:
@@ -95,6 +103,7 @@ def formats_for(
         group_size=group_size,
         head_dim=head_dim,
         dtype=next(name for name, dtype in TORCH_DTYPES.items() if dtype == inputs.keys.dtype),
+        layers=tuple(_layer_spec(layer) for layer in resolved.layers),
     )
     return make_formats(spec, resolved, returns_generated=returns_generated)
 

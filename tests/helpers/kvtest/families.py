@@ -82,6 +82,20 @@ FAMILIES: Mapping[str, Family] = {
     **{name: Family(model_type=name) for name in f"{_PLAIN} {_WINDOWED}".split()},
     "gemma3_text": Family(model_type="gemma3_text", settings={"layer_types": _PATTERN}),
     "llama4_text": Family(model_type="llama4_text", settings={"floor_scale": 16}),
+    "phi3-longrope": Family(
+        model_type="phi3",
+        settings={
+            "sliding_window": None,
+            "original_max_position_embeddings": 4,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.2],
+                "long_factor": [1.0, 2.0, 4.0],
+            },
+        },
+    ),
     "phi3-full": Family(model_type="phi3", settings={"sliding_window": None}),
     "phimoe": Family(model_type="phimoe", settings={"sliding_window": None}),
     "qwen2-window": Family(model_type="qwen2", settings={"use_sliding_window": True, "max_window_layers": 2}),

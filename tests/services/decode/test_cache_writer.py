@@ -87,8 +87,9 @@ def compressed(case):
     inputs = [
         dataclasses.replace(make_inputs(PROMPT, head_dim=DIM, seed=layer), layer=layer) for layer in range(2)
     ]
-    measured, layers = compress_prompt(SPEC, resolved, inputs)
-    return make_formats(SPEC, measured), layers
+    spec = dataclasses.replace(SPEC, layers=layers)
+    measured, tensors = compress_prompt(spec, resolved, inputs)
+    return make_formats(spec, measured), tensors
 
 
 class Transfer:

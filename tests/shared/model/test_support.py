@@ -21,7 +21,6 @@ from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.support import check_config
 
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("DeepseekV3", {}, "multi-head latent attention"),
     ("MiniCPM3", {}, "multi-head latent attention"),
@@ -44,11 +43,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "Llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "served": 4096},
         "rope_type 'dynamic' beyond 2048",
-    ),
-    (
-        "Phi3",
-        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 1024, "sliding_window": None},
-        "rope_type 'longrope' beyond 1024",
     ),
 ]
 
