@@ -57,7 +57,7 @@ async def test_chat_answers_with_text_usage_and_kv(stack: Any) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
     kv = answer.kv
     assert set(kv) == KV_FIELDS
-    assert kv["method"] == "rocketkv"
+    assert kv["method"] == "rdkv"
     assert kv["shipped_bytes"] == SHIPPED_BYTES
     assert kv["cache_bytes"] == 2048
     assert kv["prompt_tokens"] == len(prompt)
@@ -328,8 +328,8 @@ async def test_sampling_fields_reach_both_workers(stack: Any) -> None:
     ("wanted", "method", "tokens", "retention"),
     [
         ({"method": "snapkv", "token_budget": 64}, "snapkv", 64, None),
-        ({"token_budget": 128}, "rocketkv", 128, None),
-        ({"retention": 0.25}, "rocketkv", None, 0.25),
+        ({"token_budget": 128}, "rdkv", 128, None),
+        ({"retention": 0.25}, "rdkv", None, 0.25),
         ({"method": "full"}, "full", None, None),
     ],
 )
@@ -362,7 +362,7 @@ async def test_parameters_of_a_request_reach_the_workers(stack: Any) -> None:
 async def test_methods_can_be_restricted(start_stack: Any) -> None:
     stack = await start_stack(allowed_methods="full,snapkv", default_method="snapkv")
     with pytest.raises(openai.BadRequestError) as refused:
-        await chat(stack, extra_body={"kv_compression": {"method": "rocketkv"}})
+        await chat(stack, extra_body={"kv_compression": {"method": "rdkv"}})
     assert refused.value.param == "kv_compression.method"
     assert "full, snapkv" in refused.value.message
 

@@ -183,7 +183,7 @@ async def test_every_router_family_moves(stack: Any) -> None:
     stack.decode[0].faults = [die]
     await stack.http.post(CHAT, json=BODY)
     await stack.http.post(CHAT, json={**BODY, "n": 0})
-    by = {"model": "demo", "method": "rocketkv"}
+    by = {"model": "demo", "method": "rdkv"}
     assert stack.metric("requests_running", model="demo") == 0
     assert stack.metric("requests_waiting", model="demo") == 0
     assert stack.metric("time_to_first_token_seconds_count", **by) == 3

@@ -60,11 +60,11 @@ async def test_methods_are_those_a_request_may_name(start_stack: Any) -> None:
     listed = (await stack.http.get("/v1/methods")).json()
     assert listed["object"] == "list"
     assert [method["id"] for method in listed["data"]] == list(method_names())
-    assert [(m["id"], m["token_budget"]) for m in listed["data"] if m["default"]] == [("rocketkv", 77)]
-    fewer = await start_stack(api_keys="key-a", allowed_methods="full,rocketkv")
+    assert [(m["id"], m["token_budget"]) for m in listed["data"] if m["default"]] == [("rdkv", 77)]
+    fewer = await start_stack(api_keys="key-a", allowed_methods="full,rdkv")
     assert (await fewer.http.get("/v1/methods")).status_code == 401
     listed = (await fewer.http.get("/v1/methods", headers={"Authorization": "Bearer key-a"})).json()
-    assert [method["id"] for method in listed["data"]] == ["full", "rocketkv"]
+    assert [method["id"] for method in listed["data"]] == ["full", "rdkv"]
 
 
 async def test_a_request_that_asks_gets_the_map_of_kept_tokens(start_stack: Any) -> None:

@@ -10,7 +10,7 @@ from kvferry.shared.compression.calibration import Calibration
 from kvferry.shared.compression.curves import ModelCurves, QualityCurve
 from kvferry.tools.evaluation.fitting import save_curves
 
-METHODS = ("snapkv", "rocketkv")
+METHODS = ("snapkv", "rocketkv", "rdkv")
 EASY = " ".join(["the red castle is old ."] * 20)
 HARD = (
     "the pin of the red castle is 4 2 7 1 . every evening the sailor walked near the mill and slept . "
@@ -90,7 +90,7 @@ async def test_without_a_curve_the_answer_is_400_and_says_what_to_run(
     error = reply.json()["error"]
     assert error["param"] == "kv_compression.quality"
     assert "kvferry calibrate quality --model MODEL --methods h2o" in error["message"]
-    assert "(calibrated: rocketkv, snapkv)" in error["message"]
+    assert "(calibrated: rdkv, rocketkv, snapkv)" in error["message"]
     reply = await stack.http.post("/v1/completions", json=body(HARD, method="full", quality=0.9))
     assert "which takes no budget" in reply.json()["error"]["message"]
 

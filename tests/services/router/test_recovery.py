@@ -93,7 +93,7 @@ async def test_stream_goes_on_where_it_was(stack: Any) -> None:
     deltas = [line for line in response.text.splitlines() if '"content"' in line]
     assert len(deltas) == 13  # the role's chunk and twelve tokens
     assert stack.metric("recoveries_total", role="decode") == 2
-    assert stack.metric("generation_tokens_total", model="demo", method="rocketkv") == 24
+    assert stack.metric("generation_tokens_total", model="demo", method="rdkv") == 24
     assert text(undisturbed)
 
 

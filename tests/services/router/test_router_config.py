@@ -13,7 +13,7 @@ from kvferry.shared.errors import ConfigurationError, KvferryError
 def test_defaults_are_those_of_the_specification() -> None:
     config = RouterConfig()
     assert config.listen == "127.0.0.1:8000"
-    assert config.default_method == "rocketkv"
+    assert config.default_method == "rdkv"
     assert config.default_max_tokens == 512
     assert config.session_wait_s == 30
     assert config.keepalive_s == 15
