@@ -114,7 +114,8 @@ def main() -> None:
         sys.stdout.write(f"{name}: {before:g} -> {after:g} ({shown})\n")
     if options.output:
         commits = {side: _commit(folder) for side, folder in checkouts.items()}
-        result = {"command": sys.argv, "commits": commits, "repeats": options.repeats, "numbers": compared}
+        command = ["benchmarks/compare.py", options.script, *options.options]
+        result = {"command": command, "commits": commits, "repeats": options.repeats, "numbers": compared}
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -52,16 +52,22 @@ def rendered(page: str, root: Path) -> str:
         return f"{section[1]}\n{text}\n\n{section[3]}"
 
     def value(mark: re.Match[str]) -> str:
-        found = _read(root / mark[2])
-        for key in mark[3].split("/"):
-            found = found[key]
-        return f"{mark[1]}{found:{mark[4]}}{mark[5]}"
+        return f"{mark[1]}{_number(_read(root / mark[2]), mark[3]):{mark[4]}}{mark[5]}"
 
     page, num_sections = _SECTION.subn(tables, page)
     page, num_values = _VALUE.subn(value, page)
     if not num_sections + num_values:
         raise SystemExit("the page has no place for results; it needs a mark, see --help")
     return page
+
+
+def _number(found: Any, path: str) -> Any:
+    """What lies at the path. Keys may have slashes, as those of `compare.py` do."""
+    words = path.split("/")
+    for end in range(1, len(words) + 1):
+        if (key := "/".join(words[:end])) in found:
+            return _number(found[key], "/".join(words[end:])) if end < len(words) else found[key]
+    raise SystemExit(f"nothing is at {path!r}; there are {', '.join(found)}")
 
 
 def _read(path: Path) -> Any:
