@@ -20,6 +20,7 @@ def ask(stack: Any, text: str, session_id: str) -> dict[str, Any]:
             "model": "demo",
             "messages": [{"role": "user", "content": text}],
             "session_id": session_id,
+            "kv_compression": {"method": "rocketkv"},  # plain rows, which deltas need
             "temperature": 0,
             "max_tokens": 12,
         },

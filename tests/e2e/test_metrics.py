@@ -62,7 +62,7 @@ def test_two_turns_move_every_family_of_their_path(stack: Any) -> None:
             timeout=60,
         )
         assert response.status_code == 200, response.text
-        assert response.json()["kv"]["method"] == "rocketkv"
+        assert response.json()["kv"]["method"] == "rdkv"
     after = read(stack)
     assert [name for name in after if after[name] <= before[name]] == []
     everything = httpx.get(f"{stack.base_url}/metrics?all=1", timeout=10).text

@@ -47,7 +47,7 @@ def test_chat_holds_a_conversation_by_session_id(
         assert previous.usage is not None
         assert answer.usage.prompt_tokens_details.cached_tokens == previous.usage.total_tokens - 1
     kv = answers[-1].model_extra["kv"]  # type: ignore[index]
-    assert kv["method"] == "rocketkv"
+    assert kv["method"] == "rdkv"
     assert kv["shipped_bytes"] < kv["full_bytes"] / 2
     correct = sum(
         a.choices[0].message.content == expected

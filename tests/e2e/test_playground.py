@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import shutil
 from collections.abc import Iterator
 
@@ -92,8 +93,12 @@ def test_a_conversation_over_a_document_by_keyboard_shows_what_each_turn_moved(p
     expect(page.locator("#chart")).to_have_attribute("aria-label", re.compile("Turn 2: .* shipped of"))
 
     session = page.locator("#session").input_value()
-    recorded = httpx.get(f"{stack.base_url}/v1/sessions/{session}", timeout=30).json()
-    assert recorded["turns"] == 2
+    deadline_s = time.monotonic() + TIMEOUT_MS / 1000
+    while (recorded := httpx.get(f"{stack.base_url}/v1/sessions/{session}", timeout=30).json()) and recorded[
+        "turns"
+    ] < 2:
+        assert time.monotonic() < deadline_s, recorded  # a turn is recorded after its last chunk
+        time.sleep(0.05)
     page.locator("#delete-session").click()
     expect(page.locator("#turns tr")).to_have_count(0)
     assert httpx.get(f"{stack.base_url}/v1/sessions/{session}", timeout=30).status_code == 404
