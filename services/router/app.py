@@ -90,7 +90,7 @@ def create_app(
     )
     readiness = Readiness(
         runner,
-        plans.plan(None),
+        plans.default,
         probe_interval_s=timing.probe_interval_s,
         window_s=config.readiness_window_s,
     )

@@ -58,7 +58,9 @@ class RouterConfig(TracedSettings):
     )
 
     default_method: Annotated[str, COMPRESSION] = Field(
-        "rdkv", description="compression method of requests that name none"
+        "rdkv",
+        description="compression method of requests that name none; rocketkv where it does not go with the "
+        "model",
     )
     default_token_budget: Annotated[int, COMPRESSION] = Field(
         0, ge=0, description="token budget of the default method where a request gives none; 0: its own"

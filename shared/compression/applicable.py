@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 from kvferry.shared.compression.attention.kinds import ATTENTIONS
 from kvferry.shared.compression.formats import format_class
@@ -12,12 +12,13 @@ from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.model.spec import LayerSpec
 
 
-def applicable_methods(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
+@lru_cache(maxsize=16)
+def applicable_methods(layers: tuple[LayerSpec, ...]) -> tuple[str, ...]:
     """The methods that go with a model. Args: layers: as `ModelSpec.layers`."""
     return tuple(name for name in method_names() if _refusing_layer(preset(name), layers) is None)
 
 
-def check_applicable(plan: CompressionPlan, layers: Sequence[LayerSpec]) -> None:
+def check_applicable(plan: CompressionPlan, layers: tuple[LayerSpec, ...]) -> None:
     """Raises: InvalidRequest: the plan does not go with the model; names the layer, and methods that do."""
     layer = _refusing_layer(plan, layers)
     if layer is not None:
@@ -28,7 +29,7 @@ def check_applicable(plan: CompressionPlan, layers: Sequence[LayerSpec]) -> None
         )
 
 
-def _refusing_layer(plan: CompressionPlan, layers: Sequence[LayerSpec]) -> int | None:
+def _refusing_layer(plan: CompressionPlan, layers: tuple[LayerSpec, ...]) -> int | None:
     """The first layer that the plan's parts cannot attend to."""
     kind = ATTENTIONS.get(plan.attention.name)
     takes_any = format_class(plan.representation).takes_any_softmax and kind is not None

@@ -73,7 +73,7 @@ def resolve_plan(
         )
     _check(plan, num_layers)
     if layers:
-        check_applicable(plan, layers)
+        check_applicable(plan, tuple(layers))
     whole = LayerPlan(rows=num_prompt_tokens)
     fmt = format_class(plan.representation)
     uncut = fmt.plan_whole(plan, num_prompt_tokens)

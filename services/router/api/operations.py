@@ -54,7 +54,7 @@ async def get_model(request: Request, services: Shared, model: str) -> Model:
 
 @keyed.get("/v1/methods", summary="The methods that requests may name")
 async def list_methods(services: Shared) -> Listing[Method]:
-    default = services.plans.plan(None).method
+    default = services.plans.default_method(services.runner.model())
     data = [
         Method(
             id=plan.method,

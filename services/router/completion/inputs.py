@@ -21,6 +21,7 @@ from kvferry.services.router.completion.requests import ChatRequest, KvCompressi
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.errors import describe
 from kvferry.services.router.sessions.record import SessionRecord
+from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.curves import CurveBook, QualityCurve
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import method_names, plan_for, preset
@@ -256,6 +257,10 @@ def _as_sent(error: InvalidRequest, num_before: int) -> InvalidRequest:
     return InvalidRequest(numbered.sub(as_sent, error.message), param=numbered.sub(as_sent, error.param))
 
 
+_FALLBACKS = ("rocketkv", "full")
+"""Methods in place of a default that does not go with the model."""
+
+
 class PlanChooser:
     """The server's default plan, the methods that requests may name, and their quality curves.
 
@@ -274,9 +279,9 @@ class PlanChooser:
                 f"default_method is {config.default_method!r}; allowed_methods are {', '.join(self.allowed)}"
             )
         self._default_method = config.default_method
-        budget = Budget(tokens=config.default_token_budget or None)
+        self._default_budget = Budget(tokens=config.default_token_budget or None)
         try:
-            self._default_plan = plan_for(config.default_method, budget=budget)
+            plan_for(config.default_method, budget=self._default_budget)
         except InvalidRequest as error:
             raise ConfigurationError(f"default_token_budget: {error.message}") from None
 
@@ -285,7 +290,19 @@ class PlanChooser:
 
     def all(self) -> tuple[CompressionPlan, ...]:
         """The plan of each allowed method where a request gives no budget."""
-        return tuple(self.plan(KvCompression(method=method)) for method in self.allowed)
+        return tuple(self._plan(KvCompression(), method) for method in self.allowed)
+
+    def default(self, model: ModelSpec) -> CompressionPlan:
+        """The plan of a prompt whose request says nothing of compression."""
+        return self._plan(KvCompression(), self.default_method(model))
+
+    def default_method(self, model: ModelSpec) -> str:
+        """The method of requests that name none: the server's default, if it goes with the model."""
+        fitting = applicable_methods(model.layers)
+        for method in (self._default_method, *_FALLBACKS, *self.allowed):
+            if method in fitting and method in self.allowed:
+                return method
+        return self._default_method
 
     async def choose(
         self, wanted: KvCompression | None, prompt_token_ids: Sequence[int], model: ModelSpec
@@ -294,40 +311,39 @@ class PlanChooser:
 
         Raises: InvalidRequest naming `kv_compression` or its field.
         """
-        if wanted is None or wanted.quality is None:
-            return self.plan(wanted)
+        wanted = wanted or KvCompression()
+        method = self._method(wanted, model)
+        if wanted.quality is None:
+            return self._plan(wanted, method)
         if wanted.parameters:
             raise InvalidRequest(
                 "kv_compression.quality uses curves calibrated with the methods' own parameters; with "
                 "kv_compression.parameters give token_budget or retention",
                 param="kv_compression.quality",
             )
-        curve = self._curve(self._method(wanted), model)
+        curve = self._curve(method, model)
         # In a thread, because it reads the whole prompt.
         retention = await asyncio.to_thread(
             curve.retention, wanted.quality, prompt_token_ids, vocab_size=model.vocab_size
         )
-        return plan_for(self._method(wanted), budget=Budget(retention=retention))
+        return plan_for(method, budget=Budget(retention=retention))
 
-    def plan(self, wanted: KvCompression | None) -> CompressionPlan:
+    def _plan(self, wanted: KvCompression, method: str) -> CompressionPlan:
         """The plan where no quality is requested.
 
         Raises: InvalidRequest naming `kv_compression` or its field.
         """
-        if wanted is None:
-            return self._default_plan
-        method = self._method(wanted)
         budget = Budget(
             tokens=wanted.token_budget,
             retention=wanted.retention,
             floor_tokens=wanted.min_token_budget,
         )
         if budget == Budget() and method == self._default_method:
-            budget = self._default_plan.budget
+            budget = self._default_budget
         return plan_for(method, budget=budget, overrides=wanted.parameters)
 
-    def _method(self, wanted: KvCompression) -> str:
-        method = self._default_method if wanted.method is None else wanted.method
+    def _method(self, wanted: KvCompression, model: ModelSpec) -> str:
+        method = self.default_method(model) if wanted.method is None else wanted.method
         if method not in self.allowed:
             raise InvalidRequest(
                 f"kv_compression.method is {describe(method)}; it must be one of {', '.join(self.allowed)}",

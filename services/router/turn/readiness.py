@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Callable
 
 import structlog
 
@@ -16,6 +17,7 @@ from kvferry.services.router.turn.turn import TurnRunner
 from kvferry.services.router.turn.worker_pool import served_model
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
+from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SamplingParams
 
 _PROBE_PROMPT_TOKENS = 4
@@ -27,16 +29,21 @@ class Readiness:
     """Whether a turn has succeeded lately; probes when none has.
 
     Args:
-        plan: the compression of probes.
+        plan_for: the compression of a model's probes.
         window_s: a success counts for this long.
         probe_interval_s: a probe is sent when no turn has succeeded for this long.
     """
 
     def __init__(
-        self, runner: TurnRunner, plan: CompressionPlan, *, window_s: float, probe_interval_s: float
+        self,
+        runner: TurnRunner,
+        plan_for: Callable[[ModelSpec], CompressionPlan],
+        *,
+        window_s: float,
+        probe_interval_s: float,
     ) -> None:
         self._runner = runner
-        self._plan = plan
+        self._plan_for = plan_for
         self._probe_interval_s = probe_interval_s
         self._window_s = window_s
         self._log = structlog.get_logger(__name__)
@@ -83,7 +90,7 @@ class Readiness:
             request_id=f"probe-{secrets.token_hex(4)}",
             model=model,
             prompt_token_ids=tuple(index % model.vocab_size for index in range(_PROBE_PROMPT_TOKENS)),
-            plan=self._plan,
+            plan=self._plan_for(model),
             sampling=SamplingParams(max_tokens=_PROBE_NEW_TOKENS, temperature=0.0, ignore_eos=True),
             deadline_s=asyncio.get_running_loop().time() + _PROBE_TIMEOUT_S,
             probe=True,

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+
 import pytest
 from pydantic import ValidationError
 
 from kvferry.services.router.completion.inputs import PlanChooser
+from kvferry.services.router.completion.requests import KvCompression
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.shared.errors import ConfigurationError, KvferryError
+from kvferry.shared.model.spec import LayerSpec, ModelSpec
+
+SPEC = ModelSpec(
+    name="m",
+    fingerprint="f",
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=50,
+    max_model_len=512,
+    dtype="float32",
+    eos_token_ids=(1,),
+)
 
 
 def test_defaults_are_those_of_the_specification() -> None:
@@ -71,3 +89,27 @@ def test_keys_do_not_show_in_the_settings() -> None:
 )
 def test_metrics_are_open_on_loopback_by_default(listen: str, loopback: bool) -> None:
     assert RouterConfig(listen=listen, api_keys="k").metrics_are_open is loopback
+
+
+@pytest.mark.parametrize(
+    ("options", "plain", "capped"),
+    [
+        ({}, ("rdkv", 512), ("rocketkv", 512)),
+        ({"default_token_budget": 77}, ("rdkv", 77), ("rocketkv", 512)),
+        ({"allowed_methods": "rdkv,snapkv,full"}, ("rdkv", 512), ("full", None)),
+        ({"default_method": "snapkv"}, ("snapkv", 2048), ("snapkv", 2048)),
+    ],
+)
+def test_a_default_that_does_not_go_with_the_model_is_replaced(
+    options: dict[str, object], plain: tuple[str, int | None], capped: tuple[str, int | None]
+) -> None:
+    chooser = PlanChooser(RouterConfig(**options))  # type: ignore[arg-type]
+    for expected, layers in ((plain, ()), (capped, (LayerSpec(), LayerSpec(has_plain_softmax=False)))):
+        plan = chooser.default(replace(SPEC, layers=layers))
+        assert (plan.method, plan.budget.tokens) == expected
+
+
+def test_a_method_that_a_request_names_is_not_replaced() -> None:
+    model = replace(SPEC, layers=(LayerSpec(has_plain_softmax=False),) * 2)
+    chosen = PlanChooser(RouterConfig()).choose(KvCompression(method="rdkv", token_budget=9), (1, 2), model)
+    assert asyncio.run(chosen).method == "rdkv"  # and decode refuses it by name
