@@ -122,6 +122,31 @@ def distant_values(rng: random.Random, _: int, pool: EntityPool, held_out: bool)
     return Material(statements=[[first, *between, second]], turns=[questions.ask_several(rng, target)])
 
 
+def table(*, cells: int) -> Builder:
+    """A table in one piece, a row `- pin of red castle : 4 2 7 1 .` for each fact; one or two cells are asked
+    for. Training has no such rows."""
+
+    def build(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Material:
+        facts = documents.draw_facts(rng, _numbers(pool), _NUM_FACTS)
+        rows = [f"- {its.attribute} of {its.entity} : {its.values[0]} ." for its in facts]
+        asked = rng.sample(facts, cells)
+        turn = (
+            questions.ask_pair(rng, *asked)
+            if cells == 2
+            else questions.ask_single(rng, *asked, templates=_wordings(held_out))
+        )
+        return Material(statements=[[" ".join(rows)]], turns=[turn])
+
+    return build
+
+
+def listing(rng: random.Random, _: int, __: EntityPool, ___: bool) -> Material:
+    """A program in one piece: assignments of six chains of variables, mixed; one is traced over two hops."""
+    chains = documents.draw_chains(rng, 6)
+    lines = documents.interleave(rng, *(chain.statements() for chain in chains))
+    return Material(statements=[[" ".join(lines)]], turns=[questions.ask_variable(rng, chains[0], 2)])
+
+
 def variables(hops: int) -> Builder:
     def build(rng: random.Random, _: int, __: EntityPool, ___: bool) -> Material:
         chains = documents.draw_chains(rng, 4)

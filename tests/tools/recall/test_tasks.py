@@ -105,7 +105,33 @@ def test_long_answers_are_two_numbers_with_other_facts_between_them(name: str, h
             assert example.answer == f"{stated[0]} , {stated[-1]}"
 
 
-@pytest.mark.parametrize(("name", "hops"), [("variables_1_hop", 1), ("variables_2_hops", 2)])
+@pytest.mark.parametrize("held_out", [False, True])
+@pytest.mark.parametrize(("name", "cells"), [("table", 1), ("table_pair", 2)])
+def test_a_tables_cells_are_stated_in_one_piece(name: str, cells: int, held_out: bool) -> None:
+    for seed in range(30):
+        example = TASKS[name].example(num_tokens=700, seed=seed, held_out=held_out)
+        (rows,) = re.findall(r"(?:- [a-z ]+ : \d \d \d \d \. ?)+", document_of(example))
+        cell = dict(re.findall(r"- ([a-z ]+) : (\d \d \d \d) \.", rows))
+        assert len(cell) == 8
+        values = example.answer.split(" , ")
+        assert len(values) == cells
+        asked = [key for key, value in cell.items() if value in values]
+        question = example.messages[-1]["content"].removeprefix(example.document)
+        assert all(key.split(" of ")[1] in question for key in asked)
+        assert len(example.answer.split()) == (4 if cells == 1 else 9)
+
+
+def test_a_listing_is_in_one_piece_and_answers_have_six_tokens() -> None:
+    for seed in range(30):
+        example = TASKS["code_listing"].example(num_tokens=700, seed=seed)
+        (lines,) = re.findall(r"(?:set \w+ = [\w ]+ \. ?)+", document_of(example))
+        assert lines.count("set ") >= 8
+        assert re.fullmatch(r"\w+ = \w+ = \d \d", example.answer)
+
+
+@pytest.mark.parametrize(
+    ("name", "hops"), [("variables_1_hop", 1), ("variables_2_hops", 2), ("code_listing", 2)]
+)
 def test_variables_take_the_hops_of_their_task(name: str, hops: int) -> None:
     example = TASKS[name].example(num_tokens=700, seed=3)
     asked = example.messages[-1]["content"].split()[-2]
