@@ -41,6 +41,7 @@ Layers are of these kinds:
 - **window**: a token attends to the last W tokens. The layer's last rows are shipped as they are, fewer
   than W, so it is exact with every method. A model whose layers all have a window always runs as `full`.
 - **chunk**: a token attends to its own chunk of W tokens. As a window otherwise.
+- Layers that share KV (Gemma 3n) are full or window layers, shipped and stored each.
 - **capped**: the logits are soft-capped, or each head has an attention sink. Attention is exact; scores,
   and the estimates of sparse attention, do without cap and sink. Methods:
   {_METHODS}. On a GPU these layers and those with a window use the torch path.

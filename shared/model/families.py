@@ -8,7 +8,7 @@ from __future__ import annotations
 MODEL_TYPES = frozenset((
     "afmoe", "apertus", "arcee", "aria_text", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm",
     "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma2",
-    "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granite_swa",
+    "gemma3_text", "gemma3n_text", "glm", "glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granite_swa",
     "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
     "hyperclovax", "jetmoe", "llama", "llama4_text", "minimax_m2", "ministral", "ministral3", "mistral",
     "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3",

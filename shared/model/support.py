@@ -72,8 +72,6 @@ def _unsupported_feature(config: Any, max_model_len: int) -> str | None:
         return "recurrent layers (linear attention, state space or convolution)"
     if get("alibi"):
         return "ALiBi positions"
-    if get("num_kv_shared_layers"):
-        return "KV shared between layers (num_kv_shared_layers)"
     return _unsupported_rope(config, max_model_len)
 
 

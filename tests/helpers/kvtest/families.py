@@ -81,6 +81,32 @@ _WINDOWED = (
 FAMILIES: Mapping[str, Family] = {
     **{name: Family(model_type=name) for name in f"{_PLAIN} {_WINDOWED}".split()},
     "gemma3_text": Family(model_type="gemma3_text", settings={"layer_types": _PATTERN}),
+    "gemma3-vision": Family(
+        model_type="gemma3",
+        settings={
+            "text_config": {**_COMMON, **_SPECIAL_TOKENS, "head_dim": 16, "layer_types": _PATTERN},
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "gemma3n_text": Family(
+        model_type="gemma3n_text",
+        settings={
+            "layer_types": _PATTERN,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        },
+    ),
     "llama4_text": Family(model_type="llama4_text", settings={"floor_scale": 16}),
     "phi3-longrope": Family(
         model_type="phi3",
