@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
+from kvferry.shared.model.adapters.decoder import decoder_of
 from kvferry.shared.model.adapters.temperature import QUERY_SCALE
 from kvferry.shared.model.interface import DecodeAttention, PrefillObserver
 from kvferry.shared.model.prefill_attention import prefill_attention
@@ -273,7 +274,7 @@ class TransformersModel:
             if options.get("kvferry") is current:  # not a pass within this one
                 hidden.append(output.last_hidden_state[0])
 
-        hook = self._model.get_decoder().register_forward_hook(keep, with_kwargs=True)
+        hook = decoder_of(self._model).register_forward_hook(keep, with_kwargs=True)
         try:
             logits = self._run(token_ids[None], positions[None], current)[0]
         finally:

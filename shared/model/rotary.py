@@ -16,6 +16,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from kvferry.shared.model.adapters.decoder import decoder_of
+
 Layout = Literal["halves", "interleaved"]
 """The channels of pair j of R rotated channels: (j, j + R/2), or (2j, 2j + 1)."""
 
@@ -82,10 +84,7 @@ def find_key_rotation(model: Any, keys: Sequence[Tensor]) -> KeyRotation | None:
 
     Args: model: a transformers causal language model; keys: of its layers, see `probe_attention`.
     """
-    decoder = model.get_decoder()
-    rotary = getattr(decoder, "rotary_emb", None) or getattr(
-        getattr(decoder, "model", None), "rotary_emb", None
-    )
+    rotary = getattr(decoder_of(model), "rotary_emb", None)
     if not isinstance(rotary, nn.Module):
         return None
     layer_types = None

@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import nn
 
+from kvferry.shared.model.adapters.decoder import decoder_of
+
 
 def pass_arguments(model: Any) -> None:
     """Give every attention module the argument `kvferry` of its layer's call."""
-    for layer in model.get_decoder().layers:
+    for layer in decoder_of(model).layers:
         passes = _Passes()
         layer.forward = partial(_run_layer, layer.forward, passes)
         layer.self_attn.register_forward_pre_hook(partial(_add_argument, passes), with_kwargs=True)

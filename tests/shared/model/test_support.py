@@ -127,6 +127,14 @@ def test_llama_4_counts_positions_in_its_own_cache(tmp_path: Path) -> None:
     assert "past_key_values.get_seq_length" in inspect.getsource(type(attention).forward)
 
 
+def test_the_logits_of_a_llama_4_prompt_are_those_of_its_prefixes(tmp_path: Path) -> None:
+    model = load_model(FAMILIES["llama4_text"].save(tmp_path), device="cpu")
+    token_ids, rows = torch.arange(9, 49), list[torch.Tensor]()
+    model.prefill(token_ids, start=0, observer=_Observer(), on_logits=lambda first, some: rows.append(some))
+    expected = model.prefill(token_ids[:20], start=0, observer=_Observer())
+    torch.testing.assert_close(torch.cat(rows)[19].float(), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_accepted_model_types_are_those_that_tests_check() -> None:
     text_configs = [family.config().get_text_config() for family in FAMILIES.values()]
     assert {config.model_type for config in text_configs} == MODEL_TYPES
