@@ -3,10 +3,14 @@
     python benchmarks/long_answers.py [--examples 40] [--tokens 4096] [--processes 2] [--output FILE]
 
 A prompt is compressed to a tenth of its bytes. Then comes an answer as long as the prompt: filler, and at its
-end the question about the document with its right answer, fed token by token through decode's own caches.
-"exact" is how often every token of the right answer is the likeliest. With setting "aware" the prompt ends in
-the question; with "agnostic" the document is compressed before there is one. "full" reads prompt and answer
-in one pass. Bytes are counted at 16 bits a value; the shares are of the K and V of all tokens so far.
+end the question about the document with its right answer. "exact" is how often every token of the right
+answer is the likeliest. With setting "aware" the prompt ends in the question; with "agnostic" the document is
+compressed before there is one. "full" reads prompt and answer in one pass. Bytes are counted at 16 bits a
+value; the shares are of the K and V of all tokens so far.
+
+Methods with sparse attention and `rdkv` are fed token by token through decode's own caches. With dense
+attention a segment's tokens see the same rows, so they are run together, and the format selects the rows that
+stay; a test compares the two.
 """
 
 from __future__ import annotations
@@ -28,15 +32,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvferry.kernels.kivi import kivi_dequantise
+from kvferry.kernels.packed.key_words import key_tiles
+from kvferry.kernels.packed.layer import PackedLayer
+from kvferry.kernels.packed.value_rows import unpack_value_rows
 from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.formats import make_formats
-from kvferry.shared.compression.formats.interface import LayerCache
+from kvferry.shared.compression.formats.compacting import Compacting
+from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, Tensors
+from kvferry.shared.compression.formats.kivi import Kivi
+from kvferry.shared.compression.formats.packed import PackedFormat
 from kvferry.shared.compression.formats.packed_layer import PackedCache
+from kvferry.shared.compression.formats.rows import Rows
+from kvferry.shared.compression.formats.uniform import Uniform
+from kvferry.shared.compression.interface import gather_rows
 from kvferry.shared.compression.plan import REBUDGET_TOKENS, CompressionPlan, ParamValue
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.spec import ModelSpec
 from kvferry.tools.evaluation.budgets import Target, plan_for_target
 from kvferry.tools.oracle import CapturedPrompt, OneProcessGenerator, compress_prompt
 from kvferry.tools.recall import documents
@@ -46,8 +62,14 @@ from kvferry.tools.recall.vocabulary import ASSISTANT_ID, BOS_ID, END_ID, USER_I
 TASK_NAMES = ("single_needle", "multi_key_8")
 SEGMENT_TOKENS = 256
 BUDGET = Target(label="10%", kind="retention", value=Fraction(1, 10))
-AWARE = ("rocketkv", "snapkv", "rdkv")
-AGNOSTIC = ("compactor-kivi",)
+AWARE = ("snapkv", "snapkv-kivi", "rocketkv", "rdkv")
+AGNOSTIC = ("compactor", "compactor-kivi")
+_STEPPED = ("rocketkv", "rdkv")
+SIZED = (
+    *("snapkv", "pyramidkv", "adakv", "rocketkv", "compactor", "compactor-hsa"),
+    *("rocketkv-kivi", "snapkv-kivi", "compactor-kivi", "snapkv-think", "rdkv"),
+)
+"""Methods whose bytes are counted."""
 _GROUP = 5
 """Examples whose sequences take their steps in one batch."""
 
@@ -72,18 +94,17 @@ class Record:
 
     Attributes:
         exact: whether every token of the right answer was the likeliest.
-        prompt, end: bytes in use before and after the long answer, as shares of the full KV's.
+        end: bytes in use at the answer's end, as a share of the full KV's.
     """
 
     case: Case
     seed: int
     exact: bool
-    prompt: float
     end: float
 
 
-class Caches:
-    """One sequence in decode's caches."""
+class Sequence16:
+    """A compressed prompt with its size at 16 bits a value, and how far its answer has come."""
 
     def __init__(
         self, model: LanguageModel, captured: CapturedPrompt, plan: CompressionPlan, num_new: int
@@ -95,28 +116,111 @@ class Caches:
             num_layers=model.spec.num_layers,
             head_dim=model.spec.head_dim,
         )
-        resolved, tensors = compress_prompt(model.spec, resolved, captured.layers)
-        layout = sequence_layout(make_formats(model.spec, resolved))
-        self._buffer = torch.empty(layout.size_bytes, dtype=torch.uint8)
-        self.layers: list[LayerCache] = [
-            layer.place(self._buffer, its) for layer, its in zip(layout.layers, tensors, strict=True)
-        ]
+        resolved, self.tensors = compress_prompt(model.spec, resolved, captured.layers)
+        self.formats = make_formats(model.spec, resolved)
         sixteen_bits = make_formats(replace(model.spec, dtype="bfloat16"), resolved)
-        self._formats = [(fmt, fmt.prompt_bytes(its)) for fmt, its in zip(sixteen_bits, tensors, strict=True)]
+        self._sizes = [
+            (fmt, fmt.prompt_bytes(its)) for fmt, its in zip(sixteen_bits, self.tensors, strict=True)
+        ]
         self.position = len(captured.token_ids)
         self.num_appended = 0
 
     def size_bytes(self) -> int:
-        """Bytes in use, at 16 bits a value."""
+        return sum(fmt.used_bytes(self.num_appended, prompt_bytes) for fmt, prompt_bytes in self._sizes)
+
+
+class Caches(Sequence16):
+    """One sequence in decode's caches."""
+
+    def __init__(
+        self, model: LanguageModel, captured: CapturedPrompt, plan: CompressionPlan, num_new: int
+    ) -> None:
+        super().__init__(model, captured, plan, num_new)
+        layout = sequence_layout(self.formats)
+        self._buffer = torch.empty(layout.size_bytes, dtype=torch.uint8)
+        self.layers: list[LayerCache] = [
+            layer.place(self._buffer, its) for layer, its in zip(layout.layers, self.tensors, strict=True)
+        ]
+
+    def size_bytes(self) -> int:
         packed = [
             segment.layout.size_bytes
             for layer in self.layers
             if isinstance(layer, PackedCache)
             for segment in layer.segments
         ]
-        return sum(packed) + sum(
-            fmt.used_bytes(self.num_appended, prompt_bytes) for fmt, prompt_bytes in self._formats
-        )
+        return super().size_bytes() + sum(packed)
+
+
+class Blocks(Sequence16):
+    """One sequence of a method with dense attention, run a segment at a time; a prefill observer."""
+
+    def __init__(
+        self, model: LanguageModel, captured: CapturedPrompt, plan: CompressionPlan, num_new: int
+    ) -> None:
+        super().__init__(model, captured, plan, num_new)
+        self._rows = [prompt_rows(fmt, its) for fmt, its in zip(self.formats, self.tensors, strict=True)]
+
+    def history(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._rows[layer]
+
+    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        fmt = self.formats[layer]
+        if self._is_followed and isinstance(fmt, Compacting):
+            new = slice(keys.shape[1] - queries.shape[2], None)
+            observed = queries[:, :, -fmt.segments.window :]
+            index = fmt.segments.select(observed, keys[:, new], values[:, new], scaling=scaling)
+            keys, values = (
+                torch.cat([rows[:, : new.start], gather_rows(rows[:, new], index)], 1)
+                for rows in (keys, values)
+            )
+        self._rows[layer] = keys.clone(), values.clone()
+
+    def feed(self, model: TransformersModel, tokens: Sequence[int]) -> Tensor:
+        """The logits `[T, V]` after each of the tokens."""
+        found: list[Tensor] = []
+        for first in range(0, len(tokens), SEGMENT_TOKENS):
+            block = tokens[first : first + SEGMENT_TOKENS]
+            self._is_followed = first + len(block) < len(tokens)
+            num_rows = self._rows[0][0].shape[1]
+            model.skip_positions(0, self.position - num_rows)
+            model.prefill(
+                torch.tensor(block),
+                start=num_rows,
+                observer=self,
+                on_logits=lambda _, its: found.append(its),
+            )
+            self.position += len(block)
+            self.num_appended += len(block)
+        model.skip_positions(0, 0)
+        return torch.cat(found)
+
+
+def prompt_rows(fmt: LayerFormat, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """K and V `[H_kv, n, D]` of a compressed prompt, dequantised."""
+    fmt = fmt.inner if isinstance(fmt, Compacting) else fmt
+    if isinstance(fmt, Kivi):
+        return kivi_dequantise(fmt.quantised(tensors))
+    if isinstance(fmt, Uniform):
+        return _unpacked(fmt.packed(tensors))
+    assert isinstance(fmt, Rows), fmt.name
+    return tensors["keys"], tensors["values"]
+
+
+def _unpacked(packed: PackedLayer) -> tuple[Tensor, Tensor]:
+    """K and V of heads that have as many tokens each, none of them at 16 bits."""
+    keys, values = [], []
+    for head in packed.heads:
+        counts, size = head.counts, packed.layout.head_dim
+        rows = torch.zeros(counts.num_tokens, size)
+        for start, codes in key_tiles(head.key_words, counts.channels, counts.num_tokens, max_blocks=64):
+            restored = codes * head.key_scales[:, None] + head.key_minima[:, None]
+            rows[start : start + codes.shape[1], head.channels.long()] = restored.T
+        keys.append(rows)
+        codes_by_width = zip((2, 4, 8), (head.values_2, head.values_4, head.values_8), strict=True)
+        codes = torch.cat([unpack_value_rows(its, width, size) for width, its in codes_by_width])
+        values.append(codes * head.value_scales[:, None] + head.value_minima[:, None])
+    return torch.stack(keys), torch.stack(values)
 
 
 def feed(model: LanguageModel, caches: Sequence[Caches], tokens: Sequence[Sequence[int]]) -> Iterator[Tensor]:
@@ -148,18 +252,18 @@ def long_answer(example: Example, num_tokens: int, seed: int) -> list[int]:
     return [*encode(" ".join(words))[: num_tokens - len(end)], *end]
 
 
-def compressed(model: LanguageModel, captured: CapturedPrompt, case: Case, num_new: int) -> Caches:
-    """A prompt in decode's caches, within the budget."""
+def plan_of(spec: ModelSpec, case: Case, num_prompt: int, num_new: int) -> CompressionPlan:
+    """A case's plan, within the budget."""
     plan = plan_for_target(
         case.plan,
         BUDGET,
         match="kept",
-        spec=replace(model.spec, dtype="bfloat16"),
-        num_tokens=len(captured.token_ids),
+        spec=replace(spec, dtype="bfloat16"),
+        num_tokens=num_prompt,
         max_new_tokens=num_new,
     )
     assert plan is not None, f"{case.method} cannot be within {BUDGET.label} of the bytes"
-    return Caches(model, captured, plan, num_new)
+    return plan
 
 
 def measure(seeds: Sequence[int], size: int, cases: Sequence[Case]) -> list[Record]:
@@ -174,11 +278,23 @@ def measure(seeds: Sequence[int], size: int, cases: Sequence[Case]) -> list[Reco
         ]
 
 
-def _measure(model: LanguageModel, seeds: Sequence[int], size: int, cases: Sequence[Case]) -> list[Record]:
+def _measure(
+    model: TransformersModel, seeds: Sequence[int], size: int, cases: Sequence[Case]
+) -> list[Record]:
     setting, generator, records = cases[0].setting, OneProcessGenerator(model), []
-    running: list[tuple[Case, int, Caches, int]] = []
+    stepped: list[tuple[Case, int, Caches]] = []
     answers: dict[int, list[int]] = {}
     rights: dict[int, list[int]] = {}
+
+    def record(case: Case, seed: int, sequence: Sequence16, logits: Tensor) -> Record:
+        token_bytes = replace(model.spec, dtype="bfloat16").kv_token_bytes
+        return Record(
+            case=case,
+            seed=seed,
+            exact=logits[-len(rights[seed]) :].argmax(-1).tolist() == rights[seed],
+            end=sequence.size_bytes() / (sequence.position * token_bytes),
+        )
+
     for seed in seeds:
         example = TASKS[TASK_NAMES[seed % len(TASK_NAMES)]].example(num_tokens=size, seed=seed)
         answers[seed], rights[seed] = long_answer(example, size, seed), example.answer_token_ids
@@ -188,29 +304,22 @@ def _measure(model: LanguageModel, seeds: Sequence[int], size: int, cases: Seque
         captured = generator.capture(prompt)
         own = full_logits(model, captured, answers[seed][:-1], len(rights[seed]))
         full = Case(method="full", setting=setting, compacted=False)
-        records.append(
-            Record(case=full, seed=seed, exact=own.argmax(-1).tolist() == rights[seed], prompt=1.0, end=1.0)
-        )
+        exact = own.argmax(-1).tolist() == rights[seed]
+        records.append(Record(case=full, seed=seed, exact=exact, end=1.0))
         for case in cases:
-            caches = compressed(model, captured, case, size)
-            running.append((case, seed, caches, caches.size_bytes()))
-    fed = [answers[seed][:-1] for _, seed, _, _ in running]
-    last = deque(
-        feed(model, [caches for _, _, caches, _ in running], fed), maxlen=max(map(len, rights.values()))
-    )
-    likeliest = torch.stack([*last], 1).argmax(-1).tolist()
-    token_bytes = replace(model.spec, dtype="bfloat16").kv_token_bytes
-    for (case, seed, caches, prompt_bytes), tokens in zip(running, likeliest, strict=True):
-        num_prompt = caches.position - caches.num_appended
-        records.append(
-            Record(
-                case=case,
-                seed=seed,
-                exact=tokens[-len(rights[seed]) :] == rights[seed],
-                prompt=prompt_bytes / (num_prompt * token_bytes),
-                end=caches.size_bytes() / (caches.position * token_bytes),
-            )
-        )
+            plan = plan_of(model.spec, case, len(prompt), size)
+            if case.method in _STEPPED:
+                stepped.append((case, seed, Caches(model, captured, plan, size)))
+            else:
+                blocks = Blocks(model, captured, plan, size)
+                logits = blocks.feed(model, answers[seed][:-1])
+                records.append(record(case, seed, blocks, logits))
+    if stepped:
+        fed = [answers[seed][:-1] for _, seed, _ in stepped]
+        longest = max(map(len, rights.values()))
+        last = deque(feed(model, [caches for _, _, caches in stepped], fed), maxlen=longest)
+        for (case, seed, caches), logits in zip(stepped, torch.stack([*last], 1), strict=True):
+            records.append(record(case, seed, caches, logits))
     return records
 
 
@@ -240,8 +349,35 @@ def full_logits(model: LanguageModel, captured: CapturedPrompt, answer: Sequence
     return torch.cat(rows)[-count:]
 
 
+def end_shares(spec: ModelSpec, size: int) -> list[dict[str, object]]:
+    """Bytes at the end as shares of the full KV's, of every method that compacts, computed without a run.
+
+    Where bytes depend on the content, the most that they may come to.
+    """
+    sixteen_bits, rows = replace(spec, dtype="bfloat16"), []
+    for method in SIZED:
+        shares: dict[str, float] = {}
+        for name, compacted in (("compacted", True), ("all_rows", False)):
+            plan = plan_of(spec, Case(method=method, setting="aware", compacted=compacted), size, size)
+            resolved = resolve_plan(
+                plan,
+                num_prompt_tokens=size,
+                max_new_tokens=size,
+                num_layers=spec.num_layers,
+                head_dim=spec.head_dim,
+            )
+            used = 0
+            for fmt in make_formats(sixteen_bits, resolved):
+                used += fmt.used_bytes(size - 1)
+                if isinstance(fmt, PackedFormat) and fmt.rebudgeting is not None:
+                    used += fmt.rebudgeting.max_segments * fmt.rebudgeting.limit_bytes
+            shares[name] = used / ((2 * size - 1) * sixteen_bits.kv_token_bytes)
+        rows.append({"method": method, **shares})
+    return rows
+
+
 def summary(records: Sequence[Record]) -> list[dict[str, object]]:
-    """A row for each case: how often it was right, and the largest shares of bytes."""
+    """A row for each case: how often it was right, and the largest share of bytes."""
     rows: list[dict[str, object]] = []
     for case in dict.fromkeys(record.case for record in records):
         its = [record for record in records if record.case == case]
@@ -250,16 +386,27 @@ def summary(records: Sequence[Record]) -> list[dict[str, object]]:
                 **asdict(case),
                 "n": len(its),
                 "exact": statistics.fmean(record.exact for record in its),
-                "prompt_share": max(record.prompt for record in its),
                 "end_share": max(record.end for record in its),
             }
         )
     return rows
 
 
+def measured(
+    groups: Sequence[Sequence[int]], size: int, cases: Sequence[Case], *, num_processes: int
+) -> Iterator[list[Record]]:
+    """The records of each group when it is done."""
+    if num_processes == 1:
+        yield from (measure(group, size, cases) for group in groups)
+        return
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(measure, group, size, cases) for group in groups]):
+            yield done.result()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--examples", type=int, default=40, help="of all tasks together")
+    parser.add_argument("--examples", type=int, default=40, help="of all tasks together; 0 counts bytes only")
     parser.add_argument("--tokens", type=int, default=4096, help="of the prompt, and of the answer")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--methods", default="", help="only these, comma-separated")
@@ -274,16 +421,22 @@ def main() -> int:
         for setting, methods in (("aware", AWARE), ("agnostic", AGNOSTIC))
         for method in methods
         if method in wanted
-        for compacted in ((False, True) if arguments.all_rows else (True,))
+        for compacted in ((True, False) if arguments.all_rows else (True,))
     ]
+    sizes = end_shares(load_model("demo", name="demo", device="cpu").spec, arguments.tokens)
+    for row in sizes:
+        sys.stdout.write(
+            f"{row['method']:15} end {row['compacted']:6.2%}  with all rows {row['all_rows']:6.2%}\n"
+        )
     every = range(arguments.examples)
     records: list[Record] = []
-    with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
-        groups = [every[first : first + _GROUP] for first in range(0, len(every), _GROUP)]
-        for done in as_completed([pool.submit(measure, group, arguments.tokens, cases) for group in groups]):
-            records += done.result()
-            if arguments.output:
-                write(arguments, records)
+    if arguments.output:
+        write(arguments, sizes, records)
+    groups = [every[first : first + _GROUP] for first in range(0, len(every), _GROUP)]
+    for found in measured(groups, arguments.tokens, cases, num_processes=arguments.processes):
+        records += found
+        if arguments.output:
+            write(arguments, sizes, records)
     for row in summary(records):
         sys.stdout.write(
             f"{row['method']:15} {row['setting']:9} {'compacted' if row['compacted'] else 'all rows':10} "
@@ -292,18 +445,23 @@ def main() -> int:
     return 0
 
 
-def write(arguments: argparse.Namespace, records: Sequence[Record]) -> None:
+def write(
+    arguments: argparse.Namespace, sizes: Sequence[dict[str, object]], records: Sequence[Record]
+) -> None:
     """Write the result of the examples so far."""
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
     ).stdout.strip()
     command = f"--examples {arguments.examples} --tokens {arguments.tokens}"
+    command += f" --methods {arguments.methods}" * bool(arguments.methods)
+    command += " --all-rows" * arguments.all_rows
     result = {
         "command": f"python benchmarks/long_answers.py {command}",
         "commit": commit,
         "tasks": TASK_NAMES,
         "budget": BUDGET.label,
         "segment_tokens": SEGMENT_TOKENS,
+        "sizes": sizes,
         "rows": summary(records),
         "wrong": [
             {**asdict(record.case), "task": TASK_NAMES[record.seed % len(TASK_NAMES)], "seed": record.seed}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -9,14 +10,17 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtest.compression import Placed, compress_layer, formats_for, make_inputs
+from kvtest.compression import Placed, compress_layer, formats_for, make_inputs, make_spec
 from torch import Tensor
 
+from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.compacting import Compacting, Segments
+from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.plan import Budget, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.errors import InvalidRequest
+from kvferry.tools.evaluation.budgets import Target, plan_for_target
 
 TOKENS, SCALING = 100, 0.3
 ANY_SCORER = Part(name="streaming", params={"sinks": 0})
@@ -111,18 +115,32 @@ def test_there_is_room_for_every_step_and_it_grows_with_the_answer(
     assert segments.most_rows(num_appended + more) >= segments.most_rows(num_appended)
 
 
-def test_a_long_answer_grows_by_the_prompts_share() -> None:
-    resolved = resolve_plan(
-        plan_for("snapkv", budget=Budget(retention=0.1), overrides={"rebudget_tokens": 256}),
-        num_prompt_tokens=4096,
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("snapkv", "pyramidkv", "adakv", "rocketkv", "compactor", "compactor-hsa"),
+        *("rocketkv-kivi", "snapkv-kivi", "compactor-kivi", "snapkv-think", "rdkv"),
+    ],
+)
+def test_a_long_answer_at_a_tenth_of_the_bytes_holds_less_than_15_percent_at_its_end(method: str) -> None:
+    spec = make_spec(num_layers=4, num_kv_heads=2, group_size=4, head_dim=64, dtype="bfloat16")
+    plan = plan_for_target(
+        plan_for(method, overrides={"rebudget_tokens": 256}),
+        Target(label="10%", kind="retention", value=Fraction(1, 10)),
+        match="kept",
+        spec=spec,
+        num_tokens=4096,
         max_new_tokens=4096,
-        num_layers=1,
-        head_dim=64,
     )
-    (fmt,) = formats_for(resolved, make_inputs(1, group_size=4, head_dim=64))
-    full = fmt.shape.rows_bytes(8192)
-    assert max(fmt.used_bytes(n) for n in range(4096)) < 0.15 * full
-    assert resolved.layers[0].rows == 410
+    assert plan is not None
+    resolved = resolve_plan(plan, num_prompt_tokens=4096, max_new_tokens=4096, num_layers=4, head_dim=64)
+    used = 0
+    for fmt in make_formats(spec, resolved):
+        used += fmt.used_bytes(4095)
+        if isinstance(fmt, Rdkv):
+            assert fmt.rebudgeting is not None
+            used += 15 * fmt.rebudgeting.limit_bytes
+    assert 0.1 < used / (8191 * spec.kv_token_bytes) < 0.15
 
 
 @pytest.mark.parametrize(
