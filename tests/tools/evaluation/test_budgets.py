@@ -19,7 +19,6 @@ from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.tools.evaluation.budgets import (
-    full_bytes,
     kept_bytes,
     parse_target,
     plan_for_target,
@@ -141,7 +140,7 @@ def test_kept_bytes_are_those_of_the_tensors_held(model: TransformersModel, meth
     else:  # what a packed layer comes to is known once it is packed; before that, its bound
         assert 0.7 * kept < held <= kept
     if method == "full":
-        assert held == full_bytes(model.spec, len(captured.token_ids))
+        assert held == model.spec.full_bytes(len(captured.token_ids))
 
 
 def test_a_dense_method_reads_what_it_keeps_and_rocketkv_less() -> None:
