@@ -18,7 +18,8 @@ import torch
 
 from kvferry.services.decode.cuda_device import CudaDevice
 from kvferry.services.decode.step import StepDevice
-from kvferry.services.prefill.host_copies import HostCopies, host_copies
+from kvferry.services.prefill.host_copies import host_copies
+from kvferry.services.prefill.prompt_pass import HostCopies
 
 FLUSH_BYTES = 512 << 20
 COPY_BYTES = 2 << 30
