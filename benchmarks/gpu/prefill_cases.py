@@ -14,7 +14,7 @@ from decode_cases import Method
 from timing import Clock
 from torch import Tensor
 
-from kvferry.services.prefill.prompt_pass import Arrived, HostCopies
+from kvferry.services.prefill.host_copies import Arrived, HostCopies
 from kvferry.shared.compression.compress import WaitingLayer, measure_layer
 from kvferry.shared.compression.formats import compress_layer, make_formats
 from kvferry.shared.compression.formats.interface import LayerFormat, Tensors

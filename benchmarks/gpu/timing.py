@@ -18,8 +18,7 @@ import torch
 
 from kvferry.services.decode.cuda_device import CudaDevice
 from kvferry.services.decode.step import StepDevice
-from kvferry.services.prefill.host_copies import host_copies
-from kvferry.services.prefill.prompt_pass import HostCopies
+from kvferry.services.prefill.host_copies import HostCopies, host_copies
 
 FLUSH_BYTES = 512 << 20
 COPY_BYTES = 2 << 30

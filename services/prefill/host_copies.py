@@ -2,20 +2,45 @@
 
 Place in the request's path: between a layer's compression and its shipping and staging (`prompt_pass.py`). On
 CUDA the thread computes on its own stream and copies to pinned memory on a second one, which waits for the
-first. On a CPU there is nothing to copy (`HostCopies`).
+first. On a CPU there is nothing to copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from kvferry.services.prefill.prompt_pass import Arrived, HostCopies
-
 _OPERATIONS_AHEAD = 8
+
+Arrived = Callable[[], tuple[Tensor, ...]]
+"""Waits for copies and returns them."""
+
+
+class HostCopies:
+    """One thread's copies. This class serves tensors on the host, which it returns as they are.
+
+    Attributes: layers_behind: how many layers the copies may lag behind the computation.
+    """
+
+    layers_behind = 0
+
+    def scope(self) -> AbstractContextManager[object]:
+        """The context in which the thread computes; on CUDA, its own stream."""
+        return nullcontext()
+
+    def start(self, tensors: Sequence[Tensor]) -> Arrived:
+        """Begin to copy tensors, computed or still queued. They must not change until the copies are done."""
+        return lambda: tuple(tensors)
+
+    def synchronize(self) -> None:
+        """Wait until the device's queued computation is done, but not for copies."""
+
+    def pace(self) -> None:
+        """Called between operations of a long pass: wait until the device has few of them left to do, so that
+        the next ones, which may be another prompt's, begin soon."""
 
 
 class PinnedCopies(HostCopies):

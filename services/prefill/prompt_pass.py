@@ -9,13 +9,14 @@ of all layers wait on the host until the end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from kvferry.services.prefill.host_copies import HostCopies
 from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.prompt_logprobs import PromptLogprobs
 from kvferry.services.prefill.schedule import Pauses
@@ -45,34 +46,6 @@ class PassTimes:
     pack_s: float = 0.0
     history_load_s: float = 0.0
     history_store_s: float = 0.0
-
-
-Arrived = Callable[[], tuple[Tensor, ...]]
-"""Waits for copies and returns them."""
-
-
-class HostCopies:
-    """One thread's copies. This class serves tensors on the host, which it returns as they are.
-
-    Attributes: layers_behind: how many layers the copies may lag behind the computation.
-    """
-
-    layers_behind = 0
-
-    def scope(self) -> AbstractContextManager[object]:
-        """The context in which the thread computes; on CUDA, its own stream."""
-        return nullcontext()
-
-    def start(self, tensors: Sequence[Tensor]) -> Arrived:
-        """Begin to copy tensors, computed or still queued. They must not change until the copies are done."""
-        return lambda: tuple(tensors)
-
-    def synchronize(self) -> None:
-        """Wait until the device's queued computation is done, but not for copies."""
-
-    def pace(self) -> None:
-        """Called between operations of a long pass: wait until the device has few of them left to do, so that
-        the next ones, which may be another prompt's, begin soon."""
 
 
 class PromptPass:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvferry.services.prefill.prompt_pass import Arrived, HostCopies
+from kvferry.services.prefill.host_copies import Arrived, HostCopies
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey
