@@ -191,7 +191,7 @@ def test_a_packed_layer_has_room_for_its_bound_and_for_new_rows_only(
 def test_generated_tokens_that_are_packed_have_room_for_one_segment_of_rows_and_for_all_segments(
     segment, max_new_tokens, budget_tokens, returns
 ):
-    spec = make_spec(head_dim=16)
+    spec = make_spec(head_dim=16, num_layers=1)
     plan = plan_for(
         "rdkv", overrides={"rebudget_tokens": segment, "window": 9}, budget=Budget(tokens=budget_tokens)
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.bridge import TransformersModel
+from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.evaluation.config import EvalConfig
@@ -79,10 +80,10 @@ def test_served_answers_are_those_of_one_process_generation(
 class MaskedPass:
     """A plain pass over all tokens in which those after the document see only its kept rows."""
 
-    def __init__(self, kept: list[Tensor], num_document_tokens: int) -> None:
+    def __init__(self, spec: ModelSpec, kept: list[Tensor], num_document_tokens: int) -> None:
+        self.spec = spec
         self._kept = kept
         self._num_document_tokens = num_document_tokens
-        self.max_model_len = 8192
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         num_heads, length = query.shape[1:3]
@@ -115,7 +116,7 @@ def masked_logits(
             input_ids=torch.tensor([token_ids]),
             position_ids=torch.arange(len(token_ids))[None],
             use_cache=False,
-            kvferry=MaskedPass(kept, num_document_tokens),
+            kvferry=MaskedPass(model.spec, kept, num_document_tokens),
         )
     return output.logits[0].float()
 
