@@ -109,7 +109,7 @@ def main() -> None:
             continue
         before, after = (statistics.median(values[side]) for side in ("before", "after"))
         ratio = after / before if before else None
-        compared[name] = {"before": before, "after": after, "after_over_before": ratio}
+        compared[name] = {"before": before, "after": after, "after_over_before": ratio, "runs": values}
         shown = f"{ratio:.3f}" if ratio is not None else "-"
         sys.stdout.write(f"{name}: {before:g} -> {after:g} ({shown})\n")
     if options.output:

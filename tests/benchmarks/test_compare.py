@@ -56,5 +56,7 @@ def test_numbers_of_two_checkouts_are_compared_by_name(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["rates/a: 6 -> 9 (1.500)", "rows/0/n: 7 -> 7 (1.000)"]
     result = json.loads(output.read_text())
+    runs = result["numbers"]["rates/a"].pop("runs")
+    assert runs == {"before": [6, 6], "after": [9, 9]}
     assert result["numbers"]["rates/a"] == pytest.approx({"before": 6, "after": 9, "after_over_before": 1.5})
     assert len(set(result["commits"].values())) == 2
