@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.services.router.config import RouterConfig
+
 FOLDER = Path(__file__).parents[2] / "benchmarks/results/eval"
 _FULL = "100%"
 
@@ -17,7 +19,7 @@ def accuracies(name: str, setting: str) -> dict[tuple[str, str, str], float]:
     return {
         (cell["method"], cell["budget"], cell["task"]): 100 * cell["scores"]["accuracy"]
         for cell in cells
-        if cell["setting"] == setting
+        if cell["setting"] == setting and cell["scores"] is not None
     }
 
 
@@ -51,3 +53,45 @@ def test_a_window_of_32_answers_as_often_as_one_of_128_where_each_turn_selects()
     ours, papers = (found[name, "3%", "third_turn"] for name in ("rocketkv", "rocketkv:window=128"))
     assert ours >= papers - 1
     assert ours >= found["full", _FULL, "third_turn"] - 1
+
+
+TASKS = ("single_needle", "multi_key_8", "qa_facts", "third_turn")
+
+
+def mean(found: dict[tuple[str, str, str], float], method: str, budget: str) -> float:
+    """Of the four tasks."""
+    return sum(found[method, budget, task] for task in TASKS) / len(TASKS)
+
+
+@pytest.mark.parametrize(
+    ("folder", "setting", "method", "budget", "points"),
+    [
+        ("readme", "aware", "rdkv", "1%", 1),
+        ("readme", "aware", "rdkv", "2.5%", 1),
+        ("readme", "agnostic", "compactor-rdkv", "5%", 1),
+        ("readme", "agnostic", "compactor-rdkv", "2.5%", 1.5),
+        ("rocketkv-read", "aware", "rocketkv", "3%", 1),
+    ],
+)
+def test_the_documented_choices_are_near_the_full_cache(
+    folder: str, setting: str, method: str, budget: str, points: float
+) -> None:
+    found = accuracies(folder, setting)
+    assert mean(found, method, budget) >= mean(found, "full", _FULL) - points
+
+
+@pytest.mark.parametrize("budget", ["25%", "10%", "5%", "2.5%", "1%"])
+def test_the_default_is_nowhere_below_another_method_by_more_than_the_noise(budget: str) -> None:
+    """3 points of 100 questions; the standard error of a difference is about 2."""
+    found = accuracies("readme", "aware")
+    default = RouterConfig().default_method
+    for (method, of_budget, task), accuracy in found.items():
+        if of_budget == budget:
+            assert found[default, budget, task] >= accuracy - 3, (method, task)
+
+
+def test_the_last_of_five_turns_is_near_the_full_cache() -> None:
+    afresh = accuracies("five-turns", "aware")
+    assert afresh["rdkv", "2.5%", "fifth_turn"] >= afresh["full", _FULL, "fifth_turn"] - 1
+    once = accuracies("five-turns-agnostic", "agnostic")
+    assert once["compactor-kivi", "5%", "fifth_turn"] >= once["full", _FULL, "fifth_turn"] - 3
