@@ -90,9 +90,9 @@ def _served(redis_url: str, history_bytes: int) -> Iterator[str]:
 
 
 def _turn(
-    client: httpx.Client, messages: list[dict[str, str]], session_id: str
+    client: httpx.Client, messages: list[dict[str, str]], session_id: str, *, number: int = 1
 ) -> tuple[float, dict[str, Any]]:
-    """Seconds from sending a turn to its first token, and its `kv`.
+    """Seconds from sending the session's turn of this number to its first token, and its `kv`.
 
     Each session has a key of its own, so that none begins with another's KV.
     """
@@ -112,7 +112,17 @@ def _turn(
             if not first_s and any(choice["delta"].get("content") for choice in event["choices"]):
                 first_s = time.perf_counter() - begin_s
             kv = event.get("kv", kv)
+    _wait_recorded(client, session_id, number, headers)
     return first_s, kv
+
+
+def _wait_recorded(client: httpx.Client, session_id: str, number: int, headers: dict[str, str]) -> None:
+    """Wait until the session has a turn that has ended, so that the next turn finds the memory free."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while client.get(f"/v1/sessions/{session_id}", headers=headers).json().get("turns", 0) < number:
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"session {session_id} has fewer than {number} turns after {TIMEOUT_S:.0f} s")
+        time.sleep(0.01)
 
 
 def _measure(client: httpx.Client, num_tokens: int, repeat: int) -> dict[str, tuple[float, dict[str, Any]]]:
@@ -127,7 +137,7 @@ def _measure(client: httpx.Client, num_tokens: int, repeat: int) -> dict[str, tu
         _turn(client, [first], session)
         if source == "redis":
             _turn(client, [filler], f"filler-{repeat}")  # takes the place of the session in memory
-        measured[source] = _turn(client, [second], session)
+        measured[source] = _turn(client, [second], session, number=2)
     whole = [first, {"role": "assistant", "content": "ok"}, second]
     measured["recomputed"] = _turn(client, whole, f"recomputed-{repeat}")
     return measured
