@@ -60,9 +60,12 @@ CompletionEvent = ChoiceDelta | CompletionEnd | KvferryError
 class Completion:
     """One request's choices.
 
-        session ─► prompt ─► turns ─► end ─► history returned ─► commit ─► session free
-        └─────────── cancelled if the client leaves ───┘└── goes on without the client ───┘
+        session ─► prompt ─► turns ─► record committed ─► end ─► history returned ─► published ─► session free
+        └─ cancelled if the client leaves ─┘└───────────── goes on without the client ─────────────┘
                           └─ a session's stream is cut off instead: it ends with what was delivered
+
+    The record is committed before the client gets the end of its answer, so whoever has the answer finds the
+    turn in its session. The history follows; a turn whose history is lost is prefilled again.
 
     Attributes:
         arrival_s: on the clock of `time.perf_counter`.
@@ -91,6 +94,9 @@ class Completion:
         self._implicit: ImplicitTurn | None = None
         self._prompt_stored = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._recording: asyncio.Task[None] | None = None
+        """Commits the record, then ends the answer; started when the last token is there."""
+        self._committed = False
         self._closed = False
         """The client has its last event, or has left: nothing more goes into `events`."""
         self._log = structlog.get_logger(__name__).bind(request_id=self.request_id)
@@ -101,9 +107,10 @@ class Completion:
     def cancel(self) -> None:
         """The client left. A completion that has ended goes on to its commit, and so does what a session's
         stream has delivered."""
-        if not self._closed and not self._cut_off(None) and self._task is not None:
-            self._close(None)
-            self._task.cancel()
+        if self._closed or self._recording is not None or self._cut_off(None) or self._task is None:
+            return
+        self._close(None)
+        self._task.cancel()
 
     async def run(self) -> None:
         try:
@@ -165,9 +172,9 @@ class Completion:
                     with_logprobs=request.num_alternatives is not None,
                 )
             )
-        await self._run_choices(prompt)
+        await self._run_choices(prompt, lease, record)
         if lease is not None:
-            await self._commit(lease, record, prompt)
+            await self._publish(lease, prompt)
 
     def _turn_request(
         self,
@@ -200,7 +207,9 @@ class Completion:
 
     # ---- turns -------------------------------------------------------------------------------------------
 
-    async def _run_choices(self, prompt: Prompt) -> None:
+    async def _run_choices(
+        self, prompt: Prompt, lease: SessionLease | None, record: SessionRecord | None
+    ) -> None:
         """Run all turns to their ends. At the deadline, or after `cancel`, a session's stream has a little
         more time to return the delivered tokens to the history."""
         failed: tuple[KvferryError | BaseExceptionGroup[KvferryError], ...] = ()
@@ -210,7 +219,7 @@ class Completion:
                 try:
                     async with asyncio.TaskGroup() as group:
                         for choice in self.choices:
-                            group.create_task(self._run_choice(choice, prompt))
+                            group.create_task(self._run_choice(choice, prompt, lease, record))
                 except* KvferryError as failures:
                     failed = failures.exceptions
                 finally:
@@ -238,7 +247,9 @@ class Completion:
         self._close(error)
         return True
 
-    async def _run_choice(self, choice: Choice, prompt: Prompt) -> None:
+    async def _run_choice(
+        self, choice: Choice, prompt: Prompt, lease: SessionLease | None, record: SessionRecord | None
+    ) -> None:
         if self._implicit is not None and choice.index > 0:
             # The first choice computes the prompt's KV, and the others reuse it where it is.
             await self._prompt_stored.wait()
@@ -262,7 +273,12 @@ class Completion:
                     case Finished(reason=reason):
                         for delta in choice.end(reason):
                             self.events.put_nowait(delta)
-                        self._choice_finished()
+                        if all(choice.turn.finish_reason is not None for choice in self.choices):
+                            if lease is None:
+                                self._end()
+                            else:
+                                commit = self._record(lease, record, prompt)
+                                self._recording = self.services.runner.tasks.start(commit, name="record")
 
     async def _show_prompt(self, choice: Choice, prompt: Prompt) -> None:
         """Decode the prompt's tokens and put them before the first token, where the request wants that."""
@@ -293,8 +309,21 @@ class Completion:
         for key, its_address in self.services.implicit.add(implicit, address) if stored else []:
             await runner.drop(key, prefill_address=its_address)
 
-    def _choice_finished(self) -> None:
-        if self._closed or any(choice.turn.finish_reason is None for choice in self.choices):
+    async def _record(self, lease: SessionLease, before: SessionRecord | None, prompt: Prompt) -> None:
+        """Make the turn part of its session, then end the answer."""
+        try:
+            await self._commit(lease, before, prompt)
+        except KvferryError as error:
+            self._close(error)
+            raise
+        except BaseException:
+            self._close(internal_error())
+            raise
+        self._end()
+
+    def _end(self) -> None:
+        """Every choice has its last token: count the request and give the client its last event."""
+        if self._closed:
             return
         metrics, model, first = self.services.metrics, self.model.name, self.choices[0].turn.stats.first
         assert first is not None, "a turn that has finished has a first token"
@@ -328,28 +357,30 @@ class Completion:
         return kv_report(self._plan, self._quality, self.num_prompt_tokens, stats)
 
     async def _commit(self, lease: SessionLease, before: SessionRecord | None, prompt: Prompt) -> None:
-        """Publish the staged history, then the record."""
         choice, stats = self.choices[0], self.choices[0].turn.stats
-        is_current = await lease.is_current()
         request, earlier = self.request, before.prefill_addresses if before is not None else ()
         pin, ttl_s = request.session_pin, request.session_ttl_s
         if before is not None:
             pin, ttl_s = before.pin if pin is None else pin, before.ttl_s if ttl_s is None else ttl_s
-        await self.services.runner.publish(
-            lease.key, stats, prompt.token_ids, is_current=is_current, pin=bool(pin)
+        record = replace(
+            prompt.record(self.model, tuple(stats.token_ids), choice.text),
+            turns=(before.turns if before is not None else 0) + 1,
+            last_plan={name: value for name, value in self.kv().items() if name != "kept"},
+            prefill_addresses=tuple(dict.fromkeys((stats.prefill_address, *earlier))),
+            created_at_s=before.created_at_s if before is not None else self.services.clock(),
+            decode_address=stats.decode_address,
+            ttl_s=ttl_s or 0.0,
+            pin=bool(pin),
         )
-        record = prompt.record(self.model, tuple(stats.token_ids), choice.text)
-        committed = await lease.commit(
-            replace(
-                record,
-                turns=(before.turns if before is not None else 0) + 1,
-                last_plan={name: value for name, value in self.kv().items() if name != "kept"},
-                prefill_addresses=tuple(dict.fromkeys((stats.prefill_address, *earlier))),
-                created_at_s=before.created_at_s if before is not None else self.services.clock(),
-                decode_address=stats.decode_address,
-                ttl_s=ttl_s or 0.0,
-                pin=bool(pin),
-            )
-        )
-        if not committed:
+        self._committed = await lease.commit(record)
+        if not self._committed:
             self._log.warning("turn was not added to its session: it was deleted or taken over")
+
+    async def _publish(self, lease: SessionLease, prompt: Prompt) -> None:
+        """Publish the staged history, unless the turn is not part of its session."""
+        assert self._recording is not None, "every turn has ended"
+        await asyncio.shield(self._recording)
+        is_current = self._committed and await lease.is_current()
+        pin = is_current and lease.record is not None and lease.record.pin
+        stats = self.choices[0].turn.stats
+        await self.services.runner.publish(lease.key, stats, prompt.token_ids, is_current=is_current, pin=pin)

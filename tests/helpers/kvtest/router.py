@@ -73,16 +73,13 @@ class Stack:
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"kvferry_{name}", labels) or 0.0
 
-    async def ended(self, session_id: str, turns: int, key: str = "key-a") -> None:
-        """Wait until a session has had so many turns: its record follows the last chunk."""
-        async with asyncio.timeout(30.0):
-            while True:
-                response = await self.http.get(
-                    f"/v1/sessions/{session_id}", headers={"Authorization": f"Bearer {key}"}
-                )
-                if response.status_code == 200 and response.json()["turns"] == turns:
-                    return
-                await asyncio.sleep(0.01)
+    async def has_turns(self, session_id: str, turns: int, key: str = "key-a") -> None:
+        """A session has had so many turns: its record is there no later than the answer."""
+        response = await self.http.get(
+            f"/v1/sessions/{session_id}", headers={"Authorization": f"Bearer {key}"}
+        )
+        assert response.status_code == 200, response.text
+        assert response.json()["turns"] == turns
 
     def keyed(self, api_key: str) -> openai.AsyncOpenAI:
         return self.client.with_options(api_key=api_key)

@@ -40,7 +40,7 @@ async def exported(stack: Any) -> dict[str, Any]:
     """The file of a session of two turns."""
     await say(stack, "the red castle .")
     await say(stack, "what is the pin ?")
-    await stack.ended("s", 2)
+    await stack.has_turns("s", 2)
     return (await export(stack)).json()
 
 
@@ -130,7 +130,7 @@ async def test_a_key_keeps_so_many_sessions(start_stack: Any) -> None:
     stack = await start_stack(max_sessions_per_key=2)
     file = await exported(stack)
     await say(stack, "the old mill .", "t")
-    await stack.ended("t", 1)
+    await stack.has_turns("t", 1)
     with pytest.raises(openai.RateLimitError, match="2 sessions; the limit is 2"):
         await say(stack, "the barn .", "u")
     assert (await put(stack, file, session_id="u")).status_code == 429
@@ -143,7 +143,7 @@ async def test_a_key_keeps_so_many_sessions(start_stack: Any) -> None:
 async def test_a_key_keeps_so_many_tokens(start_stack: Any) -> None:
     stack = await start_stack(max_history_tokens_per_key=40)
     await say(stack, "the red castle . the old mill . the barn . the bridge .")
-    await stack.ended("s", 1)
+    await stack.has_turns("s", 1)
     with pytest.raises(openai.RateLimitError, match="the limit for all is 40"):
         await say(
             stack, "the red castle . the old mill . the barn . the bridge . the harbor . the school .", "t"

@@ -32,7 +32,7 @@ async def test_a_conversation_moves_between_routers_and_survives_their_restart(
     ):
         await say(alone, content)
         await say(stack, content)
-        await stack.ended("s", turn)
+        await stack.has_turns("s", turn)
     await one.close()
     await other.close()
     third = await start_stack(history_redis=redis_server.url)
@@ -66,7 +66,7 @@ async def test_documents_and_deletion_reach_every_router(start_stack: Any, redis
     one, other = [await start_stack(history_redis=redis_server.url) for _ in range(2)]
     await one.http.post("/v1/documents", json={"text": "the pin is 4 2 .", "id": "d"}, headers=A)
     await say(other, "what is the pin ?", document_ids=["d"])
-    await other.ended("s", 1)
+    await other.has_turns("s", 1)
     assert (await one.http.delete("/v1/sessions/s", headers=A)).status_code == 200
     assert (await other.http.get("/v1/sessions/s", headers=A)).status_code == 404
     assert (await one.http.get("/v1/documents", headers=A)).json()["data"][0]["id"] == "d"
@@ -77,7 +77,7 @@ async def test_the_server_goes_on_without_redis_and_says_what_it_cannot(
 ) -> None:
     stack = await start_stack(history_redis=redis_server.url)
     await say(stack, "the red castle .")
-    await stack.ended("s", 1)
+    await stack.has_turns("s", 1)
     redis_server.kill()
     assert (await say(stack, "what is the pin ?")).kv["reused_tokens"] > 0
     assert stack.metric("session_store_events_total", event="offline") >= 1
