@@ -26,6 +26,7 @@ from kvferry.services.decode.step import LaunchedStep, StepDevice, StepInput, St
 from kvferry.shared.cache.arena import Allocation
 from kvferry.shared.control.messages import FinishReason, GenerationFinished, TokenGenerated
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
+from kvferry.shared.heartbeat import FRESH_S, Heartbeat
 from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.sampling.params import SampledToken
@@ -93,7 +94,7 @@ class DecodeEngine:
         self._last_step_s = clock()
         self._stopping = False
         self._failed_steps = 0
-        self._heartbeat_s = clock()
+        self.heartbeat = Heartbeat(clock, model.device.type)
         self._thread = threading.Thread(target=self._run, name="kvferry-decode-engine", daemon=True)
 
     def start(self) -> None:
@@ -127,8 +128,17 @@ class DecodeEngine:
 
     def healthy(self, heartbeat_timeout_s: float) -> bool:
         """Whether the loop has a recent heartbeat and not every recent step failed."""
-        fresh = self._clock() - self._heartbeat_s < heartbeat_timeout_s
+        fresh = self._clock() - self.heartbeat.last_s < heartbeat_timeout_s
         return self._thread.is_alive() and fresh and self._failed_steps < _MAX_FAILED_STEPS
+
+    @property
+    def is_wedged(self) -> bool:
+        """See `Heartbeat.is_wedged`; for the sweeper's thread."""
+        heartbeat = self.heartbeat
+        if heartbeat.waits or self._clock() - heartbeat.last_s < FRESH_S:
+            heartbeat.mark = None
+            return False
+        return heartbeat.is_wedged(self._thread)
 
     # ---- the engine's thread -----------------------------------------------------------------------------
 
@@ -149,9 +159,11 @@ class DecodeEngine:
         """Wait until there is something to do. Returns False when the engine must stop."""
         with self._condition:
             while not (self._stopping or self._inbox or self._waiting or self._running):
-                self._heartbeat_s = self._clock()
+                self.heartbeat.last_s = self._clock()
+                self.heartbeat.waits = True
                 self._condition.wait(_IDLE_WAIT_S)
-            self._heartbeat_s = self._clock()
+            self.heartbeat.last_s = self._clock()
+            self.heartbeat.waits = False
             return not self._stopping
 
     def _iterate(self) -> None:

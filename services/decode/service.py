@@ -97,6 +97,7 @@ class DecodeService:
         self._metrics = metrics
         self._instance_id = secrets.token_hex(8)
         self._closed = False
+        self._is_wedged = False
         self._arena = ByteArena(
             arena_size_bytes(config, model.device), model.device, clock=clock, observer=self._show_arena
         )
@@ -162,7 +163,11 @@ class DecodeService:
     @property
     def is_ready(self) -> bool:
         """Whether the engine is healthy and the service not closed. Any thread may call this."""
-        return not self._closed and self._engine.healthy(self._config.heartbeat_timeout_s)
+        return (
+            not self._closed
+            and not self._is_wedged
+            and self._engine.healthy(self._config.heartbeat_timeout_s)
+        )
 
     async def start(self) -> None:
         """Listen for blocks, start the engine and the lease sweeper."""
@@ -357,16 +362,29 @@ class DecodeService:
         self._retained.close()
 
     def _sweep(self) -> None:
-        """Free the memory of leases that have ended. It has its own thread, so this works even if the event
-        loop or the engine is stuck."""
+        """Free the memory of leases that have ended, and give up the requests of a wedged engine. It has its
+        own thread, so this works even if the event loop or the engine is stuck."""
         while not self._stop_sweeping.wait(self._sweep_interval_s):
             try:
                 self._retained.expire()
                 self._reservations.expire(self._clock(), self._metrics.leases_expired.inc)
+                self._give_up_if_wedged()
                 if not self._reservations.all():
                     self._arena.check_integrity()
             except Exception:
                 _log.exception("sweep failed")
+
+    def _give_up_if_wedged(self) -> None:
+        """End the streams of a wedged engine, so that other workers can go on with them. The engine frees
+        their memory if it ever continues."""
+        is_wedged = self._engine.is_wedged
+        if is_wedged != self._is_wedged:
+            _log.error("the decode engine is wedged" if is_wedged else "the decode engine works again")
+        self._is_wedged = is_wedged
+        for sequence in self._reservations.all() if is_wedged else ():
+            if not sequence.cancelled:
+                message = "the decode engine makes no progress; its requests are given up"
+                sequence.events.put(WorkerUnavailable(message, reason="wedged"))
 
     def _show_arena(self, bytes_by_state: dict[str, int]) -> None:
         for state in ARENA_STATES:

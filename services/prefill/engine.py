@@ -7,8 +7,10 @@ for the acknowledgement, and commits history when the router asks for it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import InvalidStateError
 
 import structlog
 import torch
@@ -23,6 +25,7 @@ from kvferry.services.prefill.schedule import Pauses, Schedule, Started
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
 from kvferry.shared.control.messages import FirstToken
 from kvferry.shared.errors import CapacityExceeded, KvferryError, WorkerUnavailable
+from kvferry.shared.heartbeat import FRESH_S, Heartbeat
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
@@ -96,7 +99,8 @@ class PrefillEngine:
         self._schedule = Schedule()
         self._stopping = False
         self._history_endpoint = ""
-        self._last_progress_s: float | None = None
+        self.heartbeat = Heartbeat(clock, model.device.type)
+        self._has_worked = False
         self._thread = threading.Thread(target=self._loop, name="kvferry-prefill-engine", daemon=True)
 
     def start(self, history_endpoint: str) -> None:
@@ -119,8 +123,17 @@ class PrefillEngine:
     @property
     def ready(self) -> bool:
         """Whether a layer or a probe has finished recently."""
-        last_s = self._last_progress_s
-        return self._thread.is_alive() and last_s is not None and self._clock() - last_s < _READY_TIMEOUT_S
+        is_recent = self._clock() - self.heartbeat.last_s < _READY_TIMEOUT_S
+        return self._thread.is_alive() and self._has_worked and is_recent
+
+    @property
+    def is_wedged(self) -> bool:
+        """See `Heartbeat.is_wedged`; for the service's sweeper."""
+        heartbeat = self.heartbeat
+        if heartbeat.waits or self._clock() - heartbeat.last_s < FRESH_S:
+            heartbeat.mark = None
+            return False
+        return heartbeat.is_wedged(self._thread)
 
     @property
     def num_waiting(self) -> int:
@@ -158,6 +171,7 @@ class PrefillEngine:
     def _loop(self) -> None:
         try:
             with torch.inference_mode(), self._copies.scope():
+                self.heartbeat.waits = False
                 self._probe()
                 while (started := self._next()) is not None:
                     self._run(started)
@@ -171,7 +185,9 @@ class PrefillEngine:
         while True:
             with self._condition:
                 if not self._stopping and not self._schedule.has_waiting:
+                    self.heartbeat.waits = True
                     self._condition.wait(_PROBE_INTERVAL_S)
+                    self.heartbeat.waits = False
                 if self._stopping:
                     return None
                 started = self._schedule.start_next(self._clock())
@@ -182,6 +198,7 @@ class PrefillEngine:
     def _pause(self, job: PrefillJob) -> None:
         """Between two operations of a long pass: end it if it was cancelled; run a job that overtakes it."""
         job.check_cancelled()
+        self.heartbeat.last_s = self._clock()
         self._copies.pace()
         if not self._schedule.has_waiting or self._stopping:
             return
@@ -197,7 +214,8 @@ class PrefillEngine:
         self._progress()
 
     def _progress(self) -> None:
-        self._last_progress_s = self._clock()
+        self.heartbeat.last_s = self._clock()
+        self._has_worked = True
 
     def _layer_done(self, started: Started, layer: int) -> None:
         started.fraction = (layer + 1) / self._model.spec.num_layers
@@ -226,8 +244,9 @@ class PrefillEngine:
             log.exception("prefill failed", request_id=job.request.request_id)
             self._give_up(job, KvferryError(f"request {job.request.request_id} failed in prefill"))
         else:
-            job.first.set_result(first)
-            is_whole = True
+            with contextlib.suppress(InvalidStateError):  # given up as wedged
+                job.first.set_result(first)
+                is_whole = True
         finally:
             with self._condition:
                 self._schedule.finish(self._clock(), is_whole=is_whole)
@@ -240,7 +259,11 @@ class PrefillEngine:
     def _prefill(self, started: Started) -> FirstToken:
         job, spec = started.job, self._model.spec
         request, is_long = job.request, job.resolved.num_prompt_tokens >= LONG_TOKENS
-        self.turns.begin(job)
+        self.heartbeat.waits = True
+        try:
+            self.turns.begin(job)
+        finally:
+            self.heartbeat.waits = False
         layers = PromptPass(
             job,
             model=self._model,
@@ -248,6 +271,7 @@ class PrefillEngine:
             pauses=Pauses(lambda: self._pause(job)),
             open_transfer=lambda measured: self._open(job, measured),
             progress=lambda layer: self._layer_done(started, layer),
+            heartbeat=self.heartbeat,
             # Without the time for which it is overtaken.
             clock=(lambda: started.ran_s(self._clock())) if is_long else self._clock,
         )

@@ -3,8 +3,9 @@ that it continues: what is cached of its prompt, and what decode retains of it."
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 
 import structlog
 
@@ -123,9 +124,10 @@ class PrefillJob:
         self._abandon(error.reason)
 
     def fail(self, error: KvferryError) -> None:
-        """Free everything, then pass the error to the waiting request."""
+        """Free everything, then pass the error to the waiting request, unless it has one already."""
         self._abandon(error.reason)
-        self.first.set_exception(error)
+        with contextlib.suppress(InvalidStateError):
+            self.first.set_exception(error)
 
     def _abandon(self, reason: str) -> None:
         """End the transfer and the staged turn, if they are attached. Idempotent."""

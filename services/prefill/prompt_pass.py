@@ -28,6 +28,7 @@ from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured
 from kvferry.shared.errors import HistoryMiss
+from kvferry.shared.heartbeat import Heartbeat
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.telemetry import stage
@@ -72,12 +73,14 @@ class PromptPass:
         pauses: Pauses,
         open_transfer: Callable[[ResolvedPlan], OutgoingTransfer],
         progress: Callable[[int], None],
+        heartbeat: Heartbeat,
         clock: Callable[[], float],
     ) -> None:
         """Args:
         pauses: interrupt a long pass while it computes, but not while it loads, ships or stages.
         open_transfer: called once, with the plan to ship.
         progress: called after each layer, with its number.
+        heartbeat: told of waits for stored history and for room in the send buffer.
         """
         self.times = PassTimes()
         self.positions: dict[int, Positions | None] = {}
@@ -91,6 +94,7 @@ class PromptPass:
         self._pauses = pauses
         self._open_transfer = open_transfer
         self._progress = progress
+        self._heartbeat = heartbeat
         self._clock = clock
         self._measured = is_measured(job.resolved)
         self._waiting: dict[int, WaitingLayer] = {}
@@ -143,6 +147,7 @@ class PromptPass:
 
     def _load(self, turn: StagedTurn, layer: int) -> tuple[Tensor, Tensor] | None:
         begin_s = self._clock()
+        self._heartbeat.waits = True
         try:
             loaded = turn.load(layer)
             if loaded is not None:
@@ -152,6 +157,7 @@ class PromptPass:
             self._hand_over(0)
             raise
         finally:
+            self._heartbeat.waits = False
             self.times.history_load_s += self._clock() - begin_s
         return loaded
 
@@ -262,4 +268,8 @@ class PromptPass:
         """Ship and stage the copied tensors of all but the last `layers_behind` layers."""
         per_layer = 1 if self._job.turn is None or self._measured else 2
         while len(self._leaving) > layers_behind * per_layer:
-            self._leaving.popleft()()
+            self._heartbeat.waits = True
+            try:
+                self._leaving.popleft()()
+            finally:
+                self._heartbeat.waits = False

@@ -104,6 +104,7 @@ class PrefillService:
             clock=clock,
         )  # fmt: skip
         self._server: BlockServer | None = None
+        self._is_wedged = False
         self._jobs: set[PrefillJob] = set()
         self._waiters = ThreadPoolExecutor(_MAX_ACKNOWLEDGEMENT_WAITERS, "kvferry-prefill-acknowledgement")
         self._sweeper: asyncio.Task[None] | None = None
@@ -118,8 +119,9 @@ class PrefillService:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a layer or a probe has finished recently. Any thread may call this."""
-        return self._engine.ready
+        """Whether a layer or a probe has finished recently, and the engine is not wedged. Any thread may call
+        this."""
+        return self._engine.ready and not self._is_wedged
 
     async def start(self) -> None:
         """Listen for returned history, start the engine and the sweeper of expired staged turns."""
@@ -338,10 +340,22 @@ class PrefillService:
         job.cancel(error)
 
     async def _sweep(self) -> None:
-        """Periodically drop expired staged turns."""
+        """Periodically drop expired staged turns, and give up the requests of a wedged engine."""
         while True:
             await asyncio.sleep(min(_SWEEP_INTERVAL_S, self._config.turn_lease_s / 10))
+            self._give_up_if_wedged()
             expired = self._store.sweep()
             if expired:
                 log.warning("staged turns expired", count=expired)
             self._receiver.prune()
+
+    def _give_up_if_wedged(self) -> None:
+        is_wedged = self._engine.is_wedged
+        if is_wedged != self._is_wedged:
+            log.error("the prefill engine is wedged" if is_wedged else "the prefill engine works again")
+        self._is_wedged = is_wedged
+        for job in tuple(self._jobs) if is_wedged else ():
+            message = "the prefill engine makes no progress; its requests are given up"
+            error = WorkerUnavailable(message, reason="wedged")
+            self._cancel(job, error)
+            job.fail(error)

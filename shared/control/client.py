@@ -31,8 +31,9 @@ from kvferry.shared.errors import InvalidRequest, WorkerUnavailable
 from kvferry.shared.telemetry import carrier
 
 _OPTIONS = (
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_time_ms", 10_000),
+    # Not `grpc.keepalive_timeout_ms`, which has no effect: gRPC waits this long for the answer to any ping.
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -90,7 +91,12 @@ class _Client:
         self, start: Callable[..., Any], method: Method, request: Any, timeout_s: float, request_id: str
     ) -> AsyncGenerator[Any, None]:
         """A call that is cancelled on leaving, and whose failures are raised as errors of ours."""
-        call = start(method.request.encode(request), timeout=timeout_s, metadata=_metadata(request_id))
+        try:
+            call = start(method.request.encode(request), timeout=timeout_s, metadata=_metadata(request_id))
+        except grpc.aio.UsageError:
+            raise WorkerUnavailable(
+                f"the connection to {self._address} was closed", reason="closed"
+            ) from None
         try:
             yield call
         except InvalidRequest as error:

@@ -46,6 +46,7 @@ class Worker(Generic[ClientT]):
     """One worker as this router sees it.
 
         unknown ──status──► up ──missed status, lost turn──► down ──status──► up
+                                                              └─ missed again: its turns are given up
 
     Attributes:
         status: the last one; None while the worker is down.
@@ -240,13 +241,13 @@ class WorkerPool(Generic[ClientT]):
         self._changed.set()
 
     async def _poll(self, worker: Worker[ClientT]) -> None:
-        try:
-            async with asyncio.timeout(self._status_timeout_s):
-                status = await worker.client.status(timeout_s=self._status_timeout_s)
-        except (KvferryError, TimeoutError) as error:
-            if worker.status is not None:
-                self._log.warning("worker down", address=worker.address, error=str(error))
-            worker.status = None
+        status = await self._status_of(worker)
+        if status is None and worker.in_flight:
+            # One answer may be late on a busy machine; after two the turns go on elsewhere.
+            status = await self._status_of(worker)
+            if status is None:
+                await self._give_up_turns(worker)
+        if status is None:
             return
         if worker.instance_id and worker.instance_id != status.instance_id:
             self._log.warning("worker restarted", address=worker.address, instance_id=status.instance_id)
@@ -255,6 +256,24 @@ class WorkerPool(Generic[ClientT]):
         worker.instance_id = status.instance_id
         worker.model = status.model
         worker.status = status
+
+    async def _status_of(self, worker: Worker[ClientT]) -> WorkerStatus | None:
+        """Ask once; without an answer the worker is down."""
+        try:
+            async with asyncio.timeout(self._status_timeout_s):
+                return await worker.client.status(timeout_s=self._status_timeout_s)
+        except (KvferryError, TimeoutError) as error:
+            if worker.status is not None:
+                self._log.warning("worker down", address=worker.address, error=str(error))
+            worker.status = None
+            return None
+
+    async def _give_up_turns(self, worker: Worker[ClientT]) -> None:
+        """Connect anew: closing the connection ends the worker's streams, and their turns are replayed."""
+        if self._disconnect is not None:
+            self._log.warning("worker's turns are given up", address=worker.address, turns=worker.in_flight)
+            silent, worker.client = worker.client, self._connect(worker.address)
+            await self._disconnect(silent)
 
 
 def _load(worker: Worker[ClientT]) -> tuple[int, int]:

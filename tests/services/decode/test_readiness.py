@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
-from kvferry.shared.errors import KvferryError
+from kvferry.shared.errors import KvferryError, WorkerUnavailable
 
 
 async def test_a_worker_whose_steps_all_fail_is_not_ready_until_one_succeeds(harness, request_of):
@@ -44,6 +45,51 @@ async def test_a_worker_whose_engine_is_stuck_is_not_ready(harness, request_of):
     assert not (await made.service.status(timeout_s=1)).ready
     release.set()
     assert len(await task) == 8
+
+
+@pytest.fixture
+def short_stall(monkeypatch):
+    monkeypatch.setattr("kvferry.shared.heartbeat.STALL_S", 0.4)
+
+
+@pytest.mark.usefixtures("short_stall")
+async def test_a_wedged_engine_gives_up_its_requests_and_frees_them_when_it_goes_on(harness, request_of):
+    made = await harness()
+    stuck, release = threading.Event(), threading.Event()
+
+    def block(token_ids):
+        stuck.set()
+        release.wait(20)
+
+    made.model.before_step = block
+    running = asyncio.create_task(made.tokens(request_of()))
+    await asyncio.to_thread(stuck.wait, 20)
+    with pytest.raises(WorkerUnavailable, match="no progress") as given_up:
+        await asyncio.wait_for(running, 5)
+    assert given_up.value.reason == "wedged"
+    assert not made.service.is_ready
+    release.set()
+    assert await made.arena_is_free()
+    made.model.before_step = lambda token_ids: None
+    assert len(await made.tokens(request_of())) == 8
+    await asyncio.sleep(0.2)  # the sweeper's next look
+    assert made.service.is_ready
+
+
+@pytest.mark.usefixtures("short_stall")
+async def test_a_busy_engine_is_not_wedged_however_long_its_step_takes(harness, request_of):
+    made = await harness()
+    seen = []
+
+    def compute(token_ids):
+        until_s = time.thread_time() + 1.0
+        while time.thread_time() < until_s:
+            sum(range(1000))
+        seen.append(made.service.is_ready)
+
+    made.model.before_step = compute
+    assert len(await made.tokens(request_of(max_tokens=3))) == 3
+    assert seen == [True, True]
 
 
 async def test_status_tells_identity_load_and_memory(harness, request_of, ticket_of):

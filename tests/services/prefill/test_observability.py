@@ -13,7 +13,7 @@ from torch import Tensor
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import method_names, plan_for
 from kvferry.shared.control.messages import CommitTurnRequest, SessionKey
-from kvferry.shared.errors import TransferFailed
+from kvferry.shared.errors import TransferFailed, WorkerUnavailable
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
@@ -124,6 +124,36 @@ async def test_status_names_the_worker_and_is_ready_once_the_engine_has_worked(h
 def short_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.services.prefill.engine._READY_TIMEOUT_S", 0.3)
     monkeypatch.setattr("kvferry.services.prefill.engine._PROBE_INTERVAL_S", 0.05)
+
+
+async def test_a_wedged_engine_gives_up_its_requests(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.shared.heartbeat.STALL_S", 0.4)
+    harness.model.hold.clear()
+    running = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
+    await harness.eventually(harness.model.entered.is_set)
+    waiting = asyncio.create_task(harness.run(harness.request(make_prompt(30))))
+    for task in (running, waiting):
+        with pytest.raises(WorkerUnavailable, match="no progress"):
+            await asyncio.wait_for(task, 10)
+    assert not harness.service.is_ready
+    harness.model.hold.set()
+    await harness.run(harness.request(make_prompt(20)))
+    await harness.eventually(lambda: harness.service.is_ready)
+
+
+@pytest.mark.parametrize("prefill_options", [{"buffer_bytes": 4096}])
+async def test_a_prompt_that_waits_for_room_in_the_send_buffer_is_not_wedged(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.shared.heartbeat.STALL_S", 0.4)
+    harness.sink.gate.clear()  # decode takes nothing
+    running = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
+    await asyncio.sleep(3.0)
+    assert harness.service.is_ready
+    harness.sink.gate.set()
+    await running
 
 
 @pytest.mark.usefixtures("short_readiness")

@@ -1,0 +1,59 @@
+"""Whether a worker's engine is wedged: its thread makes no progress, does not compute, and waits for nothing
+that would end by itself.
+
+Written by the engine's thread, read by its service, which then gives up the engine's requests. A busy engine
+is never wedged, however long one operation takes: the thread's processor time tells them apart. On a GPU it
+does not, because the thread sleeps while the device computes; there the limit is longer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+STALL_S = 4.0
+"""How long an engine's thread may neither make progress nor compute."""
+GPU_STALL_S = 30.0
+"""Likewise where a device computes."""
+FRESH_S = 0.25
+"""Nobody looks closer at an engine whose progress is as recent as this."""
+_COMPUTES_S = 0.001
+
+
+class Heartbeat:
+    """One engine's signs of life.
+
+    Attributes:
+        last_s: when the engine last made progress; the engine assigns it.
+        waits: whether the engine waits for work, or for something that has a time limit of its own; the
+            engine assigns it.
+        mark: the last progress and the thread's processor time when it was first seen without either, and
+            when that was.
+    """
+
+    def __init__(self, clock: Callable[[], float], device_type: str) -> None:
+        self.last_s = clock()
+        self.waits = True
+        self._clock = clock
+        self._device_type = device_type
+        self.mark: tuple[float, float, float] | None = None
+
+    def is_wedged(self, thread: threading.Thread) -> bool:
+        """Whether the engine is wedged, asked a few times a second while `waits` is false and the progress is
+        not recent; otherwise `mark` must be reset.
+
+        Args: thread: the engine's.
+        """
+        if thread.ident is None or not thread.is_alive():
+            return False
+        now_s = self._clock()
+        used_s = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+        if (
+            self.mark is None
+            or self.mark[0] != self.last_s
+            or (self._device_type == "cpu" and used_s - self.mark[1] > _COMPUTES_S)
+        ):
+            self.mark = (self.last_s, used_s, now_s)
+            return False
+        return now_s - self.mark[2] >= (STALL_S if self._device_type == "cpu" else GPU_STALL_S)
