@@ -238,7 +238,9 @@ class OneProcessGenerator:
         new_ids = torch.tensor(prompt_token_ids[reused:], device=self._model.device)
         logits = self._model.prefill(new_ids, start=reused, observer=prefill)
 
-        sampler = SequenceSampler(sampling, tuple(prompt_token_ids), spec.vocab_size)
+        sampler = SequenceSampler(
+            sampling, tuple(prompt_token_ids), spec.vocab_size, eos_token_ids=spec.eos_token_ids
+        )
         tokens = [sampler.sample(logits)]
         decode = OracleDecode(spec, *prefill.finish())
         stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(spec.eos_token_ids))

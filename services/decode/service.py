@@ -260,7 +260,12 @@ class DecodeService:
             measured_limit_bytes(layout) if is_measured(plan) else layout.size_bytes
             for plan, layout in zip(plans, layouts, strict=True)
         ]
-        sampler = SequenceSampler(request.sampling, request.prompt_token_ids, self._spec.vocab_size)
+        sampler = SequenceSampler(
+            request.sampling,
+            request.prompt_token_ids,
+            self._spec.vocab_size,
+            eos_token_ids=self._spec.eos_token_ids,
+        )
         assembler = self._assembler(request)
         model_ends = () if request.sampling.ignore_eos else self._spec.eos_token_ids
         events = EventStream()
@@ -342,7 +347,7 @@ class DecodeService:
         sampling = request.sampling
         if not sampling.stop:
             return None
-        assembler = TextAssembler(self._tokenizer, sampling.stop)
+        assembler = TextAssembler(self._tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
         for token_id in request.prompt_token_ids[len(request.prompt_token_ids) - sampling.first_index :]:
             assembler.push(token_id)
         return assembler

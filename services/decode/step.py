@@ -323,7 +323,9 @@ class StepRunner:
     @property
     def runs_ahead(self) -> bool:
         """Whether the batch's next step may be launched before this one's tokens are read."""
-        return self._step is not None and self._step.is_captured
+        if self._step is None or self._slots is None:
+            return False
+        return self._step.is_captured and not self._slots.sampler.needs_tokens
 
     @property
     def spare_slot(self) -> int | None:

@@ -59,7 +59,12 @@ class PrefillJob:
         self.request = request
         self.resolved = request.ticket.plan
         self.formats = make_formats(spec, self.resolved)
-        self.sampler = SequenceSampler(request.sampling, request.prompt_token_ids, spec.vocab_size)
+        self.sampler = SequenceSampler(
+            request.sampling,
+            request.prompt_token_ids,
+            spec.vocab_size,
+            eos_token_ids=spec.eos_token_ids,
+        )
         self.submitted_s = submitted_s
         self.work = 0.0
         self.owner = request.session.owner if request.session is not None else ""

@@ -21,7 +21,8 @@ class TextDelta:
 
     Attributes:
         text: text to deliver now.
-        stopped: a stop string is complete; `text` ends before it, and it is the last text.
+        stopped: a stop string is complete; `text` ends before it, or with it where that is wanted, and it is
+            the last text.
         token_text: what the token adds to the text, delivered or not, including stop strings; "" for special
             tokens and for those that end inside a character (the token that completes the character adds all
             of it).
@@ -44,12 +45,23 @@ class TextAssembler:
 
     Args:
         stop: stop strings, none of them empty.
+        min_tokens: stop strings are searched in the text of later tokens only.
+        includes_stop: whether the text has the stop string that ended it.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        stop: tuple[str, ...] = (),
+        *,
+        min_tokens: int = 0,
+        includes_stop: bool = False,
+    ) -> None:
         assert all(stop), "a stop string is empty"
         self._tokenizer = tokenizer
         self._stop = stop
+        self._includes_stop = includes_stop
+        self._num_unsearched = min_tokens if stop else 0
         self._window: list[int] = []
         self._num_context = 0
         self._context_text = ""
@@ -106,12 +118,17 @@ class TextAssembler:
 
     def _release(self) -> str:
         """Remove from the undelivered text, and return, the part in which no stop string can begin."""
-        if not self._stop:
+        if not self._stop or self._num_unsearched > 0:
+            self._num_unsearched -= 1
             text, self._undelivered = self._undelivered, ""
             return text
-        matches = [at for s in self._stop if (at := self._undelivered.find(s)) >= 0]
+        matches = [
+            (at, at + len(s) * self._includes_stop)
+            for s in self._stop
+            if (at := self._undelivered.find(s)) >= 0
+        ]
         if matches:
-            text, self._undelivered, self._stopped = self._undelivered[: min(matches)], "", True
+            text, self._undelivered, self._stopped = self._undelivered[: min(matches)[1]], "", True
             return text
         keep = max((_overlap(self._undelivered, s) for s in self._stop), default=0)
         cut = len(self._undelivered) - keep

@@ -19,18 +19,36 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvferry.shared.errors import ConfigurationError, InvalidRequest, UnsupportedModel
 from kvferry.shared.model.checkpoint import quiet_libraries, read_eos_token_ids, resolve_model_path
 
-Message = Mapping[str, str]
-"""`role` and `content`, both text."""
+Message = Mapping[str, Any]
+"""`role` and `content`, both text, and the `TEMPLATE_FIELDS` that it has, as chat templates expect them."""
+
+TEMPLATE_FIELDS = ("name", "tool_call_id", "tool_calls", "reasoning_content")
+"""What a message may have besides; a chat template uses all, some or none of them."""
 
 _BASE_ROLES = ("system", "user", "assistant")
 _TEMPLATE_ROLES = ("tool", "function", "ipython")
 _ALIASES = {"developer": "system"}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class ChatMessage(NamedTuple):
+    """A message as sessions record it.
+
+    Attributes: fields: JSON of its `TEMPLATE_FIELDS`, in that order; empty without any.
+    """
+
+    role: str
+    content: str
+    fields: str = ""
+
+    def for_template(self) -> Message:
+        more = json.loads(self.fields) if self.fields else {}
+        return {"role": self.role, "content": self.content, **more}
 
 
 def normalize_role(role: str) -> str:
@@ -58,6 +76,9 @@ class ChatTokenizer:
         self._template: str | None = tokenizer.get_chat_template() if tokenizer.chat_template else None
         named = tuple(r for r in _TEMPLATE_ROLES if re.search(rf"['\"]{r}['\"]", self._template or ""))
         self._roles = (*_BASE_ROLES, *named)
+        template = self._template or ""
+        self.template_fields = frozenset(f for f in TEMPLATE_FIELDS if re.search(rf"\b{f}\b", template))
+        """The `TEMPLATE_FIELDS` that the chat template uses."""
         self.eos_token_ids = eos_token_ids
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -118,9 +139,10 @@ class ChatTokenizer:
 
         Returns: None if the template does not contain that content exactly once.
         """
-        sentinel = _unused([message["content"] for message in messages], "\ufdd2")
+        sentinel = _unused(messages, "\ufdd2")
         replaced = [dict(message) for message in messages]
-        replaced[index]["content"] = sentinel
+        # Generated text includes tool calls and thoughts; only what the template writes after it is wanted.
+        replaced[index] = {"role": messages[index]["role"], "content": sentinel}
         text, marker = self._render_text(replaced)
         if text.count(sentinel) != 1:
             return None
@@ -147,18 +169,25 @@ class ChatTokenizer:
     def _render_text(self, messages: Sequence[Message]) -> tuple[str, str]:
         """The template's text, and the marker at which it must be split before tokenizing."""
         self._check_messages(messages)
-        marker = _unused([message["content"] for message in messages], "\ufdd0")
+        marker = _unused(messages, "\ufdd0")
         prepared = [
-            {"role": normalize_role(m["role"]), "content": self._mark(m["content"], marker)} for m in messages
+            {name: self._mark(value, marker) for name, value in message.items()}
+            | {"role": normalize_role(message["role"])}
+            for message in messages
         ]
         return self._apply_template(prepared), marker
 
-    def _mark(self, content: str, marker: str) -> str:
+    def _mark(self, value: Any, marker: str) -> Any:
+        """The value with every spelling of a special token in its texts interrupted."""
         if self._spelled_special is None:
-            return content
-        return self._spelled_special.sub(lambda match: match.group(0) + marker, content)
+            return value
+        if isinstance(value, str):
+            return self._spelled_special.sub(lambda match: match.group(0) + marker, value)
+        if isinstance(value, dict):
+            return {self._mark(key, marker): self._mark(item, marker) for key, item in value.items()}
+        return [self._mark(item, marker) for item in value] if isinstance(value, list) else value
 
-    def _apply_template(self, messages: list[dict[str, str]]) -> str:
+    def _apply_template(self, messages: list[dict[str, Any]]) -> str:
         from jinja2 import TemplateError
 
         try:
@@ -171,14 +200,14 @@ class ChatTokenizer:
                 param=param,
             ) from error
 
-    def _template_text(self, messages: list[dict[str, str]]) -> str:
+    def _template_text(self, messages: list[dict[str, Any]]) -> str:
         return str(
             self._tokenizer.apply_chat_template(
                 messages, chat_template=self._template, tokenize=False, add_generation_prompt=True
             )
         )
 
-    def _first_rejected(self, messages: list[dict[str, str]], error: type[Exception]) -> int:
+    def _first_rejected(self, messages: list[dict[str, Any]], error: type[Exception]) -> int:
         """Index of the message that the template refuses, by bisection over the length."""
         low, high = 1, len(messages)
         while low < high:
@@ -217,13 +246,13 @@ class RecordedConversation:
     """A conversation as text and as the token ids that were really used.
 
     Attributes:
-        messages: (role, text), including the last completion.
+        messages: including the last completion.
         token_ids: prompt and completion of the last turn.
         assistant_ends: for each assistant message of `messages`, in order: the number of `token_ids` up to
             the end of its content; 0 if its ids are not known, because a client wrote it.
     """
 
-    messages: tuple[tuple[str, str], ...]
+    messages: tuple[ChatMessage, ...]
     token_ids: tuple[int, ...]
     assistant_ends: tuple[int, ...]
 
@@ -243,7 +272,7 @@ class RenderedConversation:
 
 
 def render_conversation(
-    tokenizer: ChatTokenizer, messages: Sequence[Message], *, recorded: RecordedConversation | None = None
+    tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], *, recorded: RecordedConversation | None = None
 ) -> RenderedConversation:
     """The prompt of a whole conversation, reusing recorded ids up to the last recorded answer in it.
 
@@ -253,29 +282,30 @@ def render_conversation(
 
     Raises: InvalidRequest for roles that the template refuses.
     """
-    num_assistants = sum(message["role"] == "assistant" for message in messages)
+    shown = [message.for_template() for message in messages]
+    num_assistants = [message.role for message in messages].count("assistant")
     match = _last_match(messages, recorded) if recorded is not None else None
     if recorded is not None and match is not None:
         index, rank = match
         reused = recorded.token_ids[: recorded.assistant_ends[rank]]
-        rest = tokenizer.render_after(messages, index, last_token_id=reused[-1])
+        rest = tokenizer.render_after(shown, index, last_token_id=reused[-1])
         if rest is not None:
             ends = recorded.assistant_ends[: rank + 1]
             return RenderedConversation(
                 token_ids=(*reused, *rest), assistant_ends=ends + (0,) * (num_assistants - len(ends))
             )
     return RenderedConversation(
-        token_ids=tuple(tokenizer.render(messages)), assistant_ends=(0,) * num_assistants
+        token_ids=tuple(tokenizer.render(shown)), assistant_ends=(0,) * num_assistants
     )
 
 
-def _last_match(messages: Sequence[Message], recorded: RecordedConversation) -> tuple[int, int] | None:
+def _last_match(messages: Sequence[ChatMessage], recorded: RecordedConversation) -> tuple[int, int] | None:
     """Index among all messages, and among assistant messages, of the last one whose ids can be reused."""
     found, rank = None, -1
-    for index, (message, (role, text)) in enumerate(zip(messages, recorded.messages, strict=False)):
-        if (normalize_role(message["role"]), message["content"]) != (normalize_role(role), text):
+    for index, (message, other) in enumerate(zip(messages, recorded.messages, strict=False)):
+        if message[1:] != other[1:] or normalize_role(message.role) != normalize_role(other.role):
             break
-        if role == "assistant":
+        if message.role == "assistant":
             rank += 1
             if recorded.assistant_ends[rank] > 0:
                 found = (index, rank)
@@ -292,8 +322,10 @@ def _spelling(special: list[Any]) -> re.Pattern[str] | None:
     return re.compile(rf"(?s)(?=(?:{'|'.join(spellings)})).") if spellings else None
 
 
-def _unused(texts: list[str], character: str) -> str:
-    """A string of Unicode noncharacters that none of the texts contains."""
+def _unused(messages: Sequence[Message], character: str) -> str:
+    """A string of Unicode noncharacters that none of the messages contains."""
+    texts = [message["content"] for message in messages]
+    texts += [json.dumps(message, ensure_ascii=False) for message in messages if len(message) > 2]
     candidate = character * 2
     while any(candidate in text for text in texts):
         candidate += character

@@ -15,6 +15,7 @@ class SamplingParams:
     Attributes:
         max_tokens: N, at least 1; includes the first token, which prefill samples.
         temperature: 0 is greedy (the lowest index wins a tie).
+        min_tokens: how many tokens come before an id or a text may end the completion.
         top_k: 0 is off.
         seed: a signed 64-bit integer; the router draws one if the client gives none, so a replay is exact.
         logprobs: how many alternatives to report per token; None reports no logprobs at all.
@@ -27,6 +28,7 @@ class SamplingParams:
     """
 
     max_tokens: int
+    min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0

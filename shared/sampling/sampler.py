@@ -28,11 +28,13 @@ class Flavour:
 
     Attributes:
         draws: a temperature above 0; truncates: top_k or top_p; penalises: a bias or a penalty.
+        masks: tokens that may not come next.
     """
 
     draws: bool
     truncates: bool
     penalises: bool
+    masks: bool = False
 
     @classmethod
     def of(cls, batch: Sequence[SamplingParams]) -> Flavour:
@@ -147,7 +149,8 @@ class SequenceSampler:
     2. `logit_bias` is added;
     3. repetition penalty over prompt and completion: positive logits are divided by it, others multiplied;
     4. presence and frequency penalties over the completion: minus presence * [count > 0], minus
-       frequency * count;
+       frequency * count; then the ids that may not come next have no probability: those that end the
+       completion, for `min_tokens`;
     5. temperature 0 takes the argmax now, the lowest index of equal ones; else logits / temperature;
     6. `top_k` selects the k most likely tokens;
     7. `top_p` selects, of these, the most likely ones until their probabilities reach top_p, including the
@@ -165,12 +168,20 @@ class SequenceSampler:
         prompt_token_ids: the whole prompt, including history. Its last `params.first_index` tokens count as
             completion tokens.
         vocab_size: V.
+        eos_token_ids: those that end the completion, beside the parameters' own.
 
     Raises:
         InvalidRequest: a prompt token or a `logit_bias` id is outside the vocabulary.
     """
 
-    def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        vocab_size: int,
+        *,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
         self.params = params
         self.next_index = params.first_index
         self._vocab_size = vocab_size
@@ -179,6 +190,18 @@ class SequenceSampler:
         self._flavour = Flavour.of([params])
         self._numbers = numbers_of([params])
         self._penalties = self._first_penalties(prompt_token_ids) if self._flavour.penalises else None
+        self._end_ids = [*eos_token_ids, *params.stop_token_ids]
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some ids may not be the next token."""
+        return self.next_index < self.params.min_tokens
+
+    def mask(self) -> Tensor:
+        """Which ids may be the next token: bool `[V]` on the host."""
+        allowed = torch.ones(self._vocab_size, dtype=torch.bool)
+        allowed[self._end_ids] = False
+        return allowed
 
     def sample(self, logits: Tensor) -> SampledToken:
         """Draw the next token and record it.
@@ -196,6 +219,10 @@ class SequenceSampler:
         wide = raw[None]
         if self._penalties is not None:
             wide = self._penalties.apply(wide, self._numbers)
+        if self.is_masked:
+            wide = wide.masked_fill(~self.mask(), -torch.inf)
+            if not wide.max().isfinite():
+                raise self.refusal()
         uniforms = torch.tensor(self.uniforms(1, at=self.next_index), dtype=torch.float64)
         return self.accept(int(draw(wide, self._numbers, uniforms, self._flavour)), raw)
 
@@ -296,6 +323,8 @@ class BatchSampler:
         self._uniforms = torch.zeros(num_slots, AHEAD_TOKENS, dtype=torch.float64, device=device)
         self._next = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._penalties: Penalties | None = None
+        self._masks: Tensor | None = None
+        self._masked: dict[int, SequenceSampler] = {}
         self._flavours: dict[int, Flavour] = {}
         self._drawing: dict[int, _Drawing] = {}
 
@@ -307,7 +336,13 @@ class BatchSampler:
             draws=any(its.draws for its in every),
             truncates=any(its.truncates for its in every),
             penalises=any(its.penalises for its in every),
+            masks=bool(self._masked),
         )
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether a token must be known before the next one can be drawn."""
+        return bool(self._masked)
 
     def place(self, slot: int, sampler: SequenceSampler) -> None:
         """Place a sequence in its current state."""
@@ -319,15 +354,21 @@ class BatchSampler:
             sampler.copy_penalties(self._penalties, slot)
         if flavour.draws:
             self._drawing[slot] = _Drawing(sampler=sampler, next_index=sampler.next_index)
+        if sampler.is_masked:
+            self._masked[slot] = sampler
+            if self._masks is None:
+                self._masks = torch.ones(self._size, dtype=torch.bool, device=self._device)
 
     def remove(self, slot: int) -> None:
         """Empty a slot."""
         del self._flavours[slot]
         self._drawing.pop(slot, None)
+        self._unmask(slot)
         self._numbers[:, slot].copy_(numbers_of([GREEDY])[:, 0], non_blocking=True)
 
     def refill(self) -> None:
-        """Provide the uniform numbers of the next step. Called on the host before every step."""
+        """Provide what the next step needs: uniform numbers, and which tokens may come. Called on the host
+        before every step."""
         for slot, drawing in self._drawing.items():
             if drawing.num_ahead == 0:
                 ahead = drawing.sampler.uniforms(AHEAD_TOKENS, at=drawing.next_index)
@@ -336,6 +377,21 @@ class BatchSampler:
                 drawing.next_index += AHEAD_TOKENS
                 drawing.num_ahead = AHEAD_TOKENS
             drawing.num_ahead -= 1
+        if self._masked:
+            self._show_masks()
+
+    def _show_masks(self) -> None:
+        assert self._masks is not None, "there is a masked sequence"
+        for slot, sampler in list(self._masked.items()):
+            if sampler.is_masked:
+                self._masks[slot].copy_(sampler.mask(), non_blocking=True)
+            else:
+                self._unmask(slot)
+
+    def _unmask(self, slot: int) -> None:
+        if self._masked.pop(slot, None) is not None:
+            assert self._masks is not None, "the slot was masked"
+            self._masks[slot].fill_(True)
 
     def sample(self, logits: Tensor, active: Tensor, flavour: Flavour) -> tuple[Tensor, Tensor]:
         """Draw a token for each of the first slots, and record those of active slots.
@@ -345,6 +401,9 @@ class BatchSampler:
             flavour: the parts of sampling that any of these slots may need.
         Returns: int64 `[S]`; bool `[S]`, whether a token can be drawn from the logits.
         """
+        if flavour.masks:
+            assert self._masks is not None, "a sequence was masked when the step was made"
+            logits = logits.masked_fill(~self._masks[: len(logits)], -torch.inf)
         valid = logits.amax(1).isfinite()
         if not flavour.penalises and not flavour.draws:
             return logits.argmax(1), valid

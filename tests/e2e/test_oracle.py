@@ -157,3 +157,23 @@ def test_compressed_methods_equal_their_one_process_selves(
         sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
         expected = generator.generate(ids, plan=plan, sampling=sampling)
         assert tokens == texts(tokenizer, [token.token_id for token in expected])
+
+
+def test_answers_of_min_tokens_equal_their_one_process_selves_beside_others(
+    stack: Any, prompts: list[list[int]], tokenizer: ChatTokenizer, demo_model_dir: Path
+) -> None:
+    model = load_model(str(demo_model_dir), name="demo", device="cpu", dtype="float32", max_model_len=0)
+    given = [(ids, min_tokens) for ids in prompts[8:12] for min_tokens in (0, 2, 11)]
+
+    def answer(one: tuple[list[int], int]) -> list[str]:
+        fields = {"min_tokens": one[1], "kv_compression": {"method": "full"}}
+        return complete(stack.base_url, one[0], stream=True, **fields)
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(answer, given))
+    for (ids, min_tokens), tokens in zip(given, answers, strict=True):
+        sampling = SamplingParams(max_tokens=MAX_TOKENS, min_tokens=min_tokens, temperature=0.0)
+        expected = OneProcessGenerator(model).generate(ids, plan=plan_for("full"), sampling=sampling)
+        assert tokens == texts(tokenizer, [token.token_id for token in expected])
+        assert len(tokens) > min_tokens
+    assert any(len(tokens) < 11 for tokens in answers)

@@ -22,7 +22,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from kvferry.services.router.api.answers import ChatCompletion, TextCompletion
-from kvferry.services.router.completion.choice import TokenLogprob
+from kvferry.services.router.completion.batch import CompletionBatch
+from kvferry.services.router.completion.choice import Choice, TokenLogprob
 from kvferry.services.router.completion.completion import Completion, CompletionEvent
 from kvferry.services.router.completion.requests import ChatRequest, TextRequest
 from kvferry.services.router.completion.services import Services
@@ -40,6 +41,8 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_MAX_CHOICES = 128
+"""Of a request with several prompts."""
 _DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -89,17 +92,46 @@ def _complete(request: Request, services: Services, body: ChatRequest | TextRequ
     model, session = named_model(services, body.model), _session(request, body)
     record: RequestRecord = request.state.record
     record.fields |= {"stream": bool(body.stream), "session": session is not None}
-    completion = Completion(
-        services=services,
-        request=body,
-        model=model,
-        owner=request.state.owner,
-        session=session,
-        request_id=record.request_id,
-        arrival_s=record.arrival_s,
-    )
+    parts = [
+        Completion(
+            services=services,
+            request=part,
+            model=model,
+            owner=request.state.owner,
+            session=session,
+            request_id=record.request_id,
+            arrival_s=record.arrival_s,
+            first_index=first_index,
+        )
+        for first_index, part in _parts(body, session)
+    ]
+    completion: Completion | CompletionBatch = parts[0]
+    if len(parts) > 1:
+        assert isinstance(body, TextRequest), "chats have one prompt"
+        completion = CompletionBatch(body, parts)
     completion.start()
     return CompletionResponse(completion, record=record, keepalive_s=services.config.keepalive_s)
+
+
+def _parts(
+    body: ChatRequest | TextRequest, session: SessionKey | None
+) -> list[tuple[int, ChatRequest | TextRequest]]:
+    """A request for each prompt, and the number of its first choice."""
+    if isinstance(body, ChatRequest):
+        return [(0, body)]
+    n, prompts = body.n or 1, body.prompts
+    if len(prompts) == 1:
+        return [(0, body)]
+    if session is not None:
+        raise InvalidRequest(
+            f"prompt has {len(prompts)} prompts; with a session it must have one", param="prompt"
+        )
+    if len(prompts) * n > _MAX_CHOICES:
+        raise InvalidRequest(
+            f"prompt has {len(prompts)} prompts with {n} choices each; there may be {_MAX_CHOICES} choices",
+            param="prompt",
+        )
+    return [(n * index, body.model_copy(update={"prompt": prompt})) for index, prompt in enumerate(prompts)]
 
 
 def _session(request: Request, body: ChatRequest | TextRequest) -> SessionKey | None:
@@ -130,7 +162,9 @@ class CompletionResponse(Response):
         keepalive_s: a stream that is silent for this long sends a comment.
     """
 
-    def __init__(self, completion: Completion, *, record: RequestRecord, keepalive_s: float) -> None:
+    def __init__(
+        self, completion: Completion | CompletionBatch, *, record: RequestRecord, keepalive_s: float
+    ) -> None:
         super().__init__()
         self._completion = completion
         self._request = completion.request
@@ -145,6 +179,8 @@ class CompletionResponse(Response):
             "model": completion.model.name,
             "system_fingerprint": f"kvferry-{completion.model.fingerprint[:16]}",
         }
+        ignored = self._request.ignored_fields
+        self._more_headers = {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         respond = self._send_stream(send) if self._request.stream else self._send_object(scope, receive, send)
@@ -163,16 +199,31 @@ class CompletionResponse(Response):
                 raise event
             entries.setdefault(event.index, []).extend(event.logprobs or ())
         choices = []
+        extras: dict[str, Any] = {}
         for choice in self._completion.choices:
             content: dict[str, Any] = {"text": choice.text}
             if self._is_chat:
                 content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+            if self._request.return_token_ids:
+                content["token_ids"] = choice.turn.stats.token_ids
+            # Chats have one prompt, and name what belongs to it once.
+            (extras if self._is_chat else content).update(self._of_prompt(choice))
             logprobs = None if self._request.num_alternatives is None else entries.get(choice.index, [])
-            if isinstance(self._request, TextRequest) and self._request.prompt_logprobs is not None:
-                assert self._completion.prompt_tokens is not None, "it comes before the choice's end"
-                content["prompt_logprobs"] = self._completion.prompt_tokens.by_id
             choices.append(self._choice(choice.index, content, logprobs, choice.turn.finish_reason))
-        await JSONResponse({**self._head, "choices": choices, **event})(scope, receive, send)
+        answer = JSONResponse(
+            {**self._head, "choices": choices, **extras, **event}, headers=self._more_headers
+        )
+        await answer(scope, receive, send)
+
+    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+        """What the request wants to know of the choice's prompt."""
+        fields: dict[str, Any] = {}
+        if self._request.return_token_ids:
+            fields["prompt_token_ids"] = choice.turn.request.prompt_token_ids
+        if self._request.prompt_logprobs is not None:
+            assert choice.prompt_tokens is not None, "it comes before the choice's end"
+            fields["prompt_logprobs"] = choice.prompt_tokens.by_id
+        return fields
 
     def _choice(
         self,
@@ -193,7 +244,8 @@ class CompletionResponse(Response):
         first = await self._next_event()
         if isinstance(first, KvferryError):
             raise first
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        more = [(name.encode(), value.encode()) for name, value in self._more_headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS + more})
         async with aclosing(self._chunks(first)) as chunks:
             async for chunk in chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -224,23 +276,34 @@ class CompletionResponse(Response):
                 yield _DONE
                 return
             else:
-                if self._is_chat and event.index not in begun:
-                    begun.add(event.index)
+                extras: dict[str, Any] = {}
+                is_first = event.index not in begun
+                begun.add(event.index)
+                if is_first and self._is_chat:
                     role = {"delta": {"role": "assistant", "content": "", "refusal": None}}
                     yield self._chunk([self._choice(event.index, role)])
                 content: dict[str, Any] = {"text": event.text}
                 if self._is_chat:
                     has_text = event.text or event.finish_reason is None
                     content = {"delta": {"content": event.text} if has_text else {}}
+                if self._request.return_token_ids:
+                    content["token_ids"] = event.token_ids
+                    if is_first:
+                        of_prompt = self._of_prompt(self._completion.choice(event.index))
+                        (extras if self._is_chat else content).update(of_prompt)
                 num_ended += event.finish_reason is not None
-                is_last = num_ended == len(self._completion.choices)
-                extras = {"kv": self._completion.kv()} if is_last and not wants_usage else {}
+                if num_ended == self._completion.num_choices and not wants_usage:
+                    extras["kv"] = self._completion.kv()
                 choice = self._choice(event.index, content, event.logprobs, event.finish_reason)
                 yield self._chunk([choice], **extras)
             event = await self._next_event()
 
     def _chunk(self, choices: list[dict[str, Any]], **extras: Any) -> bytes:
-        usage = {"usage": None} if self._request.includes_usage else {}
+        usage: dict[str, Any] = {}
+        if self._request.includes_usage:
+            options = self._request.stream_options
+            each = options is not None and options.continuous_usage_stats
+            usage["usage"] = self._completion.usage() if each else None
         return _event({**self._head, "choices": choices, **usage, **extras})
 
     def _note(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NotRequired
+from typing import TYPE_CHECKING, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -21,6 +21,9 @@ from kvferry.shared.control.messages import FinishReason, HistorySource
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.sampling.params import SampledToken
+
+if TYPE_CHECKING:
+    from kvferry.services.router.completion.prompt_tokens import PromptTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +45,12 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceDelta:
-    """What one event adds to a choice."""
+    """What one event adds to a choice. `token_ids` are of tokens, whose text may come later."""
 
     index: int
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None
+    token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
 
 
@@ -102,10 +106,20 @@ class Choice:
 
     Attributes:
         text: the completion so far, as delivered, after the prompt where the request wants it echoed.
+        prompt_tokens: the prompt's own, from the first token on, where the request wants their logprobs.
+
+    Args: with_logprobs, with_token_ids: whether each token has a delta, even without text.
     """
 
     def __init__(
-        self, index: int, turn: Turn, assembler: TextAssembler, timer: RequestTimer, *, with_logprobs: bool
+        self,
+        index: int,
+        turn: Turn,
+        assembler: TextAssembler,
+        timer: RequestTimer,
+        *,
+        with_logprobs: bool = False,
+        with_token_ids: bool = False,
     ) -> None:
         self.index = index
         self.turn = turn
@@ -113,6 +127,8 @@ class Choice:
         self._assembler = assembler
         self._timer = timer
         self._with_logprobs = with_logprobs
+        self._with_token_ids = with_token_ids
+        self.prompt_tokens: PromptTokens | None = None
         self._offset = 0
         self._last_token_s: float | None = None
 
@@ -134,9 +150,10 @@ class Choice:
             logprob = token.logprob if token.logprob is not None else 0.0
             entries = (TokenLogprob(text=delta.token_text, logprob=logprob, offset=self._offset, top=top),)
             self._offset += len(delta.token_text)
-        if not (delta.text or entries):
+        token_ids = (token.token_id,) if self._with_token_ids else ()
+        if not (delta.text or entries or token_ids):
             return None
-        return ChoiceDelta(index=self.index, text=delta.text, logprobs=entries)
+        return ChoiceDelta(index=self.index, text=delta.text, logprobs=entries, token_ids=token_ids)
 
     def end(self, reason: FinishReason) -> Iterator[ChoiceDelta]:
         """The text held back, if any, and the choice's end."""

@@ -25,7 +25,7 @@ from kvferry.services.router.completion.choice import (
 )
 from kvferry.services.router.completion.documents import NamedDocuments
 from kvferry.services.router.completion.inputs import Preamble, Prompt
-from kvferry.services.router.completion.prompt_tokens import PromptTokens, prompt_tokens
+from kvferry.services.router.completion.prompt_tokens import prompt_tokens
 from kvferry.services.router.completion.requests import (
     ChatRequest,
     TextRequest,
@@ -69,8 +69,8 @@ class Completion:
 
     Attributes:
         arrival_s: on the clock of `time.perf_counter`.
+        first_index: of its choices, where they are part of a response's.
         events: deltas, then one CompletionEnd or one error.
-        prompt_tokens: the prompt's own, from the first token on, where the request wants their logprobs.
     """
 
     services: Services
@@ -80,12 +80,12 @@ class Completion:
     session: SessionKey | None
     request_id: str
     arrival_s: float
+    first_index: int = 0
 
     def __post_init__(self) -> None:
         self.events: asyncio.Queue[CompletionEvent] = asyncio.Queue()
         self.choices: list[Choice] = []
         self.num_prompt_tokens = 0
-        self.prompt_tokens: PromptTokens | None = None
         self.timer = RequestTimer(self.services.metrics, self.model.name, self.arrival_s)
         self._deadline_s = asyncio.get_running_loop().time() + self.services.config.request_timeout_s
         self._limit: asyncio.Timeout | None = None
@@ -165,11 +165,12 @@ class Completion:
                 turn = replace(turn, session=implicit.key_of(index), prefer_prefill=addresses)
             self.choices.append(
                 Choice(
-                    index,
+                    self.first_index + index,
                     Turn(services.runner, replace(turn, sampling=with_seed_of(turn.sampling, index))),
-                    services.prompts.assembler(request.stop_strings),
+                    services.prompts.assembler(request),
                     self.timer,
                     with_logprobs=request.num_alternatives is not None,
+                    with_token_ids=bool(request.return_token_ids),
                 )
             )
         await self._run_choices(prompt, lease, record)
@@ -250,7 +251,7 @@ class Completion:
     async def _run_choice(
         self, choice: Choice, prompt: Prompt, lease: SessionLease | None, record: SessionRecord | None
     ) -> None:
-        if self._implicit is not None and choice.index > 0:
+        if self._implicit is not None and choice is not self.choices[0]:
             # The first choice computes the prompt's KV, and the others reuse it where it is.
             await self._prompt_stored.wait()
             first = self.choices[0].turn.stats.prefill_address
@@ -283,25 +284,24 @@ class Completion:
     async def _show_prompt(self, choice: Choice, prompt: Prompt) -> None:
         """Decode the prompt's tokens and put them before the first token, where the request wants that."""
         request, first = self.request, choice.turn.stats.first
-        assert isinstance(request, TextRequest) or request.num_prompt_alternatives is None
         assert first is not None, "there is a first token"
         if request.num_prompt_alternatives is not None:
-            self.prompt_tokens = await asyncio.to_thread(
+            choice.prompt_tokens = await asyncio.to_thread(
                 prompt_tokens,
                 prompt.token_ids,
                 first.prompt_logprobs,
-                self.services.prompts.assembler(()),
+                self.services.prompts.assembler(),
                 num_listed=request.num_alternatives or 0,
             )
         if isinstance(request, TextRequest) and request.echo:
-            shown = self.prompt_tokens if request.logprobs is not None else None
+            shown = choice.prompt_tokens if request.logprobs is not None else None
             self.events.put_nowait(choice.echo(prompt.text, shown.entries if shown is not None else None))
 
     async def _store_prompt(self, implicit: ImplicitTurn, choice: Choice) -> None:
         """Prefill has staged all of the prompt: store it, where that makes more of it reusable."""
         runner, stats, address = self.services.runner, choice.turn.stats, choice.turn.stats.prefill_address
         assert stats.first is not None, "there is a first token"
-        is_wanted = choice.index == 0 and implicit.is_worth_storing(stats.first.reused_tokens)
+        is_wanted = choice is self.choices[0] and implicit.is_worth_storing(stats.first.reused_tokens)
         try:
             stored = await runner.publish(implicit.key, stats, implicit.token_ids, is_current=is_wanted)
         finally:
@@ -336,14 +336,26 @@ class Completion:
             reason = choice.turn.finish_reason
             metrics.request_success.labels(model=model, finish_reason=reason).inc()
         self.timer.finished(first.method)
-        num_tokens = self.num_completion_tokens
-        usage = Usage(
+        self._close(CompletionEnd(usage=self.usage(), kv=self.kv()))
+
+    @property
+    def num_choices(self) -> int:
+        """Those that there will be."""
+        return self.request.n or 1
+
+    def choice(self, index: int) -> Choice:
+        """A choice by its number in the response."""
+        return self.choices[index - self.first_index]
+
+    def usage(self) -> Usage:
+        """The response's `usage` object; of what is known so far while the turns run."""
+        first, num_tokens = self.choices[0].turn.stats.first, self.num_completion_tokens
+        return Usage(
             prompt_tokens=self.num_prompt_tokens,
             completion_tokens=num_tokens,
             total_tokens=self.num_prompt_tokens + num_tokens,
-            prompt_tokens_details={"cached_tokens": first.reused_tokens},
+            prompt_tokens_details={"cached_tokens": first.reused_tokens if first is not None else 0},
         )
-        self._close(CompletionEnd(usage=usage, kv=self.kv()))
 
     @property
     def num_completion_tokens(self) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvferry.models import SHIPPED_CALIBRATION
-from kvferry.services.router.completion.requests import ChatRequest, KvCompression, TextRequest
+from kvferry.services.router.completion.requests import ChatRequest, KvCompression, Message, TextRequest
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.errors import describe
 from kvferry.services.router.sessions.record import SessionRecord
@@ -30,13 +30,13 @@ from kvferry.shared.history.records import common_prefix
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.model.tokenizer import (
+    ChatMessage,
     ChatTokenizer,
     RecordedConversation,
-    normalize_role,
     render_conversation,
 )
 
-Messages = tuple[tuple[str, str], ...]
+Messages = tuple[ChatMessage, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +54,9 @@ class Preamble:
         """The messages that the model gets."""
         if not self.text:
             return messages
-        if messages and messages[0][0] == "system":
-            return (("system", f"{self.text}\n\n{messages[0][1]}"), *messages[1:])
-        return (("system", self.text), *messages)
+        if messages and messages[0].role == "system":
+            return (ChatMessage("system", f"{self.text}\n\n{messages[0].content}"), *messages[1:])
+        return (ChatMessage("system", self.text), *messages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Prompt:
                 kind="chat",
                 model_fingerprint=model.fingerprint,
                 token_ids=token_ids,
-                messages=(*self.messages, ("assistant", text)),
+                messages=(*self.messages, ChatMessage("assistant", text)),
                 assistant_ends=(*self.assistant_ends, len(token_ids)),
                 document_ids=self.preamble.document_ids,
                 preamble=self.preamble.text,
@@ -104,8 +104,16 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._added_ids = tokenizer.encode("")
 
-    def assembler(self, stop: tuple[str, ...]) -> TextAssembler:
-        return TextAssembler(self._tokenizer, stop=stop)
+    def assembler(self, request: ChatRequest | TextRequest | None = None) -> TextAssembler:
+        """Makes text of one choice's tokens, or of a prompt's."""
+        if request is None:
+            return TextAssembler(self._tokenizer)
+        return TextAssembler(
+            self._tokenizer,
+            request.stop_strings,
+            min_tokens=request.min_tokens or 0,
+            includes_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
+        )
 
     async def build(
         self,
@@ -142,8 +150,8 @@ class PromptBuilder:
         """
 
         def render(question: str) -> list[int]:
-            messages = Preamble(text=text).before((("user", question),))
-            return self._tokenizer.render([{"role": role, "content": content} for role, content in messages])
+            messages = Preamble(text=text).before((ChatMessage("user", question),))
+            return self._tokenizer.render([message.for_template() for message in messages])
 
         try:
             one, other = await asyncio.gather(*(asyncio.to_thread(render, word) for word in ("a", "0 b")))
@@ -154,7 +162,7 @@ class PromptBuilder:
     def _chat(
         self, request: ChatRequest, record: SessionRecord | None, mode: str, preamble: Preamble | None
     ) -> Prompt:
-        given = tuple((normalize_role(message.role), message.text) for message in request.messages)
+        given = tuple([self._recorded(message, index) for index, message in enumerate(request.messages)])
         before: Messages = ()
         recorded = None
         earlier = Preamble()
@@ -165,7 +173,7 @@ class PromptBuilder:
                 token_ids=record.token_ids,
                 assistant_ends=record.assistant_ends,
             )
-            restates = any(role == "assistant" for role, _ in given) or given[0] == record.messages[0]
+            restates = any(role == "assistant" for role, *_ in given) or given[0] == record.messages[0]
             if mode == "append" or (mode == "auto" and not restates):
                 before = record.messages
         if preamble is None or preamble.document_ids == earlier.document_ids:
@@ -179,11 +187,7 @@ class PromptBuilder:
         messages = before + given
         shown = preamble.before(messages)
         try:
-            rendered = render_conversation(
-                self._tokenizer,
-                [{"role": role, "content": text} for role, text in shown],
-                recorded=recorded,
-            )
+            rendered = render_conversation(self._tokenizer, shown, recorded=recorded)
         except InvalidRequest as error:
             raise _as_sent(error, len(before) + len(shown) - len(messages)) from None
         return Prompt(
@@ -194,10 +198,20 @@ class PromptBuilder:
             preamble=preamble,
         )
 
+    def _recorded(self, message: Message, index: int) -> ChatMessage:
+        """Raises: InvalidRequest where it has tool calls, and the chat template would not show them."""
+        fields = self._tokenizer.template_fields
+        if message.tool_calls and "tool_calls" not in fields:
+            param = f"messages[{index}].tool_calls"
+            raise InvalidRequest(
+                f"{param} is given; the model's chat template has no tool calls", param=param
+            )
+        return message.recorded(fields)
+
     def _text(
         self, request: TextRequest, record: SessionRecord | None, mode: str, model: ModelSpec
     ) -> Prompt:
-        prompt = request.prompt
+        (prompt,) = request.prompts
         if isinstance(prompt, str):
             token_ids, text = tuple(self._tokenizer.encode(prompt)), prompt
         else:

@@ -1,12 +1,12 @@
 """The bodies of POST requests as strict types with every range, and the sampling parameters they stand for.
 
-A field is supported, accepted and ignored (`Ignored`: it does not change the answer), or accepted only with a
-value that asks for nothing (`Unsupported`: ignoring it would change the answer). FastAPI reads bodies into
+The fields of other servers that this one does nothing for are in `other_fields.py`. FastAPI reads bodies into
 these types and describes them at `/openapi.json`; `http/errors.py` words their errors.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
@@ -14,11 +14,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvferry.services.router.http.body import Ignored, Range, StrictModel, Unsupported
+from kvferry.services.router.completion.other_fields import OtherChatFields, OtherFields, OtherTextFields
+from kvferry.services.router.completion.tools import ToolCall
+from kvferry.services.router.http.body import Ignored, Range, StrictModel, Unsupported, ignored_names
 from kvferry.services.router.sessions.record import DocumentIds, SessionId
 from kvferry.shared.compression.kept import MAX_KEPT_BINS
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.model.tokenizer import ChatMessage, normalize_role
 from kvferry.shared.sampling.params import MAX_PROMPT_ALTERNATIVES, SamplingParams
 
 _TEXT_MAX_TOKENS = 16
@@ -27,7 +30,7 @@ _INT31, _INT63 = 2**31 - 1, 2**63 - 1
 
 TokenId = Annotated[int, Range(0)]
 TtlS = Annotated[float, Range(1, 30 * 86400)]
-StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+StopString = Annotated[str, StringConstraints(max_length=256)]
 Parameters = Annotated[
     dict[
         Annotated[str, StringConstraints(max_length=64)],
@@ -35,6 +38,7 @@ Parameters = Annotated[
     ],
     Field(max_length=32),
 ]
+_Prompt = str | Annotated[list[TokenId], Field(min_length=1)]
 
 
 class TextPart(StrictModel):
@@ -43,26 +47,52 @@ class TextPart(StrictModel):
 
 
 class Message(StrictModel):
-    """One message. The chat template decides which roles there are. Fields that clients echo from an answer
-    (`refusal`, `tool_calls`, ...) must be empty."""
+    """One message. The chat template decides which roles there are, and which of `name`, `tool_calls`,
+    `tool_call_id` and `reasoning_content` it shows the model. `reasoning` is another name of
+    `reasoning_content`."""
 
     role: Annotated[str, StringConstraints(max_length=64)]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(min_length=1)] | None, Field(validate_default=True)
+    ] = None
     name: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: Annotated[Any, Unsupported("")] = None
+    audio: Annotated[Any, Unsupported()] = None
+    function_call: Annotated[Any, Unsupported()] = None
+    annotations: Annotated[Any, Unsupported([])] = None
 
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    @field_validator("content")
+    @classmethod
+    def _assistants_may_lack_it(cls, value: Any, info: Any) -> Any:
+        if value is None and info.data.get("role") != "assistant":
+            raise PydanticCustomError("missing", "is missing")
+        return value
+
+    def recorded(self, template_fields: frozenset[str]) -> ChatMessage:
+        """The message as sessions record it.
+
+        Args: template_fields: what the chat template uses; the others are left out.
+        """
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        more: dict[str, Any] = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": [call.for_template() for call in self.tool_calls] if self.tool_calls else None,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        more = {name: value for name, value in more.items() if value and name in template_fields}
+        return ChatMessage(normalize_role(self.role), text, json.dumps(more) if more else "")
 
 
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    include_obfuscation: Ignored = None
+    continuous_usage_stats: bool | None = None
 
 
 class KvCompression(StrictModel):
@@ -83,27 +113,32 @@ class KvCompression(StrictModel):
         return self
 
 
-class CompletionFields(StrictModel):
+class CompletionFields(OtherFields):
     """The fields of both endpoints."""
 
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Range(0, _INT31)] | None = None
     max_tokens: Annotated[int, Range(1)] | None = None
     temperature: Annotated[float, Range(0, 2)] | None = None
     top_p: Annotated[float, Range(0, 1)] | None = None
-    top_k: Annotated[int, Range(0, _INT31)] | None = None
+    top_k: Annotated[int, Range(-1, _INT31)] | None = None
     min_p: Annotated[float, Range(0, 1)] | None = None
     seed: Annotated[int, Range(-_INT63 - 1, _INT63)] | None = None
     presence_penalty: Annotated[float, Range(-2, 2)] | None = None
     frequency_penalty: Annotated[float, Range(-2, 2)] | None = None
     repetition_penalty: Annotated[float, Range(0, 10, excludes_low=True)] | None = None
     n: Annotated[int, Range(1, 16)] | None = None
+    best_of: Annotated[int, Range(1)] | None = None
+    return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Range(0, MAX_PROMPT_ALTERNATIVES)] | None = None
     logit_bias: dict[str, Annotated[float, Range(-100, 100)]] | None = None
-    user: str | None = None
     session_id: SessionId | None = None
     session_mode: Literal["append", "replace", "auto"] | None = None
     session_ttl_s: TtlS | None = None
@@ -111,29 +146,15 @@ class CompletionFields(StrictModel):
     priority: Annotated[int, Range(-1000, 1000)] | None = None
     kv_compression: KvCompression | None = None
     kv_kept_bins: Annotated[int, Range(1, MAX_KEPT_BINS)] | None = None
-
-    metadata: Ignored = None
-    store: Ignored = None
-    service_tier: Ignored = None
     parallel_tool_calls: Ignored = None
     reasoning_effort: Ignored = None
-    verbosity: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-
+    include_reasoning: Ignored = None
+    separate_reasoning: Ignored = None
+    thinking_token_budget: Annotated[Any, Unsupported()] = None
+    chat_template_kwargs: Annotated[Any, Unsupported({})] = None
     tools: Annotated[Any, Unsupported([])] = None
-    tool_choice: Annotated[Any, Unsupported(("none", "auto"))] = None
-    functions: Annotated[Any, Unsupported([])] = None
-    function_call: Annotated[Any, Unsupported(("none", "auto"))] = None
+    tool_choice: Annotated[Any, Unsupported("none", "auto")] = None
     response_format: Annotated[Any, Unsupported({"type": "text"})] = None
-    modalities: Annotated[Any, Unsupported(["text"])] = None
-    audio: Annotated[Any, Unsupported()] = None
-    prediction: Annotated[Any, Unsupported()] = None
-    web_search_options: Annotated[Any, Unsupported()] = None
-    best_of: Annotated[Any, Unsupported(1)] = None
-    echo: Annotated[Any, Unsupported(False)] = None
-    suffix: Annotated[Any, Unsupported("")] = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -141,6 +162,20 @@ class CompletionFields(StrictModel):
         for key in value or {}:
             if not (key.isascii() and key.isdigit() and len(key) <= 10):
                 raise PydanticCustomError("rule", "must map token ids of the vocabulary to biases")
+        return value
+
+    @field_validator("best_of")
+    @classmethod
+    def _all_are_returned(cls, value: int | None, info: Any) -> int | None:
+        if value is not None and value != (info.data.get("n") or 1):
+            raise PydanticCustomError("rule", "must equal n")
+        return value
+
+    @field_validator("prompt_logprobs")
+    @classmethod
+    def _not_streamed(cls, value: int | None, info: Any) -> int | None:
+        if value is not None and info.data.get("stream"):
+            raise PydanticCustomError("rule", "is not allowed where stream is true")
         return value
 
     @field_validator("stream_options")
@@ -152,13 +187,20 @@ class CompletionFields(StrictModel):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        if self.stop is None:
+        if not self.stop:
             return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(filter(None, self.stop))
 
     @property
     def includes_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def ignored_fields(self) -> list[str]:
+        """The fields that the client gave and that change nothing."""
+        return sorted(
+            name for name in _IGNORED.intersection(self.model_fields_set) if getattr(self, name) is not None
+        )
 
     @property
     def token_limit(self) -> tuple[str, int] | None:
@@ -168,7 +210,7 @@ class CompletionFields(StrictModel):
     @property
     def num_prompt_alternatives(self) -> int | None:
         """How many alternatives to report per token of the prompt; None reports no logprobs of it."""
-        return None
+        return self.prompt_logprobs
 
     @property
     def is_whole(self) -> bool:
@@ -176,7 +218,7 @@ class CompletionFields(StrictModel):
         return self.session_mode == "replace"
 
 
-class ChatRequest(CompletionFields):
+class ChatRequest(CompletionFields, OtherChatFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -188,7 +230,7 @@ class ChatRequest(CompletionFields):
     @field_validator("top_logprobs")
     @classmethod
     def _needs_logprobs(cls, value: int | None, info: Any) -> int | None:
-        if value is not None and not info.data.get("logprobs"):
+        if value and not info.data.get("logprobs"):
             raise PydanticCustomError("rule", "is allowed only where logprobs is true")
         return value
 
@@ -217,36 +259,36 @@ class ChatRequest(CompletionFields):
         return super().is_whole or (self.session_mode != "append" and answered)
 
 
-class TextRequest(CompletionFields):
-    """POST /v1/completions. One prompt per request: a string, or token ids.
+class TextRequest(CompletionFields, OtherTextFields):
+    """POST /v1/completions. A prompt is a string or token ids; a list of prompts has the choices of each in
+    turn.
 
     With `echo` the answer's text begins with the prompt, and `logprobs` lists the prompt's tokens too.
     `prompt_logprobs` lists them apart from the text, as vLLM does. `max_tokens` may be 0 with either. No
     session takes them, and the prompt is run afresh for its logprobs.
     """
 
-    prompt: str | Annotated[list[TokenId], Field(min_length=1)]
+    prompt: _Prompt | Annotated[list[_Prompt], Field(min_length=1)]
     max_tokens: Annotated[int, Range(0)] | None = None
     logprobs: Annotated[int, Range(0, 5)] | None = None
     echo: bool | None = None
-    prompt_logprobs: Annotated[int, Range(0, MAX_PROMPT_ALTERNATIVES)] | None = None
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def _one_prompt(cls, value: Any) -> Any:
-        """A list of prompts is allowed where it has one entry."""
-        if not isinstance(value, list) or not any(isinstance(item, str | list) for item in value):
-            return value
-        if len(value) > 1:
-            raise PydanticCustomError("rule", "must be one prompt: a string or a list of token ids")
-        return value[0]
-
-    @field_validator("prompt_logprobs")
-    @classmethod
-    def _not_streamed(cls, value: int | None, info: Any) -> int | None:
-        if value is not None and info.data.get("stream"):
-            raise PydanticCustomError("rule", "is not allowed where stream is true")
+    def _prompts_are_alike(cls, value: Any) -> Any:
+        if isinstance(value, list) and any(isinstance(item, str | list) for item in value):
+            wrong = [item for item in value if not isinstance(item, str | list)]
+            if wrong:
+                raise PydanticCustomError(
+                    "rule", "must be a prompt or a list of them, each text or token ids"
+                )
         return value
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Every prompt of a list, or the only one."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
     @property
     def num_alternatives(self) -> int | None:
@@ -295,6 +337,17 @@ def sampling_params(
             f"the context of {window} tokens",
             param=limit[0],
         )
+    min_tokens = request.min_tokens or 0
+    most = (
+        max(1, limit[1])
+        if limit is not None
+        else min(default_max_tokens if is_chat else _TEXT_MAX_TOKENS, room)
+    )
+    if min_tokens > most:
+        raise InvalidRequest(
+            f"min_tokens is {min_tokens}; it must be at most {most}, the most tokens of the answer",
+            param="min_tokens",
+        )
     bias = {int(token_id): value for token_id, value in (request.logit_bias or {}).items()}
     stop_ids = tuple(request.stop_token_ids or ())
     for param, ids in (("logit_bias", tuple(bias)), ("stop_token_ids", stop_ids)):
@@ -307,23 +360,27 @@ def sampling_params(
     given = {
         name: value
         for name in (
-            *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+            *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
             *("repetition_penalty", "seed", "ignore_eos"),
         )
         if (value := getattr(request, name)) is not None
     }
-    default = default_max_tokens if is_chat else _TEXT_MAX_TOKENS
     if is_prompt_alone:
         # Prefill draws a token in any case; the answer leaves it out.
         given["ignore_eos"], stop_ids = True, ()
     return SamplingParams(
-        max_tokens=max(1, limit[1]) if limit is not None else min(default, room),
+        max_tokens=most,
+        min_tokens=0 if is_prompt_alone else min_tokens,
+        top_k=max(0, request.top_k or 0),  # -1 is vLLM's value for off
         logprobs=request.num_alternatives,
         stop=() if is_prompt_alone else request.stop_strings,
         stop_token_ids=stop_ids,
         logit_bias=bias,
         **{"seed": secrets.randbits(63), **given},
     )
+
+
+_IGNORED = ignored_names(ChatRequest) | ignored_names(TextRequest)
 
 
 def with_seed_of(sampling: SamplingParams, index: int) -> SamplingParams:

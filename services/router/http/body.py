@@ -161,21 +161,28 @@ def _refined(first: CoreSchema, second: CoreSchema, kind: str, message: str) -> 
     )
 
 
-@dataclass(frozen=True)
 class Unsupported:
-    """A field of OpenAI's whose effect a client would miss, with the values that ask for nothing."""
+    """A field whose effect a client would miss, with the values that ask for nothing."""
 
-    neutral: Any = None
+    def __init__(self, *neutral: Any) -> None:
+        self._neutral = neutral
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def _check(self, value: Any) -> Any:
-        neutral = self.neutral if isinstance(self.neutral, tuple) else (self.neutral,)
-        if value is not None and value not in neutral:
+        # False is no 0, and True no 1.
+        asks = [other for other in self._neutral if type(other) is type(value) and other == value]
+        if value is not None and not asks:
             raise PydanticCustomError("unsupported", "is not supported by this server")
         return value
 
 
-Ignored = Annotated[Any, Field(description="accepted and ignored")]
-"""A field of OpenAI's that changes nothing about the answer here."""
+IGNORED = "accepted and ignored"
+Ignored = Annotated[Any, Field(description=IGNORED)]
+"""A field that changes nothing about the answer here."""
+
+
+def ignored_names(model: type[BaseModel]) -> frozenset[str]:
+    """The fields of a model that are `Ignored`."""
+    return frozenset(name for name, field in model.model_fields.items() if field.description == IGNORED)

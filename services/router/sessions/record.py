@@ -12,13 +12,14 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints, field_validator
 from pydantic_core import PydanticCustomError
 
 from kvferry.services.router.http.body import Pattern, Range, StrictModel
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import InvalidRequest, KvferryError, StoreUnavailable
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.model.tokenizer import TEMPLATE_FIELDS, ChatMessage
 
 FORMAT_VERSION = 1
 MAX_RECORD_BYTES = 64 << 20
@@ -86,7 +87,7 @@ class SessionRecord(_Shown):
     Attributes:
         kind: the endpoint that made it; the other endpoint may only replace it.
         model_fingerprint: the model that the token ids belong to.
-        messages: the conversation as (role, text), as clients sent it; only for chats.
+        messages: the conversation as clients sent it; only for chats.
         text: prompt and completion of a text completion, or a document's text.
         token_ids: prompt and completion of the last turn, which is the whole conversation.
         assistant_ends: for each assistant message, the number of `token_ids` up to its end.
@@ -99,7 +100,7 @@ class SessionRecord(_Shown):
     kind: Literal["chat", "text", "document"]
     model_fingerprint: str
     token_ids: tuple[int, ...]
-    messages: tuple[tuple[str, str], ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
     text: str = ""
     assistant_ends: tuple[int, ...] = ()
     decode_address: str = ""
@@ -182,6 +183,19 @@ def _unreadable(why: str) -> StoreUnavailable:
 class FileMessage(StrictModel):
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     content: str
+    fields: str = ""
+
+    @field_validator("fields")
+    @classmethod
+    def _template_fields(cls, value: str) -> str:
+        """See `ChatMessage.fields`."""
+        try:
+            names = msgspec.json.decode(value, type=dict[str, Any]) if value else {}
+        except msgspec.MsgspecError as error:
+            raise PydanticCustomError("rule", f"must be empty or a JSON object: {error}") from None
+        if not set(names) <= set(TEMPLATE_FIELDS):
+            raise PydanticCustomError("rule", f"may have only {', '.join(TEMPLATE_FIELDS)}")
+        return value
 
 
 class SessionFile(StrictModel):
@@ -211,7 +225,7 @@ class SessionFile(StrictModel):
             "version": 1,
             "id": key.session_id,
             "model": model_name,
-            "messages": [{"role": role, "content": text} for role, text in record.messages],
+            "messages": [message._asdict() for message in record.messages],
             "created_at": record.created_at_s,
             **same,
         }
@@ -230,7 +244,7 @@ class SessionFile(StrictModel):
             )
         self._check_tokens(model)
         self._check_messages()
-        messages = [(message.role, message.content) for message in self.messages]
+        messages = [(message.role, message.content, message.fields) for message in self.messages]
         same = self.model_dump(include=set(_SAME_FIELDS))
         fields = {**same, "messages": messages, "created_at_s": self.created_at}
         return msgspec.convert(fields, SessionRecord)

@@ -165,7 +165,9 @@ async def _start(
     script = Script(
         spec=SPEC,
         token=scripted_token,
-        new_assembler=lambda stop: TextAssembler(tokenizer, stop=stop),
+        new_assembler=lambda sampling: TextAssembler(
+            tokenizer, sampling.stop, min_tokens=sampling.min_tokens
+        ),
     )
     prefill = {f"prefill-{index}": ScriptedPrefill(script, wire) for index in range(num_prefill)}
     decode = {f"decode-{index}": ScriptedDecode(script, wire) for index in range(num_decode)}

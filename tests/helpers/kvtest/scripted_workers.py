@@ -95,7 +95,7 @@ class Script:
 
     spec: ModelSpec
     token: Callable[[tuple[int, ...], int, SamplingParams], int]
-    new_assembler: Callable[[tuple[str, ...]], TextAssembler]
+    new_assembler: Callable[[SamplingParams], TextAssembler]
     token_delay_s: float = 0.0
     prefill_delay_s: float = 0.0
 
@@ -181,7 +181,7 @@ class ScriptedDecode(_Worker):
             first = await asyncio.wait_for(self._wire.transfers[ticket.transfer_id].first_token, TIMEOUT_S)
             yield TransferAccepted(transfer_s=0.001)
             sampling = request.sampling
-            assembler = self.script.new_assembler(sampling.stop)
+            assembler = self.script.new_assembler(sampling)
             ends = set(sampling.stop_token_ids) | (
                 set() if sampling.ignore_eos else set(self.script.spec.eos_token_ids)
             )

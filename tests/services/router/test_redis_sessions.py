@@ -21,13 +21,14 @@ from kvferry.services.router.sessions.store import document_key
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import SessionBusy, SessionNotFound, StoreUnavailable
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
+from kvferry.shared.model.tokenizer import ChatMessage
 
 KEY = SessionKey(owner="0a1b", session_id="s")
 RECORD = SessionRecord(
     kind="chat",
     model_fingerprint="f",
     token_ids=(1, 2, 300_000),
-    messages=(("user", "grüße"), ("assistant", "\x00 yes")),
+    messages=(ChatMessage("user", "grüße"), ChatMessage("assistant", "\x00 yes", '{"tool_calls": []}')),
     assistant_ends=(3,),
     turns=1,
     last_plan={"method": "full", "prefill_ms": 0.5},
@@ -94,6 +95,9 @@ async def router(redis_server: Any) -> AsyncIterator[Callable[..., Router]]:
 
 def test_records_are_written_down_whole_and_read_with_suspicion() -> None:
     assert decode_record(encode_record(RECORD)) == RECORD
+    plain = replace(RECORD, messages=(ChatMessage("user", "grüße"),))
+    pairs = replace(RECORD, messages=(("user", "grüße"),))  # type: ignore[arg-type]
+    assert decode_record(encode_record(pairs)) == plain  # as earlier releases wrote them
     data = encode_record(RECORD)
     for broken in (b"", b"\x00", data[:-1], data.replace(b"chat", b"cher")):
         with pytest.raises(StoreUnavailable) as refused:

@@ -91,6 +91,9 @@ async def test_an_import_is_the_importing_keys_own(stack: Any) -> None:
         ({"assistant_ends": [9, 3]}, "assistant_ends"),
         ({"assistant_ends": [1, 10_000]}, "assistant_ends"),
         ({"turns": 0}, "turns"),
+        ({"messages": [{"role": "user", "content": "a", "fields": "{"}]}, "messages[0].fields"),
+        ({"messages": [{"role": "user", "content": "a", "fields": "[]"}]}, "messages[0].fields"),
+        ({"messages": [{"role": "user", "content": "a", "fields": '{"b": 1}'}]}, "messages[0].fields"),
         ({"extra": 1}, "extra"),
     ],
 )

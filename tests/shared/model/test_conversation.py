@@ -7,25 +7,34 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.shared.model.tokenizer import ChatTokenizer, RecordedConversation, render_conversation
+from kvferry.shared.model.tokenizer import (
+    ChatMessage,
+    ChatTokenizer,
+    RecordedConversation,
+    render_conversation,
+)
 
 PROPERTY = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-Turn = tuple[list[dict[str, str]], RecordedConversation]
+Turn = tuple[list[ChatMessage], RecordedConversation]
 
 
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
+def user(text: str) -> ChatMessage:
+    return ChatMessage("user", text)
 
 
-def assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
+def assistant(text: str) -> ChatMessage:
+    return ChatMessage("assistant", text)
+
+
+def rendered(tokenizer: ChatTokenizer, messages: list[ChatMessage]) -> list[int]:
+    return tokenizer.render([message.for_template() for message in messages])
 
 
 def take_turn(
     tokenizer: ChatTokenizer,
-    messages: list[dict[str, str]],
+    messages: list[ChatMessage],
     recorded: RecordedConversation | None,
     completion: list[int],
 ) -> Turn:
@@ -34,7 +43,7 @@ def take_turn(
     messages = [*messages, assistant(tokenizer.decode(completion))]
     token_ids = (*prompt.token_ids, *completion)
     return messages, RecordedConversation(
-        messages=tuple((m["role"], m["content"]) for m in messages),
+        messages=tuple(messages),
         token_ids=token_ids,
         assistant_ends=(*prompt.assistant_ends, len(token_ids)),
     )
@@ -53,7 +62,7 @@ def test_the_next_prompt_starts_with_the_ids_as_they_were_generated(byte_tokeniz
     rest = byte_tokenizer.encode("\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n")
     assert prompt.token_ids == (*recorded.token_ids, *rest)
     assert prompt.assistant_ends == recorded.assistant_ends
-    assert tuple(byte_tokenizer.render([*messages, user("and?")])) != prompt.token_ids
+    assert tuple(rendered(byte_tokenizer, [*messages, user("and?")])) != prompt.token_ids
 
 
 def test_a_completion_that_ran_out_of_tokens_gets_its_end_from_the_template(
@@ -75,7 +84,7 @@ def test_the_end_of_sequence_is_kept_once(any_tokenizer: ChatTokenizer) -> None:
         messages, recorded = take_turn(any_tokenizer, [user("is the")], None, ids)
         continued.append(render_conversation(any_tokenizer, [*messages, user("is")], recorded=recorded))
     assert continued[0].token_ids == continued[1].token_ids
-    assert continued[0].token_ids.count(eos) == any_tokenizer.render([*messages, user("is")]).count(eos)
+    assert continued[0].token_ids.count(eos) == rendered(any_tokenizer, [*messages, user("is")]).count(eos)
 
 
 def test_another_eos_than_the_templates_stays_before_it(byte_tokenizer_dir: Path, tmp_path: Path) -> None:
@@ -95,7 +104,7 @@ def test_a_stop_strings_tokens_stay_in_the_prompt(word_tokenizer: ChatTokenizer)
     completion = word_tokenizer.encode("hello there thanks")
     prompt = render_conversation(word_tokenizer, [user("hi")])
     recorded = RecordedConversation(
-        messages=(("user", "hi"), ("assistant", "hello")),
+        messages=(user("hi"), assistant("hello")),
         token_ids=(*prompt.token_ids, *completion),
         assistant_ends=(len(prompt.token_ids) + len(completion),),
     )
@@ -110,7 +119,7 @@ def test_an_edited_conversation_branches_at_the_last_message_that_is_still_the_s
 ) -> None:
     eos = word_tokenizer.eos_token_ids[0]
     unknown_answers = ([1, 1, eos], [1, eos], [1, 1, 1, eos])
-    messages: list[dict[str, str]] = []
+    messages: list[ChatMessage] = []
     recorded = None
     for number, completion in enumerate(unknown_answers):
         messages, recorded = take_turn(
@@ -135,38 +144,38 @@ def test_an_edited_conversation_branches_at_the_last_message_that_is_still_the_s
     "changed",
     [
         [user("hello"), assistant("x"), user("b")],
-        [{"role": "system", "content": "hi"}, assistant("x"), user("b")],
+        [ChatMessage("system", "hi"), assistant("x"), user("b")],
         [user("hi"), assistant("y"), user("b")],
         [user("hi")],
     ],
 )
 def test_a_conversation_that_is_another_one_is_rendered_afresh(
-    word_tokenizer: ChatTokenizer, changed: list[dict[str, str]]
+    word_tokenizer: ChatTokenizer, changed: list[ChatMessage]
 ) -> None:
     recorded = RecordedConversation(
-        messages=(("user", "hi"), ("assistant", "x")), token_ids=(2, 4, 9, 9, 9), assistant_ends=(5,)
+        messages=(user("hi"), assistant("x")), token_ids=(2, 4, 9, 9, 9), assistant_ends=(5,)
     )
     prompt = render_conversation(word_tokenizer, changed, recorded=recorded)
-    assert prompt.token_ids == tuple(word_tokenizer.render(changed))
+    assert prompt.token_ids == tuple(rendered(word_tokenizer, changed))
     assert set(prompt.assistant_ends) <= {0}
 
 
 def test_an_answer_that_a_client_made_up_is_not_reused(word_tokenizer: ChatTokenizer) -> None:
     recorded = RecordedConversation(
-        messages=(("user", "hi"), ("assistant", "hello"), ("user", "so")),
+        messages=(user("hi"), assistant("hello"), user("so")),
         token_ids=(9,) * 12,
         assistant_ends=(0,),
     )
     messages = [user("hi"), assistant("hello"), user("so")]
     prompt = render_conversation(word_tokenizer, messages, recorded=recorded)
-    assert prompt.token_ids == tuple(word_tokenizer.render(messages))
+    assert prompt.token_ids == tuple(rendered(word_tokenizer, messages))
 
 
 def test_developer_and_system_are_the_same_role_of_a_recorded_message(word_tokenizer: ChatTokenizer) -> None:
     messages, recorded = take_turn(
-        word_tokenizer, [{"role": "developer", "content": "hi"}, user("a")], None, [1, 1, 6]
+        word_tokenizer, [ChatMessage("developer", "hi"), user("a")], None, [1, 1, 6]
     )
-    resent = [{"role": "system", "content": "hi"}, *messages[1:], user("b")]
+    resent = [ChatMessage("system", "hi"), *messages[1:], user("b")]
     prompt = render_conversation(word_tokenizer, resent, recorded=recorded)
     assert prompt.token_ids[: len(recorded.token_ids)] == recorded.token_ids
 
@@ -208,7 +217,7 @@ def test_every_turn_extends_the_tokens_of_the_one_before(
 ) -> None:
     rng = random.Random(seed)
     eos = any_tokenizer.eos_token_ids[0]
-    messages: list[dict[str, str]] = []
+    messages: list[ChatMessage] = []
     recorded: RecordedConversation | None = None
     for turn in range(num_turns):
         ids = [i for i in range(any_tokenizer.vocab_size) if not any_tokenizer.is_silent(i)]

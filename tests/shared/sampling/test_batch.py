@@ -1,5 +1,7 @@
 """A batch drawn where the model is gets the tokens that each completion's own sampler draws."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -104,3 +106,25 @@ def test_a_completion_draws_the_same_tokens_whoever_joins_or_leaves_beside_it():
         tokens, _ = sample(batch, logits, active)
         for i, slot in slots.items():
             assert tokens[slot] == own[i].sample(logits[slot]).token_id
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_no_end_is_drawn_before_min_tokens_and_neighbours_draw_as_alone(temperature):
+    eos, stop = 36, 35
+    own = SamplingParams(max_tokens=9, temperature=temperature, seed=2)
+    params = [own, replace(own, min_tokens=3, stop_token_ids=(stop,)), replace(own, min_tokens=1)]
+    placed, alone = ([SequenceSampler(p, (1,), VOCAB, eos_token_ids=(eos,)) for p in params] for _ in "ab")
+    batch = BatchSampler(4, VOCAB, CPU)
+    placed_in(batch, placed)
+    logits = logits_of(1)[:4] / 4
+    logits[:, eos], logits[:, stop], logits[:, 20] = 90.0, 80.0, 70.0
+    drawn = []
+    for step in range(5):
+        tokens, valid = sample(batch, logits, [1, 1, 1, 0])
+        drawn.append(tokens[:3].tolist())
+        assert drawn[-1] == [sampler.sample(logits[0]).token_id for sampler in alone]
+        for sampler, token in zip(placed, drawn[-1], strict=True):
+            sampler.observe(token)
+        assert valid.all()
+        assert batch.needs_tokens == (step < 3)
+    assert drawn == [[eos, 20, stop]] + [[eos, 20, eos]] * 2 + [[eos] * 3] * 2

@@ -1,0 +1,38 @@
+"""Tools in requests: the calls of earlier answers.
+
+Chat templates expect them as `transformers` documents it: arguments as objects, not as JSON texts.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import StringConstraints
+from pydantic_core import from_json
+
+from kvferry.services.router.http.body import Ignored, StrictModel
+
+
+class CalledFunction(StrictModel):
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(StrictModel):
+    """A call in an earlier answer. `arguments` are JSON."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Ignored = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: with the arguments as an object, where they are one."""
+        arguments: Any = self.function.arguments or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = from_json(arguments, allow_inf_nan=False)
+            except ValueError:
+                arguments = self.function.arguments  # as the model wrote it
+        function = {"name": self.function.name, "arguments": arguments}
+        return {**({"id": self.id} if self.id is not None else {}), "type": "function", "function": function}

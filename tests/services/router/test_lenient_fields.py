@@ -1,0 +1,184 @@
+"""What clients of other servers send: ignored where it changes nothing, else supported or refused by name."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+import openai
+import pytest
+from openai.types import completion_create_params as text_params
+from openai.types.chat import chat_completion_assistant_message_param, completion_create_params
+
+from kvferry.services.router.completion.requests import ChatRequest, Message, StreamOptions, TextRequest
+
+WORDS: Any = [{"role": "user", "content": "the red castle ."}]
+
+
+async def chat(stack: Any, **fields: Any) -> Any:
+    body = {"model": "demo", "messages": WORDS, "temperature": 0, "max_tokens": 6}
+    return await stack.client.chat.completions.create(**{**body, **fields})
+
+
+async def text(stack: Any, prompt: Any, **fields: Any) -> Any:
+    body = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 4}
+    return await stack.client.completions.create(**{**body, **fields})
+
+
+@pytest.mark.parametrize(
+    ("model", "theirs"),
+    [
+        (ChatRequest, completion_create_params.CompletionCreateParamsNonStreaming),
+        (ChatRequest, completion_create_params.CompletionCreateParamsStreaming),
+        (TextRequest, text_params.CompletionCreateParamsNonStreaming),
+        (TextRequest, text_params.CompletionCreateParamsStreaming),
+        (Message, chat_completion_assistant_message_param.ChatCompletionAssistantMessageParam),
+        (StreamOptions, openai.types.chat.ChatCompletionStreamOptionsParam),
+    ],
+)
+def test_every_field_of_the_installed_client_is_decided_on(model: Any, theirs: Any) -> None:
+    """A name that is missing here is new in the client: support it, or add it to `other_fields.py`."""
+    assert set(typing.get_type_hints(theirs)) - set(model.model_fields) == set()
+
+
+async def test_fields_that_change_nothing_are_named_in_a_header(stack: Any) -> None:
+    plain = await chat(stack)
+    given: dict[str, Any] = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": True,
+        "prompt_cache_key": "k",
+        "extra_body": {"cache_salt": "s", "rid": "r", "length_penalty": 1.0, "stream_interval": 4},
+    }
+    raw = await stack.client.chat.completions.with_raw_response.create(
+        model="demo", messages=WORDS, temperature=0, max_tokens=6, **given
+    )
+    named = "cache_salt, length_penalty, metadata, prompt_cache_key, rid, store, stream_interval, user"
+    assert raw.headers["x-ignored-fields"] == named
+    assert raw.parse().choices == plain.choices
+    async with stack.client.chat.completions.with_streaming_response.create(
+        model="demo", messages=WORDS, max_tokens=6, stream=True, user="u", metadata=None
+    ) as stream:
+        assert stream.headers["x-ignored-fields"] == "user"
+    raw = await stack.client.chat.completions.with_raw_response.create(model="demo", messages=WORDS)
+    assert "x-ignored-fields" not in raw.headers
+
+
+async def test_values_that_mean_off_are_off(stack: Any) -> None:
+    plain = await chat(stack)
+    off = {
+        "top_k": -1,
+        "min_tokens": 0,
+        "stop_token_ids": [],
+        "bad_words": [],
+        "use_beam_search": False,
+        "skip_special_tokens": True,
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "echo": False,
+        "chat_template_kwargs": {},
+        "include_stop_str_in_output": False,
+        "return_token_ids": False,
+        "best_of": 1,
+        "kv_transfer_params": None,
+    }
+    answer = await chat(
+        stack,
+        tools=[],
+        functions=[],
+        stop=[],
+        logprobs=False,
+        top_logprobs=0,
+        logit_bias={},
+        response_format={"type": "text"},
+        modalities=["text"],
+        extra_body=off,
+    )
+    assert answer.choices == plain.choices
+    sampling = stack.decode[0].requests[-1].sampling
+    assert (sampling.top_k, sampling.min_tokens, sampling.stop) == (0, 0, ())
+    for stop in ("", [""]):
+        assert (await chat(stack, stop=stop)).choices == plain.choices
+
+
+async def test_a_stop_string_may_stay_in_the_answer(stack: Any) -> None:
+    words = (await chat(stack)).choices[0].message.content.split()
+    for name in ("include_stop_str_in_output", "no_stop_trim"):
+        answer = await chat(stack, stop=[words[2], "nowhere"], extra_body={name: True})
+        assert answer.choices[0].message.content.split() == words[:3]
+        assert answer.choices[0].finish_reason == "stop"
+    many = [f"nowhere{number}" for number in range(63)]
+    assert (await chat(stack, stop=[*many, words[2]])).choices[0].message.content.split() == words[:2]
+
+
+async def test_stop_strings_are_not_searched_in_the_first_min_tokens(stack: Any) -> None:
+    words = (await chat(stack)).choices[0].message.content.split()
+    stop = [words[1], words[4]]
+    answer = await chat(stack, stop=stop, extra_body={"min_tokens": 3})
+    assert answer.choices[0].message.content.split() == words[:4]
+    assert answer.usage.completion_tokens == 5
+    assert stack.decode[0].requests[-1].sampling.min_tokens == 3
+
+
+async def test_token_ids_are_returned_whole_and_streamed(stack: Any) -> None:
+    whole = await chat(stack, extra_body={"return_token_ids": True})
+    prompt = list(stack.decode[0].requests[-1].prompt_token_ids)
+    assert whole.prompt_token_ids == prompt
+    assert len(whole.choices[0].token_ids) == 6
+    stream = await chat(stack, stream=True, extra_body={"return_token_ids": True})
+    chunks = [chunk async for chunk in stream]
+    assert [c.model_extra.get("prompt_token_ids") for c in chunks if "prompt_token_ids" in c.model_extra] == [
+        prompt
+    ]
+    ids = [i for c in chunks for choice in c.choices for i in choice.model_extra.get("token_ids", [])]
+    assert ids == whole.choices[0].token_ids
+    completion = await text(stack, prompt, extra_body={"return_token_ids": True})
+    assert completion.choices[0].prompt_token_ids == prompt
+
+
+async def test_chats_report_the_log_probabilities_of_their_prompt(stack: Any) -> None:
+    answer = await chat(stack, extra_body={"prompt_logprobs": 2})
+    assert stack.prefill[0].requests[-1].prompt_logprobs == 2
+    assert answer.prompt_logprobs[0] is None
+    assert len(answer.prompt_logprobs) == answer.usage.prompt_tokens
+
+
+async def test_several_prompts_have_their_choices_in_order(stack: Any) -> None:
+    prompts = ["the red castle", "the old harbor", "a"]
+    alone = [await text(stack, prompt, n=2, temperature=1, seed=5) for prompt in prompts]
+    together = await text(stack, prompts, n=2, temperature=1, seed=5, extra_body={"best_of": 2})
+    assert [choice.index for choice in together.choices] == list(range(6))
+    assert [c.text for c in together.choices] == [c.text for answer in alone for c in answer.choices]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert getattr(together.usage, name) == sum(getattr(answer.usage, name) for answer in alone)
+    assert together.kv["full_bytes"] == sum(answer.kv["full_bytes"] for answer in alone)
+    chunks = [c async for c in await text(stack, prompts, n=2, temperature=1, seed=5, stream=True)]
+    texts = ["".join(c.choices[0].text for c in chunks if c.choices[0].index == i) for i in range(6)]
+    assert texts == [choice.text for choice in together.choices]
+    assert [chunk for chunk in chunks if "kv" in chunk.model_extra] == chunks[-1:]
+    ids = [list(request.prompt_token_ids) for request in stack.decode[0].requests[-6::2]]
+    by_ids = await text(stack, ids, n=2, temperature=1, seed=5)
+    assert [c.text for c in by_ids.choices] == [c.text for c in together.choices]
+
+
+async def test_one_wrong_prompt_of_several_fails_the_request(stack: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await text(stack, ["the red castle", "hello " * 600])
+    assert refused.value.param == "prompt"
+    assert (await text(stack, "the red castle")).choices[0].text
+
+
+async def test_an_answer_without_content_may_be_in_the_history(stack: Any) -> None:
+    history = [*WORDS, {"role": "assistant", "content": None, "reasoning_content": "hm"}, *WORDS]
+    with_empty = [*WORDS, {"role": "assistant", "content": ""}, *WORDS]
+    answers = [await chat(stack, messages=messages) for messages in (history, with_empty)]
+    assert answers[0].choices == answers[1].choices
+
+
+async def test_streams_may_have_usage_in_every_chunk(stack: Any) -> None:
+    stream = await chat(
+        stack, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}
+    )
+    counts = [chunk.usage.completion_tokens async for chunk in stream]
+    assert counts == sorted(counts)
+    assert counts[-1] == 6
