@@ -20,9 +20,13 @@ from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.spec import LayerSpec
 
 _CAPPED = (LayerSpec(has_plain_softmax=False),)
-_METHODS = textwrap.fill(
-    ", ".join(applicable_methods(_CAPPED)), 106, subsequent_indent="  ", break_on_hyphens=False
-)
+_LATENT = (LayerSpec(latent_dim=512),)
+
+
+def _methods(layers: tuple[LayerSpec, ...]) -> str:
+    methods = ", ".join(applicable_methods(layers))
+    return textwrap.fill(methods, 106, subsequent_indent="  ", break_on_hyphens=False)
+
 
 INTRODUCTION = f"""# Models
 
@@ -44,7 +48,18 @@ Layers are of these kinds:
 - Layers that share KV (Gemma 3n) are full or window layers, shipped and stored each.
 - **capped**: the logits are soft-capped, or each head has an attention sink. Attention is exact; scores,
   and the estimates of sparse attention, do without cap and sink. Methods:
-  {_METHODS}. On a GPU these layers and those with a window use the torch path.
+  {_methods(_CAPPED)}.
+  On a GPU these layers and those with a window use the torch path.
+- **latent**: multi-head latent attention (MLA). A token's row is its latent vector, after its norm, and the
+  rotary key that all heads share; its key is the whole row, and its value the latent. Rows are stored,
+  shipped, selected and quantised once, as one KV head. Prefill attends to expanded keys and values, decode
+  to the rows, with the model's own softmax scale; scores are the same in both. Methods:
+  {_methods(_LATENT)}.
+  Not: `rdkv`, `rdkv-hsa`, `compactor-rdkv`, `compactor-kivi` and `rocketkv-kivi`, which give channels of
+  keys and tokens of values widths or scales of their own, while a latent is both; `think` and
+  `snapkv-think`, because the channels that keys can do without are still those of values. `kivi` quantises
+  rows as keys, per channel, and reads values from the same codes. On a GPU decode attends to these rows on
+  the torch path (`latent_dense` and so on in `kvferry_decode_steps_total`), one sequence at a time.
 
 A window that is not smaller than `--max-model-len` limits nothing: the layer is full. Layers without rotary
 positions (SmolLM3, Cohere 2, Exaone 4, Llama 4) are full layers. Of Phi's `longrope`
@@ -66,17 +81,20 @@ def _row(name: str, family: Family) -> tuple[str, str, str]:
         spec = load_model(family.save(Path(folder)), device="cpu", max_model_len=256).spec
     layers = [spec.layer(layer) for layer in range(spec.num_layers)]
     kinds = {
-        "full": any(not its.window for its in layers),
+        "full": any(not its.window and not its.latent_dim for its in layers),
         "window": any(its.window and not its.is_chunked for its in layers),
         "chunk": any(its.is_chunked for its in layers),
         "capped": any(not its.has_plain_softmax for its in layers),
+        "latent": any(its.latent_dim for its in layers),
     }
     methods = applicable_methods(spec.layers)
     variant = name.removeprefix(family.model_type).replace("-", " ")
     return (
         f"`{family.model_type}`{variant}",
         ", ".join(kind for kind, is_present in kinds.items() if is_present),
-        "all" if len(methods) == len(PRESETS) else "those of capped layers",
+        "all"
+        if len(methods) == len(PRESETS)
+        else f"those of {'latent' if kinds['latent'] else 'capped'} layers",
     )
 
 

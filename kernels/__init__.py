@@ -6,7 +6,8 @@ What every decode attention means by its arguments, unless it says otherwise: H_
 KV head, D head_dim; n rows in use, of cap allocated; m new rows, those of generated tokens.
 
     queries       `[H_kv, G, D]` of one new token of one sequence and layer, after RoPE
-    keys, values  `[H_kv, cap, D]`, the queries' dtype and device; rows at n and beyond are never read
+    keys, values  `[H_kv, cap, D]`, the queries' dtype and device; rows at n and beyond are never read. Values
+                  of latent rows have fewer channels (MLA), and so has what is returned; in torch only
     new_keys, new_values  `[H_kv, m, D]`, m >= 0, the queries' dtype and device, at any strides
     length        n, 1 to cap
     num_tokens    rows to attend to, at least 1; up to so many rows, all are attended

@@ -211,6 +211,7 @@ def check_attention(
     queries: Tensor, keys: Tensor, values: Tensor, *, least: int = 1, prefix: str = "", rows: str = "n"
 ) -> None:
     """Require queries `[H_kv, G, D]` and keys and values `[H_kv, n, D]`, n >= least, of one dtype and device.
+    Values may have fewer channels than keys (latent rows).
 
     Args: prefix, rows: in messages, before "keys" and "values", and instead of "n".
     """
@@ -218,7 +219,7 @@ def check_attention(
     if (
         queries.ndim != 3
         or len(shape) != 3
-        or values.shape != shape
+        or not _fit(keys, values)
         or (shape[0], shape[2]) != (queries.shape[0], queries.shape[2])
         or shape[1] < least
     ):
@@ -230,10 +231,15 @@ def check_attention(
     check_same_kind(**{"queries": queries, f"{prefix}keys": keys, f"{prefix}values": values})
 
 
+def _fit(keys: Tensor, values: Tensor) -> bool:
+    """Whether these are rows of the same heads and tokens."""
+    return values.shape[:-1] == keys.shape[:-1] and 0 < values.shape[-1] <= keys.shape[-1]
+
+
 def check_new_row(keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
     """Require one token's key and value `[H_kv, D]` of keys and values `[H_kv, cap, D]`."""
-    expected = (keys.shape[0], keys.shape[2])
-    if values.shape != keys.shape or key.shape != expected or value.shape != expected:
+    expected = [(its.shape[0], its.shape[2]) for its in (keys, values)]
+    if not _fit(keys, values) or [key.shape, value.shape] != expected:
         raise ValueError(
             f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [H_kv, D] of keys "
             f"{tuple(keys.shape)} and values {tuple(values.shape)}"
@@ -280,9 +286,16 @@ def alignment_problem(**tensors: Tensor) -> str | None:
     return None
 
 
+def width_problem(keys: Tensor, values: Tensor) -> str | None:
+    """Whether a kernel supports the channels of these rows: no kernel has latent rows."""
+    if keys.shape[2] == values.shape[2]:
+        return None
+    return f"keys have {keys.shape[2]} channels and values {values.shape[2]}; they must have as many"
+
+
 def attention_problem(queries: Tensor, keys: Tensor, values: Tensor, *, prefix: str = "") -> str | None:
     """Whether a kernel supports queries `[H_kv, G, D]` and rows `[H_kv, n, D]`; see `check_attention`."""
-    problem = shape_problem(queries.dtype, queries.shape[1], queries.shape[2])
+    problem = shape_problem(queries.dtype, queries.shape[1], queries.shape[2]) or width_problem(keys, values)
     if problem is None and keys.shape[1] > 1 and keys.stride(1) != values.stride(1):
         problem = f"rows of {prefix}keys and {prefix}values have strides {keys.stride(1)}, {values.stride(1)}"
     return problem or alignment_problem(**{f"{prefix}keys": keys, f"{prefix}values": values})

@@ -33,6 +33,8 @@ class KiviRows:
             and then the V codes of token 0, 1, ..., each packed as `kernels.packed.value_rows` packs a row.
         scales: float32 `[H_kv, g, 2 D + 64]`: K scales, K minima, V scales, V minima.
         keys, values: `[H_kv, r, D]`, the last r rows as they are.
+        latent_dim: of latent rows, the first channels of K that are V, too: there are no codes, scales and
+            minima of V, and `values` have as many channels. 0: K and V are quantised each.
     """
 
     bits: int
@@ -40,6 +42,7 @@ class KiviRows:
     scales: Tensor
     keys: Tensor
     values: Tensor
+    latent_dim: int = 0
 
     def __post_init__(self) -> None:
         num_kv_heads, num_left, head_dim = self.keys.shape
@@ -49,12 +52,12 @@ class KiviRows:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             bits=self.bits,
+            is_latent=bool(self.latent_dim),
         )
         shapes = tuple(tuple(t.shape) for t in (self.codes, self.scales, self.keys, self.values))
-        if shapes != (codes, scales, left, left):
-            raise ValueError(
-                f"codes, scales, keys, values are {shapes}; they must be {(codes, scales, left)}"
-            )
+        expected = (codes, scales, left, (*left[:2], self.latent_dim or head_dim))
+        if shapes != expected:
+            raise ValueError(f"codes, scales, keys, values are {shapes}; they must be {expected}")
 
     @property
     def num_rows(self) -> int:
@@ -63,9 +66,9 @@ class KiviRows:
 
 
 def kivi_shapes(
-    num_rows: int, *, num_kv_heads: int, head_dim: int, bits: int
+    num_rows: int, *, num_kv_heads: int, head_dim: int, bits: int, is_latent: bool = False
 ) -> tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int]]:
-    """Shapes of `KiviRows`: codes, scales, and keys or values.
+    """Shapes of `KiviRows`: codes, scales, and keys or values. Latent rows have no V codes and scales.
 
     Raises: ValueError: another width.
     """
@@ -73,34 +76,42 @@ def kivi_shapes(
         raise ValueError(f"bits is {bits}; it must be one of {WIDTHS}")
     groups, left = divmod(num_rows, GROUP_TOKENS)
     key_bytes = head_dim * value_row_bytes(bits, GROUP_TOKENS)
-    value_bytes = GROUP_TOKENS * value_row_bytes(bits, head_dim)
+    value_bytes = 0 if is_latent else GROUP_TOKENS * value_row_bytes(bits, head_dim)
     return (
         (num_kv_heads, groups, key_bytes + value_bytes),
-        (num_kv_heads, groups, 2 * (head_dim + GROUP_TOKENS)),
+        (num_kv_heads, groups, 2 * (head_dim + (0 if is_latent else GROUP_TOKENS))),
         (num_kv_heads, left, head_dim),
     )
 
 
-def kivi_quantise(keys: Tensor, values: Tensor, bits: int) -> KiviRows:
+def kivi_quantise(keys: Tensor, values: Tensor, bits: int, *, latent_dim: int = 0) -> KiviRows:
     """Quantise whole groups of rows; the others stay as they are.
 
     Deviation: KIVI leaves up to 128 of the latest tokens in full precision and quantises them as they fill
     up; here those beyond the last whole group stay, n mod 32.
 
-    Args: keys, values: floating `[H_kv, n, D]`, n >= 0.
+    Args:
+        keys, values: floating `[H_kv, n, D]`, n >= 0.
+        latent_dim: of latent rows, as of `KiviRows`; values are then the keys' first channels.
 
     Raises:
         ValueError: shapes differ, another width, or a value to quantise that is not finite.
     """
-    if keys.ndim != 3 or keys.shape != values.shape or not keys.is_floating_point():
+    value_shape = (*keys.shape[:2], latent_dim or keys.shape[-1])
+    if keys.ndim != 3 or values.shape != value_shape or not keys.is_floating_point():
         raise ValueError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} must be [H_kv, n, D]")
     num_kv_heads, num_rows, head_dim = keys.shape
-    shapes = kivi_shapes(num_rows, num_kv_heads=num_kv_heads, head_dim=head_dim, bits=bits)
+    shapes = kivi_shapes(
+        num_rows, num_kv_heads=num_kv_heads, head_dim=head_dim, bits=bits, is_latent=bool(latent_dim)
+    )
     groups = num_rows // GROUP_TOKENS
     grouped = groups * GROUP_TOKENS
     shape = (num_kv_heads, groups, GROUP_TOKENS, head_dim)
     codes, scales = [], []
-    for rows in (keys[:, :grouped].reshape(shape).transpose(2, 3), values[:, :grouped].reshape(shape)):
+    to_quantise = [keys[:, :grouped].reshape(shape).transpose(2, 3)]
+    if not latent_dim:
+        to_quantise.append(values[:, :grouped].reshape(shape))
+    for rows in to_quantise:
         row_codes, row_scales, minima = quantise_rows(rows, bits)
         packed = pack_value_rows(row_codes.flatten(0, 2), bits)
         codes.append(packed.view(num_kv_heads, groups, rows.shape[2] * packed.shape[1]))
@@ -111,6 +122,7 @@ def kivi_quantise(keys: Tensor, values: Tensor, bits: int) -> KiviRows:
         scales=torch.cat(scales, dim=2).reshape(shapes[1]),
         keys=keys[:, grouped:].contiguous(),
         values=values[:, grouped:].contiguous(),
+        latent_dim=latent_dim,
     )
 
 
@@ -119,13 +131,13 @@ def kivi_dequantise(rows: KiviRows) -> tuple[Tensor, Tensor]:
     num_kv_heads, num_left, head_dim = rows.keys.shape
     grouped = rows.num_rows - num_left
     keys = rows.scales.new_empty(num_kv_heads, grouped, head_dim)
-    values = torch.empty_like(keys)
-    for start, tile in _tiles(rows):
-        key_codes, key_scales, key_minima, value_codes, value_scales, value_minima = tile
-        stop = start + value_codes.shape[1] * GROUP_TOKENS
+    values = keys[:, :, : rows.latent_dim] if rows.latent_dim else torch.empty_like(keys)
+    for start, (key_codes, key_scales, key_minima, *of_values) in _tiles(rows):
+        stop = start + key_codes.shape[1] * GROUP_TOKENS
         channels_first = dequantise_rows(key_codes, key_scales, key_minima)
         keys[:, start:stop] = channels_first.transpose(2, 3).flatten(1, 2)
-        values[:, start:stop] = dequantise_rows(value_codes, value_scales, value_minima).flatten(1, 2)
+        if of_values:
+            values[:, start:stop] = dequantise_rows(*of_values).flatten(1, 2)
     dtype = rows.keys.dtype
     return torch.cat([keys.to(dtype), rows.keys], dim=1), torch.cat([values.to(dtype), rows.values], dim=1)
 
@@ -141,7 +153,8 @@ def kivi_decode(
     Args, returns, raises: as in `kernels`.
     """
     check_attention(queries, new_keys, new_values, least=0, prefix="new_", rows="m")
-    if (rows.keys.shape[0], rows.keys.shape[2]) != (queries.shape[0], queries.shape[2]):
+    fits = (rows.keys.shape[0], rows.keys.shape[2]) == (queries.shape[0], queries.shape[2])
+    if not fits or rows.values.shape[2] != new_values.shape[2]:
         raise ValueError(f"rows of {tuple(rows.keys.shape)} do not fit queries {tuple(queries.shape)}")
     if rows.num_rows + new_keys.shape[1] == 0:
         raise ValueError("there is neither a quantised row nor a new one; there must be one to attend to")
@@ -160,30 +173,47 @@ def kivi_decode(
     logits[:, :, grouped:] = scaled @ left_keys.float().mT
     probabilities = logits.softmax(dim=-1)
     output = probabilities[:, :, grouped:] @ left_values.float()
-    for start, (*_, value_codes, value_scales, value_minima) in _tiles(rows):
-        stop = start + value_codes.shape[1] * GROUP_TOKENS
+    for start, (key_codes, key_scales, key_minima, *of_values) in _tiles(rows):
+        stop = start + key_codes.shape[1] * GROUP_TOKENS
         tile = probabilities[:, :, start:stop]
-        output += (tile * value_scales.flatten(1)[:, None]) @ value_codes.flatten(1, 2)
-        output += tile @ value_minima.flatten(1)[:, :, None]
+        if of_values:
+            value_codes, value_scales, value_minima = of_values
+            output += (tile * value_scales.flatten(1)[:, None]) @ value_codes.flatten(1, 2)
+            output += tile @ value_minima.flatten(1)[:, :, None]
+        else:
+            shared = (its[:, :, : rows.latent_dim] for its in (key_codes, key_scales, key_minima))
+            output += _latent_values(tile, *shared)
     return output.to(queries.dtype)
 
 
+def _latent_values(probabilities: Tensor, codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
+    """`sum_t p_t (s_c code_ct + min_c)` of a tile of latent rows: float32 `[H_kv, G, R]`.
+
+    Args: probabilities `[H_kv, G, 32 t]`; codes `[H_kv, t, R, 32]`, their scales and minima `[H_kv, t, R]`.
+    """
+    num_kv_heads, group_size, _ = probabilities.shape
+    by_group = probabilities.reshape(num_kv_heads, group_size, -1, GROUP_TOKENS).transpose(1, 2)
+    products = (by_group @ codes.mT) * scales[:, :, None]
+    products += by_group.sum(-1, keepdim=True) * minima[:, :, None]
+    return products.sum(1)
+
+
 def _tiles(rows: KiviRows) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """A tile's first token; K codes float32 `[H_kv, t, D, 32]`, their scales and minima `[H_kv, t, D]`, V
-    codes `[H_kv, t, 32, D]`, their scales and minima `[H_kv, t, 32]`."""
+    """A tile's first token; K codes float32 `[H_kv, t, D, 32]`, their scales and minima `[H_kv, t, D]`, and
+    unless rows are latent V codes `[H_kv, t, 32, D]`, their scales and minima `[H_kv, t, 32]`."""
     bits, (num_kv_heads, _, head_dim) = rows.bits, rows.keys.shape
     key_bytes, value_bytes = value_row_bytes(bits, GROUP_TOKENS), value_row_bytes(bits, head_dim)
-    sizes = [head_dim, head_dim, GROUP_TOKENS, GROUP_TOKENS]
     for first in range(0, rows.codes.shape[1], TILE_GROUPS):
         tile = rows.codes[:, first : first + TILE_GROUPS]
         count = tile.shape[1]
         keys = unpack_value_rows(
             tile[:, :, : head_dim * key_bytes].reshape(-1, key_bytes), bits, GROUP_TOKENS
         ).view(num_kv_heads, count, head_dim, GROUP_TOKENS)
-        values = unpack_value_rows(
-            tile[:, :, head_dim * key_bytes :].reshape(-1, value_bytes), bits, head_dim
-        ).view(num_kv_heads, count, GROUP_TOKENS, head_dim)
-        of_keys, key_minima, of_values, value_minima = torch.split(
-            rows.scales[:, first : first + count], sizes, dim=2
-        )
-        yield first * GROUP_TOKENS, (keys, of_keys, key_minima, values, of_values, value_minima)
+        scales, of_values = rows.scales[:, first : first + count], 2 * head_dim
+        tensors = (keys, *torch.split(scales[:, :, :of_values], head_dim, dim=2))
+        if not rows.latent_dim:
+            values = unpack_value_rows(
+                tile[:, :, head_dim * key_bytes :].reshape(-1, value_bytes), bits, head_dim
+            ).view(num_kv_heads, count, GROUP_TOKENS, head_dim)
+            tensors = (*tensors, values, *torch.split(scales[:, :, of_values:], GROUP_TOKENS, dim=2))
+        yield first * GROUP_TOKENS, tensors

@@ -30,21 +30,23 @@ def ragged_decode(
 
     Args: as in `kernels`.
         head_rows: n_h for each KV head, each at least 0; n is their sum.
-        keys, values: `[n, D]`: head 0's rows, head 1's, ...
+        keys, values: `[n, D]`: head 0's rows, head 1's, ... Values of latent rows have fewer channels.
     """
-    num_kv_heads, _, head_dim = queries.shape
-    rows, new = (sum(head_rows), head_dim), (num_kv_heads, new_keys.shape[1], head_dim)
+    num_kv_heads, group_size, head_dim = queries.shape
+    value_dim = min(head_dim, values.shape[-1])
+    rows, new = (sum(head_rows),), (num_kv_heads, new_keys.shape[1])
+    expected = ((*rows, head_dim), (*rows, value_dim), (*new, head_dim), (*new, value_dim))
     shapes = tuple(tuple(t.shape) for t in (keys, values, new_keys, new_values))
-    if len(head_rows) != num_kv_heads or min(head_rows) < 0 or shapes != (rows, rows, new, new):
+    if len(head_rows) != num_kv_heads or min(head_rows) < 0 or shapes != expected:
         raise ValueError(
             f"K, V and new K, V are {shapes}, rows of each head {list(head_rows)}; they must be "
-            f"{(rows, rows, new, new)} for {num_kv_heads} heads"
+            f"{expected} for {num_kv_heads} heads"
         )
     check_same_kind(queries=queries, keys=keys, values=values, new_keys=new_keys, new_values=new_values)
     if min(head_rows) + new_keys.shape[1] == 0:
         raise ValueError("a head has neither a row of the prompt nor a new one; it must have one")
     path_for("ragged_decode", queries.device)
-    output = torch.empty_like(queries)
+    output = queries.new_empty(num_kv_heads, group_size, value_dim)
     new_logits = queries @ new_keys.mT
     pieces = zip(*(torch.split(tensor, list(head_rows)) for tensor in (keys, values)), strict=True)
     for head, (head_keys, head_values) in enumerate(pieces):

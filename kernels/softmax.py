@@ -71,4 +71,4 @@ def attend_softmax(
     else:
         weights = logits.softmax(-1)
     attended = torch.bmm(weights.reshape(num_kv_heads, group_size * num_queries, -1), values.float())
-    return attended.view(queries.shape).to(queries.dtype)
+    return attended.view(*queries.shape[:3], -1).to(queries.dtype)

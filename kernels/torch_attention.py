@@ -94,8 +94,10 @@ def attend_tokens(
     """
     joint = joint or JointRows.of(keys, values)
     if joint is None:
-        index = tokens[:, :, None].expand(-1, -1, keys.shape[2])
-        return attend_rows(queries, keys.gather(1, index), values.gather(1, index), scaling=scaling)
+        chosen_keys, chosen_values = (
+            its.gather(1, tokens[:, :, None].expand(-1, -1, its.shape[2])) for its in (keys, values)
+        )
+        return attend_rows(queries, chosen_keys, chosen_values, scaling=scaling)
     chosen = joint.rows.index_select(0, (tokens + joint.starts).view(-1))
     chosen_keys, chosen_values = chosen.view(2, *tokens.shape, keys.shape[2]).unbind(0)
     return attend_rows(queries, chosen_keys, chosen_values, scaling=scaling)
@@ -122,7 +124,12 @@ class JointRows:
         head_stride, row, one = keys.stride()
         apart = values.storage_offset() - keys.storage_offset()
         together = values.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
-        together &= values.stride() == keys.stride() and (row, one) == (head_dim, 1) and apart >= 0
+        together &= (
+            values.shape == keys.shape
+            and values.stride() == keys.stride()
+            and (row, one) == (head_dim, 1)
+            and apart >= 0
+        )
         if not together or apart % head_dim or head_stride % head_dim:
             return None
         size = (apart + (num_kv_heads - 1) * head_stride) // head_dim + num_rows

@@ -1114,19 +1114,22 @@ class LayerSpec(_message.Message):
     WINDOW_FIELD_NUMBER: _builtins.int
     IS_CHUNKED_FIELD_NUMBER: _builtins.int
     HAS_PLAIN_SOFTMAX_FIELD_NUMBER: _builtins.int
+    LATENT_DIM_FIELD_NUMBER: _builtins.int
     window: _builtins.int
     is_chunked: _builtins.bool
     has_plain_softmax: _builtins.bool
+    latent_dim: _builtins.int
     def __init__(
         self,
         *,
         window: _builtins.int = ...,
         is_chunked: _builtins.bool = ...,
         has_plain_softmax: _builtins.bool = ...,
+        latent_dim: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_plain_softmax", b"has_plain_softmax", "is_chunked", b"is_chunked", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_plain_softmax", b"has_plain_softmax", "is_chunked", b"is_chunked", "latent_dim", b"latent_dim", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

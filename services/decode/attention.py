@@ -127,7 +127,7 @@ class SlotAttention:
             cache = member.unbatched.get(layer)
             if cache is None:
                 continue
-            output = torch.zeros_like(step.queries) if output is None else output
+            output = _no_output(step.queries, step.values) if output is None else output
             attend = partial(
                 cache.append_and_attend,
                 step.queries[slot],
@@ -164,6 +164,11 @@ class SlotAttention:
 def _whole(view: Tensor, dtype: torch.dtype) -> Tensor:
     """The whole storage behind a view, as a one-dimensional tensor."""
     return torch.empty(0, dtype=dtype, device=view.device).set_(view.untyped_storage())
+
+
+def _no_output(queries: Tensor, values: Tensor) -> Tensor:
+    """Zeros `[S, H_kv, G, D]`, as many channels as values have."""
+    return queries.new_zeros((*queries.shape[:3], values.shape[2]))
 
 
 class BatchAttention:
@@ -210,5 +215,5 @@ class BatchAttention:
         if unbatched is not None:
             outputs.append(unbatched)
         if not outputs:
-            return torch.zeros_like(queries)
+            return _no_output(queries, values)
         return outputs[0] if len(outputs) == 1 else torch.stack(outputs).sum(0)

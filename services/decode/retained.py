@@ -43,7 +43,7 @@ class RetainedSelection:
     Attributes:
         retained: the prompt's rows, and those of generated tokens; its `num_tokens` are all of them.
         token_ids: int64, of the tokens that have rows.
-        rows: K and V of each layer, `[H_kv, cap, D]` in the arena.
+        rows: each layer's tensors of rows, `[H_kv, cap, D]` in the arena.
         num_users: reservations that pin it; its bytes are not freed while there are any.
         listed: whether new reservations can still find it.
     """
@@ -51,7 +51,7 @@ class RetainedSelection:
     session: SessionKey
     retained: RetainedRows
     token_ids: npt.NDArray[np.int64]
-    rows: tuple[tuple[Tensor, Tensor], ...]
+    rows: tuple[tuple[Tensor, ...], ...]
     allocation: Allocation
     num_users: int = 0
     listed: bool = True
@@ -142,7 +142,9 @@ class RetainedSelections:
                     layers=sequence.positions,
                 ),
                 token_ids=np.asarray(token_ids, np.int64),
-                rows=tuple((its.regions["keys"], its.regions["values"]) for its in sequence.caches),
+                rows=tuple(
+                    tuple(its.regions[name] for name in its.format.shape.row_names) for its in sequence.caches
+                ),
                 allocation=sequence.hand_over_bytes(),
             )
         self._arena.advance(selection.allocation, "retained")
@@ -329,7 +331,8 @@ class HistoryReturner:
                 outgoing.abort("the request was cancelled")
         try:
             for layer, tensors in enumerate(rows):
-                named = zip(("keys", "values"), tensors, strict=True)
+                # of latent rows K alone, which is V, too
+                named = zip(self._spec.row_names, tensors, strict=False)
                 outgoing.send_layer(
                     layer, [NamedTensor(name=name, tensor=its, kind="rows") for name, its in named]
                 )

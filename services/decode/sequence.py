@@ -83,12 +83,12 @@ class PinnedRows:
     """A session's retained rows that a transfer may leave out.
 
     Attributes:
-        layers: for each selection of `chain`, each layer's K and V `[H_kv, cap, D]` in the arena.
+        layers: for each selection of `chain`, each layer's tensors of rows `[H_kv, cap, D]` in the arena.
         unpin: to be called once.
     """
 
     chain: RetainedChain
-    layers: tuple[tuple[tuple[Tensor, Tensor], ...], ...]
+    layers: tuple[tuple[tuple[Tensor, ...], ...], ...]
     unpin: Callable[[], None]
 
 

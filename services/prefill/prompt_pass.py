@@ -197,8 +197,7 @@ class PromptPass:
         while waiting:
             job.check_cancelled()
             layer = waiting.pop()
-            device, host = self._model.device, layer.inputs
-            inputs = replace(host, keys=host.keys.to(device), values=host.values.to(device))
+            inputs = self._moved(layer.inputs, self._model.device)
             self._ship(measured, formats[inputs.layer], inputs, layer.scores)
             self._hand_over(self._copies.layers_behind)
             self._progress(inputs.layer)
@@ -209,9 +208,15 @@ class PromptPass:
         self._pauses.allowed = True
         waiting = measure_layer(self._job.resolved, inputs)
         self._pauses.allowed = False
-        host = replace(waiting.inputs, keys=waiting.inputs.keys.cpu(), values=waiting.inputs.values.cpu())
+        host = self._moved(waiting.inputs, torch.device("cpu"))
         self._waiting[inputs.layer] = replace(waiting, inputs=host)
         self.times.compress_s += self._clock() - begin_s
+
+    def _moved(self, inputs: LayerInputs, device: torch.device) -> LayerInputs:
+        """The inputs with K and V on another device; of latent rows V stays a view of K."""
+        keys, latent_dim = inputs.keys.to(device), self._model.spec.latent_dim
+        values = keys[..., :latent_dim] if latent_dim else inputs.values.to(device)
+        return replace(inputs, keys=keys, values=values)
 
     def _ship(
         self, resolved: ResolvedPlan, fmt: LayerFormat, inputs: LayerInputs, scores: Tensor | None = None
@@ -234,7 +239,8 @@ class PromptPass:
         if job.retained is not None:
             num_rows = tensors["keys"][:, :, 0].numel()
             tensors = delta_tensors(tensors, layer, job.retained)
-            job.saved_bytes += 2 * self._model.spec.row_bytes * (num_rows - int(tensors[NEW_ROWS].sum()))
+            spec, num_saved = self._model.spec, num_rows - int(tensors[NEW_ROWS].sum())
+            job.saved_bytes += len(spec.row_names) * spec.row_bytes * num_saved
         names, kinds = list(tensors), {NEW_ROWS: "index", **fmt.kinds}
         arrived = self._copies.start(list(tensors.values()))
         self.times.pack_s += self._clock() - compressed_s
@@ -254,12 +260,13 @@ class PromptPass:
 
     def _stage(self, turn: StagedTurn, layer: int, keys: Tensor, values: Tensor) -> None:
         """Stage the layer's new rows in the session's history."""
-        start = turn.reused_tokens
-        arrived = self._copies.start([keys[:, start:], values[:, start:]])
+        start, latent_dim = turn.reused_tokens, self._model.spec.latent_dim
+        arrived = self._copies.start([keys[:, start:], *(() if latent_dim else (values[:, start:],))])
 
         def append() -> None:
             begin_s = self._clock()
-            turn.append(layer, *arrived())
+            new_keys, *new_values = arrived()
+            turn.append(layer, new_keys, new_values[0] if new_values else new_keys[..., :latent_dim])
             self.times.history_store_s += self._clock() - begin_s
 
         self._leaving.append(append)

@@ -44,7 +44,7 @@ class _Expected:
 
 
 class _Incoming:
-    """An open return: each layer's K and V, `[H_kv, n, D]` on the host."""
+    """An open return: each layer's rows, `[H_kv, n, D]` on the host."""
 
     def __init__(self, expected: _Expected, manifest: Manifest) -> None:
         self.expected = expected
@@ -108,21 +108,19 @@ class HistoryReceiver:
         """See `BlockSink.begin_layer`."""
         incoming, spec = self._incoming[key], self._spec
         shape = (spec.num_kv_heads, incoming.manifest.num_tokens, spec.head_dim)
-        expected = tuple(
-            TensorHeader(name=name, dtype=spec.dtype, shape=shape) for name in ("keys", "values")
-        )
+        expected = tuple(TensorHeader(name=name, dtype=spec.dtype, shape=shape) for name in spec.row_names)
         if header.tensors != expected:
             raise ProtocolMismatch(
                 f"layer {header.layer} of returned history has tensors {header.tensors}; {expected} are "
                 "expected",
                 reason="layer_tensors",
             )
-        incoming.layers.append({name: torch.empty(shape, dtype=self._dtype) for name in ("keys", "values")})
+        incoming.layers.append({name: torch.empty(shape, dtype=self._dtype) for name in spec.row_names})
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
         """See `BlockSink.write`."""
         layer = self._incoming[header.key].layers[header.layer]
-        target = (layer["keys"], layer["values"])[header.tensor].view(-1).view(torch.uint8).numpy()
+        target = layer[self._spec.row_names[header.tensor]].view(-1).view(torch.uint8).numpy()
         target[header.offset : header.offset + payload.nbytes] = np.frombuffer(payload, np.uint8)
 
     def commit(self, end: EndRecord) -> None:
@@ -131,7 +129,8 @@ class HistoryReceiver:
         turn = self._turn(incoming.expected)
         if incoming.manifest.num_tokens:
             for layer, tensors in enumerate(incoming.layers):
-                turn.append(layer, tensors["keys"], tensors["values"])
+                keys = tensors["keys"]
+                turn.append(layer, keys, tensors.get("values", keys[..., : self._spec.latent_dim]))
         self.forget(incoming.expected.request_id, end.key)
 
     def abort(self, key: TransferKey, reason: str) -> None:

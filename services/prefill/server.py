@@ -70,7 +70,9 @@ def build_store(config: PrefillConfig, *, spec: ModelSpec, metrics: PrefillMetri
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        precision=RowPrecision(bits=config.history_bits, dtype=getattr(torch, spec.dtype)),
+        precision=RowPrecision(
+            bits=config.history_bits, dtype=getattr(torch, spec.dtype), latent_dim=spec.latent_dim
+        ),
     )
     store = HistoryStore(
         max_bytes=history_size_bytes(config),

@@ -144,12 +144,8 @@ def delta_tensors(tensors: Tensors, layer: int, retained: RetainedChain) -> dict
     is_new = torch.from_numpy(retained.find(layer, positions)[0] < 0)
     index = {"index": tensors["index"]} if "index" in tensors else {}
     new_rows, on_device = is_new.sum(1, dtype=torch.int32), is_new.to(tensors["keys"].device)
-    return {
-        **index,
-        NEW_ROWS: new_rows,
-        "keys": tensors["keys"][on_device],
-        "values": tensors["values"][on_device],
-    }
+    rows = {name: tensors[name][on_device] for name in ("keys", "values") if name in tensors}
+    return {**index, NEW_ROWS: new_rows, **rows}
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,13 +154,14 @@ class DeltaLayer:
 
     Attributes:
         format: the layer's, with `is_plain`.
-        retained_rows: for each retained selection, the K and V `[H_kv, cap, D]` with its rows.
+        retained_rows: for each retained selection, the tensors `[H_kv, cap, D]` of its rows, in the order of
+            `LayerShape.row_names`.
     """
 
     format: LayerFormat
     layer: int
     retained: RetainedChain
-    retained_rows: Sequence[tuple[Tensor, Tensor]]
+    retained_rows: Sequence[tuple[Tensor, ...]]
 
     def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
         """See `LayerFormat.receive`: memory outside the arena, because few rows are sent."""
@@ -173,7 +170,7 @@ class DeltaLayer:
         expected[NEW_ROWS] = TensorSpec(shape=(shape.num_kv_heads,), dtype=torch.int32)
         sent = header["keys"].shape[0] if "keys" in header and header["keys"].shape else -1
         rows = TensorSpec(shape=(sent, shape.head_dim), dtype=shape.dtype)
-        expected |= {"keys": rows, "values": rows}
+        expected |= dict.fromkeys(shape.row_names, rows)
         self.format.check_header(header, expected)
         if not 0 <= sent <= self.format.rows * shape.num_kv_heads:
             raise InvalidTensors(
@@ -200,7 +197,7 @@ class DeltaLayer:
                 f"this worker lacks {counts.tolist()}",
                 reason="retained_rows",
             )
-        targets = (regions["keys"], regions["values"])
+        targets = [regions[name] for name in shape.row_names]
         for selection, sources in enumerate(self.retained_rows):
             heads, slots = np.nonzero(which == selection)
             copied = torch.from_numpy(numbers[heads, slots])
@@ -208,7 +205,7 @@ class DeltaLayer:
             for source, target in zip(sources, targets, strict=True):
                 target[of_head, to_row] = source[of_head, copied]
         of_head, to_row = (torch.from_numpy(its) for its in np.nonzero(which < 0))
-        for name, target in zip(("keys", "values"), targets, strict=True):
+        for name, target in zip(shape.row_names, targets, strict=True):
             target[of_head, to_row] = tensors[name].to(target.device)
         return self.format.open(regions, {} if index is None else {"index": index})
 

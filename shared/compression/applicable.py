@@ -1,4 +1,5 @@
-"""Which methods go with a model. Layers whose softmax is not plain are attended by few formats and kinds."""
+"""Which methods go with a model. Layers whose softmax is not plain are attended by few formats and kinds, and
+latent rows (MLA) are not stored by the formats that store K and V each in a way of its own."""
 
 from __future__ import annotations
 
@@ -15,25 +16,32 @@ from kvferry.shared.model.spec import LayerSpec
 @lru_cache(maxsize=16)
 def applicable_methods(layers: tuple[LayerSpec, ...]) -> tuple[str, ...]:
     """The methods that go with a model. Args: layers: as `ModelSpec.layers`."""
-    return tuple(name for name in method_names() if _refusing_layer(preset(name), layers) is None)
+    return tuple(name for name in method_names() if _problem(preset(name), layers) is None)
 
 
 def check_applicable(plan: CompressionPlan, layers: tuple[LayerSpec, ...]) -> None:
     """Raises: InvalidRequest: the plan does not go with the model; names the layer, and methods that do."""
-    layer = _refusing_layer(plan, layers)
-    if layer is not None:
+    problem = _problem(plan, layers)
+    if problem is not None:
         raise InvalidRequest(
-            f"method {plan.method!r} does not go with this model: layer {layer} has soft-capped logits or "
-            f"attention sinks; methods that do: {', '.join(applicable_methods(layers))}",
+            f"method {plan.method!r} does not go with this model: {problem}; methods that do: "
+            f"{', '.join(applicable_methods(layers))}",
             param="kv_compression.method",
         )
 
 
-def _refusing_layer(plan: CompressionPlan, layers: tuple[LayerSpec, ...]) -> int | None:
-    """The first layer that the plan's parts cannot attend to."""
-    kind = ATTENTIONS.get(plan.attention.name)
-    takes_any = format_class(plan.representation).takes_any_softmax and kind is not None
-    if takes_any and kind is not None and kind.takes_any_softmax:
-        return None
-    odd = (i for i, its in enumerate(layers) if not its.has_plain_softmax and not its.window)
-    return next(odd, None)
+def _problem(plan: CompressionPlan, layers: tuple[LayerSpec, ...]) -> str | None:
+    """Why the plan's parts cannot attend to a layer, which is the first one; None if they can."""
+    kind, its_format = ATTENTIONS.get(plan.attention.name), format_class(plan.representation)
+    takes_any = its_format.takes_any_softmax and kind is not None and kind.takes_any_softmax
+    for number, layer in enumerate(layers):
+        if layer.window:
+            continue
+        if not layer.has_plain_softmax and not takes_any:
+            return f"layer {number} has soft-capped logits or attention sinks"
+        if layer.latent_dim and not its_format.takes_latent_rows:
+            return (
+                f"layer {number} has latent rows (MLA), each of them key and value at once, and format "
+                f"{plan.representation.name!r} treats keys and values differently"
+            )
+    return None

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvferry.kernels.column_sums import ColumnSums, column_sums
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
 from kvferry.shared.compression.plan import CompressionPlan, ParamValue
+from kvferry.shared.model.spec import row_names
 
 if TYPE_CHECKING:
     from kvferry.shared.compression.formats.interface import LayerFormat
@@ -59,7 +60,7 @@ class LayerShape:
         max_new_tokens: N; the last new token never gets a KV row.
         group_size: G, query heads per KV head.
         dtype: of K and V.
-        has_plain_softmax: as of `LayerSpec`.
+        has_plain_softmax, latent_dim: as of `LayerSpec`.
         returns_generated: whether K and V of new tokens are wanted at the end, unmerged and in order.
         fingerprint: of the served model.
     """
@@ -71,6 +72,7 @@ class LayerShape:
     head_dim: int
     dtype: torch.dtype
     has_plain_softmax: bool = True
+    latent_dim: int = 0
     returns_generated: bool = False
     fingerprint: str = ""
 
@@ -78,13 +80,37 @@ class LayerShape:
     def num_new_rows(self) -> int:
         return max(self.max_new_tokens - 1, 0)
 
+    @property
+    def value_dim(self) -> int:
+        """Channels of a value, D unless rows are latent."""
+        return self.latent_dim or self.head_dim
+
+    @property
+    def row_names(self) -> tuple[str, ...]:
+        """The tensors of rows: "keys" and "values", or of latent rows "keys" alone."""
+        return row_names(self.latent_dim)
+
     def row_spec(self, num_rows: int) -> TensorSpec:
         """K or V with `num_rows` rows per KV head."""
         return TensorSpec(shape=(self.num_kv_heads, num_rows, self.head_dim), dtype=self.dtype)
 
+    def row_specs(self, num_rows: int) -> dict[str, TensorSpec]:
+        """The tensors of `num_rows` rows per KV head."""
+        return dict.fromkeys(self.row_names, self.row_spec(num_rows))
+
+    def row_tensors(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """Rows as they are stored, contiguous. Args: K and V of any rows, D channels last."""
+        return {name: its.contiguous() for name, its in zip(self.row_names, (keys, values), strict=False)}
+
+    def rows_of(self, tensors: Mapping[str, Tensor], prefix: str = "") -> tuple[Tensor, Tensor]:
+        """K and V of stored rows; of latent rows V is a view of K."""
+        keys = tensors[f"{prefix}keys"]
+        values = keys[..., : self.latent_dim] if self.latent_dim else tensors[f"{prefix}values"]
+        return keys, values
+
     def rows_bytes(self, num_rows: int) -> int:
-        """Bytes of K and V with `num_rows` rows per KV head."""
-        return 2 * self.num_kv_heads * num_rows * self.head_dim * self.dtype.itemsize
+        """Bytes of `num_rows` rows per KV head, K and V."""
+        return len(self.row_names) * self.row_spec(num_rows).size_bytes
 
     def index_spec(self, num_rows: int) -> dict[str, TensorSpec]:
         """The selected positions, int32 `[H_kv, n]`; empty if every token is selected."""
@@ -102,6 +128,7 @@ class Sizing:
         rows: the layer's budget as prompt rows per KV head; decode's attention chooses from them.
         budget: t, the plan's budget in tokens.
         packed_budget: B_tok, for a format that spreads its bits over more tokens than `rows`.
+        latent_dim: as of `LayerSpec`.
     """
 
     layer: int
@@ -111,6 +138,12 @@ class Sizing:
     num_prompt_tokens: int
     max_new_tokens: int
     head_dim: int
+    latent_dim: int = 0
+
+    @property
+    def row_dim(self) -> int:
+        """Channels that a row stores in one KV head: 2 d for K and V, d of a latent row."""
+        return len(row_names(self.latent_dim)) * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +152,8 @@ class LayerInputs:
 
     Attributes:
         queries: post-RoPE `[H_kv, G, T_new, D]`, of the tokens run in this turn.
-        keys, values: `[H_kv, T, D]`, history and new tokens; keys post-RoPE. T >= T_new >= 1.
+        keys, values: `[H_kv, T, D]`, history and new tokens; keys post-RoPE. T >= T_new >= 1. Of latent rows
+            values are a view of the keys' first channels, and queries are absorbed (`model/adapters/latent`).
         scaling: the model's softmax scale.
         unrotate: turns this layer's post-RoPE keys `[H_kv, n, D]` at positions 0 to n - 1 into pre-RoPE keys,
             float32; None if there is no model.

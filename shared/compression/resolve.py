@@ -99,6 +99,7 @@ def resolve_plan(
                 num_prompt_tokens=num_prompt_tokens,
                 max_new_tokens=max_new_tokens,
                 head_dim=head_dim,
+                latent_dim=layers[layer].latent_dim if layers else 0,
             )
             planned[layer] = fmt.plan_layer(plan, sizing)
             if plan.generated is not None:

@@ -11,6 +11,9 @@ the pieces up to that point without copying. Locking and accounting are the stor
     bytes of n tokens of one layer, H = num_kv_heads, G groups of GROUP_TOKENS tokens (the last may be short):
     model, 16 bits    2 H n D * bytes of an element
     8, 4 bits         2 H n ceil(D / (8 / bits))  +  8 H D G  +  8 H n
+    of latent rows, which are K whose first channels are V, too:
+    model, 16 bits    H n D * bytes of an element
+    8, 4 bits         H n ceil(D / (8 / bits))  +  8 H D G
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ class RowChunk:
             bits 0: K and V `[H_kv, n, D]` of the stored dtype.
             bits 8, 4: codes of K and of V, uint8 `[H_kv, n, P]`, P bytes for D codes; scales and minima of K,
             float32 `[H_kv, groups, D]`; scales and minima of V, float32 `[H_kv, n]`.
+            Latent rows have those of K alone.
         dtype: the model's.
+        latent_dim: of latent rows, how many of the first channels are V, too; 0: K and V are stored each.
         group_offset: tokens of the first group that came before the chunk; 0 without groups.
     """
 
@@ -51,6 +56,7 @@ class RowChunk:
     bits: int
     head_dim: int
     dtype: torch.dtype
+    latent_dim: int = 0
     group_offset: int = 0
 
     @cached_property
@@ -63,22 +69,29 @@ class RowChunk:
 
     def rows(self) -> LayerKV:
         """K and V in the model's dtype."""
+        if self.latent_dim:
+            keys = (self._keys(*self.tensors) if self.bits else self.tensors[0]).to(self.dtype)
+            return keys, keys[..., : self.latent_dim]
         if not self.bits:
             keys, values = self.tensors
         else:
             k_codes, v_codes, k_scales, k_minima, v_scales, v_minima = self.tensors
-            groups = (torch.arange(self.num_tokens) + self.group_offset) // GROUP_TOKENS
-            keys = self._unpack(k_codes) * k_scales[:, groups] + k_minima[:, groups]
+            keys = self._keys(k_codes, k_scales, k_minima)
             values = self._unpack(v_codes) * v_scales[..., None] + v_minima[..., None]
         return keys.to(self.dtype), values.to(self.dtype)
+
+    def _keys(self, codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
+        groups = (torch.arange(self.num_tokens) + self.group_offset) // GROUP_TOKENS
+        return self._unpack(codes) * scales[:, groups] + minima[:, groups]
 
     def part(self, start: int, stop: int) -> RowChunk:
         """Views of tokens [start, stop)."""
         first, offset = divmod(self.group_offset + start, GROUP_TOKENS) if self.bits else (0, 0)
         groups = slice(first, num_groups(self.group_offset, stop))
         # K's scales and minima are by group, all others by token.
+        by_group = (1, 2) if self.latent_dim else (2, 3)
         tensors = tuple(
-            tensor[:, groups if index in (2, 3) else slice(start, stop)]
+            tensor[:, groups if index in by_group else slice(start, stop)]
             for index, tensor in enumerate(self.tensors)
         )
         return replace(self, tensors=tensors, group_offset=offset)
@@ -101,7 +114,7 @@ def num_groups(group_offset: int, num_tokens: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RowPrecision:
-    """One format of stored rows, for a model whose K and V are of `dtype`.
+    """One format of stored rows, for a model whose K and V are of `dtype`. `latent_dim`: as of `RowChunk`.
 
     Deviation: "16" stores float32 rows as float16, clamped to its range; a model of a 16-bit dtype keeps its
     own, so that 16 and "model" are the same there.
@@ -109,6 +122,7 @@ class RowPrecision:
 
     bits: HistoryBits = "model"
     dtype: torch.dtype | None = None
+    latent_dim: int = 0
 
     @property
     def code(self) -> int:
@@ -133,13 +147,16 @@ class RowPrecision:
         """Args: `[H_kv, n, D]`, n >= 1, on any device. Returns: a chunk on the host that shares no memory."""
         dtype, head_dim, bits = keys.dtype, keys.shape[2], self._code_bits
         if bits:
-            tensors = _quantise(keys, values, bits)
+            tensors = _quantise(keys, None if self.latent_dim else values, bits)
         else:
+            stored = [keys] if self.latent_dim else [keys, values]
             if self.bits == "16" and dtype == torch.float32:
                 limit = torch.finfo(torch.float16).max
-                keys, values = (rows.clamp(-limit, limit).to(torch.float16) for rows in (keys, values))
-            tensors = (_host_copy(keys), _host_copy(values))
-        return RowChunk(tensors=tensors, bits=bits, head_dim=head_dim, dtype=dtype)
+                stored = [rows.clamp(-limit, limit).to(torch.float16) for rows in stored]
+            tensors = tuple(map(_host_copy, stored))
+        return RowChunk(
+            tensors=tensors, bits=bits, head_dim=head_dim, dtype=dtype, latent_dim=self.latent_dim
+        )
 
     def shapes(
         self, *, num_tokens: int, group_offset: int, num_kv_heads: int, head_dim: int
@@ -148,10 +165,12 @@ class RowPrecision:
         heads = num_kv_heads
         if not self._code_bits:
             rows = (heads, num_tokens, head_dim), self._stored(self._model_dtype)
-            return rows, rows
+            return (rows,) if self.latent_dim else (rows, rows)
         codes = (heads, num_tokens, -(-head_dim // (8 // self._code_bits))), torch.uint8
         channels = (heads, num_groups(group_offset, num_tokens), head_dim), torch.float32
         tokens = (heads, num_tokens), torch.float32
+        if self.latent_dim:
+            return codes, channels, channels
         return codes, codes, channels, channels, tokens, tokens
 
     def chunk(self, tensors: Sequence[Tensor], *, group_offset: int, head_dim: int) -> RowChunk:
@@ -161,6 +180,7 @@ class RowPrecision:
             bits=self._code_bits,
             head_dim=head_dim,
             dtype=self._model_dtype,
+            latent_dim=self.latent_dim,
             group_offset=group_offset if self._code_bits else 0,
         )
 
@@ -169,7 +189,8 @@ def _host_copy(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
-def _quantise(keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, ...]:
+def _quantise(keys: Tensor, values: Tensor | None, bits: int) -> tuple[Tensor, ...]:
+    """Args: values: None for latent rows."""
     num_heads, num_tokens, head_dim = keys.shape
     # Each group's K channels are rows of their own to the quantiser.
     groups = [
@@ -177,12 +198,14 @@ def _quantise(keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, ...]:
     ]
     k_codes = torch.cat([codes.transpose(-1, -2) for codes, _, _ in groups], dim=1)
     k_scales, k_minima = (torch.stack([group[index] for group in groups], dim=1) for index in (1, 2))
-    v_codes, v_scales, v_minima = quantise_rows(values.cpu(), bits)
 
     def pack(codes: Tensor) -> Tensor:
         packed = pack_value_rows(codes.reshape(num_heads * num_tokens, head_dim), bits)
         return packed.view(num_heads, num_tokens, -1)
 
+    if values is None:
+        return pack(k_codes), k_scales, k_minima
+    v_codes, v_scales, v_minima = quantise_rows(values.cpu(), bits)
     return pack(k_codes), pack(v_codes), k_scales, k_minima, v_scales, v_minima
 
 
@@ -264,4 +287,7 @@ def chunk_rows(chunks: Sequence[RowChunk]) -> LayerKV:
     if len(chunks) == 1:
         return chunks[0].rows()
     rows = [chunk.rows() for chunk in chunks]
+    if chunks[0].latent_dim:
+        joined = torch.cat([keys for keys, _ in rows], dim=1)
+        return joined, joined[..., : chunks[0].latent_dim]
     return torch.cat([keys for keys, _ in rows], dim=1), torch.cat([values for _, values in rows], dim=1)

@@ -155,12 +155,13 @@ class StagedTurn:
         return chunk_rows(chunks) if chunks else None
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Copy `[H_kv, n, D]` rows to the host, after those already staged for this layer.
+        """Copy `[H_kv, n, D]` rows to the host, after those already staged for this layer. Of latent rows
+        `values` are the keys' first channels and are not copied.
 
         Raises: HistoryMiss: the turn is already committed.
         """
         assert keys.ndim == 3, keys.shape
-        assert keys.shape == values.shape, (keys.shape, values.shape)
+        assert keys.shape[:2] == values.shape[:2], (keys.shape, values.shape)
         if self._state is TurnState.COMMITTED:
             raise HistoryMiss(f"the turn of request {self.request_id} is already committed", reason="late")
         if self._state is not TurnState.OPEN or keys.shape[1] == 0:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
 from kvferry.shared.model.adapters.decoder import decoder_of
+from kvferry.shared.model.adapters.latent import LATENT, Latent
 from kvferry.shared.model.adapters.temperature import QUERY_SCALE
 from kvferry.shared.model.interface import DecodeAttention, PrefillObserver
-from kvferry.shared.model.prefill_attention import prefill_attention
+from kvferry.shared.model.prefill_attention import expanded_attention, prefill_attention
 from kvferry.shared.model.rotary import KeyRotation
 from kvferry.shared.model.spec import LayerSpec, ModelSpec
 
@@ -53,8 +54,15 @@ class AttentionPass(Protocol):
     spec: ModelSpec
     positions: Tensor
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling) -> Tensor:
-        """Args: query `[B, H, T, D]`, key and value `[B, H_kv, T, D]`. Returns `[B, T, H, D]`."""
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, latent: Latent | None
+    ) -> Tensor:
+        """Args:
+            query: `[B, H, T, D]`; key and value `[B, H_kv, T, D]`.
+            latent: of latent attention, whose keys are rows and whose queries are of expanded keys.
+
+        Returns: `[B, T, H, D]`, of latent attention the expanded values' channels.
+        """
         ...
 
 
@@ -82,16 +90,23 @@ def attention_forward(
         raise UnsupportedModel(
             f"{type(module).__name__} does not pass the model's arguments to its attention"
         )
-    layer = _check_call(module, key, value, attention_mask, kwargs, current.spec)
+    of_latent = module.__dict__.get(LATENT)  # where it is missing, getattr of a module is slow
+    latent: Latent | None = None if of_latent is None else of_latent()
+    layer = _check_call(module, attention_mask, kwargs, current.spec)
+    if latent is None and key.shape[-1] != value.shape[-1]:
+        raise UnsupportedModel(
+            f"{type(module).__name__} has keys of size {key.shape[-1]} and values of size "
+            f"{value.shape[-1]}; must be equal"
+        )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    query_scale = module.__dict__.get(QUERY_SCALE)  # where it is missing, getattr of a module is slow
+    query_scale = module.__dict__.get(QUERY_SCALE)
     if query_scale is not None:
         query = (query * query_scale(current.positions)[:, None, :, None]).to(query.dtype)
     softmax: Scaling = float(scaling)
     if kwargs.get("softcap") or kwargs.get("s_aux") is not None or kwargs.get("sinks") is not None:
         softmax = _softmax(float(scaling), key.shape[1], kwargs)
-    return current.attend(layer, query, key, value, softmax), None
+    return current.attend(layer, query, key, value, softmax, latent), None
 
 
 def _softmax(scaling: float, num_kv_heads: int, arguments: Mapping[str, Any]) -> Softmax:
@@ -105,8 +120,6 @@ def _softmax(scaling: float, num_kv_heads: int, arguments: Mapping[str, Any]) ->
 
 def _check_call(
     module: nn.Module,
-    key: Tensor,
-    value: Tensor,
     attention_mask: Tensor | None,
     arguments: Mapping[str, Any],
     spec: ModelSpec,
@@ -125,10 +138,6 @@ def _check_call(
         raise UnsupportedModel(f"{name} passes an attention mask; only plain causal attention is supported")
     if not getattr(module, "is_causal", True):
         raise UnsupportedModel(f"{name} is not causal; only plain causal attention is supported")
-    if key.shape[-1] != value.shape[-1]:
-        raise UnsupportedModel(
-            f"{name} has keys of size {key.shape[-1]} and values of size {value.shape[-1]}; must be equal"
-        )
     return layer
 
 
@@ -159,7 +168,9 @@ class PrefillPass:
         self.spec = spec
         self.positions = _NO_POSITIONS
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, latent: Latent | None
+    ) -> Tensor:
         num_kv_heads = key.shape[1]
         history = self._observer.history(layer)
         num_history = 0 if history is None else history[0].shape[1]
@@ -168,9 +179,14 @@ class PrefillPass:
         )
         if history is not None and num_history > 0:
             key = torch.cat([history[0][None], key], 2)
-            value = torch.cat([history[1][None], value], 2)
+            latent_dim = 0 if latent is None else value.shape[-1]
+            value = key[..., :latent_dim] if latent_dim else torch.cat([history[1][None], value], 2)
         del history
-        output = prefill_attention(query, key, value, scaling, self._layers[layer])
+        if latent is None:
+            output = prefill_attention(query, key, value, scaling, self._layers[layer])
+        else:
+            output = expanded_attention(query, *latent.expand(key[0]), scaling, self._layers[layer])
+            query = latent.absorb(query)
         queries = query[0].view(num_kv_heads, -1, *query.shape[2:])
         scale = scaling.scaling if isinstance(scaling, Softmax) else scaling
         self._observer.layer_done(layer, queries, key[0], value[0], scale)
@@ -185,22 +201,28 @@ class DecodePass:
         self.spec = spec
         self.positions = _NO_POSITIONS
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, latent: Latent | None
+    ) -> Tensor:
         num_kv_heads = key.shape[1]
+        if latent is not None:
+            query = latent.absorb(query)
         queries = query[:, :, 0].view(query.shape[0], num_kv_heads, -1, query.shape[3])
         output = self._attention(layer, queries, key[:, :, 0], value[:, :, 0], scaling)
-        return output.flatten(1, 2)[:, None]
+        attended = output.flatten(1, 2)
+        return (attended if latent is None else latent.project(attended))[:, None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
     """What one layer's attention was called with: KV heads, query heads for each, head size, the keys
-    `[H_kv, T, D]`, and whether the softmax is plain."""
+    `[H_kv, T, D]`, whether the softmax is plain, and how many of the keys' channels are values (0: none)."""
 
     layer: int
     shape: tuple[int, int, int]
     keys: Tensor
     has_plain_softmax: bool
+    latent_dim: int
 
 
 class ProbePass:
@@ -212,15 +234,19 @@ class ProbePass:
         self.positions = _NO_POSITIONS
         self.calls: list[AttentionCall] = []
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, latent: Latent | None
+    ) -> Tensor:
         call = AttentionCall(
             layer=layer,
-            shape=(key.shape[1], query.shape[1] // key.shape[1], query.shape[3]),
+            shape=(key.shape[1], query.shape[1] // key.shape[1], key.shape[3]),
             keys=key[0].clone(),
             has_plain_softmax=not isinstance(scaling, Softmax),
+            latent_dim=0 if latent is None else value.shape[3],
         )
         self.calls.append(call)
-        return torch.zeros_like(query).transpose(1, 2).contiguous()
+        values = query if latent is None else latent.expand(key[0])[1]
+        return torch.zeros_like(values).transpose(1, 2).contiguous()
 
 
 class TransformersModel:

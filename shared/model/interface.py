@@ -27,8 +27,9 @@ class PrefillObserver(Protocol):
         """A layer's attention is done. Its K and V are released when this returns.
 
         Args:
-            queries: post-RoPE `[H_kv, G, T, D]` of the new tokens.
-            keys: post-RoPE `[H_kv, P + T, D]`; values likewise.
+            queries: post-RoPE `[H_kv, G, T, D]` of the new tokens; of latent rows absorbed ones, so that
+                their products with the rows are those of the model's queries and keys.
+            keys: post-RoPE `[H_kv, P + T, D]`; values likewise, of latent rows a view of the keys.
             scaling: the model's softmax scale.
         """
         ...
@@ -38,7 +39,8 @@ class DecodeAttention(Protocol):
     """Attention of one decode step with one token per sequence: appends the new K and V, then attends."""
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling) -> Tensor:
-        """Args: queries `[B, H_kv, G, D]`, keys and values `[B, H_kv, D]`. Returns `[B, H_kv, G, D]`."""
+        """Args: queries `[B, H_kv, G, D]`, keys and values `[B, H_kv, D]`; all as in `PrefillObserver`.
+        Returns `[B, H_kv, G, D]`, the values' channels."""
         ...
 
 

@@ -22,6 +22,7 @@ _KINDS: Mapping[str, Callable[[Any], LayerSpec]] = {
 _REFUSED: Mapping[str, str] = {
     "linear_attention": "linear attention",
     "conv": "convolution",
+    "indexed_attention": "attention to tokens that an indexer selects (DSA)",
     "mamba": "a state space",
     "recurrent": "recurrent layers",
 }

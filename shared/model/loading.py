@@ -79,7 +79,7 @@ def load_model(
             layers=layers,
         )
         spec, keys = probe_attention(TransformersModel(model, spec))
-        return TransformersModel(model, spec, find_key_rotation(model, keys))
+        return TransformersModel(model, spec, find_key_rotation(model, keys, first_channel=spec.latent_dim))
 
 
 def checkpoint_dtype(path_or_id: str | Path) -> DTypeName:

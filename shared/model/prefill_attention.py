@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvferry.kernels.softmax import Scaling, Softmax, attend_softmax, scale_of
 from kvferry.shared.model.spec import LayerSpec
@@ -66,6 +66,21 @@ def prefill_attention(
                 )
                 output[0, heads, rows] = attended.flatten(0, 1)
     return output
+
+
+def expanded_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, layer: LayerSpec
+) -> Tensor:
+    """`prefill_attention` of latent rows' expanded keys and values, which have different numbers of channels.
+
+    Args: query `[1, H, T, D]`, key `[1, H, S, D]`, value `[1, H, S, V]`. Returns: `[1, H, T, V]`.
+    """
+    key_dim, value_dim = key.shape[3], value.shape[3]
+    if key_dim < value_dim:
+        query, key = (pad(its, (0, value_dim - key_dim)) for its in (query, key))
+    elif value_dim < key_dim:
+        value = pad(value, (0, key_dim - value_dim))
+    return prefill_attention(query, key, value, scaling, layer)[..., :value_dim]
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

@@ -28,8 +28,8 @@ class KeyRotation:
     """Undoes the rotation of one model's keys.
 
     A model turns each pair of channels (x, y) of a token into (x c - y s, x s + y c), or the other way round
-    (NanoChat). c and s include the attention factor of scaled RoPE types. Channels beyond the rotary
-    embedding's width stay as they are.
+    (NanoChat). c and s include the attention factor of scaled RoPE types. Channels before the first rotated
+    one and beyond the rotary embedding's width stay as they are.
 
     Args:
         rotary: the model's rotary embedding module.
@@ -37,6 +37,7 @@ class KeyRotation:
         layer_types: one per layer if the embedding depends on it, else None.
         angles, channels: layouts of the embedding's cosines and of the channels they apply to.
         is_reversed: whether angles count the other way round.
+        first_channel: the first rotated one; latent rows have their rotary channels last.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class KeyRotation:
         angles: Layout,
         channels: Layout,
         is_reversed: bool,
+        first_channel: int = 0,
     ) -> None:
         self._rotary = rotary
         self._sign = -1.0 if is_reversed else 1.0
+        self._first = first_channel
         self._rotated = rotated
         self._layer_types = layer_types
         self._angles: Layout = angles
@@ -69,20 +72,23 @@ class KeyRotation:
         cos, sin = cos / norm, self._sign * sin / norm
         restored = keys.to(torch.float32, copy=True)
         for head in restored:  # one at a time, because intermediate results are several times the keys
-            x, y = _pairs(head[:, :width], self._channels)
+            x, y = _pairs(head[:, self._first : self._first + width], self._channels)
             x_before_rope, y_before_rope = x * cos + y * sin, y * cos - x * sin
             x.copy_(x_before_rope)
             y.copy_(y_before_rope)
         return restored
 
 
-def find_key_rotation(model: Any, keys: Sequence[Tensor]) -> KeyRotation | None:
+def find_key_rotation(model: Any, keys: Sequence[Tensor], *, first_channel: int = 0) -> KeyRotation | None:
     """The rotation of a model's keys, or None if it cannot be undone.
 
     The probe's key of a token depends on the position only through the rotation. So the right layout is the
     one in which each token has the same key at two positions, in every layer.
 
-    Args: model: a transformers causal language model; keys: of its layers, see `probe_attention`.
+    Args:
+        model: a transformers causal language model.
+        keys: of its layers, see `probe_attention`.
+        first_channel: as of `KeyRotation`.
     """
     rotary = getattr(decoder_of(model), "rotary_emb", None)
     if not isinstance(rotary, nn.Module):
@@ -94,7 +100,7 @@ def find_key_rotation(model: Any, keys: Sequence[Tensor]) -> KeyRotation | None:
     rotated = [not _is_position_free(its.float(), tolerance) for its in keys]
     first = rotated.index(True) if any(rotated) else 0
     cos, _ = _cos_sin(rotary, keys[first], layer_types[first] if layer_types else None)
-    if not 2 <= cos.shape[1] <= keys[first].shape[2] or cos.shape[1] % 2:
+    if not 2 <= cos.shape[1] <= keys[first].shape[2] - first_channel or cos.shape[1] % 2:
         return None
     angles: Layout = "halves" if torch.equal(*_pairs(cos, "halves")) else "interleaved"
     layouts: tuple[Layout, ...] = ("halves", "interleaved")
@@ -106,6 +112,7 @@ def find_key_rotation(model: Any, keys: Sequence[Tensor]) -> KeyRotation | None:
             angles=angles,
             channels=channels,
             is_reversed=is_reversed,
+            first_channel=first_channel,
         )
         if all(_is_position_free(rotation.undo(i, its), tolerance) for i, its in enumerate(keys)):
             return rotation

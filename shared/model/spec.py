@@ -28,11 +28,15 @@ class LayerSpec:
         window: W: a token attends to the last W tokens, itself included; 0: to all.
         is_chunked: to the tokens of its own chunk of W tokens instead.
         has_plain_softmax: whether weights are a softmax of scaled products, without soft-capping and sinks.
+        latent_dim: of latent rows (multi-head latent attention, MLA): how many of a key's first channels are
+            the value, too. Such a row is a token's latent vector and its rotary key, which all heads share;
+            it is stored and shipped once. 0: K and V are stored each.
     """
 
     window: int = 0
     is_chunked: bool = False
     has_plain_softmax: bool = True
+    latent_dim: int = 0
 
     def first_visible(self, position: int) -> int:
         """The first token that the one at `position` attends to."""
@@ -53,6 +57,11 @@ class LayerSpec:
         return max(1, num_tokens - self.first_visible(num_tokens))
 
 
+def row_names(latent_dim: int) -> tuple[str, ...]:
+    """The names of the tensors of rows: K and V, or of latent rows K alone, whose first channels are V."""
+    return ("keys",) if latent_dim else ("keys", "values")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """Shapes and identity of one loaded model.
@@ -61,8 +70,8 @@ class ModelSpec:
         name: public model id, as `GET /v1/models` shows it.
         fingerprint: hex digest over configuration, weights and compute dtype; two workers may exchange
             KV only if theirs are equal.
-        num_kv_heads: H_kv; num_heads = H_kv * G.
-        head_dim: D.
+        num_kv_heads: H_kv; num_heads = H_kv * G. Latent rows are one KV head.
+        head_dim: D, of keys; of latent rows, latent and rotary channels.
         max_model_len: context window in tokens, prompt plus completion.
         dtype: compute dtype, which is also the dtype of K and V.
         eos_token_ids: ids that end a completion.
@@ -85,19 +94,29 @@ class ModelSpec:
         return self.layers[layer] if self.layers else LayerSpec()
 
     @property
+    def latent_dim(self) -> int:
+        """That of the layers' rows: of all layers or of none."""
+        return max((its.latent_dim for its in self.layers), default=0)
+
+    @property
+    def row_names(self) -> tuple[str, ...]:
+        """The names of the tensors in which rows are stored and shipped."""
+        return row_names(self.latent_dim)
+
+    @property
     def group_size(self) -> int:
         """G, query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one K (or V) row of one KV head."""
+        """Bytes of one K (or V, or latent) row of one KV head."""
         return self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of one token's full KV over all layers and KV heads, K and V."""
-        return 2 * self.num_layers * self.num_kv_heads * self.row_bytes
+        """Bytes of one token's full KV over all layers and KV heads: K and V, or latent rows."""
+        return len(self.row_names) * self.num_layers * self.num_kv_heads * self.row_bytes
 
     def full_bytes(self, num_tokens: int) -> int:
         """Bytes of the KV that tokens after a prompt attend to without compression."""

@@ -48,7 +48,7 @@ def check_config(config: Any, *, max_model_len: int) -> tuple[LayerSpec, ...]:
     if feature is not None:
         raise UnsupportedModel(
             f"model type {config.model_type!r} uses {feature}, which is not supported; supported are "
-            "decoder-only models with causal attention (MHA, GQA, MQA) and rotary positions"
+            "decoder-only models with causal attention (MHA, GQA, MQA, MLA) and rotary positions"
         )
     text = config.get_text_config()
     layers = layer_specs(text, max_model_len=max_model_len)
@@ -66,8 +66,6 @@ def _unsupported_feature(config: Any, max_model_len: int) -> str | None:
 
     if get("use_bidirectional_attention"):
         return "bidirectional attention"
-    if get("kv_lora_rank"):
-        return "multi-head latent attention (kv_lora_rank)"
     if any(get(key) for key in _RECURRENT_KEYS):
         return "recurrent layers (linear attention, state space or convolution)"
     if get("alibi"):
@@ -123,7 +121,10 @@ def probe_attention(model: TransformersModel) -> tuple[ModelSpec, list[Tensor]]:
             + ", ".join(f"{shape} from layer {layer} on" for shape, layer in reversed(shapes.items()))
         )
     num_kv_heads, group_size, head_dim = calls[0].shape
-    layers = tuple(replace(spec.layer(its.layer), has_plain_softmax=its.has_plain_softmax) for its in calls)
+    layers = tuple(
+        replace(spec.layer(its.layer), has_plain_softmax=its.has_plain_softmax, latent_dim=its.latent_dim)
+        for its in calls
+    )
     measured = replace(
         spec,
         num_heads=num_kv_heads * group_size,

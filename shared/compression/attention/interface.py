@@ -51,13 +51,14 @@ class AttentionKind(ABC):
 
     @classmethod
     @abstractmethod
-    def sized(cls, *, cap: int, budget: int, head_dim: int) -> AttentionKind:
+    def sized(cls, *, cap: int, budget: int, head_dim: int, row_dim: int) -> AttentionKind:
         """The sizes for one layer.
 
         Args:
             cap: the prompt rows that attention chooses from.
             budget: t, the traffic of one decode step as a number of rows; what is read to choose rows counts.
             head_dim: d.
+            row_dim: channels that a row stores: 2 d for K and V, d of a latent row.
         """
 
     def specs(self, shape: LayerShape, num_rows: int, *, packed: bool = False) -> tuple[TensorSpec, ...]:

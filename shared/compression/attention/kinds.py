@@ -34,7 +34,7 @@ class Dense(AttentionKind):
     name: ClassVar[str] = "dense"
 
     @classmethod
-    def sized(cls, *, cap: int, budget: int, head_dim: int) -> Dense:
+    def sized(cls, *, cap: int, budget: int, head_dim: int, row_dim: int) -> Dense:
         return cls()
 
     def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
@@ -91,7 +91,7 @@ class ExactTopK(_Choosing):
     name: ClassVar[str] = "exact_topk"
 
     @classmethod
-    def sized(cls, *, cap: int, budget: int, head_dim: int) -> ExactTopK:
+    def sized(cls, *, cap: int, budget: int, head_dim: int, row_dim: int) -> ExactTopK:
         """The whole budget is for attention."""
         return cls(num_tokens=budget)
 
@@ -115,18 +115,18 @@ class SparQ(_Choosing):
     num_channels: int
 
     @classmethod
-    def sized(cls, *, cap: int, budget: int, head_dim: int) -> SparQ:
+    def sized(cls, *, cap: int, budget: int, head_dim: int, row_dim: int) -> SparQ:
         """Half of the budget is for reading channels of K, half for K and V of the chosen tokens.
 
         `r = floor(d/c)` with `c = cap/t`, so that r channels of cap keys take no more bytes than K and V of
-        t/2 tokens; `floor(t/2)` tokens are attended.
+        t/2 tokens; `floor(t/2)` tokens are attended. Latent rows have half of the bytes, so r is half, too.
         """
-        num_channels = min(max(head_dim * budget // cap, 1), head_dim)
+        num_channels = min(max(row_dim * budget // (2 * cap), 1), head_dim)
         return cls(num_channels=num_channels, num_tokens=max(budget // 2, 1))
 
     def specs(self, shape: LayerShape, num_rows: int, *, packed: bool = False) -> tuple[TensorSpec, ...]:
         """The running sum of the values, float32 `[H_kv, D]`."""
-        return (TensorSpec(shape=(shape.num_kv_heads, shape.head_dim), dtype=torch.float32),)
+        return (TensorSpec(shape=(shape.num_kv_heads, shape.value_dim), dtype=torch.float32),)
 
     def build(self, cache: CacheView, *, length: int) -> None:
         sparq.write_value_sum(cache.values, cache.auxiliary[0], length=length)
@@ -140,7 +140,7 @@ class SparQ(_Choosing):
 
     def _estimate_bytes(self, shape: LayerShape, num_rows: int) -> int:
         """r channels of every key, and the mean value."""
-        return num_rows * self.num_channels * shape.dtype.itemsize + 4 * shape.head_dim
+        return num_rows * self.num_channels * shape.dtype.itemsize + 4 * shape.value_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,18 +200,18 @@ class Hsa(_Paged):
     num_channels: int
 
     @classmethod
-    def sized(cls, *, cap: int, budget: int, head_dim: int) -> Hsa:
+    def sized(cls, *, cap: int, budget: int, head_dim: int, row_dim: int) -> Hsa:
         """RocketKV sections 3.4 and 3.6.
 
         `c2 = max(1, cap/t)`; `P = ceil(sqrt(c2))` if that is <= c2, else 1; `k1 = floor(d P t / cap)`
-        channels; `k2 = floor(t / 2)` tokens.
+        channels, half as many of latent rows; `k2 = floor(t / 2)` tokens.
         """
         page_size = 1
         while page_size * page_size * budget < cap:
             page_size += 1
         if page_size * budget > cap:
             page_size = 1
-        num_channels = min(max(head_dim * page_size * budget // cap, 1), head_dim)
+        num_channels = min(max(row_dim * page_size * budget // (2 * cap), 1), head_dim)
         return cls(page_size=page_size, num_channels=num_channels, num_tokens=max(budget // 2, 1))
 
     def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
@@ -234,14 +234,15 @@ class Quest(_Paged):
     name: ClassVar[str] = "quest"
 
     @classmethod
-    def sized(cls, *, cap: int, budget: int, head_dim: int) -> Quest:
+    def sized(cls, *, cap: int, budget: int, head_dim: int, row_dim: int) -> Quest:
         """Half of the budget is for reading bounds, half for K and V.
 
         `P = ceil(cap/t)`, so that one extreme of d channels for each of cap/P pages takes no more bytes than
-        K and V of t/2 tokens; `floor(t/2)` tokens are attended. If the query heads of a group differ in sign
-        on a channel, both extremes of the channel are read.
+        K and V of t/2 tokens, twice that for latent rows; `floor(t/2)` tokens are attended. If the query
+        heads of a group differ in sign on a channel, both extremes of the channel are read.
         """
-        return cls(page_size=max(-(-cap // budget), 1), num_tokens=max(budget // 2, 1))
+        page_size = -(-2 * head_dim * cap // (row_dim * budget))
+        return cls(page_size=max(page_size, 1), num_tokens=max(budget // 2, 1))
 
     def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
         tensors = cache.keys, cache.values, *self.extremes(cache)
@@ -305,7 +306,9 @@ def size_attention(part: Part, sizing: Sizing, *, cap: int, packed_per_row: Frac
         return Part(name="dense")
     if part.name in EVICTIONS:
         return Part(name=part.name)
-    kind = ATTENTIONS[part.name].sized(cap=cap, budget=sizing.budget, head_dim=sizing.head_dim)
+    kind = ATTENTIONS[part.name].sized(
+        cap=cap, budget=sizing.budget, head_dim=sizing.head_dim, row_dim=sizing.row_dim
+    )
     sized = Part(name=part.name, params=asdict(kind))
     if packed_per_row is None:
         return sized

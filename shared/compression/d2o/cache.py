@@ -38,6 +38,7 @@ class EvictingCache:
             token is always among the rows, so the next token's position is the largest position plus one.
         layer_zones: the zones of S rows.
         thresholds: float32 `[H_kv]`, tau, NaN where unset; None if evicted rows are dropped.
+        is_latent: whether values are a view of the keys' first channels, which change with them.
     """
 
     keys: Tensor
@@ -46,6 +47,7 @@ class EvictingCache:
     positions: Tensor
     layer_zones: Zones
     thresholds: Tensor | None = None
+    is_latent: bool = False
 
     def __post_init__(self) -> None:
         assert self.layer_zones.rows == self._rows, (self.layer_zones, self.scores.shape)
@@ -53,6 +55,10 @@ class EvictingCache:
     @property
     def _rows(self) -> int:
         return self.scores.shape[1]
+
+    @property
+    def _stored(self) -> tuple[Tensor, ...]:
+        return (self.keys,) if self.is_latent else (self.keys, self.values)
 
     @property
     def _heads(self) -> Tensor:
@@ -91,7 +97,7 @@ class EvictingCache:
         evicted = self._lowest(next_positions)
         if self.thresholds is not None:
             self._merge(evicted, self.thresholds)
-        for rows in (self.keys, self.values):
+        for rows in self._stored:
             rows[heads, evicted] = rows[:, last].clone()
         self.scores[heads, evicted] = attention_row[:, last]
         self.positions[heads, evicted] = next_positions
@@ -99,13 +105,13 @@ class EvictingCache:
     def _merge(self, evicted: Tensor, thresholds: Tensor) -> None:
         """Update tau; merge each head's evicted row, int64 `[H_kv]`, into its nearest if u reaches tau."""
         heads = self._heads
-        evicted_key, evicted_value = self.keys[heads, evicted], self.values[heads, evicted]
-        similarities = cosine_similarities(evicted_key[:, None], self.keys)[:, 0]
+        evicted_rows = [rows[heads, evicted] for rows in self._stored]
+        similarities = cosine_similarities(evicted_rows[0][:, None], self.keys)[:, 0]
         similarities[heads, evicted] = -torch.inf
         similarity, nearest = similarities.max(dim=1)
         thresholds.copy_(next_threshold(thresholds, similarity))
         weight = merge_weight(similarity, thresholds)[:, None]
-        for rows, row in ((self.keys, evicted_key), (self.values, evicted_value)):
+        for rows, row in zip(self._stored, evicted_rows, strict=True):
             target = rows[heads, nearest]
             merged = (math.e * target.float() + weight * row.float()) / (math.e + weight)
             rows[heads, nearest] = torch.where(weight > 0, merged.to(rows.dtype), target)

@@ -75,8 +75,11 @@ def make_formats(
     )
     formats: list[LayerFormat] = []
     specs = spec.layers or (LayerSpec(),) * spec.num_layers
-    kinds = [(layer, its.has_plain_softmax) for layer, its in zip(resolved.layers, specs, strict=True)]
-    for number, (layer, has_plain_softmax) in enumerate(kinds):
+    kinds = [
+        (layer, its.has_plain_softmax, its.latent_dim)
+        for layer, its in zip(resolved.layers, specs, strict=True)
+    ]
+    for number, (layer, has_plain_softmax, latent_dim) in enumerate(kinds):
         if (layer.representation.name == WINDOW_FORMAT) != bool(specs[number].window):
             raise InvalidRequest(
                 f"the plan's format of layer {number} is {layer.representation.name!r}, and its window is "
@@ -88,7 +91,7 @@ def make_formats(
             formats.append(formats[first])
             continue
         its_class = format_class(layer.representation)
-        its_shape = replace(shape, has_plain_softmax=has_plain_softmax)
+        its_shape = replace(shape, has_plain_softmax=has_plain_softmax, latent_dim=latent_dim)
         if layer.generated is None:
             formats.append(its_class.of(resolved.plan, layer, its_shape))
         else:

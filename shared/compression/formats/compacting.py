@@ -280,8 +280,10 @@ class CompactingCache(LayerCache):
         if self.format.shape.returns_generated:
             self._segment_rows.append((on_host(keys), on_host(values)))
         index = segments.select(self.regions[_QUERIES], keys, values, scaling=scaling)
-        for its in (keys, values):
-            its[:, : segments.kept_rows] = gather_rows(its, index)
+        # all before any is written: latent rows have keys and values in the same memory
+        selected = [gather_rows(its, index) for its in (keys, values)]
+        for its, rows in zip((keys, values), selected, strict=True):
+            its[:, : segments.kept_rows] = rows
         self.inner.new_rows_changed(first + segments.kept_rows)
 
     def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:

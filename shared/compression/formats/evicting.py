@@ -32,6 +32,9 @@ from kvferry.shared.compression.formats.interface import (
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, TensorSpec
 from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, read_params
 
+_GENERATED = "generated_"
+"""Prefix of the regions of the new tokens' own rows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evicting(LayerFormat):
@@ -49,6 +52,7 @@ class Evicting(LayerFormat):
     kinds: ClassVar[Mapping[str, str]] = {
         "index": "index", "keys": "rows", "values": "rows", "state": "state"
     }  # fmt: skip
+    takes_latent_rows: ClassVar[bool] = True
     attention: str
 
     @classmethod
@@ -76,27 +80,25 @@ class Evicting(LayerFormat):
         if self.merges:
             merged = merge_prompt(inputs.keys, inputs.values, kept)
             keys, values, state = merged.keys, merged.values, torch.cat([state, merged.thresholds])
-        return {**index, "keys": keys.contiguous(), "values": values.contiguous(), "state": state}
+        return {**index, **self.shape.row_tensors(keys, values), "state": state}
 
     def tensors(self) -> Specs:
-        rows = self.shape.row_spec(self.rows)
         num_numbers = self.shape.num_kv_heads * (self.rows + self.merges)
         state = TensorSpec(shape=(num_numbers,), dtype=torch.float32)
-        return {**self.shape.index_spec(self.rows), "keys": rows, "values": rows, "state": state}
+        return {**self.shape.index_spec(self.rows), **self.shape.row_specs(self.rows), "state": state}
 
     def regions(self) -> Specs:
         specs = self._working(self.rows + min(self.shape.num_new_rows, 1))
         if not self.shape.returns_generated:
             return specs
-        own = self.shape.row_spec(self.shape.num_new_rows)
-        return {**specs, "generated_keys": own, "generated_values": own}
+        own = self.shape.row_specs(self.shape.num_new_rows)
+        return {**specs, **{_GENERATED + name: its for name, its in own.items()}}
 
     def _working(self, num_rows: int) -> dict[str, TensorSpec]:
         """The tensors that attention and eviction work on; the last row's score and position are unused."""
-        rows, per_row = self.shape.row_spec(num_rows), (self.shape.num_kv_heads, num_rows)
+        per_row = (self.shape.num_kv_heads, num_rows)
         specs = {
-            "keys": rows,
-            "values": rows,
+            **self.shape.row_specs(num_rows),
             "scores": TensorSpec(shape=per_row, dtype=torch.float32),
             "positions": TensorSpec(shape=per_row, dtype=torch.int32),
         }
@@ -128,10 +130,12 @@ class Evicting(LayerFormat):
         self, regions: Tensors, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float
     ) -> Tensor:
         """Append a token, attend to every row, evict one. Shapes as `LayerCache.append_and_attend`."""
-        rows = regions["keys"].shape[1] - 1
+        keys, values = self.shape.rows_of(regions)
+        rows = keys.shape[1] - 1
         cache = EvictingCache(
-            keys=regions["keys"],
-            values=regions["values"],
+            keys=keys,
+            values=values,
+            is_latent=bool(self.shape.latent_dim),
             scores=regions["scores"][:, :rows],
             positions=regions["positions"][:, :rows],
             layer_zones=zones(rows) if self.merges else half_zones(rows),
@@ -151,10 +155,11 @@ class Evicting(LayerFormat):
         return self.used_bytes(0)
 
     def read_bytes(self, prompt_bytes: int | None = None) -> int:
-        """K, V, scores and positions; for "merge", K a second time to find the nearest row."""
+        """Rows, scores and positions; for "merge", K a second time to find the nearest row."""
         row_bytes = self.shape.head_dim * self.shape.dtype.itemsize
         state_bytes = torch.float32.itemsize + torch.int32.itemsize
-        return self.shape.num_kv_heads * self.rows * ((3 if self.merges else 2) * row_bytes + state_bytes)
+        num_read = len(self.shape.row_names) + self.merges
+        return self.shape.num_kv_heads * self.rows * (num_read * row_bytes + state_bytes)
 
     def naive(self, tensors: Tensors) -> NaiveEvicting:
         device = tensors["keys"].device
@@ -162,7 +167,7 @@ class Evicting(LayerFormat):
             name: torch.empty(its.shape, dtype=its.dtype, device=device)
             for name, its in self._working(self.rows + 1).items()
         }
-        for name in ("keys", "values"):
+        for name in self.shape.row_names:
             regions[name] = F.pad(tensors[name], (0, 0, 0, 1))
         self._load(regions, tensors.get("index"), tensors["state"])
         return NaiveEvicting(self, regions)
@@ -181,12 +186,12 @@ class EvictingLayer(LayerCache):
         self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: Scaling
     ) -> Tensor:
         if self.format.shape.returns_generated:
-            self.regions["generated_keys"][:, num_appended] = key
-            self.regions["generated_values"][:, num_appended] = value
+            own_keys, own_values = self.format.shape.rows_of(self.regions, _GENERATED)
+            own_keys[:, num_appended], own_values[:, num_appended] = key, value
         return self.format.step(self.regions, queries, key, value, scaling=plain(scaling))
 
     def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
-        keys, values = self.regions["generated_keys"], self.regions["generated_values"]
+        keys, values = self.format.shape.rows_of(self.regions, _GENERATED)
         return on_host(keys[:, :num_appended]), on_host(values[:, :num_appended])
 
 

@@ -149,6 +149,7 @@ class LayerFormat(ABC):
         allowed: the parameters of the part that names the format; see `read_params`.
         attentions, allocations: the decode attentions and layer allocations that it goes with; None: all.
         takes_any_softmax: whether it attends to layers with soft-capping or sinks, too.
+        takes_latent_rows: whether it stores latent rows (MLA), too.
         scored: whether the plan must have a scorer; None: it may.
         compacts: whether rows of new tokens may be dropped (`compacting.py`); its `LayerCache` then has
             `new_rows`, and its `NaiveLayer` `replace_new_rows`.
@@ -161,6 +162,7 @@ class LayerFormat(ABC):
     attentions: ClassVar[tuple[str, ...] | None] = None
     allocations: ClassVar[tuple[str, ...] | None] = None
     takes_any_softmax: ClassVar[bool] = False
+    takes_latent_rows: ClassVar[bool] = False
     scored: ClassVar[bool | None] = None
     compacts: ClassVar[bool] = False
     shape: LayerShape
@@ -332,12 +334,11 @@ def named_auxiliary(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
     return {f"{_AUXILIARY}{i}": its for i, its in enumerate(specs)}
 
 
-def cache_view(regions: Tensors, packed: Sequence[PackedLayer] = ()) -> CacheView:
-    """Regions "keys", "values" and those of `named_auxiliary`, as attention reads them."""
+def cache_view(shape: LayerShape, regions: Tensors, packed: Sequence[PackedLayer] = ()) -> CacheView:
+    """The regions of rows and those of `named_auxiliary`, as attention reads them."""
     auxiliary = [its for name, its in regions.items() if name.startswith(_AUXILIARY)]
-    return CacheView(
-        keys=regions["keys"], values=regions["values"], auxiliary=tuple(auxiliary), packed=packed
-    )
+    keys, values = shape.rows_of(regions)
+    return CacheView(keys=keys, values=values, auxiliary=tuple(auxiliary), packed=packed)
 
 
 def check_index(index: Tensor, num_tokens: int, *, reason: str) -> None:

@@ -15,17 +15,19 @@ from kvferry.shared.compression.formats.interface import InvalidTensors, Specs, 
 from kvferry.shared.compression.formats.stored import PromptAttention, StoredFormat
 from kvferry.shared.compression.interface import LayerInputs, TensorSpec
 from kvferry.shared.compression.plan import Allowed, Part
+from kvferry.shared.model.spec import row_names
 
 _PLAIN_BITS = 16
 _SCALE_BITS = 64
 """A float32 scale and a float32 minimum."""
-_ROWS = ("codes", "scales", "keys", "values")
-"""The tensors of `KiviRows`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kivi(StoredFormat):
     """KIVI (Liu et al. 2024) of every whole group: K per channel in groups of tokens, V per token.
+
+    Deviation: the paper knows no latent rows. They are quantised as K, and their values are read from the
+    same codes.
 
     Attributes:
         bits: width of a code.
@@ -36,13 +38,20 @@ class Kivi(StoredFormat):
         "index": "index", "codes": "codes", "scales": "scales", "keys": "rows", "values": "rows"
     }  # fmt: skip
     allowed: ClassVar[Allowed] = {"bits": WIDTHS}
+    takes_latent_rows: ClassVar[bool] = True
     bits: int
 
     @classmethod
-    def rows_within(cls, part: Part, budget_rows: int, *, num_tokens: int, head_dim: int) -> int:
-        row_bits = 2 * head_dim * _PLAIN_BITS
+    def rows_within(
+        cls, part: Part, budget_rows: int, *, num_tokens: int, head_dim: int, latent_dim: int = 0
+    ) -> int:
+        row_bits = len(row_names(latent_dim)) * head_dim * _PLAIN_BITS
         codes, scales, _ = kivi_shapes(
-            GROUP_TOKENS, num_kv_heads=1, head_dim=head_dim, bits=cls.params(part)["bits"]
+            GROUP_TOKENS,
+            num_kv_heads=1,
+            head_dim=head_dim,
+            bits=cls.params(part)["bits"],
+            is_latent=bool(latent_dim),
         )
         group_bits = 8 * codes[2] + _SCALE_BITS * scales[2] // 2
         budget_bits = budget_rows * row_bits
@@ -56,32 +65,42 @@ class Kivi(StoredFormat):
             num_kv_heads=self.shape.num_kv_heads,
             head_dim=self.shape.head_dim,
             bits=self.bits,
+            is_latent=bool(self.shape.latent_dim),
         )
         rows = TensorSpec(shape=left, dtype=self.shape.dtype)
         return {
             **self.shape.index_spec(self.rows),
             "codes": TensorSpec(shape=codes, dtype=torch.uint8),
             "scales": TensorSpec(shape=scales, dtype=torch.float32),
-            "keys": rows,
-            "values": rows,
+            **dict.fromkeys(self.shape.row_names, rows),
         }
 
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
         index, keys, values = self.selected(inputs, scores)
-        rows = kivi_quantise(keys, values, self.bits)
-        return {**index, **{name: getattr(rows, name) for name in _ROWS}}
+        rows = kivi_quantise(keys, values, self.bits, latent_dim=self.shape.latent_dim)
+        left = self.shape.row_tensors(rows.keys, rows.values)
+        return {**index, "codes": rows.codes, "scales": rows.scales, **left}
 
     def quantised(self, tensors: Tensors) -> KiviRows:
         """The rows that these tensors are."""
-        return KiviRows(bits=self.bits, **{name: tensors[name] for name in _ROWS})
+        keys, values = self.shape.rows_of(tensors)
+        return KiviRows(
+            bits=self.bits,
+            codes=tensors["codes"],
+            scales=tensors["scales"],
+            keys=keys,
+            values=values,
+            latent_dim=self.shape.latent_dim,
+        )
 
     def check_content(self, tensors: Tensors) -> None:
         """Check that positions ascend, scales are positive and every code dequantises to a finite value."""
         if "index" in tensors:
             check_index(tensors["index"], self.shape.num_prompt_tokens, reason="packed")
         head_dim, levels = self.shape.head_dim, (1 << self.bits) - 1
+        of_values = 0 if self.shape.latent_dim else GROUP_TOKENS
         key_scales, key_minima, value_scales, value_minima = torch.split(
-            tensors["scales"], [head_dim, head_dim, GROUP_TOKENS, GROUP_TOKENS], dim=2
+            tensors["scales"], [head_dim, head_dim, of_values, of_values], dim=2
         )
         for scales, minima in ((key_scales, key_minima), (value_scales, value_minima)):
             finite = minima.isfinite() & (scales * levels + minima).isfinite()

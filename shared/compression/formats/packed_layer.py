@@ -66,7 +66,7 @@ class PackedCache(LayerCache):
             place = self.regions["segments"][start : start + layout.size_bytes]
             self._packed.append(view_packed_layer(layout, place))
             start += layout.size_bytes
-        self._view = cache_view(self.regions, self._packed)
+        self._view = cache_view(self.format.shape, self.regions, self._packed)
 
     @property
     def name(self) -> str:

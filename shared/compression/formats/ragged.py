@@ -36,11 +36,14 @@ class Ragged(StoredFormat):
         "head_rows": "index", "index": "index", "keys": "rows", "values": "rows"
     }  # fmt: skip
     allowed: ClassVar[Allowed] = {"floor": Between(0.0, 1.0)}
+    takes_latent_rows: ClassVar[bool] = True
     scored: ClassVar[bool | None] = True
     floor: float
 
     @classmethod
-    def rows_within(cls, part: Part, budget_rows: int, *, num_tokens: int, head_dim: int) -> int:
+    def rows_within(
+        cls, part: Part, budget_rows: int, *, num_tokens: int, head_dim: int, latent_dim: int = 0
+    ) -> int:
         return min(budget_rows, num_tokens)
 
     def positions_by_head(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
@@ -52,8 +55,7 @@ class Ragged(StoredFormat):
         return {
             "head_rows": TensorSpec(shape=(self.shape.num_kv_heads,), dtype=torch.int32),
             "index": TensorSpec(shape=(num_rows,), dtype=torch.int32),
-            "keys": rows,
-            "values": rows,
+            **dict.fromkeys(self.shape.row_names, rows),
         }
 
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
@@ -63,8 +65,7 @@ class Ragged(StoredFormat):
         return {
             "head_rows": budgets.to(torch.int32),
             "index": positions.to(torch.int32),
-            "keys": inputs.keys[heads, positions],
-            "values": inputs.values[heads, positions],
+            **self.shape.row_tensors(inputs.keys[heads, positions], inputs.values[heads, positions]),
         }
 
     def check_content(self, tensors: Tensors) -> None:
@@ -83,9 +84,9 @@ class Ragged(StoredFormat):
             )
 
     def attention(self, tensors: Tensors) -> PromptAttention:
-        counts = _counts(tensors)
+        counts, rows = _counts(tensors), self.shape.rows_of(tensors)
         return lambda queries, keys, values, scaling: ragged_decode(
-            queries, counts, tensors["keys"], tensors["values"], keys, values, scaling=scaling
+            queries, counts, *rows, keys, values, scaling=scaling
         )
 
 

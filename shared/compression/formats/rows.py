@@ -63,6 +63,7 @@ class Rows(LayerFormat):
     is_plain: ClassVar[bool] = True
     compacts: ClassVar[bool] = True
     takes_any_softmax: ClassVar[bool] = True
+    takes_latent_rows: ClassVar[bool] = True
     attention: AttentionKind
 
     @classmethod
@@ -98,16 +99,15 @@ class Rows(LayerFormat):
 
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
         index, keys, values = self.selected(inputs, scores)
-        return {**index, "keys": keys.contiguous(), "values": values.contiguous()}
+        return {**index, **self.shape.row_tensors(keys, values)}
 
     def tensors(self) -> Specs:
-        rows = self.shape.row_spec(self.rows)
-        return {**self.shape.index_spec(self.rows), "keys": rows, "values": rows}
+        return {**self.shape.index_spec(self.rows), **self.shape.row_specs(self.rows)}
 
     def regions(self) -> Specs:
         num_rows = self.rows + self.shape.num_new_rows
-        rows = self.shape.row_spec(num_rows)
-        return {"keys": rows, "values": rows, **named_auxiliary(self.attention.specs(self.shape, num_rows))}
+        auxiliary = named_auxiliary(self.attention.specs(self.shape, num_rows))
+        return {**self.shape.row_specs(num_rows), **auxiliary}
 
     def open(self, regions: Tensors, tensors: Tensors) -> RowsCache:
         index = tensors.get("index")
@@ -126,7 +126,7 @@ class Rows(LayerFormat):
         return self.attention.read_bytes(self.shape, self.rows)
 
     def naive(self, tensors: Tensors) -> NaiveRows:
-        return NaiveRows(self, tensors["keys"], tensors["values"])
+        return NaiveRows(self, *self.shape.rows_of(tensors))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ class WireRows(Rows):
 
     def _restored(self, tensors: Tensors) -> dict[str, Tensor]:
         keys, values = kivi_dequantise(self._sent.quantised(tensors))
-        return {"keys": keys, "values": values}
+        return self.shape.row_tensors(keys, values)
 
 
 class RowsCache(LayerCache):
@@ -185,12 +185,12 @@ class RowsCache(LayerCache):
         self.bind()
 
     def bind(self) -> None:
-        self.view = cache_view(self.regions)
+        self.view = cache_view(self.format.shape, self.regions)
         self.keys, self.values = self.view.keys, self.view.values
 
     @property
     def name(self) -> str:
-        return self.format.attention.name
+        return f"{'latent_' if self.format.shape.latent_dim else ''}{self.format.attention.name}"
 
     def append_and_attend(
         self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: Scaling
@@ -201,7 +201,8 @@ class RowsCache(LayerCache):
 
     def batched(self, num_appended: int) -> CachedRows | None:
         attention, length = self.format.attention, self.format.rows + num_appended
-        if length >= self.keys.shape[1] or not self.format.shape.has_plain_softmax:
+        shape = self.format.shape
+        if length >= self.keys.shape[1] or not shape.has_plain_softmax or shape.latent_dim:
             return None  # no room: `append_and_attend` then fails for this sequence only
         if type(attention) is Dense:
             return CachedRows(keys=self.keys, values=self.values, length=length)

@@ -53,7 +53,9 @@ class StoredFormat(LayerFormat):
 
     @classmethod
     @abstractmethod
-    def rows_within(cls, part: Part, budget_rows: int, *, num_tokens: int, head_dim: int) -> int:
+    def rows_within(
+        cls, part: Part, budget_rows: int, *, num_tokens: int, head_dim: int, latent_dim: int = 0
+    ) -> int:
         """The most rows, at most T, that fit in the bytes of `budget_rows` plain rows of 16-bit values.
 
         Scales and channel numbers count; positions do not, on either side.
@@ -64,7 +66,11 @@ class StoredFormat(LayerFormat):
         if sizing.rows == sizing.num_prompt_tokens:
             return LayerPlan(rows=sizing.rows)
         within = cls.rows_within(
-            plan.representation, sizing.rows, num_tokens=sizing.num_prompt_tokens, head_dim=sizing.head_dim
+            plan.representation,
+            sizing.rows,
+            num_tokens=sizing.num_prompt_tokens,
+            head_dim=sizing.head_dim,
+            latent_dim=sizing.latent_dim,
         )
         return LayerPlan(rows=max(within, 1), representation=plan.representation)
 
@@ -83,9 +89,8 @@ class StoredFormat(LayerFormat):
         """Attention to the prompt that these tensors are; nothing is copied."""
 
     def regions(self) -> Specs:
-        rows = self.shape.row_spec(self.shape.num_new_rows)
         prompt = {_PROMPT + name: its for name, its in self.tensors().items()}
-        return {**prompt, "keys": rows, "values": rows}
+        return {**prompt, **self.shape.row_specs(self.shape.num_new_rows)}
 
     def _receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
         return {name: regions[_PROMPT + name] for name in header}
@@ -121,7 +126,7 @@ class StoredCache(LayerCache):
         self.bind()
 
     def bind(self) -> None:
-        self.keys, self.values = self.regions["keys"], self.regions["values"]
+        self.keys, self.values = self.format.shape.rows_of(self.regions)
         self.prompt = {name: self.regions[_PROMPT + name] for name in self.format.tensors()}
         self._attend = self.format.attention(self.prompt)
 

@@ -49,7 +49,9 @@ class Think(StoredFormat):
     window: int
 
     @classmethod
-    def rows_within(cls, part: Part, budget_rows: int, *, num_tokens: int, head_dim: int) -> int:
+    def rows_within(
+        cls, part: Part, budget_rows: int, *, num_tokens: int, head_dim: int, latent_dim: int = 0
+    ) -> int:
         channels = num_channels(cls.params(part)["channel_retention"], head_dim)
         return min((budget_rows * 2 * head_dim - channels) // (head_dim + channels), num_tokens)
 

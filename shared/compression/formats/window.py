@@ -84,8 +84,7 @@ class Window(LayerFormat):
         index = self._index().expand(self.shape.num_kv_heads, -1).contiguous()
         return {
             **({"index": index.to(inputs.keys.device)} if self.shape.index_spec(self.rows) else {}),
-            "keys": inputs.keys[:, -self.rows :].contiguous(),
-            "values": inputs.values[:, -self.rows :].contiguous(),
+            **self.shape.row_tensors(inputs.keys[:, -self.rows :], inputs.values[:, -self.rows :]),
         }
 
     def _index(self) -> Tensor:
@@ -94,12 +93,10 @@ class Window(LayerFormat):
         return torch.arange(num_tokens - self.rows, num_tokens, dtype=torch.int32)
 
     def tensors(self) -> Specs:
-        rows = self.shape.row_spec(self.rows)
-        return {**self.shape.index_spec(self.rows), "keys": rows, "values": rows}
+        return {**self.shape.index_spec(self.rows), **self.shape.row_specs(self.rows)}
 
     def regions(self) -> Specs:
-        rows = self.shape.row_spec(self.rows + self.shape.num_new_rows)
-        return {"keys": rows, "values": rows}
+        return self.shape.row_specs(self.rows + self.shape.num_new_rows)
 
     def open(self, regions: Tensors, tensors: Tensors) -> WindowCache:
         index = tensors.get("index")
@@ -118,7 +115,7 @@ class Window(LayerFormat):
         return self.shape.rows_bytes(self.rows)
 
     def naive(self, tensors: Tensors) -> NaiveWindow:
-        return NaiveWindow(self, tensors["keys"], tensors["values"])
+        return NaiveWindow(self, *self.shape.rows_of(tensors))
 
 
 class WindowCache(LayerCache):
@@ -133,14 +130,15 @@ class WindowCache(LayerCache):
     def append_and_attend(
         self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: Scaling
     ) -> Tensor:
-        keys, values, last = self.regions["keys"], self.regions["values"], self.format.rows + num_appended
+        (keys, values), last = self.format.shape.rows_of(self.regions), self.format.rows + num_appended
         keys[:, last], values[:, last] = key, value
         seen = slice(self.format.first_row(num_appended), last + 1)
         return dense_decode(queries, keys[:, seen], values[:, seen], scaling=scaling)
 
     def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
         new = slice(self.format.rows, self.format.rows + num_appended)
-        return on_host(self.regions["keys"][:, new]), on_host(self.regions["values"][:, new])
+        keys, values = self.format.shape.rows_of(self.regions)
+        return on_host(keys[:, new]), on_host(values[:, new])
 
 
 class NaiveWindow(NaiveLayer):

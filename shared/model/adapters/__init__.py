@@ -9,9 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvferry.shared.model.adapters.arguments import pass_arguments
+from kvferry.shared.model.adapters.latent import pass_latent_rows
 from kvferry.shared.model.adapters.temperature import scale_queries_by_position
 
+_LATENT = (
+    "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu",
+)  # fmt: skip
 ADAPTERS: Mapping[str, Callable[[Any], None]] = {
+    **dict.fromkeys(_LATENT, pass_latent_rows),
     "llama4_text": scale_queries_by_position,
     "nemotron": pass_arguments,
     "stablelm": pass_arguments,

@@ -78,6 +78,23 @@ _WINDOWED = (
     "afmoe cohere2 cohere2_moe cwm exaone4 exaone_moe gemma2 gemma3_text gpt_oss granite_swa granitemoe_swa "
     "llama4_text ministral ministral3 mistral mixtral olmo3 phi3 starcoder2 vaultgemma"
 )
+_LATENT_FAMILIES = "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 youtu"
+_LATENT: Mapping[str, Any] = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+}
+_YARN: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 FAMILIES: Mapping[str, Family] = {
     **{name: Family(model_type=name) for name in f"{_PLAIN} {_WINDOWED}".split()},
     "gemma3_text": Family(model_type="gemma3_text", settings={"layer_types": _PATTERN}),
@@ -105,6 +122,22 @@ FAMILIES: Mapping[str, Family] = {
             "vocab_size_per_layer_input": VOCAB_SIZE,
             "laurel_rank": 8,
             "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        },
+    ),
+    **{name: Family(model_type=name, settings=_LATENT) for name in _LATENT_FAMILIES.split()},
+    "deepseek_v3-yarn": Family(
+        model_type="deepseek_v3", settings={**_LATENT, "q_lora_rank": None, "rope_parameters": _YARN}
+    ),
+    "longcat_flash": Family(
+        model_type="longcat_flash",
+        settings={
+            **_LATENT,
+            "num_layers": 2,
+            "head_dim": 4,
+            "moe_topk": 2,
+            "ffn_hidden_size": 96,
+            "expert_ffn_hidden_size": 32,
+            "zero_expert_num": 1,
         },
     ),
     "llama4_text": Family(model_type="llama4_text", settings={"floor_scale": 16}),

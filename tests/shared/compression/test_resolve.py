@@ -275,7 +275,7 @@ def test_every_scorer_goes_with_every_attention_and_allocation(
     # a measured allocation has the mean until the prompt has been run
     assert (len({layer.rows for layer in resolved.layers}) == 1) == (allocation != "pyramid")
     for layer in resolved.layers:
-        expected = ATTENTIONS[attention].sized(cap=layer.rows, budget=256, head_dim=128)
+        expected = ATTENTIONS[attention].sized(cap=layer.rows, budget=256, head_dim=128, row_dim=256)
         assert make_attention(layer.attention) == expected
 
 

@@ -47,11 +47,21 @@ SCORERS_OF = {"evict": Part(name="heavy_hitters"), "merge": Part(name="accumulat
 
 def test_sizes_of_a_64_times_budget() -> None:
     """S 16384 and t 256: c 64, so pages of 64, a 64th of the channels, half the budget attended."""
-    sizes = {"cap": 16384, "budget": 256, "head_dim": 128}
+    sizes = {"cap": 16384, "budget": 256, "head_dim": 128, "row_dim": 256}
     assert Quest.sized(**sizes) == Quest(page_size=64, num_tokens=128)
     assert SparQ.sized(**sizes) == SparQ(num_channels=2, num_tokens=128)
     assert ExactTopK.sized(**sizes) == ExactTopK(num_tokens=256)
     assert Hsa.sized(**sizes | {"cap": 1595}) == Hsa(page_size=3, num_channels=61, num_tokens=128)
+
+
+def test_estimates_of_latent_rows_take_half_of_what_the_rows_take() -> None:
+    """576 channels, stored once: half of 256 rows is 73,728 values."""
+    sizes = {"cap": 16384, "budget": 256, "head_dim": 576, "row_dim": 576}
+    assert Quest.sized(**sizes) == Quest(page_size=128, num_tokens=128)
+    assert 576 * 16384 // 128 == 128 * 576
+    assert SparQ.sized(**sizes) == SparQ(num_channels=4, num_tokens=128)
+    assert Hsa.sized(**sizes) == Hsa(page_size=8, num_channels=36, num_tokens=128)
+    assert 36 * 16384 // 8 == 128 * 576
 
 
 @given(more=st.integers(0, 300_000), budget=st.integers(1, 9000), head_dim=st.sampled_from([8, 64, 80, 128]))
@@ -62,7 +72,7 @@ def test_a_step_reads_no_more_than_the_budget_where_sizes_are_not_at_their_least
     cap = budget + more
     token_bytes = 2 * head_dim * 2
     for name in ("exact_topk", "quest", "sparq"):
-        kind = ATTENTIONS[name].sized(cap=cap, budget=budget, head_dim=head_dim)
+        kind = ATTENTIONS[name].sized(cap=cap, budget=budget, head_dim=head_dim, row_dim=2 * head_dim)
         assert all(size >= 1 for size in dataclasses.asdict(kind).values())
         read = kind.read_bytes(shape_of(head_dim), cap)
         slack = 4 * head_dim if name == "sparq" else 0  # the mean value
@@ -74,7 +84,7 @@ def test_a_step_reads_no_more_than_the_budget_where_sizes_are_not_at_their_least
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_up_to_the_tokens_attended_every_row_is_read_and_no_estimate(name: str) -> None:
-    kind = ATTENTIONS[name].sized(cap=100, budget=20, head_dim=D)
+    kind = ATTENTIONS[name].sized(cap=100, budget=20, head_dim=D, row_dim=2 * D)
     assert kind.read_bytes(SHAPE, 10) == HEADS * 2 * 10 * D * 4
 
 
@@ -186,7 +196,7 @@ def test_rocketkv_stores_and_reads_what_table_1_says_in_bytes() -> None:
     """Table 1: Kmax and Kmin are 1/P of the kept rows together; a step reads t/2 tokens' worth of estimates
     and t/2 tokens of K and V."""
     num_rows, head_dim, budget = 1595, 128, 256
-    kind = Hsa.sized(cap=num_rows, budget=budget, head_dim=head_dim)
+    kind = Hsa.sized(cap=num_rows, budget=budget, head_dim=head_dim, row_dim=2 * head_dim)
     shape = shape_of(head_dim, dtype=torch.bfloat16)
     specs = kind.specs(shape, num_rows)
     rows_bytes = num_rows * head_dim * 2 * 2

@@ -1,0 +1,103 @@
+"""For multi-head latent attention (MLA: DeepSeek V2 and V3, GLM, Kimi and others).
+
+A token's latent row is a latent vector, of which each head's key and value are projections, and a rotary key
+that all heads share. Rows are stored, shipped and selected as they are, as one KV head:
+
+    key    [latent | rotary], R + P channels, post-RoPE       value    its first R channels
+
+transformers expands rows to keys and values of all heads in `expand_kv`, just before it calls our attention.
+Here that method passes the rows on. Prefill expands them (`expand`). Decode attends to the rows themselves:
+with `k_h = W_UK,h c` and `v_h = W_UV,h c`, `q_h . k_h = (W_UK,h^T q_h) . c` (`absorb`), and the attended
+values are `W_UV,h` times the attended latents (`project`). Both forms have the same scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kvferry.shared.errors import UnsupportedModel
+
+LATENT = "kvferry_latent"
+"""Attribute of an attention module: a function that returns its `LatentProjection`."""
+_SIZES = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def pass_latent_rows(model: Any) -> None:
+    """Let every latent attention call ours with its rows in place of expanded keys and values.
+
+    Raises: UnsupportedModel: a module is not made as this adapter expects.
+    """
+    modules = [its for its in model.modules() if hasattr(its, "expand_kv")]
+    if not modules:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no attention with expand_kv; this version of transformers is not "
+            "supported for models with latent attention"
+        )
+    for attention in modules:
+        _check(attention)
+        setattr(attention, LATENT, partial(LatentProjection, attention))
+        attention.expand_kv = _rows
+
+
+def _rows(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    """In place of `expand_kv`. Args: `[B, 1, T, R]` and `[B, 1, T, P]`. Returns: keys, and values in them."""
+    rows = torch.cat([latents, rotary], -1)
+    return rows, rows[..., : latents.shape[-1]]
+
+
+def _check(attention: nn.Module) -> None:
+    name = type(attention).__name__
+    sizes = {size: getattr(attention, size, None) for size in _SIZES}
+    projection = getattr(attention, "kv_b_proj", None)
+    if not all(isinstance(its, int) for its in sizes.values()):
+        raise UnsupportedModel(f"{name} has sizes {sizes}; all of them must be integers")
+    if type(projection) is not nn.Linear or projection.bias is not None:
+        raise UnsupportedModel(
+            f"kv_b_proj of {name} is {projection}; to attend to latent rows it must be a torch.nn.Linear "
+            "without a bias and with weights that are not quantised"
+        )
+
+
+class Latent(Protocol):
+    """What `bridge.py` needs of a layer's latent attention. H query heads, R latent and P rotary channels."""
+
+    def expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows `[1, n, R + P]` as keys `[1, H, n, N + P]` and values `[1, H, n, V]` of all heads."""
+        ...
+
+    def absorb(self, queries: Tensor) -> Tensor:
+        """Queries `[B, H, T, N + P]` of expanded keys as queries `[B, H, T, R + P]` of rows."""
+        ...
+
+    def project(self, attended: Tensor) -> Tensor:
+        """Attended latents `[B, H, R]` as attended values `[B, H, V]`."""
+        ...
+
+
+class LatentProjection:
+    """Implements `Latent` by a module's own weights: views of `kv_b_proj`, no copies."""
+
+    def __init__(self, attention: Any) -> None:
+        self._expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = partial(
+            type(attention).expand_kv, attention
+        )
+        self._rank, self._nope = attention.kv_lora_rank, attention.qk_nope_head_dim
+        weight = attention.kv_b_proj.weight.view(attention.num_heads, -1, self._rank)
+        self._of_keys, self._of_values = weight[:, : self._nope], weight[:, self._nope :]
+
+    def expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        rows = rows[:, None]
+        return self._expand(rows[..., : self._rank], rows[..., self._rank :])
+
+    def absorb(self, queries: Tensor) -> Tensor:
+        latent = queries[..., : self._nope] @ self._of_keys
+        return torch.cat([latent, queries[..., self._nope :]], -1)
+
+    def project(self, attended: Tensor) -> Tensor:
+        values: Tensor = attended[:, :, None] @ self._of_values.mT
+        return values[:, :, 0]
