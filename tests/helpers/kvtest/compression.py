@@ -67,29 +67,35 @@ def make_inputs(
     num_kv_heads: int = 2,
     group_size: int = 2,
     head_dim: int = 8,
+    latent_dim: int = 0,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> LayerInputs:
-    """Gaussian queries, K and V."""
+    """Gaussian queries, K and V.
+
+    Args: latent_dim: of latent rows, whose values are the keys' first channels.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def rows(*shape: int) -> Tensor:
         return torch.randn(num_kv_heads, *shape, head_dim, generator=generator).to(dtype)
 
+    queries, keys = rows(group_size, new_tokens or num_tokens), rows(num_tokens)
     return LayerInputs(
         layer=0,
-        queries=rows(group_size, new_tokens or num_tokens),
-        keys=rows(num_tokens),
-        values=rows(num_tokens),
+        queries=queries,
+        keys=keys,
+        values=keys[..., :latent_dim] if latent_dim else rows(num_tokens),
         scaling=head_dim**-0.5,
         unrotate=lambda keys: keys.float(),
     )
 
 
-def _layer_spec(layer: LayerPlan) -> LayerSpec:
+def _layer_spec(layer: LayerPlan, latent_dim: int) -> LayerSpec:
     """The layer that this is a plan of."""
     part = layer.representation
-    return LayerSpec(**part.params) if part.name == WINDOW_FORMAT else LayerSpec()
+    window = part.params if part.name == WINDOW_FORMAT else {}
+    return LayerSpec(**window, latent_dim=latent_dim)
 
 
 def formats_for(
@@ -97,13 +103,15 @@ def formats_for(
 ) -> tuple[LayerFormat, ...]:
     """The formats of a model whose layers have inputs like these."""
     num_kv_heads, group_size, _, head_dim = inputs.queries.shape
+    value_dim = inputs.values.shape[2]
+    latent_dim = value_dim if value_dim < head_dim else 0
     spec = make_spec(
         num_layers=len(resolved.layers),
         num_kv_heads=num_kv_heads,
         group_size=group_size,
         head_dim=head_dim,
         dtype=next(name for name, dtype in TORCH_DTYPES.items() if dtype == inputs.keys.dtype),
-        layers=tuple(_layer_spec(layer) for layer in resolved.layers),
+        layers=tuple(_layer_spec(layer, latent_dim) for layer in resolved.layers),
     )
     return make_formats(spec, resolved, returns_generated=returns_generated)
 

@@ -78,14 +78,16 @@ _WINDOWED = (
     "afmoe cohere2 cohere2_moe cwm exaone4 exaone_moe gemma2 gemma3_text gpt_oss granite_swa granitemoe_swa "
     "llama4_text ministral ministral3 mistral mixtral olmo3 phi3 starcoder2 vaultgemma"
 )
-_LATENT_FAMILIES = "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 youtu"
+_LATENT_TYPES = "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 youtu"
+LATENT_FAMILIES = (*_LATENT_TYPES.split(), "deepseek_v3-yarn", "longcat_flash")
+"""Those with latent rows (MLA)."""
 _LATENT: Mapping[str, Any] = {
     "num_key_value_heads": 8,
     "kv_lora_rank": 16,
     "q_lora_rank": 24,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
-    "v_head_dim": 12,
+    "v_head_dim": 16,
 }
 _YARN: Mapping[str, Any] = {
     "rope_type": "yarn",
@@ -124,9 +126,10 @@ FAMILIES: Mapping[str, Family] = {
             "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         },
     ),
-    **{name: Family(model_type=name, settings=_LATENT) for name in _LATENT_FAMILIES.split()},
+    **{name: Family(model_type=name, settings=_LATENT) for name in _LATENT_TYPES.split()},
     "deepseek_v3-yarn": Family(
-        model_type="deepseek_v3", settings={**_LATENT, "q_lora_rank": None, "rope_parameters": _YARN}
+        model_type="deepseek_v3",
+        settings={**_LATENT, "q_lora_rank": None, "v_head_dim": 8, "rope_parameters": _YARN},
     ),
     "longcat_flash": Family(
         model_type="longcat_flash",

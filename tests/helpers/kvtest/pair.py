@@ -25,9 +25,11 @@ from kvferry.shared.control.messages import (
     TokenGenerated,
     TransferDone,
 )
+from kvferry.shared.history.rows import RowPrecision
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.spec import TORCH_DTYPES
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.wire.in_process import InProcessHub
@@ -62,15 +64,18 @@ class Pair:
     async def start_prefill(self, **options: object) -> None:
         """Start one, in place of the former one if there was any."""
         config = PrefillConfig(**options)  # type: ignore[arg-type]
-        store = HistoryStore(
+        self.store = HistoryStore(
             max_bytes=1 << 30,
             num_layers=self.model.spec.num_layers,
             turn_lease_s=WAIT_S,
             clock=time.monotonic,
+            precision=RowPrecision(
+                dtype=TORCH_DTYPES[self.model.spec.dtype], latent_dim=self.model.spec.latent_dim
+            ),
         )
         self.prefill = PrefillService(
             model=self.model,
-            store=store,
+            store=self.store,
             sender=self.hub.sender(buffer_bytes=1 << 24, timeout_s=WAIT_S),
             server_factory=self.hub.server,
             metrics=self.prefill_metrics,

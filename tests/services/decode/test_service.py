@@ -66,7 +66,7 @@ class EveryStride(AttentionKind):
     stride: int
 
     @classmethod
-    def sized(cls, *, cap, budget, head_dim):
+    def sized(cls, *, cap, budget, head_dim, row_dim):
         return cls(stride=max(cap // budget, 1))
 
     def attend(self, queries, cache, *, length, scaling):

@@ -48,6 +48,20 @@ def test_bytes_are_the_formulas(bits: Any, num_tokens: int, dim: int) -> None:
         assert chunk.size_bytes == codes + 8 * 3 * dim * groups + 8 * 3 * num_tokens
 
 
+@pytest.mark.parametrize("bits", ["model", *BITS])
+def test_latent_rows_are_stored_once_as_keys_are(bits: Any) -> None:
+    keys, values = random_kv(1, 130, 20)
+    both = RowPrecision(bits=bits, dtype=torch.float32).encode(keys, values)
+    latent = RowPrecision(bits=bits, dtype=torch.float32, latent_dim=16).encode(keys, keys[..., :16])
+    got_keys, got_values = latent.rows()
+    assert torch.equal(got_keys, both.rows()[0])
+    assert torch.equal(got_values, got_keys[..., :16])
+    assert got_values.data_ptr() == got_keys.data_ptr()
+    of_values = 0 if bits in ("model", "16") else 8 * 130
+    codes = {"model": 4 * 20, "16": 2 * 20, "8": 20, "4": 10}[bits]
+    assert both.size_bytes - latent.size_bytes == 130 * codes + of_values
+
+
 @pytest.mark.parametrize("bits", ["8", "4"])
 def test_keys_are_rounded_per_channel_and_group_and_values_per_token(bits: Any) -> None:
     keys, values = random_kv(2, 150, 5)
@@ -80,13 +94,16 @@ def test_sixteen_bits_keep_a_16_bit_models_rows_and_bound_large_ones() -> None:
     bits=st.sampled_from(["model", "16", "8", "4"]),
     num_tokens=st.integers(1, 150),
     dim=st.integers(1, 9),
+    is_latent=st.booleans(),
     data=st.data(),
 )
 def test_a_part_has_the_wholes_values_also_after_redis(
-    bits: Any, num_tokens: int, dim: int, data: st.DataObject
+    bits: Any, num_tokens: int, dim: int, is_latent: bool, data: st.DataObject
 ) -> None:
-    precision = RowPrecision(bits=bits, dtype=torch.float32)
-    chunk = precision.encode(*random_kv(2, num_tokens, dim))
+    latent_dim = data.draw(st.integers(1, dim)) if is_latent else 0
+    precision = RowPrecision(bits=bits, dtype=torch.float32, latent_dim=latent_dim)
+    keys, values = random_kv(2, num_tokens, dim)
+    chunk = precision.encode(keys, keys[..., :latent_dim] if is_latent else values)
     whole = chunk.rows()
     for _ in range(2):  # a part of a part as well
         start = data.draw(st.integers(0, chunk.num_tokens - 1))

@@ -11,6 +11,7 @@ import torch
 from kvtest.compression import NOT_WRITTEN, Placed, compress_layer, formats_for, header_of, make_inputs
 from torch import Tensor
 
+from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.formats import FORMATS
 from kvferry.shared.compression.formats.compacting import Compacting
 from kvferry.shared.compression.formats.evicting import Evicting
@@ -45,11 +46,37 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sliding window": ("snapkv", {}),
     "chunks": ("full", {}),
 }
-WINDOWS = {"sliding window": LayerSpec(window=29), "chunks": LayerSpec(window=29, is_chunked=True)}
-"""What the layer of a case attends to, if not to all tokens."""
-STORED = (
-    "adakv", "think", "snapkv-think", "kivi", "kivi, 2 bits", "snapkv-kivi", "snapkv, wire", "full, wire"
-)  # fmt: skip
+LATENT_DIM = 23
+LAYERS = {
+    "sliding window": LayerSpec(window=29),
+    "chunks": LayerSpec(window=29, is_chunked=True),
+    "latent window": LayerSpec(window=29, latent_dim=LATENT_DIM),
+}
+"""The layer of a case, if it does not attend to all tokens."""
+_LATENT = LayerSpec(latent_dim=LATENT_DIM)
+for _name in (
+    *applicable_methods((_LATENT,)),
+    *(f"{its}, segments" for its in ("snapkv", "rocketkv", "adakv", "snapkv-kivi", "compactor")),
+    *("kivi, 2 bits", "snapkv, wire", "full, wire"),
+):
+    CASES[f"latent {_name}"] = CASES[_name]
+    LAYERS[f"latent {_name}"] = _LATENT
+CASES["latent window"] = ("snapkv", {})
+STORED = tuple(
+    f"{prefix}{name}"
+    for prefix in ("", "latent ")
+    for name in (
+        "adakv",
+        "think",
+        "snapkv-think",
+        "kivi",
+        "kivi, 2 bits",
+        "snapkv-kivi",
+        "snapkv, wire",
+        "full, wire",
+    )
+    if f"{prefix}{name}" in CASES
+)
 
 
 def compressed(
@@ -69,13 +96,24 @@ def compressed(
         max_new_tokens=NEW_TOKENS,
         num_layers=1,
         head_dim=head_dim,
-        layers=(WINDOWS.get(case, LayerSpec()),),
+        layers=(LAYERS.get(case, LayerSpec()),),
     )
     inputs = make_inputs(
-        num_tokens, group_size=group_size, head_dim=head_dim, dtype=dtype, seed=num_tokens + group_size
+        num_tokens,
+        group_size=group_size,
+        head_dim=head_dim,
+        latent_dim=LAYERS.get(case, LayerSpec()).latent_dim,
+        dtype=dtype,
+        seed=num_tokens + group_size,
     )
     (fmt,) = formats_for(resolved, inputs, returns_generated=True)
     return fmt, dict(compress_layer(resolved, inputs)), inputs
+
+
+def random_row(fmt: LayerFormat) -> tuple[Tensor, Tensor]:
+    """A token's key and value."""
+    key, value = torch.randn(2, fmt.shape.num_kv_heads, fmt.shape.head_dim)
+    return key, (key if fmt.shape.latent_dim else value)[:, : fmt.shape.value_dim]
 
 
 def assert_attends_as_naive(fmt: LayerFormat, tensors: dict[str, Tensor], *, steps: int) -> None:
@@ -84,18 +122,19 @@ def assert_attends_as_naive(fmt: LayerFormat, tensors: dict[str, Tensor], *, ste
     cache, naive = placed.open(tensors), fmt.naive(tensors)
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(2, shape.num_kv_heads, steps, shape.head_dim, generator=generator).to(shape.dtype)
+    keys, values = rows[0], (rows[0] if shape.latent_dim else rows[1])[..., : shape.value_dim]
     tolerance = 1e-5 if shape.dtype is torch.float32 else 2e-2
     for step in range(steps):
         queries = torch.randn(shape.num_kv_heads, shape.group_size, shape.head_dim, generator=generator)
         queries = queries.to(shape.dtype)
-        key, value = rows[:, :, step]
+        key, value = keys[:, step], values[:, step]
         assert cache.used_bytes(step) <= placed.layout_bytes
         output = cache.append_and_attend(queries, key, value, num_appended=step, scaling=0.2)
         expected = naive.attend(queries, key, value, scaling=0.2)
-        assert output.shape == (shape.num_kv_heads, shape.group_size, shape.head_dim)
+        assert output.shape == (shape.num_kv_heads, shape.group_size, shape.value_dim)
         torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
     assert cache.used_bytes(steps) <= placed.layout_bytes
-    for generated, expected in zip(cache.generated_rows(steps), rows, strict=True):
+    for generated, expected in zip(cache.generated_rows(steps), (keys, values), strict=True):
         assert torch.equal(generated, expected)
     assert (placed.buffer[placed.layout_bytes :] == NOT_WRITTEN).all()
 
@@ -114,7 +153,11 @@ def test_a_layer_in_the_arena_attends_as_the_naive_one(case: str, num_tokens: in
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "case", ["full", "rdkv", "kivi", "compactor-kivi", "rocketkv-kivi", "think", "adakv", "snapkv, wire"]
+    "case",
+    [
+        *("full", "rdkv", "kivi", "compactor-kivi", "rocketkv-kivi", "think", "adakv", "snapkv, wire"),
+        *("latent full", "latent d2o", "latent kivi", "latent snapkv, wire", "latent sparq"),
+    ],
 )
 def test_half_precision_attends_as_the_naive_one(case: str, dtype: torch.dtype) -> None:
     fmt, tensors, _ = compressed(case, 97, head_dim=32, dtype=dtype)
@@ -132,12 +175,13 @@ def test_a_prompt_within_the_budget_attends_as_the_naive_one(case: str, num_toke
 def test_a_fork_attends_as_what_it_was_forked_from_and_grows_by_itself(case: str) -> None:
     fmt, tensors, _ = compressed(case, 97)
     first = fmt.naive(tensors)
-    queries, key, value = torch.randn(2, 2, 31), torch.randn(2, 31), torch.randn(2, 31)
+    queries, (key, value) = torch.randn(2, 2, 31), random_row(fmt)
     first.attend(queries, key, value, scaling=0.2)
     second, third = first.fork(), first.fork()
     second.attend(queries, -key, 3 * value, scaling=0.2)
-    expected = third.attend(queries, value, key, scaling=0.2)
-    assert torch.equal(first.attend(queries, value, key, scaling=0.2), expected)
+    row = random_row(fmt)
+    expected = third.attend(queries, *row, scaling=0.2)
+    assert torch.equal(first.attend(queries, *row, scaling=0.2), expected)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -149,8 +193,7 @@ def test_a_token_without_room_is_refused(case: str) -> None:
     with pytest.raises((IndexError, ValueError)):
         cache.append_and_attend(
             torch.randn(2, 2, 31),
-            torch.randn(2, 31),
-            torch.randn(2, 31),
+            *random_row(fmt),
             num_appended=NEW_TOKENS - 1,
             scaling=0.2,
         )
@@ -174,7 +217,8 @@ def test_a_stored_layer_lies_in_the_arena_bit_for_bit(case: str) -> None:
     fmt, tensors, _ = compressed(case, 97)
     placed = Placed.of(fmt)
     cache = placed.open(tensors)
-    new_rows = [placed.regions[name][:, placed.num_prompt_rows :] for name in ("keys", "values")]
+    new_rows = [placed.regions[name][:, placed.num_prompt_rows :] for name in fmt.shape.row_names]
+    assert len(new_rows) == (1 if fmt.shape.latent_dim else 2)
     assert all(rows.shape[1] == NEW_TOKENS - 1 for rows in new_rows)
     assert all(rows.isnan().all() for rows in new_rows)
     if isinstance(cache, StoredCache):
@@ -202,7 +246,7 @@ def wrong_headers(header: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Headers that no such layer has."""
     name = next(iter(header))
     spec = header[name]
-    return {
+    wrong = {
         "missing": {n: s for n, s in header.items() if n != name},
         "one more": {**header, "more": spec},
         "another name": {("other" if n == name else n): s for n, s in header.items()},
@@ -213,6 +257,9 @@ def wrong_headers(header: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "another dtype": {**header, name: replace(spec, dtype=torch.float64)},
         "none": {},
     }
+    if len(header) == 1:
+        del wrong["another order"]
+    return wrong
 
 
 @pytest.mark.parametrize("case", CASES)
