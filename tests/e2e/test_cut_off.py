@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,16 +20,6 @@ pytestmark = pytest.mark.xdist_group("stack")
 
 BUDGET = 96
 LONGEST = 3000
-
-
-def wait_kept(stack: Any, session_id: str) -> dict[str, Any]:
-    deadline_s = time.monotonic() + 60
-    while True:
-        reply = httpx.get(f"{stack.base_url}/v1/sessions/{session_id}", timeout=30)
-        if reply.status_code == 200:
-            return reply.json()  # type: ignore[no-any-return]
-        assert time.monotonic() < deadline_s, reply.text
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("method", ["full", "rocketkv"])
@@ -60,7 +49,7 @@ def test_the_turn_after_one_that_was_cut_off_continues_from_what_was_delivered(
             json.loads(next(lines).removeprefix("data: "))["choices"][0]["delta"]["content"] for _ in range(5)
         )
 
-    kept = wait_kept(stack, session_id)
+    kept = stack.wait_kept(session_id)
     prompt = tokenizer.render(messages)
     num_delivered = kept["tokens"] - len(prompt)
     assert kept["turns"] == 1

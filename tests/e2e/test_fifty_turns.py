@@ -45,17 +45,6 @@ def model(demo_model_dir: Any) -> LanguageModel:
     return load_model(str(demo_model_dir), name="demo", device="cpu", dtype="float32", max_model_len=0)
 
 
-def wait_turns(client: httpx.Client, session_id: str, turns: int) -> None:
-    """A turn is kept just after its answer."""
-    deadline_s = time.monotonic() + 120
-    while True:
-        reply = client.get(f"/v1/sessions/{session_id}")
-        if reply.status_code == 200 and reply.json()["turns"] == turns:
-            return
-        assert time.monotonic() < deadline_s, reply.text
-        time.sleep(0.01)
-
-
 def prefill_figures(client: httpx.Client, stack: Any) -> tuple[float, float, float]:
     """Tokens run so far; bytes of history in memory and in Redis. In one scrape, for there are many."""
     text = client.get(stack.prefill_metrics_url).raise_for_status().text
@@ -128,7 +117,7 @@ def test_fifty_turns_equal_one_process_and_leave_nothing_behind(
             num_known = len(prompt) + len(ids) - 1
             end = model.spec.eos_token_ids[0]
             history = prompt + ids + ([] if ids[-1] == end else [end])
-            wait_turns(client, session_id, turn + 1)
+            stack.wait_kept(session_id)
             held_bytes = model.spec.kv_token_bytes * num_known
             tokens_run, memory_bytes, redis_bytes = prefill_figures(client, stack)
             assert tokens_run - tokens_run_before == num_new

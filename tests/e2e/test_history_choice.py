@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,23 +30,8 @@ def ask(stack: Any, text: str, session_id: str) -> dict[str, Any]:
         timeout=240,
     )
     assert response.status_code == 200, response.text
-    wait_kept(stack, session_id, response.json()["usage"])
+    stack.wait_kept(session_id, session_id)
     return response.json()  # type: ignore[no-any-return]
-
-
-def wait_kept(stack: Any, session_id: str, usage: dict[str, int]) -> None:
-    """A turn is committed just after its answer; until then it keeps its place in memory."""
-    deadline_s = time.monotonic() + 120
-    while True:
-        reply = httpx.get(
-            f"{stack.base_url}/v1/sessions/{session_id}",
-            headers={"Authorization": f"Bearer {session_id}"},
-            timeout=60,
-        )
-        if reply.status_code == 200 and reply.json()["tokens"] >= usage["total_tokens"] - 1:
-            return
-        assert time.monotonic() < deadline_s, reply.text
-        time.sleep(0.02)
 
 
 def choices(stack: Any, way: str, reason: str) -> float:

@@ -60,18 +60,12 @@ def known_tokens(answer: dict[str, Any]) -> int:
     return int(usage["prompt_tokens"] + usage["completion_tokens"] - 1)
 
 
-def wait_on_disk(stack: Any, session_id: str, turns: int = 1) -> None:
+def wait_on_disk(stack: Any, session_id: str) -> None:
     """Wait until a turn is committed, and written."""
+    stack.wait_kept(session_id)
     deadline_s = time.monotonic() + 60
-    while True:
-        reply = httpx.get(f"{stack.base_url}/v1/sessions/{session_id}", timeout=30)
-        if (
-            reply.status_code == 200
-            and reply.json()["turns"] == turns
-            and not stack.prefill_metric("kvferry_history_waiting", tier="disk")
-        ):
-            return
-        assert time.monotonic() < deadline_s, reply.text
+    while stack.prefill_metric("kvferry_history_waiting", tier="disk"):
+        assert time.monotonic() < deadline_s
         time.sleep(0.05)
 
 

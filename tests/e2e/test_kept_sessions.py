@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,19 +67,6 @@ def tokens_run(stack: Any) -> float:
     return stack.prefill_metric("kvferry_prefill_tokens_total")
 
 
-def ended(stack: Any, session_id: str, key: str = "", turns: int = 1) -> dict[str, Any]:
-    """The session once its turns are kept, which is after their last chunk."""
-    deadline_s = time.monotonic() + 60
-    while True:
-        reply = httpx.get(
-            f"{stack.base_url}/v1/sessions/{session_id}", headers=headers(key) if key else {}, timeout=30
-        )
-        if reply.status_code == 200 and reply.json()["turns"] == turns:
-            return reply.json()
-        assert time.monotonic() < deadline_s, reply.text
-        time.sleep(0.05)
-
-
 def forget(stack: Any, key: str) -> None:
     for kind in ("sessions", "documents"):
         listed = httpx.get(f"{stack.base_url}/v1/{kind}", headers=headers(key), timeout=30).json()
@@ -124,7 +110,7 @@ def test_a_document_is_run_once_for_a_key_and_answers_as_an_earlier_turn_would(
         sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
         tokens = generator.generate(prompt, plan=plan, sampling=sampling, session=oracle)
         assert answer["choices"][0]["message"]["content"] == tokenizer.decode([t.token_id for t in tokens])
-        ended(stack, f"s{index}", key)
+        stack.wait_kept(f"s{index}", key)
 
     # Another key's same words are run from the first token on.
     before = tokens_run(stack)
@@ -132,7 +118,7 @@ def test_a_document_is_run_once_for_a_key_and_answers_as_an_earlier_turn_would(
     answer = ask(stack, text, "s0", other, method)
     assert answer["kv"]["reused_tokens"] == 0
     assert tokens_run(stack) - before == answer["usage"]["prompt_tokens"]
-    ended(stack, "s0", other)
+    stack.wait_kept("s0", other)
     forget(stack, key)
     forget(stack, other)
     assert stack.prefill_metric("kvferry_history_bytes") == held_before
@@ -153,7 +139,7 @@ def test_sessions_of_a_key_share_their_system_prompt_and_say_the_same(
         assert run == answer["usage"]["prompt_tokens"] - answer["kv"]["reused_tokens"]
         # The queries that RocketKV's selection reads are run again, and no more.
         assert run == (answer["usage"]["prompt_tokens"] if name == "first" else 32)
-        ended(stack, name, "shares")
+        stack.wait_kept(name, "shares")
     assert stack.router_metric("kvferry_prompt_tokens_reused_total", source="prefix") > 0
     # Compactor's scores come of all queries, so it shares no prefix that was not named.
     assert ask(stack, conversation, "third", "shares", "compactor")["kv"]["reused_tokens"] == 0
@@ -201,11 +187,11 @@ def test_chat_resumes_yesterdays_session_after_every_service_was_restarted(
     options = ("--history-redis", redis_server.url, "--history-redis-timeout-s", "20")
     with start_stack(*options) as yesterday:
         assert digits in chat(yesterday, "diary", f"{document.text} {question}")
-        tokens_yesterday = ended(yesterday, "diary")["tokens"]
+        tokens_yesterday = yesterday.wait_kept("diary")["tokens"]
     with start_stack(*options, "--in-process") as today:
         # Only the new question is sent: the document is yesterday's.
         assert more_digits in chat(today, "diary", second)
-        assert ended(today, "diary", turns=2)["tokens"] > tokens_yesterday
+        assert today.wait_kept("diary")["tokens"] > tokens_yesterday
         assert httpx.delete(f"{today.base_url}/v1/sessions/diary", timeout=30).status_code == 200
     with redis_server.client() as client:
         (name,) = client.keys("kvferry:router:*:session:diary")

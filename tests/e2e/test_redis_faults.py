@@ -94,12 +94,8 @@ class Faulty:
                 time.sleep(0.2)
             assert reply.status_code == 200, reply.text
             answer: dict[str, Any] = reply.json()
-            while True:
-                kept = client.get(f"/v1/sessions/{session_id}")
-                if kept.status_code == 200 and kept.json()["tokens"] >= known_tokens(answer):
-                    return answer
-                assert time.monotonic() < deadline_s, kept.text
-                time.sleep(0.02)
+        self.stack.wait_kept(session_id, f"key-{session_id}")
+        return answer
 
     def stored_tokens(self, session_id: str) -> int:
         """Tokens of the session that Redis has KV of."""

@@ -59,6 +59,7 @@ class Session(TypedDict):
     object: Literal["session"]
     tokens: int
     turns: int
+    running: bool
     history_bytes: int
     history_tier: str
     last_plan: dict[str, Any] | None

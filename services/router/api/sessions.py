@@ -159,6 +159,7 @@ async def _described(services: Services, key: SessionKey, summary: SessionSummar
         object="session",
         tokens=summary.num_tokens,
         turns=summary.turns,
+        running=services.sessions.is_running(key),
         history_bytes=history.size_bytes,
         history_tier=history.tier,
         last_plan=summary.last_plan,

@@ -7,17 +7,22 @@ a hash slot, so that it runs on a cluster as well.
     session  hash   generation, holder, until (ms), committed, record, summary
     index    zset   session id by expiry (Unix ms)
     tokens   hash   session id -> tokens of its record
+    owners   set    every API key's owner, so that any router finds all indexes; one for all
 
 `holder` is the token of the lease. A commit needs it, and a delete or another router's lease removes it, so
 two turns never both commit; `until` only says when others may take the session. The token begins with its
 router's own part, because a router may take over from itself: it runs one turn of a session at a time. A
-session without `committed` was never committed or was lost by Redis, since deletion leaves a marker there.
+session without `committed` was never committed or was lost by Redis, since deletion leaves a marker
+there; the index tells which of the two.
+
+What has a record has no expiry of Redis's own, so that under `volatile-lru` Redis never evicts it for KV,
+which has one. Routers remove what has expired by the index.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -42,37 +47,33 @@ local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local function router_of(token) return string.match(token, '^[^.]*') end
 local function extend(key, at_least_ms)
+  if redis.call('HEXISTS', key, 'record') == 1 then return end
   if redis.call('PTTL', key) < at_least_ms then redis.call('PEXPIRE', key, at_least_ms) end
 end
 local function put(offset)
-  -- ARGV from offset: record, summary, commit_id, ttl_ms, expires_ms, session_id, num_tokens
+  -- ARGV from offset: record, summary, commit_id, expires_ms, session_id, num_tokens
   redis.call('HSET', KEYS[1], 'record', ARGV[offset], 'summary', ARGV[offset + 1],
              'committed', ARGV[offset + 2])
-  redis.call('PEXPIRE', KEYS[1], ARGV[offset + 3])
-  redis.call('ZADD', KEYS[2], ARGV[offset + 4], ARGV[offset + 5])
-  redis.call('HSET', KEYS[3], ARGV[offset + 5], ARGV[offset + 6])
-  extend(KEYS[2], tonumber(ARGV[offset + 3]))
-  extend(KEYS[3], tonumber(ARGV[offset + 3]))
+  redis.call('PERSIST', KEYS[1])
+  redis.call('ZADD', KEYS[2], ARGV[offset + 3], ARGV[offset + 4])
+  redis.call('HSET', KEYS[3], ARGV[offset + 4], ARGV[offset + 5])
   return 1
-end
-local function prune(index, tokens)
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', index, '-inf', now_ms)) do
-    redis.call('ZREM', index, id)
-    redis.call('HDEL', tokens, id)
-  end
 end
 """
 """What all scripts begin with."""
 
 _ACQUIRE = """
--- KEYS session; ARGV token, lease_ms. Returns {1, committed, record} or {0}.
+-- KEYS session, index; ARGV token, lease_ms, session_id. Returns {1, committed, record, whether the index has
+-- a session that is not there} or {0}.
 local fields = redis.call('HMGET', KEYS[1], 'holder', 'until', 'committed', 'record')
 local same_router = fields[1] and router_of(fields[1]) == router_of(ARGV[1])
 if fields[1] and not same_router and tonumber(fields[2]) > now_ms then return {0} end
 redis.call('HINCRBY', KEYS[1], 'generation', 1)
 redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'until', now_ms + ARGV[2])
 extend(KEYS[1], ARGV[2] * 4)
-return {1, fields[3] or '', fields[4] or ''}
+local expires_ms = redis.call('ZSCORE', KEYS[2], ARGV[3])
+local lost = not fields[3] and expires_ms and tonumber(expires_ms) > now_ms
+return {1, fields[3] or '', fields[4] or '', lost and 1 or 0}
 """
 
 _RENEW = """
@@ -129,19 +130,36 @@ return 1
 """
 
 _LIST = """
--- KEYS index, tokens. Returns the ids of what has not expired.
-prune(KEYS[1], KEYS[2])
-return redis.call('ZRANGE', KEYS[1], 0, -1)
+-- KEYS index. Returns the ids of what has not expired.
+return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms, '+inf')
 """
 
 _USAGE = """
 -- KEYS index, tokens; ARGV an id to leave out. Returns {records, tokens}.
-prune(KEYS[1], KEYS[2])
-local records, tokens = redis.call('ZCARD', KEYS[1]), 0
-for _, count in ipairs(redis.call('HVALS', KEYS[2])) do tokens = tokens + count end
-local left_out = redis.call('HGET', KEYS[2], ARGV[1])
-if left_out then records, tokens = records - 1, tokens - left_out end
+local records, tokens = 0, 0
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms, '+inf')) do
+  if id ~= ARGV[1] then
+    records, tokens = records + 1, tokens + (redis.call('HGET', KEYS[2], id) or 0)
+  end
+end
 return {records, tokens}
+"""
+
+_EXPIRED = """
+-- KEYS index; ARGV how many. Returns ids of what has expired.
+return redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now_ms, 'LIMIT', 0, ARGV[1])
+"""
+
+_EXPIRE = """
+-- KEYS session, index, tokens; ARGV session_id. Removes a session that has expired, unless a turn has it.
+local expires_ms = redis.call('ZSCORE', KEYS[2], ARGV[1])
+if not expires_ms or tonumber(expires_ms) > now_ms then return 0 end
+local fields = redis.call('HMGET', KEYS[1], 'holder', 'until', 'record')
+if fields[1] and tonumber(fields[2]) > now_ms then return 0 end
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('HDEL', KEYS[3], ARGV[1])
+if fields[3] then redis.call('DEL', KEYS[1]) end
+return 1
 """
 
 
@@ -152,10 +170,12 @@ class Stored:
     Attributes:
         commit_id: of the record, or the deletion's marker; empty where Redis has neither.
         record: None where there is none, or it has expired.
+        lost: whether Redis should have a record, and has none.
     """
 
     commit_id: str
     record: SessionRecord | None
+    lost: bool = False
 
 
 class RedisRecords:
@@ -164,13 +184,15 @@ class RedisRecords:
     def __init__(self, link: AsyncRedisLink, *, clock: Callable[[], float]) -> None:
         self._link = link
         self._clock = clock
+        self._known_owners: set[str] = set()
 
     # ---- leases ------------------------------------------------------------------------------------------
 
     async def acquire(self, key: SessionKey, token: str, lease_s: float) -> Stored | None:
         """Lease the session; None while another router has it."""
-        answer = await self._run(_ACQUIRE, [_session(key)], token, _ms(lease_s))
-        return self._stored(answer[2], answer[1]) if answer[0] else None
+        keys = _keys(key)[:2]
+        answer = await self._run(_ACQUIRE, keys, token, _ms(lease_s), key.session_id)
+        return replace(self._stored(answer[2], answer[1]), lost=bool(answer[3])) if answer[0] else None
 
     async def renew(self, key: SessionKey, token: str, lease_s: float) -> bool:
         """Returns whether the lease is still current."""
@@ -207,7 +229,7 @@ class RedisRecords:
 
     async def summaries(self, owner: str, *, documents: bool) -> dict[SessionKey, SessionSummary]:
         """Of the owner's sessions, or of its documents."""
-        ids = await self._run(_LIST, _index(owner, documents))
+        ids = await self._run(_LIST, _index(owner, documents)[:1])
         keys = [SessionKey(owner=owner, session_id=name.decode()) for name in ids]
         values = await self._fields(keys, "summary")
         return {key: decode_summary(data) for key, data in zip(keys, values, strict=True) if data is not None}
@@ -215,6 +237,21 @@ class RedisRecords:
     async def usage(self, owner: str, *, documents: bool, excluding: SessionKey) -> KeyUsage:
         records, tokens = await self._run(_USAGE, _index(owner, documents), excluding.session_id)
         return KeyUsage(num_records=records, num_tokens=tokens)
+
+    async def remove_expired(self) -> None:
+        """Remove what has expired, of every API key."""
+        owners = [name.decode() for name in await self._link.call(lambda client: client.smembers(_OWNERS))]
+        for owner in owners:
+            for documents in (False, True):
+                index = _index(owner, documents)
+                for name in await self._run(_EXPIRED, index[:1], _EXPIRED_AT_ONCE):
+                    key = SessionKey(owner=owner, session_id=name.decode())
+                    await self._run(_EXPIRE, [_session(key), *index], key.session_id)
+
+    async def evicts_records(self) -> bool:
+        """Whether Redis may evict records to make room for KV, by its configuration."""
+        info = await self._link.call(lambda client: client.info("memory"))
+        return str(info.get("maxmemory_policy", "")).startswith("allkeys")
 
     async def close(self) -> None:
         await self._link.close()
@@ -228,7 +265,9 @@ class RedisRecords:
     # ---- calls -------------------------------------------------------------------------------------------
 
     async def _put(self, script: str, first: list[str], key: SessionKey, record: SessionRecord) -> int:
-        remaining_s = max(1.0, record.expires_at_s - self._clock())
+        if key.owner not in self._known_owners:
+            await self._link.call(lambda client: client.sadd(_OWNERS, key.owner))
+            self._known_owners.add(key.owner)
         return int(
             await self._run(
                 script,
@@ -237,7 +276,6 @@ class RedisRecords:
                 encode_record(record),
                 msgspec.msgpack.encode(record.summary),
                 record.commit_id,
-                _ms(remaining_s),
                 _ms(record.expires_at_s),
                 key.session_id,
                 len(record.token_ids),
@@ -258,6 +296,10 @@ class RedisRecords:
             return list(await pipeline.execute())
 
         return await self._link.call(read) if keys else []
+
+
+_OWNERS = "kvferry:router:owners"
+_EXPIRED_AT_ONCE = 1000
 
 
 def _session(key: SessionKey) -> str:

@@ -6,6 +6,7 @@ Records are in Redis and, for sessions that this router has served, copied in it
 - While Redis is down, a session with a copy here continues; its turns are written back when Redis returns. If
   another router has committed since, that commit stands, and the turns made here are dropped and counted. A
   session without a copy here is refused where its record matters.
+- A session that Redis has lost and nobody has a copy of is refused where its record matters.
 - A Redis that lost its data gets it back from the copies. Copies of sessions deleted through another router
   are dropped within one sweep; only data lost within that time could bring such a session back.
 
@@ -31,6 +32,7 @@ from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import StoreUnavailable
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
+_CLEANING_INTERVAL_S = 60.0
 
 _log = structlog.get_logger(__name__)
 
@@ -73,6 +75,7 @@ class RedisSessionStore(SessionStore):
         self._pending: dict[SessionKey, str] = {}
         """Sessions with turns that are not in Redis yet, and the commit there that they build on."""
         self._releases: set[asyncio.Task[None]] = set()
+        self._next_cleaning_s = 0.0
 
     # ---- leases ------------------------------------------------------------------------------------------
 
@@ -85,9 +88,15 @@ class RedisSessionStore(SessionStore):
             if grant is None:
                 yield RedisLease(self, local, None)
                 return
-            await self._reconcile(local, token, grant)
             renewing = asyncio.create_task(self._keep_renewing(key, token))
             try:
+                await self._reconcile(local, token, grant)
+                if grant.lost and needs_record and local.record is None:
+                    raise StoreUnavailable(
+                        f"Session {key.session_id!r} was lost by its store; send the whole conversation with "
+                        "session_mode 'replace', or delete the session",
+                        reason="lost",
+                    )
                 yield RedisLease(self, local, token)
             finally:
                 renewing.cancel()
@@ -223,8 +232,9 @@ class RedisSessionStore(SessionStore):
             raise not_found(key)
 
     async def remove_stale(self) -> list[SessionKey]:
-        """Redis expires records by itself; this writes turns back and drops outdated copies."""
+        """Writes turns back, drops outdated copies, and now and then removes what has expired in Redis."""
         await self._write_back()
+        await self._clean()
         stale = [key for key in self._stale() if key not in self._pending]
         copies = [(key, record) for key, record in self._idle().items() if key not in self._pending]
         now_s = self._clock()
@@ -238,6 +248,18 @@ class RedisSessionStore(SessionStore):
             if key in stale or (commit and commit != record.commit_id):
                 self._forget_idle(key, record)
         return [key for key in expired if key not in there]
+
+    async def _clean(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._next_cleaning_s:
+            return
+        is_first, self._next_cleaning_s = self._next_cleaning_s == 0.0, now_s + _CLEANING_INTERVAL_S
+        with suppress(StoreUnavailable):
+            await self._records.remove_expired()
+            if is_first and await self._records.evicts_records():
+                _log.warning(
+                    "Redis evicts sessions when it is full; set its maxmemory-policy to volatile-lru"
+                )
 
     async def close(self) -> None:
         if self._releases:

@@ -163,6 +163,11 @@ class SessionStore:
         entry = self._entries.get(key)
         return None if entry is None or self._is_expired(entry) else entry.record
 
+    def is_running(self, key: SessionKey) -> bool:
+        """Whether a turn of this router has the session: until its KV is in the history."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.lock.locked()
+
     async def owned_by(self, owner: str, *, documents: bool) -> list[tuple[SessionKey, SessionSummary]]:
         """The owner's sessions, or its documents. Raises: StoreUnavailable."""
         return [(key, record.summary) for key, record in self._owned(owner, documents)]

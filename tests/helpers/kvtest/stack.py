@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -36,6 +37,18 @@ class Stack:
 
     def decode_metric(self, name: str, **labels: str) -> float:
         return _sample(self.decode_metrics_url, name, labels)
+
+    def wait_kept(self, session_id: str, key: str = "") -> dict[str, Any]:
+        """The session, once its last turn's KV is in the history, which follows the answer."""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while True:
+            reply = httpx.get(f"{self.base_url}/v1/sessions/{session_id}", headers=headers, timeout=60)
+            if reply.status_code == 200 and not reply.json()["running"]:
+                session: dict[str, Any] = reply.json()
+                return session
+            assert time.monotonic() < deadline_s, reply.text
+            time.sleep(0.02)
 
     def router_metric(self, name: str, **labels: str) -> float:
         return _sample(f"{self.base_url}/metrics", name, labels)

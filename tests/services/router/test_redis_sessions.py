@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -212,7 +213,7 @@ async def test_nothing_of_a_deleted_session_stays_but_its_marker(
     await one.turn(replace(RECORD, text="secret words"))
     await one.store.delete(KEY)
     with redis_server.client() as client:
-        for name in client.keys("*"):
+        for name in client.keys("kvferry:router:{*"):
             assert set(client.hkeys(name)) <= {b"generation", b"committed"}
             assert 0 < client.pttl(name) <= 600_000
 
@@ -222,10 +223,9 @@ async def test_sessions_expire_in_redis_and_here(router: Callable[..., Router], 
     await one.turn()
     await one.turn(key=document_key(KEY.owner, "d"))
     with redis_server.client() as client:
-        (name,) = client.keys("kvferry:router:*:session:s")
-        assert 500_000 < client.pttl(name) <= 600_000
-        (name,) = client.keys("kvferry:router:*:session:document/d")
-        assert 800_000 < client.pttl(name) <= 900_000
+        for index, name, ttl_s in (("sessions", "s", 600), ("documents", "document/d", 900)):
+            assert client.pttl(f"kvferry:router:{{0a1b}}:session:{name}") == -1  # never evicted by Redis
+            assert client.zscore(f"kvferry:router:{{0a1b}}:{index}", name) == (Clock.now_s + ttl_s) * 1000
     one.clock.now_s += 601.0
     assert await one.turns() is None
     assert await one.store.owned_by(KEY.owner, documents=False) == []
@@ -361,3 +361,49 @@ async def test_a_copy_of_what_was_deleted_elsewhere_is_dropped_at_the_next_sweep
     with redis_server.client() as client:
         client.flushall()
     assert await one.turn() is None
+
+
+async def test_records_are_not_evicted_for_kv(router: Callable[..., Router], redis_server: Any) -> None:
+    one, num_sessions = router(), 50
+    keys = [replace(KEY, session_id=f"s{number}") for number in range(num_sessions)]
+    for key in keys:
+        await one.turn(key=key)
+    with redis_server.client() as client:
+        client.config_set("maxmemory-policy", "volatile-lru")  # as deploy/redis/redis.conf has it
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + (4 << 20))
+        for number in range(2000):
+            client.set(f"kvferry:history:{number}", bytes(16 << 10), px=86_400_000)
+        assert client.info("stats")["evicted_keys"] > 0
+    other = router()
+    assert [await other.turns(key) for key in keys] == [1] * num_sessions
+    assert (await other.store.usage("0a1b", documents=False, excluding=KEY)).num_records == num_sessions
+
+
+async def test_a_lost_record_is_an_error_where_it_matters(
+    router: Callable[..., Router], redis_server: Any
+) -> None:
+    one = router()
+    await one.turn()
+    with redis_server.client() as client:
+        client.delete("kvferry:router:{0a1b}:session:s")
+    restarted = router()
+    with pytest.raises(StoreUnavailable, match="lost") as refused:
+        await restarted.turn()
+    assert refused.value.reason == "lost"
+    async with restarted.store.lease(KEY, needs_record=False) as lease:  # the whole conversation
+        assert await lease.commit(TURN_2)
+    assert await restarted.turns() == 2
+
+
+async def test_what_has_expired_is_removed(router: Callable[..., Router], redis_server: Any) -> None:
+    clock = Clock()
+    clock.now_s = time.time() - 600.0  # so that a turn of 600 s has just expired by Redis's clock
+    one, document = router(clock=clock), document_key("0a1b", "d")
+    await one.turn()
+    await one.turn(key=document)
+    assert (await one.store.usage("0a1b", documents=False, excluding=document)).num_records == 0
+    await one.store.remove_stale()
+    with redis_server.client() as client:
+        left = {name.decode() for name in client.keys("kvferry:router:*")}
+    assert not any(name.endswith(":session:s") for name in left)
+    assert any(name.endswith("document/d") for name in left)  # documents have 900 s

@@ -68,12 +68,14 @@ async def test_append_and_replace_give_the_same_prompt(start_stack: Any) -> None
 async def test_session_object_describes_the_turns(stack: Any) -> None:
     first = await say(stack, FIRST)
     await turns(stack, 1)
+    await eventually(lambda: bool(stack.prefill[0].history))
     session = (await info(stack)).json()
     assert set(session) == {
         "id",
         "object",
         "tokens",
         "turns",
+        "running",
         "history_bytes",
         "history_tier",
         "last_plan",
