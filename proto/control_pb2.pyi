@@ -559,10 +559,12 @@ class GenerateRequest(_message.Message):
     STORE_HISTORY_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model_fingerprint: _builtins.str
     store_history: _builtins.bool
     probe: _builtins.bool
+    owner: _builtins.str
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -582,10 +584,11 @@ class GenerateRequest(_message.Message):
         store_history: _builtins.bool = ...,
         probe: _builtins.bool = ...,
         session: Global___SessionKey | None = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "plan", b"plan", "sampling", b"sampling", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "model_fingerprint", b"model_fingerprint", "plan", b"plan", "probe", b"probe", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "store_history", b"store_history"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "model_fingerprint", b"model_fingerprint", "owner", b"owner", "plan", b"plan", "probe", b"probe", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "store_history", b"store_history"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
     _WhichOneofArgType__session: _TypeAlias = _typing.Literal["_session", b"_session"]  # noqa: Y015

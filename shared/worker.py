@@ -37,7 +37,7 @@ _CLOSE_TIMEOUT_S = 30.0
 class BlockTransport(Protocol):
     """Makes a worker's ends of block transfers; `InProcessHub` is one for services in one process."""
 
-    def sender(self, *, buffer_bytes: int, timeout_s: float) -> BlockSender: ...
+    def sender(self, *, buffer_bytes: int, timeout_s: float, peer_bytes: int = 0) -> BlockSender: ...
 
     def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer: ...
 
@@ -49,9 +49,9 @@ class ProcessTransport:
         self._listen = settings.block_listen
         self._advertise = settings.block_advertise
 
-    def sender(self, *, buffer_bytes: int, timeout_s: float) -> BlockSender:
+    def sender(self, *, buffer_bytes: int, timeout_s: float, peer_bytes: int = 0) -> BlockSender:
         channel = SharedMemoryConnectingChannel(ZmqConnectingChannel())
-        return BlockSender(channel, buffer_bytes=buffer_bytes, timeout_s=timeout_s)
+        return BlockSender(channel, buffer_bytes=buffer_bytes, peer_bytes=peer_bytes, timeout_s=timeout_s)
 
     def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer:
         network = ZmqListeningChannel(self._listen, advertise=self._advertise)

@@ -52,13 +52,15 @@ class DecodeConfig(WorkerSettings):
         "is new; 0 disables retention",
     )
     history_timeout_s: Annotated[Seconds, HISTORY] = Field(
-        30.0, gt=0, description="how long returning one turn's generated KV may take"
+        10.0, gt=0, description="how long returning one turn's generated KV may take"
     )
     history_threads: Annotated[int, HISTORY] = Field(
-        2, ge=1, description="turns whose generated KV is returned at the same time"
+        2, ge=1, description="turns whose generated KV is returned to one prefill worker at the same time"
     )
     send_buffer_bytes: Annotated[Bytes, CAPACITY] = Field(
-        64 << 20, ge=1, description="host memory for blocks that are being returned"
+        64 << 20,
+        ge=2,
+        description="host memory for blocks that are being returned; one prefill worker's may take half",
     )
     heartbeat_timeout_s: Annotated[Seconds, TIMEOUTS] = Field(
         30.0, gt=0, description="not ready once the engine's loop has made no iteration for this long"

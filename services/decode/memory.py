@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import math
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -39,14 +39,26 @@ _MIN_RETRY_AFTER_S = 1.0
 class _Waiter:
     sizes_bytes: tuple[int, ...]
     owner: str
+    key_owner: str
     lease_s: float
     loop: asyncio.AbstractEventLoop
-    granted: asyncio.Event = field(default_factory=asyncio.Event)
+    decided: asyncio.Event = field(default_factory=asyncio.Event)
     allocation: Allocation | None = None
+    is_refused: bool = False
+
+    def wake(self) -> bool:
+        """Let it see that it was granted or refused; False if its loop is closed. Any thread may call it."""
+        try:
+            self.loop.call_soon_threadsafe(self.decided.set)
+        except RuntimeError:
+            return False
+        return True
 
 
 class Scheduler:
-    """Strictly first in, first out: a large request at the head is not overtaken by small ones.
+    """Owners of API keys take turns; one owner's requests are strictly first in, first out. A large request
+    at the head is not overtaken by small ones. When the line is full, the owner that has most of it gives
+    way: its newest request is refused for one of an owner that has fewer.
 
         reserve ──► granted at once ──────────────────────────────────► Allocation
            └──────► waits in the queue ──bytes freed, it is the head──► Allocation
@@ -75,24 +87,34 @@ class Scheduler:
         self._lease_s = lease_s
         self._lock = threading.Lock()
         self._num_pauses = 0
-        self._queue: deque[_Waiter] = deque()
+        self._queues: OrderedDict[str, deque[_Waiter]] = OrderedDict()
+        """By the API key's owner, in the order of their turns."""
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue)
+        return sum(map(len, tuple(self._queues.values())))
 
     @property
     def wanted_bytes(self) -> int:
         """Bytes for which the first request of the queue waits; 0 if none does, or grants are paused."""
         with self._lock:
-            return self._queue[0].sizes_bytes[-1] if self._queue and not self._num_pauses else 0
+            return self._head().sizes_bytes[-1] if self._queues and not self._num_pauses else 0
 
     async def reserve(
-        self, size_bytes: int, *, owner: str, timeout_s: float, smaller: tuple[int, ...] = ()
+        self,
+        size_bytes: int,
+        *,
+        owner: str,
+        timeout_s: float,
+        key_owner: str = "",
+        smaller: tuple[int, ...] = (),
     ) -> Allocation:
         """Allocate arena bytes, waiting until enough are free.
 
-        Args: smaller: sizes that will do as well, descending; the first of all that is free is allocated.
+        Args:
+            owner: of the allocation.
+            key_owner: of the API key.
+            smaller: sizes that will do as well, descending; the first of all that is free is allocated.
 
         Raises:
             InvalidRequest: the size is larger than the whole arena.
@@ -104,20 +126,29 @@ class Scheduler:
         waiter = _Waiter(
             sizes_bytes=sizes_bytes,
             owner=owner,
+            key_owner=key_owner,
             lease_s=min(self._lease_s, timeout_s),
             loop=asyncio.get_running_loop(),
         )
         wait_s = min(self._admission_wait_s, timeout_s)
         with self._lock:
-            self._queue.append(waiter)
+            self._queues.setdefault(key_owner, deque()).append(waiter)
             self._grant()
-            if waiter.allocation is None and (len(self._queue) > self._max_waiting or wait_s <= 0):
-                self._queue.remove(waiter)
-                raise self._refusal(sizes_bytes[-1], waited_s=0.0, queue_full=wait_s > 0)
+            if waiter.allocation is None and wait_s <= 0:
+                self._remove(waiter)
+                raise self._refusal(sizes_bytes[-1], waited_s=0.0)
+            if waiter.allocation is None and self.num_waiting > self._max_waiting:
+                longest = max(self._queues.values(), key=len)
+                gives_way = longest[-1] if len(longest) > len(self._queues[key_owner]) else waiter
+                self._remove(gives_way)
+                if gives_way is waiter:
+                    raise self._refusal(sizes_bytes[-1], waited_s=0.0, queue_full=True)
+                gives_way.is_refused = True
+                gives_way.wake()
         try:
             if waiter.allocation is None:
                 async with asyncio.timeout(wait_s):
-                    await waiter.granted.wait()
+                    await waiter.decided.wait()
         except TimeoutError:
             if not self._leave(waiter):
                 raise self._refusal(sizes_bytes[-1], waited_s=wait_s) from None
@@ -125,6 +156,8 @@ class Scheduler:
             if self._leave(waiter) and waiter.allocation is not None:
                 self.release(waiter.allocation)
             raise
+        if waiter.is_refused:
+            raise self._refusal(sizes_bytes[-1], waited_s=0.0, queue_full=True)
         assert waiter.allocation is not None
         return waiter.allocation
 
@@ -152,8 +185,8 @@ class Scheduler:
                 self._grant()
 
     def _grant(self) -> None:
-        while self._queue and not self._num_pauses:
-            waiter = self._queue[0]
+        while self._queues and not self._num_pauses:
+            waiter = self._head()
             tried = (
                 self._allocate(size_bytes, owner=waiter.owner, lease_s=waiter.lease_s)
                 for size_bytes in waiter.sizes_bytes
@@ -161,12 +194,21 @@ class Scheduler:
             allocation = next(filter(None, tried), None)
             if allocation is None:
                 return
-            self._queue.popleft()
+            self._remove(waiter)
+            if waiter.key_owner in self._queues:
+                self._queues.move_to_end(waiter.key_owner)
             waiter.allocation = allocation  # set first: the waiter may run before this thread continues
-            try:
-                waiter.loop.call_soon_threadsafe(waiter.granted.set)
-            except RuntimeError:  # its loop is closed, so nothing would use the bytes
+            if not waiter.wake():  # nothing would use the bytes
                 self._arena.free(allocation)
+
+    def _head(self) -> _Waiter:
+        return next(iter(self._queues.values()))[0]
+
+    def _remove(self, waiter: _Waiter) -> None:
+        queue = self._queues[waiter.key_owner]
+        queue.remove(waiter)
+        if not queue:
+            del self._queues[waiter.key_owner]
 
     def _allocate(
         self, size_bytes: int, *, owner: str, lease_s: float, state: AllocationState = "reserved"
@@ -185,7 +227,9 @@ class Scheduler:
         with self._lock:
             if waiter.allocation is not None:
                 return True
-            self._queue.remove(waiter)
+            if waiter.is_refused:
+                return False
+            self._remove(waiter)
             self._grant()
             return False
 

@@ -8,6 +8,7 @@ history (`HistoryReturner`).
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ from kvferry.shared.wire.messages import (
     NamedTensor,
 )
 from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
+
+_MAX_ENDPOINTS = 64
+"""Prefill workers for which threads stay."""
 
 _log = structlog.get_logger(__name__)
 
@@ -258,7 +262,8 @@ class RetainedSelections:
 
 
 class HistoryReturner:
-    """A pool of threads that return the generated tokens' KV of finished sequences to prefill.
+    """Threads that return the generated tokens' KV of finished sequences to prefill, some for each prefill
+    worker, so that one that stalls delays no session of another.
 
     Rows are first copied to the host (those packed during decode were copied then), and the arena bytes are
     released or retained, so a slow peer blocks no decode memory; a sequence that waits for a thread still
@@ -266,6 +271,7 @@ class HistoryReturner:
     not see an error.
 
     Args:
+        num_threads: for each prefill worker.
         timeout_s: limit on each wait for room in the send buffer, and on the wait for the acknowledgement.
         retained: takes over a sequence's bytes if its session's next turn can reuse them.
     """
@@ -285,7 +291,10 @@ class HistoryReturner:
         self._sender = sender
         self._metrics = metrics
         self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvferry-history-return")
+        self._num_threads = num_threads
+        self._lock = threading.Lock()
+        self._pools: OrderedDict[str, ThreadPoolExecutor] = OrderedDict()
+        """By the prefill worker's endpoint, the least recently used first."""
 
     def submit(self, sequence: Sequence) -> None:
         """Return the generated KV of a RETURNING sequence, then close it."""
@@ -293,11 +302,26 @@ class HistoryReturner:
             self._retained.retain(sequence)
             self._end(sequence, num_tokens=0)
         else:
-            self._pool.submit(self._return, sequence, sequence.manifest)
+            self._submit(sequence, sequence.manifest)
 
     def close(self) -> None:
         """End the threads. Drops returns that have not begun. Cancel all sequences first. Idempotent."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            pools = list(self._pools.values())
+        for pool in pools:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self, sequence: Sequence, manifest: Manifest) -> None:
+        endpoint = manifest.history_endpoint
+        with self._lock:
+            pool = self._pools.pop(endpoint, None)
+            if pool is None:
+                pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="kvferry-history-return")
+            self._pools[endpoint] = pool
+            if len(self._pools) > _MAX_ENDPOINTS:
+                # Its returns go on; its threads end after them.
+                self._pools.popitem(last=False)[1].shutdown(wait=False)
+            pool.submit(self._return, sequence, manifest)
 
     def _return(self, sequence: Sequence, manifest: Manifest) -> None:
         num_tokens = 0

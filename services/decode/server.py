@@ -31,6 +31,10 @@ async def build_service(
         tokenizer=await asyncio.to_thread(ChatTokenizer.load, config.model),
         metrics=metrics,
         server_factory=partial(transport.server, on_late_block=metrics.late_blocks.inc),
-        sender=transport.sender(buffer_bytes=config.send_buffer_bytes, timeout_s=config.history_timeout_s),
+        sender=transport.sender(
+            buffer_bytes=config.send_buffer_bytes,
+            peer_bytes=config.send_buffer_bytes // 2,
+            timeout_s=config.history_timeout_s,
+        ),
     )
     return service, service.registry

@@ -277,6 +277,7 @@ class DecodeService:
                 allocation = await self._scheduler.reserve(
                     sizes_bytes[0],
                     owner=request.request_id,
+                    key_owner=request.owner,
                     timeout_s=timeout_s,
                     smaller=tuple(sizes_bytes[1:]),
                 )

@@ -26,6 +26,8 @@ from kvferry.shared.wire.sender import OutgoingTransfer
 
 log = structlog.get_logger(__name__)
 
+_COMMIT_GRACE_S = 30.0
+"""How long after its request's deadline a staged turn may still be committed."""
 _SHIPPED_INDEX_BYTES = 256 << 20
 """Host memory for the positions of shipped rows, over all sessions."""
 
@@ -42,6 +44,7 @@ class PrefillJob:
     checks for cancellation after attaching something and before each layer, and then ends that too.
 
     Attributes:
+        deadline_s: of the whole request; nobody commits its turn much later.
         work: how much computing its pass takes, in units of the engine's; set when it is submitted.
         history_source: how the turn got its history; None if there was none.
         ticket: decode's reservation; another one once `redirect` was called.
@@ -50,7 +53,9 @@ class PrefillJob:
         saved_bytes: size of the rows that were not shipped for this reason.
     """
 
-    def __init__(self, request: PrefillRequest, spec: ModelSpec, *, submitted_s: float) -> None:
+    def __init__(
+        self, request: PrefillRequest, spec: ModelSpec, *, submitted_s: float, deadline_s: float
+    ) -> None:
         """Args: request: its ticket has a plan.
 
         Raises: InvalidRequest: a token id or a sampling parameter is out of the model's range.
@@ -66,6 +71,7 @@ class PrefillJob:
             eos_token_ids=spec.eos_token_ids,
         )
         self.submitted_s = submitted_s
+        self.deadline_s = deadline_s
         self.work = 0.0
         self.owner = request.session.owner if request.session is not None else ""
         self.priority = request.priority
@@ -190,6 +196,7 @@ class SessionTurns:
             num_observed=num_observed,
             has_history=request.has_history,
         )
+        turn.limit_lease(job.deadline_s + _COMMIT_GRACE_S)
         if not request.session.is_implicit:
             self._receiver.expect(
                 request.request_id,

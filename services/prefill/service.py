@@ -163,7 +163,7 @@ class PrefillService:
         """
         self._validate(request)
         deadline_s = self._clock() + timeout_s
-        job = PrefillJob(request, self._model.spec, submitted_s=self._clock())
+        job = PrefillJob(request, self._model.spec, submitted_s=self._clock(), deadline_s=deadline_s)
         self._engine.submit(job)
         self._jobs.add(job)
         finished = False

@@ -88,6 +88,7 @@ class GenerateRequest:
         store_history: ship the generated tokens' KV back to prefill at the end.
         probe: a readiness probe; changes no counter of requests, tokens or bytes.
         session: whose KV may be retained from its last request and for its next one; None retains nothing.
+        owner: of the API key; owners take turns in the line for memory.
     """
 
     request_id: str
@@ -98,6 +99,7 @@ class GenerateRequest:
     store_history: bool = False
     probe: bool = False
     session: SessionKey | None = None
+    owner: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

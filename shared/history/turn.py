@@ -9,6 +9,7 @@ appended, and the router's commit publishes them. The committed records and thei
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -76,8 +77,9 @@ class StagedTurn:
         self.session = session
         self.request_id = request_id
         self._memory_source, record, self._memory_tokens = found
-        self.deadline_s = store.clock() + store.turn_lease_s
         self._store = store
+        self._limit_s = math.inf
+        self.extend_lease()
         self._records = store.records
         self._prompt = prompt_token_ids
         # The commit replaces this record of the session and no other.
@@ -258,7 +260,16 @@ class StagedTurn:
         self._staged_bytes += chunk.size_bytes
         self._staged[layer].append(chunk)
         self._staged_tokens[layer] += chunk.num_tokens
-        self.deadline_s = self._store.clock() + self._store.turn_lease_s
+        self.extend_lease()
+
+    def limit_lease(self, limit_s: float) -> None:
+        """Let the lease end at this time at the latest, on the store's clock."""
+        self._limit_s = limit_s
+        self.extend_lease()
+
+    def extend_lease(self) -> None:
+        """The turn has made progress."""
+        self.deadline_s = min(self._store.clock() + self._store.turn_lease_s, self._limit_s)
 
     def _check_commit(self, token_ids: tuple[int, ...]) -> None:
         if self._records.get(self.session) is not self._base:

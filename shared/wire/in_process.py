@@ -32,9 +32,11 @@ class InProcessHub:
         """A server at a new endpoint. See `BlockServer`."""
         return BlockServer(self.listening(), sink, on_late_block=on_late_block)
 
-    def sender(self, *, buffer_bytes: int, timeout_s: float) -> BlockSender:
+    def sender(self, *, buffer_bytes: int, timeout_s: float, peer_bytes: int = 0) -> BlockSender:
         """A sender to this hub's servers. See `BlockSender`."""
-        return BlockSender(self.connecting(), buffer_bytes=buffer_bytes, timeout_s=timeout_s)
+        return BlockSender(
+            self.connecting(), buffer_bytes=buffer_bytes, peer_bytes=peer_bytes, timeout_s=timeout_s
+        )
 
     def connecting(self) -> InProcessChannel:
         """A sender's channel."""

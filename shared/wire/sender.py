@@ -93,12 +93,14 @@ class SendBuffer:
     released, so that a transfer larger than the bound, or several that fill it together, still progress.
 
     Attributes:
+        peer_bytes: bound for the transfers to one receiver, so that one which stalls leaves room for others.
         wake: makes the sender's thread look at the transfers.
         condition: guards the buffer and every transfer that uses it.
         transfers: those that use it. Only its methods that need no lock in Python are called without it.
     """
 
     limit_bytes: int
+    peer_bytes: int
     wake: Callable[[], None]
     used_bytes: int = 0
     condition: threading.Condition = field(default_factory=threading.Condition)
@@ -148,7 +150,7 @@ class OutgoingTransfer:
                 f"credit is {ticket.credit_bytes} bytes; at least 1 is needed", reason="credit"
             )
         self._credit_bytes = ticket.credit_bytes
-        self._message_bytes = min(MAX_PAYLOAD_BYTES, ticket.credit_bytes, buffer.limit_bytes)
+        self._message_bytes = min(MAX_PAYLOAD_BYTES, ticket.credit_bytes, buffer.peer_bytes)
         self._buffer = buffer
         self._condition = buffer.condition
         self._timeout_s = timeout_s
@@ -297,12 +299,21 @@ class OutgoingTransfer:
         """Wait until the bytes fit into the buffer. The caller has locked the condition."""
         buffer = self._buffer
 
-        def fits() -> bool:
+        def has_room() -> bool:
             if buffer.used_bytes + num_bytes > buffer.limit_bytes:
-                self._check_open()
-                for transfer in buffer.transfers.values():
-                    transfer.release_written()
-            return buffer.used_bytes + num_bytes <= buffer.limit_bytes
+                return False
+            if buffer.peer_bytes == buffer.limit_bytes:
+                return True
+            mine = (its for its in tuple(buffer.transfers.values()) if its.peer == self.peer)
+            return sum(its._reserved_bytes for its in mine) + num_bytes <= buffer.peer_bytes
+
+        def fits() -> bool:
+            if has_room():
+                return True
+            self._check_open()
+            for transfer in tuple(buffer.transfers.values()):
+                transfer.release_written()
+            return has_room()
 
         if not self._condition.wait_for(fits, self._timeout_s):
             raise TransferFailed(
@@ -521,12 +532,14 @@ class BlockSender:
         channel: Channel,
         *,
         buffer_bytes: int,
+        peer_bytes: int = 0,
         timeout_s: float,
         keepalive_interval_s: float = KEEPALIVE_INTERVAL_S,
     ) -> None:
         """
         Args:
             buffer_bytes: bound on unacknowledged blocks over all transfers.
+            peer_bytes: bound over the transfers to one receiver; 0: the whole buffer.
             timeout_s: how long a receiver that owes an answer may be silent.
             keepalive_interval_s: how often an open transfer that sends nothing else sends a keepalive.
 
@@ -536,7 +549,7 @@ class BlockSender:
         if buffer_bytes < 1:
             raise ConfigurationError(f"send buffer is {buffer_bytes} bytes; at least 1 is needed")
         self._channel = channel
-        self._buffer = SendBuffer(buffer_bytes, channel.wake)
+        self._buffer = SendBuffer(buffer_bytes, peer_bytes or buffer_bytes, channel.wake)
         self._timeout_s = timeout_s
         self._keepalive_interval_s = keepalive_interval_s
         self._transfers = self._buffer.transfers

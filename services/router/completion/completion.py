@@ -195,6 +195,7 @@ class Completion:
                 request, self.num_prompt_tokens, self.model, self.services.config.default_max_tokens
             ),
             deadline_s=self._deadline_s,
+            owner=self.owner,
             session=self.session,
             document=named.history if named is not None and self.session is not None else None,
             has_history=record is not None,

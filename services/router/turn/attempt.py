@@ -49,6 +49,7 @@ class TurnRequest:
 
     Attributes:
         request_id: the client's; each attempt derives its own id for the workers.
+        owner: of the API key.
         session: whose history is looked up and stored; of an implicit one the prompt's alone. None: neither.
         document: whose history the session may begin with.
         has_history: whether the session has had turns.
@@ -66,6 +67,7 @@ class TurnRequest:
     plan: CompressionPlan
     sampling: SamplingParams
     deadline_s: float
+    owner: str = ""
     session: SessionKey | None = None
     document: SessionKey | None = None
     has_history: bool = False
@@ -332,6 +334,7 @@ class Attempt:
                 store_history=session is not None,
                 probe=request.probe,
                 session=session,
+                owner=request.owner,
             ),
             timeout_s=self._remaining_s(),
         )

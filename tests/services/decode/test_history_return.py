@@ -36,6 +36,7 @@ class HistorySink:
 
     def open(self, manifest):
         self.manifest = manifest
+        self.headers = []
         self.opened.set()
 
     def begin_layer(self, key, header):
@@ -108,6 +109,31 @@ async def test_returns_that_wait_for_a_thread_are_freed_when_their_stream_closes
         assert await made.arena_is_free()
         sink.proceed.set()
         assert (await anext(streams[0])).num_tokens == 4
+
+
+async def test_a_stalled_prefill_worker_delays_no_return_to_another(harness, request_of):
+    made = await harness(history_threads=1)
+    with history_server(made) as (stalled, stalled_at), history_server(made) as (_, other_at):
+        stalled.proceed.clear()
+        streams = []
+        for number in range(3):
+            request = request_of(store_history=True, max_tokens=5, request_id=f"stalled-{number}")
+            stream = made.service.generate(request, timeout_s=30)
+            ticket = (await anext(stream)).ticket
+            await asyncio.to_thread(
+                made.shipper.ship, request, ticket, history_endpoint=stalled_at, history_credit_bytes=1 << 20
+            )
+            while not isinstance(await anext(stream), GenerationFinished):
+                pass
+            streams.append(stream)
+        for number in range(4):
+            request = request_of(store_history=True, max_tokens=5, request_id=str(number))
+            running = made.run(request, history_endpoint=other_at, history_credit_bytes=1 << 20)
+            _, events = await asyncio.wait_for(running, 5)
+            assert next(e for e in events if isinstance(e, HistoryReturned)).num_tokens == 4
+        stalled.proceed.set()
+        for stream in streams:
+            assert (await anext(stream)).num_tokens == 4
 
 
 async def test_returned_rows_of_an_evicting_cache_are_counted_beside_it(harness, request_of):

@@ -1,4 +1,4 @@
-"""Admission is in bytes, first in first out, bounded in time and number, and leaks nothing."""
+"""Admission is in bytes, in turns of API keys, bounded in time and number, and leaks nothing."""
 
 import asyncio
 
@@ -113,3 +113,47 @@ async def test_cancelling_a_request_whose_bytes_were_just_granted_gives_them_bac
         await waiting
     assert arena.free_bytes == 640
     arena.check_integrity()
+
+
+async def line_up(scheduler, key_owner, number):
+    """Requests of one API key, in line; their numbers are their owners' names."""
+    tasks = []
+    for index in range(number):
+        waiting = scheduler.reserve(640, owner=f"{key_owner}{index}", key_owner=key_owner, timeout_s=30)
+        tasks.append(asyncio.create_task(waiting))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    return tasks
+
+
+async def test_owners_of_keys_take_turns():
+    _, scheduler = make()
+    held = await scheduler.reserve(640, owner="first", timeout_s=30)
+    tasks = [*await line_up(scheduler, "greedy", 4), *await line_up(scheduler, "polite", 2)]
+    order = []
+    while tasks:
+        scheduler.release(held)
+        done, _ = await asyncio.wait(tasks, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        (task,) = done
+        tasks.remove(task)
+        held = task.result()
+        order.append(held.owner)
+    assert order == ["greedy0", "polite0", "greedy1", "polite1", "greedy2", "greedy3"]
+
+
+async def test_a_line_that_one_key_has_filled_takes_another_keys_requests():
+    _, scheduler = make(max_waiting=4)
+    held = await scheduler.reserve(640, owner="first", timeout_s=30)
+    greedy = await line_up(scheduler, "greedy", 4)
+    polite = await line_up(scheduler, "polite", 2)
+    assert scheduler.num_waiting == 4
+    for refused in (greedy[3], greedy[2]):
+        with pytest.raises(CapacityExceeded) as caught:
+            await asyncio.wait_for(refused, 10)
+        assert caught.value.reason == "queue_full"
+    assert not any(task.done() for task in polite)
+    with pytest.raises(CapacityExceeded):  # it has as many as the others
+        await scheduler.reserve(640, owner="x", key_owner="greedy", timeout_s=30)
+    for task in (greedy[0], polite[0], greedy[1], polite[1]):
+        scheduler.release(held)
+        held = await asyncio.wait_for(task, 10)

@@ -345,6 +345,18 @@ async def test_an_abandoned_turn_is_swept(harness: Harness) -> None:
     assert harness.store.turn(request.request_id) is None
 
 
+async def test_a_turn_of_a_lost_router_is_swept_soon_after_its_requests_deadline(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.services.prefill.job._COMMIT_GRACE_S", 0.5)
+    request = harness.request(make_prompt(30), session=A)
+    async for _ in harness.service.prefill(request, timeout_s=3.0):
+        pass
+    assert harness.store.turn(request.request_id) is not None
+    await harness.eventually(lambda: harness.store.size_bytes == 0)
+    assert harness.store.turn(request.request_id) is None
+
+
 @pytest.mark.parametrize("prefill_options", [{"history_bytes": 1000}], ids=["tiny-history"])
 async def test_a_prompt_larger_than_the_history_is_served_without_it(harness: Harness) -> None:
     prompt = make_prompt(30)
