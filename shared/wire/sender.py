@@ -333,11 +333,12 @@ class OutgoingTransfer:
             self._check_open()
             if message.header.key != self.key:  # redirected since the header was made
                 message.header = replace(message.header, key=self.key)
-            if not self.queue:
-                self._buffer.wake()
-                if self._sent_bytes == self._written_bytes:
-                    self._waiting_since_s = time.monotonic()
+            was_empty = not self.queue
+            if was_empty and self._sent_bytes == self._written_bytes:
+                self._waiting_since_s = time.monotonic()
             self.queue.append(message)
+        if was_empty:  # the thread looks at the queue without the lock, so only once the message is in it
+            self._buffer.wake()
 
     def _check_open(self) -> None:
         if self._error is not None:

@@ -93,4 +93,6 @@ def _listen(address: str) -> socket.socket:
     except OSError as error:
         raise ConfigurationError(f"listen is {address!r}; it cannot be bound: {error}") from None
     listener.setblocking(False)
+    # Accepted connections inherit it. Else a token's packet waits for the client to acknowledge the last one.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

@@ -14,6 +14,7 @@ import pytest
 import structlog
 from kvtest.router import eventually
 
+from kvferry.services.router.http.middleware import BoundedH11Protocol
 from kvferry.shared.errors import (
     CapacityExceeded,
     HistoryMiss,
@@ -236,3 +237,20 @@ async def test_client_that_reads_nothing_slows_nobody_and_is_dropped(start_stack
         await eventually(
             lambda: stack.metric("request_failure_total", category="cancelled") == 1, timeout_s=200
         )
+
+
+async def test_each_token_leaves_at_once(stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without TCP_NODELAY a connection's second answer waits up to 200 ms for an acknowledgement."""
+    set_options: list[int] = []
+    connection_made = BoundedH11Protocol.connection_made
+
+    def recorded(self: BoundedH11Protocol, transport: asyncio.Transport) -> None:
+        accepted = transport.get_extra_info("socket")
+        set_options.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        connection_made(self, transport)
+
+    monkeypatch.setattr(BoundedH11Protocol, "connection_made", recorded)
+    async with httpx.AsyncClient(base_url=stack.base_url, trust_env=False) as client:
+        assert (await client.post("/v1/chat/completions", json=BODY)).status_code == 200
+    assert set_options
+    assert all(set_options)

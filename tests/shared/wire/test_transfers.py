@@ -18,6 +18,7 @@ from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.errors import TransferFailed
 from kvferry.shared.wire.frames import HEADER_BYTES, encode_end, encode_layer, encode_manifest
 from kvferry.shared.wire.messages import EndRecord, NamedTensor
+from kvferry.shared.wire.sender import OutgoingTransfer, SendBuffer
 
 
 @pytest.mark.parametrize(
@@ -316,3 +317,16 @@ def test_one_connection_serves_many_transfers_in_turn(wire: Wire, sink: Recordin
         transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
         kit.ship(transfer, kit.make_layers(manifest))
     assert len(sink.committed) == 5
+
+
+def test_the_thread_is_woken_when_a_message_is_queued() -> None:
+    """It looks at the queue without the lock: woken before, it would find nothing and sleep for a tick."""
+    manifest = kit.make_manifest(rows=(3, 4))
+    queued: list[int] = []
+    buffer = SendBuffer(1 << 20, 1 << 20, lambda: queued.append(len(transfer.queue)))
+    ticket = kit.make_ticket(manifest, "tcp://127.0.0.1:1")
+    transfer = OutgoingTransfer(ticket=ticket, manifest=manifest, buffer=buffer, timeout_s=kit.WAIT_S)
+    for layer, tensors in enumerate(kit.make_layers(manifest)):
+        transfer.queue.clear()  # the thread has sent what there was
+        transfer.send_layer(layer, tensors)
+    assert queued == [1, 1]
