@@ -46,6 +46,12 @@ Layers are of these kinds:
   than W, so it is exact with every method. A model whose layers all have a window always runs as `full`.
 - **chunk**: a token attends to its own chunk of W tokens. As a window otherwise.
 - Layers that share KV (Gemma 3n) are full or window layers, shipped and stored each.
+- **state**: a recurrent, linear-attention or convolution state of fixed size, beside layers that attend or
+  in one with attention (Falcon-H1, Zamba). It is shipped whole with every method. Sessions are continued from
+  the end of a prompt or of a turn, where history has the states ([limits](limits.md)). Without layers that
+  attend (Mamba) there is nothing to compress: such models run as `full`. transformers' own torch code
+  computes the states, or the packages `causal-conv1d`, `flash-linear-attention` and `mamba-ssm` if they are
+  installed.
 - **capped**: the logits are soft-capped, or each head has an attention sink. Attention is exact; scores,
   and the estimates of sparse attention, do without cap and sink. Methods:
   {_methods(_CAPPED)}.
@@ -62,7 +68,7 @@ Layers are of these kinds:
   the torch path (`latent_dense` and so on in `kvferry_decode_steps_total`), one sequence at a time.
 
 A window that is not smaller than `--max-model-len` limits nothing: the layer is full. Layers without rotary
-positions (SmolLM3, Cohere 2, Exaone 4, Llama 4) are full layers. Of Phi's `longrope`
+positions (SmolLM3, Cohere 2, Exaone 4, Llama 4, Jamba) are full layers. Of Phi's `longrope`
 tables the long one is used for every prompt if `--max-model-len` is above the model's original length, as in
 vLLM; transformers uses the short one for sequences up to that length.
 
@@ -79,11 +85,12 @@ def main(target: Path) -> None:
 def _row(name: str, family: Family) -> tuple[str, str, str]:
     with tempfile.TemporaryDirectory() as folder:
         spec = load_model(family.save(Path(folder)), device="cpu", max_model_len=256).spec
-    layers = [spec.layer(layer) for layer in range(spec.num_layers)]
+    layers = [spec.layer(layer) for layer in spec.row_layers]
     kinds = {
         "full": any(not its.window and not its.latent_dim for its in layers),
         "window": any(its.window and not its.is_chunked for its in layers),
         "chunk": any(its.is_chunked for its in layers),
+        "state": bool(spec.state_layers),
         "capped": any(not its.has_plain_softmax for its in layers),
         "latent": any(its.latent_dim for its in layers),
     }
@@ -92,10 +99,12 @@ def _row(name: str, family: Family) -> tuple[str, str, str]:
     return (
         f"`{family.model_type}`{variant}",
         ", ".join(kind for kind, is_present in kinds.items() if is_present),
-        "all"
-        if len(methods) == len(PRESETS)
-        else f"those of {'latent' if kinds['latent'] else 'capped'} layers",
+        "all" if len(methods) == len(PRESETS) else f"those of {_least(kinds)} layers" if layers else "full",
     )
+
+
+def _least(kinds: dict[str, bool]) -> str:
+    return "latent" if kinds["latent"] else "capped"
 
 
 if __name__ == "__main__":

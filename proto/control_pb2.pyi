@@ -1111,6 +1111,32 @@ class StatusRequest(_message.Message):
 Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
 
 @_typing.final
+class StateSpec(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    dtype: _builtins.str
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        dtype: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateSpec: _TypeAlias = StateSpec  # noqa: Y015
+
+@_typing.final
 class LayerSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1118,10 +1144,15 @@ class LayerSpec(_message.Message):
     IS_CHUNKED_FIELD_NUMBER: _builtins.int
     HAS_PLAIN_SOFTMAX_FIELD_NUMBER: _builtins.int
     LATENT_DIM_FIELD_NUMBER: _builtins.int
+    HAS_ROWS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     window: _builtins.int
     is_chunked: _builtins.bool
     has_plain_softmax: _builtins.bool
     latent_dim: _builtins.int
+    has_rows: _builtins.bool
+    @_builtins.property
+    def state(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateSpec]: ...
     def __init__(
         self,
         *,
@@ -1129,10 +1160,12 @@ class LayerSpec(_message.Message):
         is_chunked: _builtins.bool = ...,
         has_plain_softmax: _builtins.bool = ...,
         latent_dim: _builtins.int = ...,
+        has_rows: _builtins.bool = ...,
+        state: _abc.Iterable[Global___StateSpec] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_plain_softmax", b"has_plain_softmax", "is_chunked", b"is_chunked", "latent_dim", b"latent_dim", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_plain_softmax", b"has_plain_softmax", "has_rows", b"has_rows", "is_chunked", b"is_chunked", "latent_dim", b"latent_dim", "state", b"state", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

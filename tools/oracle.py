@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling
-from kvferry.shared.compression.compress import WaitingLayer, allocate_rows, measure_layer
+from kvferry.shared.compression.compress import WaitingLayer, allocate_waiting, measure_layer
 from kvferry.shared.compression.formats import compress_layer, make_formats
 from kvferry.shared.compression.formats.interface import Tensors
+from kvferry.shared.compression.formats.state import stacked
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, is_measured
 from kvferry.shared.compression.resolve import resolve_plan
@@ -29,6 +30,9 @@ from kvferry.shared.sampling.params import SampledToken, SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.tools.oracle_decode import LayerKV, OracleDecode
 
+States = dict[int, Tensors]
+"""Layers' states by layer, of one sequence."""
+
 
 @dataclass(kw_only=True)
 class OracleSession:
@@ -36,11 +40,19 @@ class OracleSession:
 
     Attributes:
         token_ids: tokens that have KV.
-        layers: full K and V, one entry per layer; empty before the first turn.
+        layers: full K and V by layer; empty before the first turn.
+        states: the layers' states after the ends of prompts and turns, by the number of tokens. A model with
+            states continues from one of them.
     """
 
     token_ids: list[int] = field(default_factory=list)
-    layers: list[LayerKV] = field(default_factory=list)
+    layers: dict[int, LayerKV] = field(default_factory=dict)
+    states: dict[int, States] = field(default_factory=dict)
+
+    def reusable(self, prompt: list[int], spec: ModelSpec) -> int:
+        """How many of the prompt's first tokens need not be run again."""
+        shared = _common_prefix(self.token_ids, prompt)
+        return max((n for n in self.states if n <= shared), default=0) if spec.state_layers else shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +61,22 @@ class CapturedPrompt:
 
     Attributes:
         token_ids: the prompt, history included.
-        layers: queries of the new tokens, K and V of all tokens; one entry per layer.
+        layers: queries of the new tokens, K and V of all tokens; one entry per layer that attends.
+        states: after the last token, by layer.
         logits: float32 `[V]` after the last token; None for a prefix.
     """
 
     token_ids: tuple[int, ...]
     layers: tuple[LayerInputs, ...]
     logits: Tensor | None
+    states: States = field(default_factory=dict)
 
     def prefix(self, num_tokens: int) -> CapturedPrompt:
         """The capture of the first tokens; with causal attention their K and V do not depend on later ones.
 
         Args: num_tokens: at least one of this pass's new tokens must be among them.
         """
+        assert not self.states, "a state has no prefix"
         dropped = len(self.token_ids) - num_tokens
         assert 0 < dropped < self.layers[0].queries.shape[2], (num_tokens, len(self.token_ids))
         layers = tuple(
@@ -89,6 +104,21 @@ def _layer_inputs(
     )
 
 
+class _PassStates:
+    """Implements `LayerStates` for one pass. Args: earlier: the states before it."""
+
+    def __init__(self, earlier: States) -> None:
+        self._earlier = earlier
+        self.after: States = {}
+
+    def load(self, layer: int) -> dict[str, Tensor] | None:
+        state = self._earlier.get(layer)
+        return None if state is None else {name: its[None].clone() for name, its in state.items()}
+
+    def store(self, layer: int, state: Tensors) -> None:
+        self.after[layer] = {name: its[0].clone() for name, its in state.items()}
+
+
 class _Capture:
     """Records each layer's inputs, and gives the model the K and V of an earlier capture."""
 
@@ -111,31 +141,31 @@ class _Capture:
 class _Prefill:
     """Compresses each layer when it is done, or all at the end if they are measured; stores the full KV."""
 
-    def __init__(self, model: LanguageModel, resolved: ResolvedPlan, history: list[LayerKV]) -> None:
+    def __init__(self, model: LanguageModel, resolved: ResolvedPlan, history: dict[int, LayerKV]) -> None:
         self._model = model
         self._resolved = resolved
         self._history = history
         self._formats = make_formats(model.spec, resolved)
         self._waiting: list[WaitingLayer] = []
-        self._compressed: list[Tensors] = []
-        self.full: list[LayerKV] = []
+        self._compressed: dict[int, Tensors] = {}
+        self.full: dict[int, LayerKV] = {}
 
     def history(self, layer: int) -> LayerKV | None:
         return self._history[layer] if self._history else None
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        self.full.append((keys.clone(), values.clone()))
-        inputs = _layer_inputs(self._model, layer, queries, *self.full[-1], scaling)
+        full = self.full[layer] = keys.clone(), values.clone()
+        inputs = _layer_inputs(self._model, layer, queries, *full, scaling)
         if is_measured(self._resolved):
             self._waiting.append(measure_layer(self._resolved, inputs))
         else:
-            self._compressed.append(compress_layer(self._resolved, self._formats[layer], inputs))
+            self._compressed[layer] = compress_layer(self._resolved, self._formats[layer], inputs)
 
-    def finish(self) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
+    def finish(self, states: States) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
         """After the last layer: the plan with each layer's own rows, and each layer's tensors."""
         if self._waiting:
-            return compress_waiting(self._model.spec, self._resolved, self._waiting)
-        return self._resolved, tuple(self._compressed)
+            return compress_waiting(self._model.spec, self._resolved, self._waiting, states)
+        return self._resolved, _in_order(self._model.spec, self._compressed, states)
 
 
 class Continuation:
@@ -185,11 +215,20 @@ def step_together(
         ]
         return torch.cat(outputs)
 
+    class Together:
+        def load(self, layer: int) -> dict[str, Tensor]:
+            return stacked({i: c._decode.states[layer] for i, c in enumerate(continuations)}, len(positions))
+
+        def store(self, layer: int, state: Tensors) -> None:
+            for i, c in enumerate(continuations):
+                c._decode.store(layer, {name: its[i : i + 1].clone() for name, its in state.items()})
+
     positions = [c._num_tokens for c in continuations]
     logits = model.decode(
         torch.tensor(list(token_ids), device=model.device),
         torch.tensor(positions, device=model.device),
         attention=attend,
+        states=Together(),
     )
     for continuation in continuations:
         continuation._num_tokens += 1
@@ -232,17 +271,19 @@ class OneProcessGenerator:
             head_dim=spec.head_dim,
             layers=spec.layers,
         )
-        reused = _common_prefix(session.token_ids, prompt_token_ids) if session else 0
-        history = [(k[:, :reused], v[:, :reused]) for k, v in session.layers] if session and reused else []
+        reused = session.reusable(prompt_token_ids, spec) if session else 0
+        earlier = session.layers if session and reused else {}
+        history = {layer: (k[:, :reused], v[:, :reused]) for layer, (k, v) in earlier.items()}
         prefill = _Prefill(self._model, resolved, history)
+        states = _PassStates(session.states.get(reused, {}) if session else {})
         new_ids = torch.tensor(prompt_token_ids[reused:], device=self._model.device)
-        logits = self._model.prefill(new_ids, start=reused, observer=prefill)
+        logits = self._model.prefill(new_ids, start=reused, observer=prefill, states=states)
 
         sampler = SequenceSampler(
             sampling, tuple(prompt_token_ids), spec.vocab_size, eos_token_ids=spec.eos_token_ids
         )
         tokens = [sampler.sample(logits)]
-        decode = OracleDecode(spec, *prefill.finish())
+        decode = OracleDecode(spec, *prefill.finish(states.after))
         stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(spec.eos_token_ids))
         most = min(sampling.max_tokens, cut_off_after or sampling.max_tokens)
         while tokens[-1].token_id not in stop_ids and len(tokens) < most:
@@ -250,14 +291,20 @@ class OneProcessGenerator:
                 torch.tensor([tokens[-1].token_id], device=self._model.device),
                 torch.tensor([len(prompt_token_ids) + len(tokens) - 1], device=self._model.device),
                 attention=decode,
+                states=decode,
             )[0]
             tokens.append(sampler.sample(logits))
         if session is not None:
             session.token_ids = [*prompt_token_ids, *(t.token_id for t in tokens[:-1])]
-            session.layers = [
-                (torch.cat([k, *(r[0] for r in rows)], 1), torch.cat([v, *(r[1] for r in rows)], 1))
-                for (k, v), rows in zip(prefill.full, decode.generated, strict=True)
-            ]
+            session.layers = {
+                layer: (
+                    torch.cat([keys, *(row[0] for row in decode.generated[layer])], 1),
+                    torch.cat([values, *(row[1] for row in decode.generated[layer])], 1),
+                )
+                for layer, (keys, values) in prefill.full.items()
+            }
+            ends = {len(prompt_token_ids): states.after, len(session.token_ids): decode.states}
+            session.states = {n: its for n, its in session.states.items() if n <= reused} | ends
         return tokens
 
     def capture(
@@ -268,10 +315,18 @@ class OneProcessGenerator:
         Args: earlier: an earlier turn's capture; the longest common prefix with the prompt is not run again.
         """
         reused = _common_prefix(list(earlier.token_ids), prompt_token_ids) if earlier else 0
+        if earlier is not None and earlier.states and reused < len(earlier.token_ids):
+            reused = 0  # a state has no prefix
         observer = _Capture(self._model, earlier, reused)
+        states = _PassStates(earlier.states if earlier is not None and reused else {})
         new_ids = torch.tensor(prompt_token_ids[reused:], device=self._model.device)
-        logits = self._model.prefill(new_ids, start=reused, observer=observer)
-        return CapturedPrompt(token_ids=tuple(prompt_token_ids), layers=tuple(observer.layers), logits=logits)
+        logits = self._model.prefill(new_ids, start=reused, observer=observer, states=states)
+        return CapturedPrompt(
+            token_ids=tuple(prompt_token_ids),
+            layers=tuple(observer.layers),
+            logits=logits,
+            states=states.after,
+        )
 
     def compress(
         self, captured: CapturedPrompt, *, plan: CompressionPlan, max_new_tokens: int
@@ -289,32 +344,46 @@ class OneProcessGenerator:
             head_dim=spec.head_dim,
             layers=spec.layers,
         )
-        measured, compressed = compress_prompt(spec, resolved, captured.layers)
+        measured, compressed = compress_prompt(spec, resolved, captured.layers, captured.states)
         return Continuation(self._model, measured, compressed)
 
 
 def compress_prompt(
-    spec: ModelSpec, resolved: ResolvedPlan, layers: Iterable[LayerInputs]
+    spec: ModelSpec, resolved: ResolvedPlan, layers: Iterable[LayerInputs], states: States | None = None
 ) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
     """Compress every layer of a prompt, given all of its layers.
 
+    Args: states: of the layers that have one.
     Returns: the plan with each layer's own rows, and each layer's tensors.
     """
     if is_measured(resolved):
-        return compress_waiting(spec, resolved, [measure_layer(resolved, inputs) for inputs in layers])
+        waiting = [measure_layer(resolved, inputs) for inputs in layers]
+        return compress_waiting(spec, resolved, waiting, states)
     formats = make_formats(spec, resolved)
-    return resolved, tuple(compress_layer(resolved, formats[its.layer], its) for its in layers)
+    compressed = {its.layer: compress_layer(resolved, formats[its.layer], its) for its in layers}
+    return resolved, _in_order(spec, compressed, states)
 
 
 def compress_waiting(
-    spec: ModelSpec, resolved: ResolvedPlan, waiting: Sequence[WaitingLayer]
+    spec: ModelSpec,
+    resolved: ResolvedPlan,
+    waiting: Sequence[WaitingLayer],
+    states: States | None = None,
 ) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
     """As `compress_prompt`, for measured layers."""
-    measured = allocate_rows(resolved, [layer.variance for layer in waiting])
+    measured = allocate_waiting(resolved, waiting)
     formats = make_formats(spec, measured)
-    return measured, tuple(
-        compress_layer(measured, formats[its.inputs.layer], its.inputs, scores=its.scores) for its in waiting
-    )
+    compressed = {
+        its.inputs.layer: compress_layer(measured, formats[its.inputs.layer], its.inputs, scores=its.scores)
+        for its in waiting
+    }
+    return measured, _in_order(spec, compressed, states)
+
+
+def _in_order(spec: ModelSpec, compressed: dict[int, Tensors], states: States | None) -> tuple[Tensors, ...]:
+    """Each layer's tensors; none for a layer with neither rows nor a state."""
+    by_layer = {**compressed, **(states or {})}
+    return tuple(by_layer.get(layer, {}) for layer in range(spec.num_layers))
 
 
 def _common_prefix(recorded: list[int], prompt: list[int]) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvferry.kernels.softmax import Scaling
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import NaiveLayer, Tensors
+from kvferry.shared.compression.formats.state import NaiveState
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.model.spec import ModelSpec
 
@@ -19,15 +20,17 @@ LayerKV = tuple[Tensor, Tensor]
 
 
 class OracleDecode:
-    """Implements `DecodeAttention` for one sequence.
+    """Implements `DecodeAttention` and `LayerStates` for one sequence.
 
-    Args: compressed: the compressed prompt of each layer.
+    Args: compressed: the compressed prompt of each layer, or its state.
     Attributes: generated: for each layer, K and V `[H_kv, 1, D]` of each new token as the model made them.
     """
 
     def __init__(self, spec: ModelSpec, resolved: ResolvedPlan, compressed: tuple[Tensors, ...]) -> None:
         formats = make_formats(spec, resolved)
-        self._layers = [fmt.naive(tensors) for fmt, tensors in zip(formats, compressed, strict=True)]
+        self._layers: list[NaiveLayer] = [
+            fmt.naive(tensors) for fmt, tensors in zip(formats, compressed, strict=True)
+        ]
         self.generated: list[list[LayerKV]] = [[] for _ in formats]
 
     def fork(self) -> OracleDecode:
@@ -36,6 +39,19 @@ class OracleDecode:
         other._layers = [layer.fork() for layer in self._layers]
         other.generated = [list(rows) for rows in self.generated]
         return other
+
+    @property
+    def states(self) -> dict[int, Tensors]:
+        """The state of each layer that has one, after the tokens so far."""
+        return {i: its.state for i, its in enumerate(self._layers) if isinstance(its, NaiveState)}
+
+    def load(self, layer: int) -> dict[str, Tensor]:
+        """See `LayerStates.load`."""
+        return {name: its[None].clone() for name, its in self.states[layer].items()}
+
+    def store(self, layer: int, state: Tensors) -> None:
+        """See `LayerStates.store`."""
+        self._layers[layer] = NaiveState({name: its[0] for name, its in state.items()})
 
     def densely(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling) -> Tensor:
         """Append the row and attend to every retained row, as an evicting format does at every step."""

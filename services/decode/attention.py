@@ -1,4 +1,4 @@
-"""Attention of decode steps over sequences in the arena, each with its own format and method.
+"""Attention and states of decode steps over sequences in the arena, each with its own format and method.
 
 A decode step (`step.py`) passes it to the model, which calls it once per layer. In each layer, sequences of
 the same kind are attended together, by one launch if a Triton kernel supports them (`kernels/*/batch.py`).
@@ -19,7 +19,8 @@ from kvferry.kernels.dense_decode.batch import DenseBatch
 from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
 from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.kernels.trizone.batch import PackedRows, TriZoneBatch
-from kvferry.shared.compression.formats.interface import LayerCache
+from kvferry.shared.compression.formats.interface import LayerCache, Tensors
+from kvferry.shared.compression.formats.state import State, StateLayer, stacked, unstack
 from kvferry.shared.model.spec import TORCH_DTYPES, ModelSpec
 
 _KINDS: tuple[type[CachedRows], ...] = (CachedRows, SparseRows, PackedRows)
@@ -27,12 +28,13 @@ _KINDS: tuple[type[CachedRows], ...] = (CachedRows, SparseRows, PackedRows)
 
 @dataclass(frozen=True, kw_only=True)
 class _Member:
-    """A placed sequence: its layers for each batched kernel, and those that run alone."""
+    """A placed sequence: its layers for each batched kernel, those that run alone, and those with a state."""
 
     placed_at: int
     num_appended: int
     batched: tuple[frozenset[int], ...]
     unbatched: Mapping[int, LayerCache]
+    states: Mapping[int, Tensors]
 
 
 class SlotAttention:
@@ -67,8 +69,11 @@ class SlotAttention:
     def place(self, slot: int, caches: Sequence[LayerCache], num_appended: int) -> None:
         """Place a sequence in an empty slot. Args: num_appended: rows it has appended so far."""
         batched: tuple[dict[int, CachedRows], ...] = tuple({} for _ in _KINDS)
-        unbatched = {}
+        unbatched, states = {}, {}
         for layer, cache in enumerate(caches):
+            if isinstance(cache, StateLayer):
+                states[layer] = cache.regions
+                continue
             rows = cache.batched(num_appended)
             if rows is None:
                 unbatched[layer] = cache
@@ -82,6 +87,7 @@ class SlotAttention:
             num_appended=num_appended,
             batched=tuple(map(frozenset, batched)),
             unbatched=unbatched,
+            states=states,
         )
 
     def remove(self, slot: int) -> None:
@@ -96,7 +102,8 @@ class SlotAttention:
     def unbatched_names(self) -> tuple[str, ...]:
         """Names of the formats and attentions that no batched kernel supports, sorted."""
         members = self._members.values()
-        return tuple(sorted({cache.name for member in members for cache in member.unbatched.values()}))
+        names = {cache.name for member in members for cache in member.unbatched.values()}
+        return tuple(sorted(names | ({State.name} if any(member.states for member in members) else set())))
 
     def signature(self) -> Hashable:
         """Equal for batches whose steps make the same launches, so that they can share memory and a graph."""
@@ -104,7 +111,7 @@ class SlotAttention:
             (batch.op, layers, batch.size() if batch.is_launched else None)
             for batch, layers in self.batches()
         )
-        return launches, any(member.unbatched for member in self._members.values())
+        return launches, any(member.unbatched or member.states for member in self._members.values())
 
     def batches(self) -> list[tuple[SlotBatch[Any, Any], frozenset[int]]]:
         """The batched kernels in use, and the layers in which each has members."""
@@ -115,6 +122,10 @@ class SlotAttention:
             if layers:
                 found.append((self._batches[kind], layers))
         return found
+
+    def states(self, layer: int) -> dict[int, Tensors]:
+        """The layer's states in the arena, by slot."""
+        return {slot: member.states[layer] for slot, member in self._members.items()}
 
     def count_step(self) -> None:
         """Count a finished step."""
@@ -172,7 +183,8 @@ def _no_output(queries: Tensor, values: Tensor) -> Tensor:
 
 
 class BatchAttention:
-    """Implements `DecodeAttention` for steps over the first slots, while the slots' signature is the same.
+    """Implements `DecodeAttention` and `LayerStates` for steps over the first slots, while the slots'
+    signature is the same.
 
         every layer once ──advance──► every layer once ...
 
@@ -183,6 +195,7 @@ class BatchAttention:
 
     def __init__(self, slots: SlotAttention, num_slots: int) -> None:
         self._slots = slots
+        self._num_slots = num_slots
         self._batches = [
             (batch, layers, batch.scratch(num_slots) if batch.is_launched else None)
             for batch, layers in slots.batches()
@@ -200,6 +213,14 @@ class BatchAttention:
         """Change which slots the next step is for. Args: as in `advance`."""
         for batch, _, _ in self._batches:
             batch.show(active)
+
+    def load(self, layer: int) -> dict[str, Tensor]:
+        """See `LayerStates.load`."""
+        return stacked(self._slots.states(layer), self._num_slots)
+
+    def store(self, layer: int, state: Tensors) -> None:
+        """See `LayerStates.store`."""
+        unstack(state, self._slots.states(layer))
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling) -> Tensor:
         """See `DecodeAttention.__call__`."""

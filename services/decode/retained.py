@@ -21,6 +21,7 @@ from torch import Tensor
 from kvferry.services.decode.sequence import PinnedRows, Sequence, SequenceState
 from kvferry.shared.cache.arena import Allocation, ByteArena
 from kvferry.shared.cache.delta import RetainedChain, RetainedRows
+from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.control.messages import HistoryReturned, SessionKey, Ticket
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.metrics import DecodeMetrics
@@ -329,10 +330,10 @@ class HistoryReturner:
             with sequence.lock:
                 if sequence.state is SequenceState.CLOSED:
                     return
-                rows = [cache.generated_rows(sequence.num_appended) for cache in sequence.caches]
+                layers = [cache.returned(sequence.num_appended) for cache in sequence.caches]
                 if not self._retained.retain(sequence):
                     sequence.release_bytes()
-            self._ship(sequence, manifest, rows)
+            self._ship(sequence, manifest, layers)
             num_tokens = sequence.num_appended
         except KvferryError as error:
             _log.warning("history not returned", request_id=sequence.request.request_id, error=error.message)
@@ -347,25 +348,24 @@ class HistoryReturner:
         if sequence.close():
             sequence.events.put(HistoryReturned(num_tokens=num_tokens))
 
-    def _ship(self, sequence: Sequence, manifest: Manifest, rows: list[tuple[Tensor, Tensor]]) -> None:
+    def _ship(self, sequence: Sequence, manifest: Manifest, layers: list[Tensors]) -> None:
         outgoing = self._open(sequence, manifest)
         with sequence.lock:
             sequence.outgoing = outgoing
             if sequence.cancelled:
                 outgoing.abort("the request was cancelled")
         try:
-            for layer, tensors in enumerate(rows):
-                # of latent rows K alone, which is V, too
-                named = zip(self._spec.row_names, tensors, strict=False)
+            for layer, tensors in enumerate(layers):
+                kind = "rows" if self._spec.layer(layer).has_rows else "state"
                 outgoing.send_layer(
-                    layer, [NamedTensor(name=name, tensor=its, kind="rows") for name, its in named]
+                    layer, [NamedTensor(name=name, tensor=its, kind=kind) for name, its in tensors.items()]
                 )
             outgoing.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0))
             outgoing.wait(self._timeout_s)
         finally:
             outgoing.abort("the return failed")  # no effect once acknowledged
         if not sequence.request.probe:
-            sent_bytes = outgoing.bytes_by_kind["rows"]
+            sent_bytes = outgoing.bytes_by_kind["rows"] + outgoing.bytes_by_kind["state"]
             self._metrics.history_returned_bytes.labels(self._spec.name).inc(sent_bytes)
 
     def _open(self, sequence: Sequence, manifest: Manifest) -> OutgoingTransfer:

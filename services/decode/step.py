@@ -236,7 +236,9 @@ class DecodeStep:
     def run(self) -> None:
         """Sample a token for every active slot into `drawn`; update the slots for the next step."""
         active = self._active
-        logits = self._model.decode(self._token_ids, self._positions, attention=self.attention)
+        logits = self._model.decode(
+            self._token_ids, self._positions, attention=self.attention, states=self.attention
+        )
         self.logits.copy_(logits)
         tokens, valid = self._slots.sampler.sample(self.logits, active, self._flavour)
         self.drawn[0].copy_(tokens)
@@ -340,7 +342,7 @@ class StepRunner:
         with self._device.scope():
             self._device.follow()
             if self._slots is None:
-                arena = next(iter(given.caches[0].regions.values()))
+                arena = next(its for cache in given.caches for its in cache.regions.values())
                 self._slots = BatchSlots(self._model, self._num_slots(self._max_batch_size), arena)
             slot = self._slots.free_slot()
             self._slots.place(slot, given)

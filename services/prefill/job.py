@@ -14,7 +14,6 @@ from kvferry.shared.cache.delta import Positions, RetainedChain, RetainedRows, S
 from kvferry.shared.compression.formats import make_formats, num_observed_queries
 from kvferry.shared.control.messages import FirstToken, HistorySource, PrefillRequest, Ticket
 from kvferry.shared.errors import HistoryMiss, KvferryError, TransferFailed
-from kvferry.shared.history.records import common_prefix
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.metrics import PrefillMetrics
@@ -176,8 +175,9 @@ class SessionTurns:
     def expected_reuse(self, request: PrefillRequest) -> int:
         """How many of the prompt's first tokens will probably be cached: those that host memory has of the
         session. Any thread may ask."""
-        record = self._store.record(request.session) if request.session is not None else None
-        return common_prefix(record.token_ids, request.prompt_token_ids[:-1]) if record is not None else 0
+        if request.session is None:
+            return 0
+        return self._store.num_reusable(request.session, request.prompt_token_ids)
 
     def begin(self, job: PrefillJob) -> None:
         """Begin the staged turn if the request has a session; the job owns it from now on."""

@@ -9,8 +9,8 @@ of all layers wait on the host until the end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,9 +21,10 @@ from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.prompt_logprobs import PromptLogprobs
 from kvferry.services.prefill.schedule import Pauses
 from kvferry.shared.cache.delta import NEW_ROWS, Positions, delta_tensors, layer_positions
-from kvferry.shared.compression.compress import WaitingLayer, allocate_rows, measure_layer
+from kvferry.shared.compression.compress import WaitingLayer, allocate_waiting, measure_layer
 from kvferry.shared.compression.formats import compress_layer, make_formats
-from kvferry.shared.compression.formats.interface import LayerFormat
+from kvferry.shared.compression.formats.interface import LayerFormat, Tensors
+from kvferry.shared.compression.formats.state import is_empty
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured
@@ -50,13 +51,14 @@ class PassTimes:
 
 
 class PromptPass:
-    """Implements `PrefillObserver` for one prompt.
+    """Implements `PrefillObserver` and `LayerStates` for one prompt.
 
-        open ──► layer_done: compress, ship ──► ...
+        open ──► layer_done: compress, ship ──► store: ship the state ──► ...
         layer_done: measure ──► ... ──► open ──► compress, ship each      (measured layer budgets)
 
-    If a layer's history turns out lost, the whole prompt is run. This second run ships only the layers that
-    the first did not; those already sent are of the same prompt.
+    Layers are shipped in order: one that is complete before an earlier one waits. If a layer's history turns
+    out lost, the whole prompt is run. This second run ships only the layers that the first did not; those
+    already sent are of the same prompt.
 
     Attributes:
         positions: of the rows of each layer shipped so far, as `RetainedRows.layers`.
@@ -98,6 +100,7 @@ class PromptPass:
         self._clock = clock
         self._measured = is_measured(job.resolved)
         self._waiting: dict[int, WaitingLayer] = {}
+        self._complete: dict[int, Tensors] = {}
         self._leaving: deque[Callable[[], None]] = deque()
         self._shipped_layers = 0
 
@@ -123,15 +126,18 @@ class PromptPass:
             if self._measured:
                 self._ship_waiting()
             self._hand_over(0)
+        assert self._shipped_layers == self._model.spec.num_layers, self._shipped_layers
         return logits
 
     def _forward(self) -> Tensor:
         start = self._job.num_reused
+        self._complete.clear()
         new_ids = torch.tensor(self._job.request.prompt_token_ids[start:], dtype=torch.int64)
         logits = self._model.prefill(
             new_ids.to(self._model.device),
             start=start,
             observer=self,
+            states=self,
             on_logits=self.logprobs.add if self.logprobs is not None else None,
         )
         self._pauses.allowed = False
@@ -146,12 +152,18 @@ class PromptPass:
         return loaded
 
     def _load(self, turn: StagedTurn, layer: int) -> tuple[Tensor, Tensor] | None:
+        with self._loading():
+            loaded = turn.load(self._model.spec.row_numbers[layer])
+            if loaded is not None:
+                loaded = (loaded[0].to(self._model.device), loaded[1].to(self._model.device))
+        return loaded
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
         begin_s = self._clock()
         self._heartbeat.waits = True
         try:
-            loaded = turn.load(layer)
-            if loaded is not None:
-                loaded = (loaded[0].to(self._model.device), loaded[1].to(self._model.device))
+            yield
         except HistoryMiss:
             # Before the turn restarts: layers sent so far are not sent again, rows staged so far are dropped.
             self._hand_over(0)
@@ -159,13 +171,12 @@ class PromptPass:
         finally:
             self._heartbeat.waits = False
             self.times.history_load_s += self._clock() - begin_s
-        return loaded
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         """See `PrefillObserver.layer_done`. Raises Cancelled, TransferFailed."""
         self._job.check_cancelled()
         self._pauses.allowed = False
-        if self._measured or layer >= self._shipped_layers:
+        if layer >= self._shipped_layers:
             inputs = LayerInputs(
                 layer=layer,
                 queries=queries,
@@ -177,10 +188,36 @@ class PromptPass:
             if self._measured:
                 self._measure(inputs)
             else:
-                self._ship(self._job.resolved, self._job.formats[layer], inputs)
-                self._shipped_layers = layer + 1
+                self._ship(self._job.resolved, self._job.formats, inputs)
         if self._job.turn is not None:
             self._stage(self._job.turn, layer, keys, values)
+        self._hand_over(self._copies.layers_behind)
+        self._progress(layer)
+        self._pauses.allowed = True
+
+    def load(self, layer: int) -> Tensors | None:
+        """See `LayerStates.load`. Raises Cancelled, HistoryMiss."""
+        self._job.check_cancelled()
+        turn = self._job.turn
+        if turn is None:
+            return None
+        self._pauses.allowed = False
+        with self._loading():
+            state = turn.load_state(layer)
+        self._pauses.allowed = True
+        if state is None:
+            return None
+        return {name: its[None].to(self._model.device, copy=True) for name, its in state.items()}
+
+    def store(self, layer: int, state: Tensors) -> None:
+        """See `LayerStates.store`. Raises Cancelled, TransferFailed."""
+        self._job.check_cancelled()
+        self._pauses.allowed = False
+        tensors = {name: its[0].contiguous() for name, its in state.items()}
+        if layer >= self._shipped_layers:
+            self._ship_complete(self._job.formats, layer, tensors)
+        if self._job.turn is not None:
+            self._stage_state(self._job.turn, layer, tensors)
         self._hand_over(self._copies.layers_behind)
         self._progress(layer)
         self._pauses.allowed = True
@@ -189,7 +226,7 @@ class PromptPass:
         """After the pass: compress the measured layers and ship them."""
         job = self._job
         waiting = [self._waiting.pop(layer) for layer in sorted(self._waiting)]
-        measured = allocate_rows(job.resolved, [layer.variance for layer in waiting])
+        measured = allocate_waiting(job.resolved, waiting)
         job.check_cancelled()
         job.transfer = self._open_transfer(measured)
         formats = make_formats(self._model.spec, measured)
@@ -198,7 +235,7 @@ class PromptPass:
             job.check_cancelled()
             layer = waiting.pop()
             inputs = self._moved(layer.inputs, self._model.device)
-            self._ship(measured, formats[inputs.layer], inputs, layer.scores)
+            self._ship(measured, formats, inputs, layer.scores)
             self._hand_over(self._copies.layers_behind)
             self._progress(inputs.layer)
 
@@ -219,8 +256,14 @@ class PromptPass:
         return replace(inputs, keys=keys, values=values)
 
     def _ship(
-        self, resolved: ResolvedPlan, fmt: LayerFormat, inputs: LayerInputs, scores: Tensor | None = None
+        self,
+        resolved: ResolvedPlan,
+        formats: tuple[LayerFormat, ...],
+        inputs: LayerInputs,
+        scores: Tensor | None = None,
     ) -> None:
+        """Compress a layer, and ship it."""
+        fmt = formats[inputs.layer]
         # Kernels run asynchronously: without synchronizing, times would include earlier work.
         self._copies.synchronize()
         begin_s = self._clock()
@@ -233,7 +276,22 @@ class PromptPass:
         self._copies.synchronize()
         compressed_s = self._clock()
         self.times.compress_s += compressed_s - begin_s
-        job, transfer, layer = self._job, self._job.transfer, inputs.layer
+        self._ship_complete(formats, inputs.layer, tensors)
+
+    def _ship_complete(self, formats: tuple[LayerFormat, ...], layer: int, tensors: Tensors) -> None:
+        """Ship the layers that are complete, this one among them, up to the first that is not. With measured
+        budgets, states wait until the transfer is open."""
+        self._complete[layer] = tensors
+        while self._job.transfer is not None and self._shipped_layers < len(formats):
+            next_layer = self._shipped_layers
+            if next_layer not in self._complete and not is_empty(formats[next_layer]):
+                return
+            self._send(formats[next_layer], next_layer, self._complete.pop(next_layer, {}))
+            self._shipped_layers += 1
+
+    def _send(self, fmt: LayerFormat, layer: int, tensors: Tensors) -> None:
+        begin_s = self._clock()
+        job, transfer = self._job, self._job.transfer
         if fmt.is_plain:
             self.positions[layer] = layer_positions(tensors)
         if job.retained is not None:
@@ -243,7 +301,7 @@ class PromptPass:
             job.saved_bytes += len(spec.row_names) * spec.row_bytes * num_saved
         names, kinds = list(tensors), {NEW_ROWS: "index", **fmt.kinds}
         arrived = self._copies.start(list(tensors.values()))
-        self.times.pack_s += self._clock() - compressed_s
+        self.times.pack_s += self._clock() - begin_s
 
         def send() -> None:
             begin_s = self._clock()
@@ -258,6 +316,18 @@ class PromptPass:
 
         self._leaving.append(send)
 
+    def _stage_state(self, turn: StagedTurn, layer: int, tensors: Tensors) -> None:
+        """Stage the layer's state after the prompt."""
+        arrived = self._copies.start(list(tensors.values()))
+
+        def append() -> None:
+            begin_s = self._clock()
+            state = dict(zip(tensors, arrived(), strict=True))
+            turn.append_state(layer, state, self._job.resolved.num_prompt_tokens)
+            self.times.history_store_s += self._clock() - begin_s
+
+        self._leaving.append(append)
+
     def _stage(self, turn: StagedTurn, layer: int, keys: Tensor, values: Tensor) -> None:
         """Stage the layer's new rows in the session's history."""
         start, latent_dim = turn.reused_tokens, self._model.spec.latent_dim
@@ -266,7 +336,8 @@ class PromptPass:
         def append() -> None:
             begin_s = self._clock()
             new_keys, *new_values = arrived()
-            turn.append(layer, new_keys, new_values[0] if new_values else new_keys[..., :latent_dim])
+            new_rows = new_keys, new_values[0] if new_values else new_keys[..., :latent_dim]
+            turn.append(self._model.spec.row_numbers[layer], *new_rows)
             self.times.history_store_s += self._clock() - begin_s
 
         self._leaving.append(append)

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvferry.shared.errors import LeaseExpired, ProtocolMismatch
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
-from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.model.spec import TORCH_DTYPES, ModelSpec
 from kvferry.shared.wire.frames import check_manifest, model_fields
 from kvferry.shared.wire.messages import (
     BlockHeader,
@@ -44,7 +44,7 @@ class _Expected:
 
 
 class _Incoming:
-    """An open return: each layer's rows, `[H_kv, n, D]` on the host."""
+    """An open return: each layer's rows, `[H_kv, n, D]` on the host, or its state."""
 
     def __init__(self, expected: _Expected, manifest: Manifest) -> None:
         self.expected = expected
@@ -64,7 +64,6 @@ class HistoryReceiver:
     def __init__(self, *, spec: ModelSpec, store: HistoryStore) -> None:
         self._spec = spec
         self._store = store
-        self._dtype: torch.dtype = getattr(torch, spec.dtype)
         self._lock = threading.Lock()
         self._expected: dict[str, _Expected] = {}
         self._incoming: dict[TransferKey, _Incoming] = {}
@@ -107,30 +106,40 @@ class HistoryReceiver:
     def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
         """See `BlockSink.begin_layer`."""
         incoming, spec = self._incoming[key], self._spec
+        layer = spec.layer(header.layer)
         shape = (spec.num_kv_heads, incoming.manifest.num_tokens, spec.head_dim)
-        expected = tuple(TensorHeader(name=name, dtype=spec.dtype, shape=shape) for name in spec.row_names)
+        rows = [(name, spec.dtype, shape) for name in spec.row_names] if layer.has_rows else []
+        expected = tuple(
+            TensorHeader(name=name, dtype=dtype, shape=its_shape)
+            for name, dtype, its_shape in (*rows, *((its.name, its.dtype, its.shape) for its in layer.state))
+        )
         if header.tensors != expected:
             raise ProtocolMismatch(
                 f"layer {header.layer} of returned history has tensors {header.tensors}; {expected} are "
                 "expected",
                 reason="layer_tensors",
             )
-        incoming.layers.append({name: torch.empty(shape, dtype=self._dtype) for name in spec.row_names})
+        incoming.layers.append(
+            {its.name: torch.empty(its.shape, dtype=TORCH_DTYPES[its.dtype]) for its in expected}
+        )
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
         """See `BlockSink.write`."""
         layer = self._incoming[header.key].layers[header.layer]
-        target = layer[self._spec.row_names[header.tensor]].view(-1).view(torch.uint8).numpy()
+        target = list(layer.values())[header.tensor].view(-1).view(torch.uint8).numpy()
         target[header.offset : header.offset + payload.nbytes] = np.frombuffer(payload, np.uint8)
 
     def commit(self, end: EndRecord) -> None:
-        """See `BlockSink.commit`: stage every layer's rows after the prompt's."""
+        """See `BlockSink.commit`: stage every layer's rows after the prompt's, and its state after them."""
         incoming = self._incoming.pop(end.key)
-        turn = self._turn(incoming.expected)
-        if incoming.manifest.num_tokens:
-            for layer, tensors in enumerate(incoming.layers):
+        turn, num_new = self._turn(incoming.expected), incoming.manifest.num_tokens
+        for layer, tensors in enumerate(incoming.layers if num_new else ()):
+            if self._spec.layer(layer).has_rows:
                 keys = tensors["keys"]
-                turn.append(layer, keys, tensors.get("values", keys[..., : self._spec.latent_dim]))
+                values = tensors.get("values", keys[..., : self._spec.latent_dim])
+                turn.append(self._spec.row_numbers[layer], keys, values)
+            elif tensors:
+                turn.append_state(layer, tensors, incoming.expected.start + num_new)
         self.forget(incoming.expected.request_id, end.key)
 
     def abort(self, key: TransferKey, reason: str) -> None:

@@ -67,16 +67,18 @@ def build_store(config: PrefillConfig, *, spec: ModelSpec, metrics: PrefillMetri
 
     shape = StoredShape(
         fingerprint=spec.fingerprint,
-        num_layers=spec.num_layers,
+        num_layers=len(spec.row_layers),
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         precision=RowPrecision(
             bits=config.history_bits, dtype=getattr(torch, spec.dtype), latent_dim=spec.latent_dim
         ),
+        states={layer: spec.layers[layer].state for layer in spec.state_layers},
     )
     store = HistoryStore(
         max_bytes=history_size_bytes(config),
-        num_layers=spec.num_layers,
+        num_layers=len(spec.row_layers),
+        num_states=len(spec.state_layers),
         turn_lease_s=config.turn_lease_s,
         clock=time.monotonic,
         precision=shape.precision,

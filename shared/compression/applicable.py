@@ -1,5 +1,6 @@
 """Which methods go with a model. Layers whose softmax is not plain are attended by few formats and kinds, and
-latent rows (MLA) are not stored by the formats that store K and V each in a way of its own."""
+latent rows (MLA) are not stored by the formats that store K and V each in a way of its own. States are
+shipped whole, with every method; a model in which no layer attends has nothing to compress."""
 
 from __future__ import annotations
 
@@ -32,6 +33,8 @@ def check_applicable(plan: CompressionPlan, layers: tuple[LayerSpec, ...]) -> No
 
 def _problem(plan: CompressionPlan, layers: tuple[LayerSpec, ...]) -> str | None:
     """Why the plan's parts cannot attend to a layer, which is the first one; None if they can."""
+    if layers and not any(its.has_rows for its in layers):
+        return None if plan.method == "full" else "no layer attends, so there is no KV to compress"
     kind, its_format = ATTENTIONS.get(plan.attention.name), format_class(plan.representation)
     takes_any = its_format.takes_any_softmax and kind is not None and kind.takes_any_softmax
     for number, layer in enumerate(layers):

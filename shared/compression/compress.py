@@ -8,7 +8,7 @@ With such a measured allocation, prefill compresses no layer before all are meas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -86,13 +86,19 @@ def measure_layer(resolved: ResolvedPlan, inputs: LayerInputs) -> WaitingLayer:
     )
 
 
+def allocate_waiting(resolved: ResolvedPlan, waiting: Iterable[WaitingLayer]) -> ResolvedPlan:
+    """As `allocate_rows`. Args: waiting: all layers that attend."""
+    variances = {its.inputs.layer: its.variance for its in waiting}
+    return allocate_rows(resolved, [variances.get(layer, 0.0) for layer in range(len(resolved.layers))])
+
+
 def _without_queries(inputs: LayerInputs) -> LayerInputs:
     # a clone, because an empty view would keep the memory of all queries
     return replace(inputs, queries=inputs.queries[:, :, :0].clone(), unrotate=None)
 
 
 def allocate_rows(resolved: ResolvedPlan, variances: Sequence[float]) -> ResolvedPlan:
-    """The plan with each layer's own rows, from F of all layers.
+    """The plan with each layer's own rows, from F of all layers; of those that share no rows it is not used.
 
     Raises: KvferryError: a variance is not finite.
     """

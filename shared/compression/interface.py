@@ -13,7 +13,7 @@ from torch import Tensor
 from kvferry.kernels.column_sums import ColumnSums, column_sums
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
 from kvferry.shared.compression.plan import CompressionPlan, ParamValue
-from kvferry.shared.model.spec import row_names
+from kvferry.shared.model.spec import StateSpec, row_names
 
 if TYPE_CHECKING:
     from kvferry.shared.compression.formats.interface import LayerFormat
@@ -63,6 +63,7 @@ class LayerShape:
         has_plain_softmax, latent_dim: as of `LayerSpec`.
         returns_generated: whether K and V of new tokens are wanted at the end, unmerged and in order.
         fingerprint: of the served model.
+        state: as of `LayerSpec`; such a layer has nothing else.
     """
 
     num_prompt_tokens: int
@@ -75,6 +76,7 @@ class LayerShape:
     latent_dim: int = 0
     returns_generated: bool = False
     fingerprint: str = ""
+    state: tuple[StateSpec, ...] = ()
 
     @property
     def num_new_rows(self) -> int:

@@ -20,6 +20,10 @@ ParamValue = int | float | bool | str
 _Entry = TypeVar("_Entry")
 WINDOW_FORMAT = "window"
 """The format of the layers in which the model attends to a window of tokens, whatever the method."""
+STATE_FORMAT = "state"
+"""The format of the layers in which the model has a state, whatever the method."""
+MODEL_FORMATS = (WINDOW_FORMAT, STATE_FORMAT)
+"""Formats that the model decides, and no method."""
 MEASURED_ALLOCATIONS = ("attention_variance",)
 """Allocations that need measurements of every layer's attention (`compress.py`)."""
 
@@ -155,11 +159,11 @@ def is_measured(resolved: ResolvedPlan) -> bool:
 
 
 def sharing_layers(resolved: ResolvedPlan) -> tuple[int, ...]:
-    """The layers that share rows: all except those that the plan skips and those with a window."""
+    """The layers that share rows: all except those that the plan skips and those with a window or a state."""
     return tuple(
         layer
         for layer, its in enumerate(resolved.layers)
-        if layer not in resolved.plan.skip_layers and its.representation.name != WINDOW_FORMAT
+        if layer not in resolved.plan.skip_layers and its.representation.name not in MODEL_FORMATS
     )
 
 

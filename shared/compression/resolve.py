@@ -20,6 +20,7 @@ from kvferry.shared.compression.attention.kinds import check_attention, chooses_
 from kvferry.shared.compression.d2o.layer_budgets import Normalisation
 from kvferry.shared.compression.formats import format_class
 from kvferry.shared.compression.formats.compacting import check_generated, with_segments
+from kvferry.shared.compression.formats.state import State
 from kvferry.shared.compression.formats.window import Window
 from kvferry.shared.compression.interface import Sizing
 from kvferry.shared.compression.plan import (
@@ -58,7 +59,7 @@ def resolve_plan(
         num_prompt_tokens: history included, at least 1.
         max_new_tokens: N, at least 1.
         head_dim: d.
-        layers: as `ModelSpec.layers`. Layers with a window are not compressed and share no rows.
+        layers: as `ModelSpec.layers`. Those with a window or a state are not compressed and share no rows.
 
     Returns: the plan with one `LayerPlan` per layer. Its method is "full" if no layer is compressed.
 
@@ -78,15 +79,17 @@ def resolve_plan(
     fmt = format_class(plan.representation)
     uncut = fmt.plan_whole(plan, num_prompt_tokens)
     planned = [whole if layer in plan.skip_layers else uncut for layer in range(num_layers)]
-    windows = {
-        layer: Window.plan_window(its, num_prompt_tokens) for layer, its in enumerate(layers) if its.window
+    fixed = {
+        layer: Window.plan_window(its, num_prompt_tokens) if its.window else State.plan_state()
+        for layer, its in enumerate(layers)
+        if its.window or not its.has_rows
     }
     budget = _budget_tokens(plan, num_prompt_tokens) if plan.takes_budget else num_prompt_tokens
     if budget < num_prompt_tokens:
         rows = _mean_rows(plan, budget, num_prompt_tokens)
         # with dense attention to packed bits, the whole budget is bits, spread over more tokens than rows
         packed_budget = budget if plan.attention.name == "dense" else rows
-        sharing = [layer for layer in range(num_layers) if layer not in {*plan.skip_layers, *windows}]
+        sharing = [layer for layer in range(num_layers) if layer not in {*plan.skip_layers, *fixed}]
         shares = allocate_layers(
             plan.layer_allocation, rows=rows, num_layers=len(sharing), num_tokens=num_prompt_tokens
         )
@@ -104,13 +107,13 @@ def resolve_plan(
             planned[layer] = fmt.plan_layer(plan, sizing)
             if plan.generated is not None:
                 planned[layer] = with_segments(planned[layer], plan.generated, sizing)
-    is_full = all(its == whole for layer, its in enumerate(planned) if layer not in windows)
+    is_full = all(its == whole for layer, its in enumerate(planned) if layer not in fixed)
     return ResolvedPlan(
         plan=plan,
         method="full" if is_full else plan.method,
         num_prompt_tokens=num_prompt_tokens,
         max_new_tokens=max_new_tokens,
-        layers=tuple(windows.get(layer, its) for layer, its in enumerate(planned)),
+        layers=tuple(fixed.get(layer, its) for layer, its in enumerate(planned)),
     )
 
 

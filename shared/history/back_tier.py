@@ -25,10 +25,11 @@ import structlog
 
 from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
 from kvferry.shared.errors import HistoryMiss, KvferryError, SessionBusy, StoreUnavailable
+from kvferry.shared.history.checkpoints import LayerState, longest
 from kvferry.shared.history.records import RecordTable, StoredRecord, common_prefix
 from kvferry.shared.history.rows import RowChunk, part_of, piece_chunks
 from kvferry.shared.history.storage import Storage, new_record
-from kvferry.shared.history.stored_format import TierRecord
+from kvferry.shared.history.stored_format import CheckpointEntry, TierRecord
 
 log = structlog.get_logger(__name__)
 
@@ -121,13 +122,20 @@ class BackTier:
     def rows(
         self, session: SessionKey, record: TierRecord, start: int, stop: int, *, source: ReuseSource
     ) -> BackRows:
-        """The rows of tokens [start, stop) of a record; nothing is read yet."""
+        """The rows of tokens [start, stop) of a record, and the states after them; nothing is read yet."""
+        states = next((its for its in record.body.checkpoints if its.num_tokens == stop), None)
         return BackRows(
             lambda layer: self._fetchers.submit(self.storage.load, session, record, layer, start, stop),
+            lambda entry: self._fetchers.submit(self.storage.load_states, session, entry),
             tier=self,
             num_tokens=stop - start,
             source=source,
+            states=states,
         )
+
+    def reusable(self, record: TierRecord, limit: int) -> int:
+        """How many of the record's first tokens, at most `limit`, can be continued from."""
+        return longest(record.body.checkpoints, limit) if self.storage.shape.states else limit
 
     def wrote(self, session: SessionKey) -> bool:
         """Whether this worker has written the session, which was not deleted since."""
@@ -153,7 +161,7 @@ class BackTier:
             if not self._unqueue(session) and len(self._waiting) >= _MAX_WAITING:
                 self._on_failure("queue_full")
                 return lambda: None
-            self._records.retain(commit.record.pieces)
+            self._records.retain(commit.record.parts)
             self._waiting[session] = commit
         written = self._writer.submit(self._write, session)
         message = "commit goes on while the history is written"
@@ -196,7 +204,7 @@ class BackTier:
         """Forget a commit that waits, if there is one. The caller holds the lock."""
         commit = self._waiting.pop(session, None)
         if commit is not None:
-            self._records.release(commit.record.pieces)
+            self._records.release(commit.record.parts)
         return commit is not None
 
     def _is_deleted(self, session: SessionKey) -> bool:
@@ -229,7 +237,7 @@ class BackTier:
         finally:
             with self._records.lock:
                 self._num_writing = 0
-                self._records.release(commit.record.pieces)
+                self._records.release(commit.record.parts)
 
     def _bring(self, session: SessionKey, commit: Commit) -> None:
         try:
@@ -267,6 +275,7 @@ class BackTier:
                     part_of(piece_chunks(record.pieces, layer), num_base_tokens, len(record.token_ids))
                     for layer in range(self.storage.shape.num_layers)
                 ],
+                checkpoints=record.checkpoints,
                 method=commit.method,
                 value_bytes=self.storage.value_bytes,
             )
@@ -304,26 +313,38 @@ def _remember(table: OrderedDict[SessionKey, T], session: SessionKey, value: T) 
 
 
 class BackRows:
-    """`num_tokens` tokens' rows of each layer, read one layer ahead of the prompt's pass. `load` is called by
-    one thread, `cancel` by any. Args: fetch: begins to read a layer; source: whose record they are of."""
+    """`num_tokens` tokens' rows of each layer, read one layer ahead of the prompt's pass, and the states
+    after them. `load` and `load_state` are called by one thread, `cancel` by any.
+
+    Args:
+        fetch, fetch_states: begin to read a layer's rows, or all states.
+        source: whose record they are of.
+        states: None if the model has none.
+    """
 
     def __init__(
         self,
         fetch: Callable[[int], Future[list[RowChunk]]],
+        fetch_states: Callable[[CheckpointEntry], Future[dict[int, LayerState]]],
         *,
         tier: BackTier,
         num_tokens: int,
         source: ReuseSource,
+        states: CheckpointEntry | None,
     ) -> None:
         self.num_tokens = num_tokens
         self.source = source
         self.tier = tier.name
+        self.ends_turn = states is not None and states.ends_turn
         self._unavailable = tier.unavailable
         self._fetch = fetch
+        self._fetch_states = fetch_states
         self._num_layers = tier.storage.shape.num_layers
         self._clock = tier.clock
         self._remaining_s = tier.turn_timeout_s
         self._fetches: dict[int, Future[list[RowChunk]]] = {}
+        self._entry = states
+        self._states: Future[dict[int, LayerState]] | None = None
 
     def load(self, layer: int) -> list[RowChunk]:
         """Wait for a layer's rows and begin to read the next layer's.
@@ -333,19 +354,29 @@ class BackRows:
         fetch = self._fetches.pop(layer, None) or self._fetch(layer)
         if layer + 1 < self._num_layers and layer + 1 not in self._fetches:
             self._fetches[layer + 1] = self._fetch(layer + 1)
-        begin_s = self._clock()
-        try:
-            return fetch.result(max(0.0, self._remaining_s))
-        except FutureTimeout:
-            message = f"{self.tier} was too slow: layer {layer} was not read in the time that a turn may wait"
-            raise HistoryMiss(message, reason=f"{self.tier}_slow") from None
-        except StoreUnavailable as error:
-            raise HistoryMiss(error.message, reason=self._unavailable) from error
-        finally:
-            self._remaining_s -= self._clock() - begin_s
+        return self._wait(fetch, f"layer {layer} was")
+
+    def load_state(self, layer: int) -> LayerState:
+        """Wait for the states, and return one layer's. Raises: as `load`."""
+        assert self._entry is not None, "the model has no states"
+        if self._states is None:
+            self._states = self._fetch_states(self._entry)
+        return self._wait(self._states, "the states were")[layer]
 
     def cancel(self) -> None:
         """Cancel reads that have not begun. Idempotent."""
         for fetch in list(self._fetches.values()):
             fetch.cancel()
         self._fetches.clear()
+
+    def _wait(self, fetch: Future[T], what: str) -> T:
+        begin_s = self._clock()
+        try:
+            return fetch.result(max(0.0, self._remaining_s))
+        except FutureTimeout:
+            message = f"{self.tier} was too slow: {what} not read in the time that a turn may wait"
+            raise HistoryMiss(message, reason=f"{self.tier}_slow") from None
+        except StoreUnavailable as error:
+            raise HistoryMiss(error.message, reason=self._unavailable) from error
+        finally:
+            self._remaining_s -= self._clock() - begin_s

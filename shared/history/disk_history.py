@@ -7,6 +7,7 @@ flushed to the disk and renamed.
     PATH/lock                                   whoever writes or deletes has it, in any process
     PATH/<hash of the session>/record           record (stored_format.py)
     PATH/<hash of the session>/<segment>.safetensors    tensor "<layer>.<i>": a value, uint8
+    PATH/<hash of the session>/<checkpoint>.safetensors    tensor "<layer>": a value, uint8
 
 A crash at any point leaves the record before or after the commit. What an unfinished write leaves counts
 toward the limit until the session's next commit, or until it is evicted. Several workers may share a folder
@@ -31,15 +32,17 @@ import msgspec
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import ConfigurationError, HistoryMiss, SessionBusy, StoreUnavailable
+from kvferry.shared.history.checkpoints import LayerState
 from kvferry.shared.history.rows import RowChunk
-from kvferry.shared.history.storage import VALUE_BYTES, NewRecord
+from kvferry.shared.history.storage import VALUE_BYTES, NewRecord, state_values
 from kvferry.shared.history.stored_format import (
     CHUNK_HEADER_BYTES,
-    SegmentEntry,
+    CheckpointEntry,
     StoredShape,
     TierRecord,
     corrupt,
     read_record,
+    read_state,
     read_values,
     wanted_values,
 )
@@ -124,7 +127,7 @@ class DiskHistory:
                 os.utime(self._session_folder(session) / "record")
         for entry, of_segment in groupby(wanted, key=lambda want: want.entry):
             names = [f"{layer}.{want.index}" for want in of_segment]
-            path = self._segment_path(session, entry)
+            path = self._path(session, entry.segment_id)
             try:
                 with _named_errors(passing=FileNotFoundError), path.open("rb") as file:
                     values += _read_tensors(file, names)
@@ -132,18 +135,31 @@ class DiskHistory:
                 values += [None] * len(names)
         return read_values(wanted, values, shape=self.shape, layer=layer)
 
+    def load_states(self, session: SessionKey, entry: CheckpointEntry) -> dict[int, LayerState]:
+        layers = list(self.shape.states)
+        values: Sequence[bytes | None] = [None] * len(layers)
+        with contextlib.suppress(FileNotFoundError):
+            path = self._path(session, entry.checkpoint_id)
+            with _named_errors(passing=FileNotFoundError), path.open("rb") as file:
+                values = _read_tensors(file, [str(layer) for layer in layers])
+        return {
+            layer: read_state(value, shape=self.shape, checkpoint_id=entry.checkpoint_id, layer=layer)
+            for layer, value in zip(layers, values, strict=True)
+        }
+
     # ---- writing -----------------------------------------------------------------------------------------
 
     def write(self, session: SessionKey, base: TierRecord | None, new: NewRecord) -> None:
         header = _segment_header(new)
         folder = self._session_folder(session)
-        named = {self._segment_path(session, entry) for entry in new.record.segments}
+        named = self._paths(session, new.record)
         with _named_errors(), self._locked():
             self._check_base(session, base)
             sizes = [path.stat().st_size for path in named if path.exists()]
-            if len(sizes) < len(named) - 1:  # the new one is not there yet
+            if len(sizes) < len(named) - 1 - len(new.states):  # the new ones are not there yet
                 raise HistoryMiss("segments of the session are gone", reason="evicted")
             num_bytes = len(header) + new.entry.size_bytes + len(new.value)
+            num_bytes += sum(entry.size_bytes for entry, _ in new.states)
             if sum(sizes) + num_bytes > self._max_bytes:
                 raise StoreUnavailable(
                     f"a session takes {sum(sizes) + num_bytes} bytes on disk; history_disk_bytes is "
@@ -153,10 +169,16 @@ class DiskHistory:
             if not self._evict(num_bytes, spared=folder):
                 _remove(folder, spared=named)
             folder.mkdir(mode=0o700, exist_ok=True)
-            with _published(self._segment_path(session, new.entry)) as file:
+            with _published(self._path(session, new.entry.segment_id)) as file:
                 file.write(header)
                 for _, _, value in new.values():
                     file.write(value)
+            for entry, states in new.states:
+                values = dict(state_values(entry, states))
+                with _published(self._path(session, entry.checkpoint_id)) as file:
+                    file.write(_header({str(layer): len(value) for layer, value in values.items()}))
+                    for value in values.values():
+                        file.write(value)
             with _published(folder / "record") as file:
                 file.write(new.value)
             _remove(folder, spared=named | {folder / "record"})
@@ -164,8 +186,7 @@ class DiskHistory:
 
     def touch(self, session: SessionKey, record: TierRecord) -> None:
         with _named_errors():
-            paths = [self._segment_path(session, entry) for entry in record.segments]
-            if not all(path.exists() for path in paths):
+            if not all(path.exists() for path in self._paths(session, record)):
                 raise HistoryMiss("segments of a session are gone", reason="evicted")
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self._session_folder(session) / "record")
@@ -232,8 +253,14 @@ class DiskHistory:
         name = hashlib.sha256(f"{session.owner}/{session.session_id}".encode()).hexdigest()
         return self._folder / name[:32]
 
-    def _segment_path(self, session: SessionKey, entry: SegmentEntry) -> Path:
-        return self._session_folder(session) / f"{entry.segment_id.hex()}.safetensors"
+    def _path(self, session: SessionKey, its_id: bytes) -> Path:
+        """The file of a segment or a checkpoint."""
+        return self._session_folder(session) / f"{its_id.hex()}.safetensors"
+
+    def _paths(self, session: SessionKey, record: TierRecord) -> set[Path]:
+        segments = (entry.segment_id for entry in record.segments)
+        checkpoints = (entry.checkpoint_id for entry in record.body.checkpoints)
+        return {self._path(session, its_id) for its_id in (*segments, *checkpoints)}
 
 
 @contextlib.contextmanager
@@ -285,13 +312,22 @@ def _tensor(begin: int, end: int) -> _Tensor:
 
 def _segment_header(new: NewRecord) -> bytes:
     """The beginning of a segment's file, up to its first value."""
+    return _header(
+        {
+            f"{layer}.{index}": CHUNK_HEADER_BYTES + chunk.size_bytes
+            for layer, chunks in enumerate(new.layers)
+            for index, chunk in enumerate(chunks)
+        }
+    )
+
+
+def _header(sizes_bytes: Mapping[str, int]) -> bytes:
+    """The beginning of a file with values of these sizes, up to the first."""
     tensors: dict[str, _Tensor] = {}
     begin = 0
-    for layer, chunks in enumerate(new.layers):
-        for index, chunk in enumerate(chunks):
-            end = begin + CHUNK_HEADER_BYTES + chunk.size_bytes
-            tensors[f"{layer}.{index}"] = _tensor(begin, end)
-            begin = end
+    for name, size_bytes in sizes_bytes.items():
+        tensors[name] = _tensor(begin, begin + size_bytes)
+        begin += size_bytes
     encoded = msgspec.json.encode(tensors)
     encoded += b" " * (-len(encoded) % _ALIGNMENT)
     return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded

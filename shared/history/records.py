@@ -1,15 +1,19 @@
 """The committed records of the host-memory history, the index of their prefixes, and the byte count of all
-segments in use."""
+segments and checkpoints in use."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvferry.shared.control.messages import ReuseSource, SessionKey
-from kvferry.shared.history.rows import Piece
+from kvferry.shared.history.checkpoints import Checkpoint, States, longest
+from kvferry.shared.history.rows import Piece, Segment
+
+Part = Segment | States
+"""What is counted and shared: it is freed when no record and no turn names it."""
 
 PINNED_SHARE = 0.25
 """The part of the memory in which one owner's pinned records stay longer than others."""
@@ -23,6 +27,7 @@ class StoredRecord:
 
     Attributes:
         pieces: where the tokens' KV is, in order; their lengths add up to `len(token_ids)`.
+        checkpoints: where it can be continued if the model has states.
         num_exact_tokens: leading tokens whose KV prefill computed from the tokens before them alone. KV of
             generated tokens, and of what was run after them, also depends on the rows that decode had; other
             sessions do not continue from that.
@@ -32,28 +37,40 @@ class StoredRecord:
     token_ids: tuple[int, ...]
     pieces: tuple[Piece, ...]
     num_exact_tokens: int
+    checkpoints: tuple[Checkpoint, ...] = ()
     pinned: bool = False
 
     @property
+    def parts(self) -> tuple[Part, ...]:
+        return parts_of(self.pieces, self.checkpoints)
+
+    @property
     def size_bytes(self) -> int:
-        """Host memory of the segments it names, each counted whole."""
-        return sum(piece.segment.size_bytes for piece in self.pieces)
+        """Host memory of the parts it names, each counted whole."""
+        return sum(part.size_bytes for part in self.parts)
+
+
+def parts_of(pieces: Iterable[Piece], checkpoints: Iterable[Checkpoint]) -> tuple[Part, ...]:
+    return (*(piece.segment for piece in pieces), *(its.states for its in checkpoints))
 
 
 class RecordTable:
     """Sessions' records, least recently used first, under a limit on bytes. Callers hold `lock`.
 
-    Args: max_bytes: limit on `size_bytes`.
+    Args:
+        max_bytes: limit on `size_bytes`.
+        has_states: whether sessions can be continued from checkpoints only.
 
     Attributes:
-        size_bytes: of all segments that a record or a turn names, each counted once and whole, and of staged
-            rows.
+        size_bytes: of all parts that a record or a turn names, each counted once and whole, and of what is
+            staged.
         busy: how many open turns each session has; sessions with any are not evicted.
     """
 
-    def __init__(self, *, max_bytes: int) -> None:
+    def __init__(self, *, max_bytes: int, has_states: bool = False) -> None:
         self.lock = threading.RLock()
         self.max_bytes = max_bytes
+        self._has_states = has_states
         self.size_bytes = 0
         self.busy: Counter[SessionKey] = Counter()
         self._sessions: OrderedDict[SessionKey, StoredRecord] = OrderedDict()
@@ -68,6 +85,13 @@ class RecordTable:
         self._sessions[session] = record
         self._prefixes.add(session, record)
 
+    def num_reusable(self, session: SessionKey, prompt: tuple[int, ...]) -> int:
+        """How many of the prompt's first tokens can be continued from, in the session's own record."""
+        own = self._sessions.get(session)
+        if own is None:
+            return 0
+        return self._reusable(own, min(common_prefix(own.token_ids, prompt), len(prompt) - 1))
+
     def find(
         self,
         session: SessionKey,
@@ -79,32 +103,34 @@ class RecordTable:
         document saves more, or another session of the owner a block more. Arguments as in
         `HistoryStore.begin`."""
         source: ReuseSource = "session"
-        reused, found = 0, session
-        own = self._sessions.get(session)
-        if own is not None:
-            reused = min(common_prefix(own.token_ids, prompt), len(prompt) - 1)
+        found = session
+        reused = self.num_reusable(session, prompt)
         other = self._sessions.get(document) if document is not None else None
         if document is not None and other is not None:
-            length = min(common_prefix(other.token_ids, prompt), other.num_exact_tokens, len(prompt) - 1)
+            shared = min(common_prefix(other.token_ids, prompt), other.num_exact_tokens, len(prompt) - 1)
+            length = self._reusable(other, shared)
             if length > reused:
                 source, reused, found = "document", length, document
-        shared = self._prefixes.longest(session.owner, prompt) if num_observed is not None else None
-        if shared is not None and num_observed is not None:
-            key, length = shared
-            length = min(length, len(prompt) - max(1, num_observed))
-            if key != session and length >= reused + BLOCK_TOKENS:
+        if num_observed is not None:
+            limit = len(prompt) - max(1, num_observed)
+            key, length = self._prefixes.longest(session.owner, prompt, limit, self._reusable)
+            if key is not None and key != session and length >= reused + BLOCK_TOKENS:
                 source, reused, found = "prefix", length, key
         for key in (session, found):
             if key in self._sessions:
                 self._sessions.move_to_end(key)
         return source, self._sessions.get(found), reused
 
+    def _reusable(self, record: StoredRecord, limit: int) -> int:
+        """How many of the record's first tokens, at most `limit`, can be continued from."""
+        return longest(record.checkpoints, limit) if self._has_states else limit
+
     def forget(self, session: SessionKey) -> None:
         """Remove a session's record, if it has one."""
         record = self._sessions.pop(session, None)
         if record is not None:
             self._prefixes.remove(session, record)
-            self.release(record.pieces)
+            self.release(record.parts)
 
     def add_copies(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
         """Count the pieces whose segments are new. The first that does not fit and all after it are left
@@ -116,18 +142,18 @@ class RecordTable:
                 self.size_bytes += piece.segment.size_bytes
         return pieces
 
-    def retain(self, pieces: Iterable[Piece]) -> None:
-        """Add a reference to each piece's segment."""
-        for piece in pieces:
-            piece.segment.references += 1
+    def retain(self, parts: Iterable[Part]) -> None:
+        """Add a reference to each part."""
+        for part in parts:
+            part.references += 1
 
-    def release(self, pieces: Iterable[Piece]) -> None:
-        """Remove a reference from each piece's segment; segments without references are freed."""
-        for piece in pieces:
-            piece.segment.references -= 1
-            assert piece.segment.references >= 0, piece
-            if piece.segment.references == 0:
-                self.size_bytes -= piece.segment.size_bytes
+    def release(self, parts: Iterable[Part]) -> None:
+        """Remove a reference from each part; those without references are freed."""
+        for part in parts:
+            part.references -= 1
+            assert part.references >= 0, part
+            if part.references == 0:
+                self.size_bytes -= part.size_bytes
 
     def make_room(self, num_bytes: int) -> bool:
         """Evict idle sessions until `num_bytes` fit: implicit ones first, pinned ones last. Of an owner's
@@ -139,10 +165,8 @@ class RecordTable:
         idle = [session for session in self._sessions if session not in self.busy]
         pinned = self._pinned()
         idle.sort(key=lambda session: (session in pinned) - session.is_implicit)
-        named = Counter(piece.segment for session in idle for piece in self._sessions[session].pieces)
-        evictable_bytes = sum(
-            segment.size_bytes for segment, count in named.items() if count == segment.references
-        )
+        named = Counter(part for session in idle for part in self._sessions[session].parts)
+        evictable_bytes = sum(part.size_bytes for part, count in named.items() if count == part.references)
         if self.size_bytes - evictable_bytes + num_bytes > self.max_bytes:
             return False
         for session in idle:
@@ -200,30 +224,39 @@ class PrefixIndex:
             if not named:
                 del self._records[session.owner, block]
 
-    def longest(self, owner: str, token_ids: tuple[int, ...]) -> tuple[SessionKey, int] | None:
-        """The owner's session whose record shares most of its exact tokens with these, and how many; None if
-        that is less than a block."""
-        found: dict[SessionKey, StoredRecord] = {}
-        shared = 0
+    def longest(
+        self,
+        owner: str,
+        token_ids: tuple[int, ...],
+        limit: int,
+        reusable: Callable[[StoredRecord, int], int],
+    ) -> tuple[SessionKey | None, int]:
+        """The owner's session from whose record most of the first `limit` tokens can be reused, and how many;
+        None if that is less than a block.
+
+        Args: reusable: how many of a record's first tokens can be continued from, at most the given number.
+        """
+        blocks: list[dict[SessionKey, StoredRecord]] = []
         for block in _block_hashes(token_ids, len(token_ids)):
             proposed = self._records.get((owner, block))
             if proposed is None:
                 break
-            found, shared = proposed, shared + BLOCK_TOKENS
-        if not found:
-            return None
-        # All agree up to here and none beyond the next block, so the rest of that block decides.
-        following = token_ids[shared : shared + BLOCK_TOKENS]
-
-        def more(session: SessionKey) -> int:
-            record = found[session]
-            return common_prefix(
-                record.token_ids[shared : min(shared + BLOCK_TOKENS, record.num_exact_tokens)], following
-            )
-
-        best = max(found, key=more)
-        length = min(common_prefix(found[best].token_ids, token_ids), found[best].num_exact_tokens)
-        return (best, length) if length >= BLOCK_TOKENS else None
+            blocks.append(proposed)
+        found: SessionKey | None = None
+        longest, seen = BLOCK_TOKENS - 1, set[SessionKey]()
+        # Those of the last block share the most; another one may have a checkpoint where those have none.
+        while blocks and longest < min(limit, (len(blocks) + 1) * BLOCK_TOKENS - 1):
+            proposed, shared = blocks.pop(), len(blocks) * BLOCK_TOKENS
+            for session, record in proposed.items():
+                if session in seen:
+                    continue
+                seen.add(session)
+                rest = slice(shared, record.num_exact_tokens)
+                beyond = common_prefix(record.token_ids[rest], token_ids[shared:])
+                if reusable(record, min(shared + beyond, limit)) > longest:
+                    exact = min(common_prefix(record.token_ids, token_ids), record.num_exact_tokens, limit)
+                    found, longest = session, reusable(record, exact)
+        return found, longest
 
     def __len__(self) -> int:
         return len(self._records)

@@ -11,29 +11,34 @@ All keys of a session share a hash tag, so that a cluster stores them on one
 node:
 
     kvferry:history:1:{<owner>/<session id>}:record              record
-    kvferry:history:1:{<owner>/<session id>}:segments            hash: segment id -> values per layer
+    kvferry:history:1:{<owner>/<session id>}:segments            hash: segment id -> values per layer,
+                                                                 checkpoint id -> 0
     kvferry:history:1:{<owner>/<session id>}:<segment>:<layer>:<i>   value
+    kvferry:history:1:{<owner>/<session id>}:<checkpoint>:<layer>    value
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss, KvferryError, SessionBusy
+from kvferry.shared.history.checkpoints import LayerState
 from kvferry.shared.history.redis_client import Client, RedisLink
 from kvferry.shared.history.redis_quota import KEY_PREFIX, RedisQuota
 from kvferry.shared.history.rows import RowChunk
-from kvferry.shared.history.storage import VALUE_BYTES, NewRecord
+from kvferry.shared.history.storage import VALUE_BYTES, NewRecord, state_values
 from kvferry.shared.history.stored_format import (
     FENCE_BYTES,
     FENCE_OFFSET,
-    SegmentEntry,
+    CheckpointEntry,
     StoredShape,
     TierRecord,
     read_record,
+    read_state,
     read_values,
     wanted_values,
 )
@@ -93,21 +98,29 @@ class RedisHistory:
         values = self._link.call(lambda client: client.mget(keys))
         return read_values(wanted, values, shape=self.shape, layer=layer)
 
+    def load_states(self, session: SessionKey, entry: CheckpointEntry) -> dict[int, LayerState]:
+        return {layer: self._load_state(session, entry.checkpoint_id, layer) for layer in self.shape.states}
+
+    def _load_state(self, session: SessionKey, checkpoint_id: bytes, layer: int) -> LayerState:
+        key = _state_key(session, checkpoint_id, layer)
+        value = self._link.call(lambda client: client.get(key))
+        return read_state(value, shape=self.shape, checkpoint_id=checkpoint_id, layer=layer)
+
     def write(self, session: SessionKey, base: TierRecord | None, new: NewRecord) -> None:
         for victim in self._quota.reserve(session, new.record.size_bytes):
             self.delete(victim)
         try:
-            self._extend(session, new.record.segments[:-1])
+            self._extend(session, _num_values(new.record, without=new))
             self._put(session, new)
             self._commit(session, base.fence if base is not None else b"", new.value)
         except KvferryError:
-            self._undo(session, new.entry, base)
+            self._undo(session, new, base)
             raise
         self._collect(session, new.record, base)
 
     def touch(self, session: SessionKey, record: TierRecord) -> None:
         self._quota.reserve(session, record.size_bytes)
-        self._extend(session, record.segments)
+        self._extend(session, _num_values(record))
         self._link.call(lambda client: client.pexpire(record_key(session), self._ttl_ms))
 
     def delete(self, session: SessionKey) -> None:
@@ -120,11 +133,9 @@ class RedisHistory:
         self._link.call(lambda client: client.unlink(_segments_key(session)))
         self._quota.release(session)
 
-    def _extend(self, session: SessionKey, entries: Iterable[SegmentEntry]) -> None:
-        """Restart the time to live of segments that the new record names as well."""
-        keys = [
-            key for entry in entries for key in self._keys(session, entry.segment_id, len(entry.value_tokens))
-        ]
+    def _extend(self, session: SessionKey, named: Mapping[bytes, int]) -> None:
+        """Restart the time to live of segments and checkpoints that the new record names as well."""
+        keys = [key for its_id, count in named.items() for key in self._keys(session, its_id, count)]
 
         def expire(pipeline: Client) -> None:
             for key in keys:
@@ -137,7 +148,8 @@ class RedisHistory:
         index, entry = _segments_key(session), new.entry
 
         def announce(pipeline: Client) -> None:
-            pipeline.hset(index, entry.segment_id.hex(), len(entry.value_tokens))
+            for its_id, count in _added(new).items():
+                pipeline.hset(index, its_id.hex(), count)
             pipeline.pexpire(index, self._value_ttl_ms)
 
         self._link.pipeline(announce)
@@ -147,8 +159,17 @@ class RedisHistory:
             for key, value in batch.items():
                 pipeline.set(key, value, px=self._value_ttl_ms)
 
-        for layer, number, value in new.values():
-            batch[_value_key(session, entry.segment_id, layer, number)] = value
+        rows = (
+            (_value_key(session, entry.segment_id, layer, number), value)
+            for layer, number, value in new.values()
+        )
+        states = (
+            (_state_key(session, its.checkpoint_id, layer), value)
+            for its, states in new.states
+            for layer, value in state_values(its, states)
+        )
+        for key, value in chain(rows, states):
+            batch[key] = value
             if sum(map(len, batch.values())) >= _BATCH_BYTES:
                 self._link.pipeline(put)
                 batch.clear()
@@ -173,10 +194,10 @@ class RedisHistory:
         if found != mine:
             raise SessionBusy(f"session {session.session_id!r} was changed by another turn", reason="fenced")
 
-    def _undo(self, session: SessionKey, entry: SegmentEntry, base: TierRecord | None) -> None:
+    def _undo(self, session: SessionKey, new: NewRecord, base: TierRecord | None) -> None:
         """Clean up after a failed write; what cannot be removed now expires."""
         with contextlib.suppress(KvferryError):
-            self._remove(session, {entry.segment_id: len(entry.value_tokens)})
+            self._remove(session, _added(new))
             if base is not None:
                 self._quota.reserve(session, base.size_bytes)
             else:
@@ -190,7 +211,7 @@ class RedisHistory:
             self._remove(session, {key: count for key, count in stored.items() if key not in named})
 
     def _indexed(self, session: SessionKey) -> dict[bytes, int]:
-        """Values per layer by segment, including unfinished writes."""
+        """As `_num_values`, including unfinished writes."""
         index = self._link.call(lambda client: client.hgetall(_segments_key(session)))
         return {bytes.fromhex(name.decode()): int(count) for name, count in index.items()}
 
@@ -205,7 +226,9 @@ class RedisHistory:
             self._link.pipeline(remove)
 
     def _keys(self, session: SessionKey, segment_id: bytes, num_values: int) -> list[str]:
-        """Keys of a segment's values in all layers."""
+        """Keys of a segment's values in all layers; of a checkpoint's if there are 0 for each."""
+        if num_values == 0:
+            return [_state_key(session, segment_id, layer) for layer in self.shape.states]
         return [
             _value_key(session, segment_id, layer, index)
             for layer in range(self.shape.num_layers)
@@ -229,6 +252,21 @@ def _value_key(session: SessionKey, segment_id: bytes, layer: int, index: int) -
     return f"{_session_prefix(session)}{segment_id.hex()}:{layer}:{index}"
 
 
-def _num_values(record: TierRecord | None) -> dict[bytes, int]:
-    """Values per layer of each of a record's segments."""
-    return {entry.segment_id: len(entry.value_tokens) for entry in record.segments} if record else {}
+def _state_key(session: SessionKey, checkpoint_id: bytes, layer: int) -> str:
+    return f"{_session_prefix(session)}{checkpoint_id.hex()}:{layer}"
+
+
+def _num_values(record: TierRecord | None, *, without: NewRecord | None = None) -> dict[bytes, int]:
+    """Values per layer of each of a record's segments, and 0 for each of its checkpoints."""
+    if record is None:
+        return {}
+    new = _added(without) if without is not None else {}
+    named = {entry.segment_id: len(entry.value_tokens) for entry in record.segments}
+    named |= {entry.checkpoint_id: 0 for entry in record.body.checkpoints}
+    return {its_id: count for its_id, count in named.items() if its_id not in new}
+
+
+def _added(new: NewRecord) -> dict[bytes, int]:
+    """As `_num_values`, of what a write adds."""
+    states = {entry.checkpoint_id: 0 for entry, _ in new.states}
+    return {new.entry.segment_id: len(new.entry.value_tokens), **states}

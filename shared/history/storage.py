@@ -11,10 +11,13 @@ from typing import Protocol
 import msgspec
 
 from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.history.checkpoints import Checkpoint, LayerState, States, thinned
 from kvferry.shared.history.rows import RowChunk, part_of
 from kvferry.shared.history.stored_format import (
     CHUNK_HEADER_BYTES,
     FENCE_BYTES,
+    STATE_HEADER_BYTES,
+    CheckpointEntry,
     RecordBody,
     SegmentEntry,
     StoredShape,
@@ -23,6 +26,7 @@ from kvferry.shared.history.stored_format import (
     tier_record,
     write_chunk,
     write_record,
+    write_state,
 )
 
 VALUE_BYTES = 4 << 20
@@ -56,6 +60,10 @@ class Storage(Protocol):
         """A layer's rows of tokens [start, stop). Raises: HistoryMiss, reason "evicted" or "corrupt"."""
         ...
 
+    def load_states(self, session: SessionKey, entry: CheckpointEntry) -> dict[int, LayerState]:
+        """The states of a checkpoint by layer. Raises: HistoryMiss, reason "evicted" or "corrupt"."""
+        ...
+
     def write(self, session: SessionKey, base: TierRecord | None, new: NewRecord) -> None:
         """Publish a new record in the place of the base.
 
@@ -86,11 +94,13 @@ class NewRecord:
     Attributes:
         value: the record as stored.
         layers: the new segment's chunks, those of each value, by layer.
+        states: of the new checkpoints.
     """
 
     record: TierRecord
     value: bytes
     layers: Sequence[Sequence[RowChunk]]
+    states: Sequence[tuple[CheckpointEntry, States]]
     shape: StoredShape
 
     @property
@@ -110,6 +120,12 @@ class NewRecord:
                 first_token += chunk.num_tokens
 
 
+def state_values(entry: CheckpointEntry, states: States) -> Iterator[tuple[int, bytes]]:
+    """Layer and bytes of each value of a checkpoint."""
+    for layer, state in states.layers.items():
+        yield layer, write_state(state, checkpoint_id=entry.checkpoint_id, layer=layer)
+
+
 def new_record(
     session: SessionKey,
     *,
@@ -120,14 +136,18 @@ def new_record(
     layers: Sequence[Sequence[RowChunk]],
     method: str,
     value_bytes: int,
+    checkpoints: Sequence[Checkpoint] = (),
 ) -> NewRecord:
     """The record of `token_ids`: the base's first `num_base_tokens`, then a new segment of `layers`' rows.
 
-    Args: value_bytes: bytes of one value, about.
+    Args:
+        value_bytes: bytes of one value, about.
+        checkpoints: of the new record, with those that the base has.
     """
-    num_tokens = sum(chunk.num_tokens for chunk in layers[0])
-    layer_bytes = max(sum(chunk.size_bytes for chunk in chunks) for chunks in layers)
+    num_tokens = len(token_ids) - num_base_tokens
+    layer_bytes = max((sum(chunk.size_bytes for chunk in chunks) for chunks in layers), default=0)
     value_tokens = _value_tokens(layers, max(1, value_bytes * num_tokens // max(1, layer_bytes)))
+    value_tokens = value_tokens or (num_tokens,)  # no layer has rows
     ends = list(accumulate(value_tokens, initial=0))
     cut = [[part_of(chunks, low, high)[0] for low, high in pairwise(ends)] for chunks in layers]
     entry = SegmentEntry(
@@ -136,6 +156,7 @@ def new_record(
         value_tokens=value_tokens,
         size_bytes=sum(CHUNK_HEADER_BYTES + chunk.size_bytes for chunks in cut for chunk in chunks),
     )
+    entries, new_states = _checkpoints(base, num_base_tokens, checkpoints)
     body = RecordBody(
         owner=session.owner,
         session_id=session.session_id,
@@ -145,12 +166,33 @@ def new_record(
         turn=base.body.turn + 1 if base is not None else 1,
         token_ids=pack_token_ids(token_ids),
         segments=(*_first_entries(base.segments if base is not None else (), num_base_tokens), entry),
+        checkpoints=entries,
     )
     fence = secrets.token_bytes(FENCE_BYTES)
     value = write_record(fence, body)
     return NewRecord(
-        record=tier_record(fence, body, token_ids, len(value)), value=value, layers=cut, shape=shape
-    )
+        record=tier_record(fence, body, token_ids, len(value)), value=value, layers=cut, states=new_states,
+        shape=shape,
+    )  # fmt: skip
+
+
+def _checkpoints(
+    base: TierRecord | None, num_base_tokens: int, checkpoints: Sequence[Checkpoint]
+) -> tuple[tuple[CheckpointEntry, ...], list[tuple[CheckpointEntry, States]]]:
+    """The entries of a record's checkpoints, and those that the base lacks with their states."""
+    old = base.body.checkpoints if base is not None else ()
+    entries = {its.num_tokens: its for its in old if its.num_tokens <= num_base_tokens}
+    added = {its.num_tokens: its.states for its in checkpoints if its.num_tokens not in entries}
+    for its in checkpoints:
+        if its.num_tokens in added:
+            entries[its.num_tokens] = CheckpointEntry(
+                checkpoint_id=secrets.token_bytes(FENCE_BYTES),
+                num_tokens=its.num_tokens,
+                ends_turn=its.ends_turn,
+                size_bytes=its.states.size_bytes + STATE_HEADER_BYTES * len(its.states.layers),
+            )
+    kept = thinned(entries.values())
+    return kept, [(its, added[its.num_tokens]) for its in kept if its.num_tokens in added]
 
 
 def _first_entries(entries: Iterable[SegmentEntry], num_tokens: int) -> Iterator[SegmentEntry]:

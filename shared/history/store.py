@@ -44,11 +44,11 @@ class HistoryStore:
     Whole segments are shared; a slice is copied, so that no session keeps rows alive that only another one
     uses. Sessions of two owners share nothing.
 
-    Every byte is counted once: staged rows, and each segment for as long as a record or a turn names it,
-    whole even if only a slice of it is used. Above `max_bytes` whole sessions are evicted, least recently
-    used first, but none that has an open turn; rows that wait to be written to another tier stay until they
-    are. A turn that still finds no room goes on without staging, and its commit publishes the reused prefix
-    alone.
+    Every byte is counted once: what is staged, and each segment and each checkpoint's states for as long as a
+    record or a turn names them, a segment whole even if only a slice of it is used. Above `max_bytes` whole
+    sessions are evicted, least recently used first, but none that has an open turn; rows that wait to be
+    written to another tier stay until they are. A turn that still finds no room goes on without staging, and
+    its commit publishes the reused prefix alone.
 
     Attributes:
         turns: staged turns that are not yet committed, aborted or expired, by request id. Guarded by
@@ -60,6 +60,7 @@ class HistoryStore:
         *,
         max_bytes: int,
         num_layers: int,
+        num_states: int = 0,
         turn_lease_s: float,
         clock: Callable[[], float],
         precision: RowPrecision | None = None,
@@ -67,15 +68,18 @@ class HistoryStore:
     ) -> None:
         """Args:
         max_bytes: limit on `size_bytes`.
+        num_layers: layers with rows, which are numbered without the others.
+        num_states: layers with a state. If there are any, sessions are continued from checkpoints.
         turn_lease_s: a turn that nothing was appended to for this long is dropped by `sweep`.
         clock: monotonic seconds.
         precision: how rows are stored; None: as they come.
         on_miss: called with a reason if a session that has had turns is in no tier, and once if a tier that
             may have it did not answer or has a damaged record. Misses during `load` are raised instead.
         """
-        self.records = RecordTable(max_bytes=max_bytes)
+        self.records = RecordTable(max_bytes=max_bytes, has_states=num_states > 0)
         self.turns: dict[str, StagedTurn] = {}
         self.num_layers = num_layers
+        self.num_states = num_states
         self.precision = precision or RowPrecision()
         self.turn_lease_s = turn_lease_s
         self.clock = clock
@@ -129,6 +133,11 @@ class HistoryStore:
         """The session's committed record in memory."""
         with self.records.lock:
             return self.records.get(session)
+
+    def num_reusable(self, session: SessionKey, prompt_token_ids: tuple[int, ...]) -> int:
+        """How many of the prompt's first tokens can be continued from, in memory's record of the session."""
+        with self.records.lock:
+            return self.records.num_reusable(session, prompt_token_ids)
 
     def begin(
         self,
@@ -251,7 +260,7 @@ class HistoryStore:
         rows = None
         for tier, session, record in candidates:
             if record is not None and tier.storage.shape.serves(record):
-                length = min(common_prefix(record.token_ids, prompt), len(prompt) - 1)
+                length = tier.reusable(record, min(common_prefix(record.token_ids, prompt), len(prompt) - 1))
                 if length > stop:
                     stop = length
                     source: ReuseSource = "session" if session == turn.session else "document"

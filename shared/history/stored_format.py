@@ -1,17 +1,18 @@
 """The format of history behind host memory: a session's record, and the values that have its rows.
 
-A record names segments, each what one turn added. A segment has the same values in every layer, each a chunk
-of consecutive tokens' rows. A value begins with a header, a record with a header and a MessagePack body.
-Headers are little-endian, of fixed size, versioned; a checksum (XXH3-64) covers header and payload. Bytes
-that are not exactly what their reader expects are a HistoryMiss, reason "corrupt". Where records and values
-are stored, and how they are published, is the storages' concern.
+A record names segments, each what one turn added, and checkpoints. A segment has the same values in every
+layer, each a chunk of consecutive tokens' rows. A checkpoint has one value for each layer with a state. A
+value begins with a header, a record with a header and a MessagePack body. Headers are little-endian, of fixed
+size, versioned; a checksum (XXH3-64) covers header and payload. Bytes that are not exactly what their reader
+expects are a HistoryMiss, reason "corrupt". Where records and values are stored, and how they are published,
+is the storages' concern.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -22,21 +23,26 @@ from torch import Tensor
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss
+from kvferry.shared.history.checkpoints import LayerState
 from kvferry.shared.history.rows import RowChunk, RowPrecision, part_of
+from kvferry.shared.model.spec import TORCH_DTYPES, StateSpec
 
 FORMAT_VERSION = 1
 FENCE_BYTES = 16
 FENCE_OFFSET = 8
 """Where a record has its fencing token."""
 
-_CHUNK_MAGIC, _RECORD_MAGIC = b"KVFc", b"KVFr"
+_CHUNK_MAGIC, _RECORD_MAGIC, _STATE_MAGIC = b"KVFc", b"KVFr", b"KVFs"
 # magic, version, precision, group offset, layer, H_kv, D, 0, tokens, first token in the segment, segment,
 # payload bytes; then the checksum
 _CHUNK = struct.Struct("<4sHBBHHHHII16sQ")
 # magic, version, 0, fencing token, body bytes, 0; then the checksum
 _RECORD = struct.Struct("<4sHH16sII")
+# magic, version, 0, layer, checkpoint, payload bytes; then the checksum
+_STATE = struct.Struct("<4sHHH16sQ")
 _CHECKSUM = struct.Struct("<Q")
 CHUNK_HEADER_BYTES = _CHUNK.size + _CHECKSUM.size
+STATE_HEADER_BYTES = _STATE.size + _CHECKSUM.size
 RECORD_HEADER_BYTES = _RECORD.size + _CHECKSUM.size
 _MAX_RECORD_BYTES = 256 << 20
 
@@ -54,6 +60,20 @@ class SegmentEntry(msgspec.Struct, frozen=True, array_like=True):
     segment_id: bytes
     length: int
     value_tokens: tuple[int, ...]
+    size_bytes: int
+
+
+class CheckpointEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint as a record names it; see `Checkpoint`.
+
+    Attributes:
+        checkpoint_id: 16 random bytes.
+        size_bytes: of all its values.
+    """
+
+    checkpoint_id: bytes
+    num_tokens: int
+    ends_turn: bool
     size_bytes: int
 
 
@@ -75,6 +95,7 @@ class RecordBody(msgspec.Struct, frozen=True, array_like=True):
     turn: int
     token_ids: bytes
     segments: tuple[SegmentEntry, ...]
+    checkpoints: tuple[CheckpointEntry, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +114,20 @@ class TierRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredShape:
-    """What all stored history of a worker has in common. `fingerprint`: of the model."""
+    """What all stored history of a worker has in common.
+
+    Attributes:
+        fingerprint: of the model.
+        num_layers: layers with rows, which are numbered without the others.
+        states: of each layer with a state, by its number in the model.
+    """
 
     fingerprint: str
     num_layers: int
     num_kv_heads: int
     head_dim: int
     precision: RowPrecision
+    states: Mapping[int, tuple[StateSpec, ...]] = field(default_factory=dict)
 
     def serves(self, record: TierRecord) -> bool:
         """Whether a record's rows are of this model, in the precision that this worker stores."""
@@ -151,6 +179,39 @@ def read_chunk(
         tensors.append(tensor)
         offset += size_bytes
     return shape.precision.chunk(tensors, group_offset=group_offset, head_dim=shape.head_dim)
+
+
+def write_state(state: LayerState, *, checkpoint_id: bytes, layer: int) -> bytes:
+    """A layer's state as a value."""
+    payload = [_tensor_bytes(tensor) for tensor in state.values()]
+    header = _STATE.pack(_STATE_MAGIC, FORMAT_VERSION, 0, layer, checkpoint_id, sum(map(len, payload)))
+    return b"".join([header, _CHECKSUM.pack(_checksum(header, *payload)), *payload])
+
+
+def read_state(
+    value: bytes | None, *, shape: StoredShape, checkpoint_id: bytes, layer: int
+) -> dict[str, Tensor]:
+    """The state that a value must contain, in memory of its own.
+
+    Raises: HistoryMiss, reason "evicted" (the value is None) or "corrupt".
+    """
+    what = f"state {checkpoint_id.hex()}:{layer}"
+    if value is None:
+        raise HistoryMiss(f"{what} is lost", reason="evicted")
+    specs = shape.states[layer]
+    size_bytes = sum(its.size_bytes for its in specs)
+    header = _STATE.pack(_STATE_MAGIC, FORMAT_VERSION, 0, layer, checkpoint_id, size_bytes)
+    payload = memoryview(value)[STATE_HEADER_BYTES:]
+    if value[: _STATE.size] != header or len(payload) != size_bytes:
+        raise corrupt(f"{what} is not what its record names")
+    if _CHECKSUM.unpack_from(value, _STATE.size)[0] != _checksum(header, payload):
+        raise corrupt(f"{what} fails its checksum")
+    state, offset = {}, 0
+    for its in specs:
+        tensor = torch.empty(its.shape, dtype=TORCH_DTYPES[its.dtype])
+        _tensor_bytes(tensor)[:] = payload[offset : offset + its.size_bytes]
+        state[its.name], offset = tensor, offset + its.size_bytes
+    return state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +291,10 @@ def read_record(value: bytes, session: SessionKey) -> TierRecord:
             raise corrupt(f"{what} names an impossible segment")
     if sum(entry.length for entry in body.segments) != len(token_ids):
         raise corrupt(f"{what} has other tokens than its segments")
+    for checkpoint in body.checkpoints:
+        is_inside = 0 < checkpoint.num_tokens <= len(token_ids)
+        if len(checkpoint.checkpoint_id) != FENCE_BYTES or not is_inside:
+            raise corrupt(f"{what} names an impossible checkpoint")
     return tier_record(fence, body, token_ids, len(value))
 
 
@@ -243,6 +308,7 @@ def corrupt(message: str) -> HistoryMiss:
 
 def tier_record(fence: bytes, body: RecordBody, token_ids: Sequence[int], num_bytes: int) -> TierRecord:
     size_bytes = num_bytes + sum(entry.size_bytes for entry in body.segments)
+    size_bytes += sum(entry.size_bytes for entry in body.checkpoints)
     return TierRecord(fence=fence, body=body, token_ids=tuple(token_ids), size_bytes=size_bytes)
 
 

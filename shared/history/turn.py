@@ -19,7 +19,8 @@ from torch import Tensor
 from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
 from kvferry.shared.errors import HistoryMiss, InvalidRequest, SessionBusy, SessionNotFound
 from kvferry.shared.history.back_tier import BackRows
-from kvferry.shared.history.records import StoredRecord, common_prefix
+from kvferry.shared.history.checkpoints import Checkpoint, LayerState, States, host_copy, thinned
+from kvferry.shared.history.records import StoredRecord, common_prefix, parts_of
 from kvferry.shared.history.rows import (
     LayerKV,
     Piece,
@@ -57,8 +58,9 @@ class StagedTurn:
 
         tokens   0 ......... m ............. r ........... prompt ....... generated
                  memory    another tier    run by prefill  returned by decode
+        states                             loaded      checkpoint       checkpoint
 
-    While OPEN or OVERFLOWED it has references on the pieces that it reuses, so that neither eviction nor
+    While OPEN or OVERFLOWED it has references on the parts that it reuses, so that neither eviction nor
     another turn's commit frees them. Rows appended in any other state are ignored: the commit fails.
 
     Attributes:
@@ -85,6 +87,8 @@ class StagedTurn:
         # The commit replaces this record of the session and no other.
         self._base = self._records.get(session)
         self._pieces = first_pieces(record.pieces, self._memory_tokens) if record is not None else ()
+        checkpoints = record.checkpoints if record is not None else ()
+        self._checkpoints = tuple(its for its in checkpoints if its.num_tokens <= self._memory_tokens)
         self._num_exact_reused = (
             min(self._memory_tokens, record.num_exact_tokens) if record is not None else 0
         )
@@ -94,7 +98,7 @@ class StagedTurn:
         self._rebuild = False
         self._clear_staged()
         self._state = TurnState.OPEN
-        self._records.retain(self._pieces)
+        self._records.retain(parts_of(self._pieces, self._checkpoints))
         self._records.busy[session] += 1
         store.turns[request_id] = self
 
@@ -156,6 +160,33 @@ class StagedTurn:
             chunks += fetched
         return chunk_rows(chunks) if chunks else None
 
+    def load_state(self, layer: int) -> LayerState | None:
+        """The state after `reused_tokens` tokens, or None if nothing is reused. Must not be written to.
+
+        Args: layer: of the model, one that has a state.
+        Raises: HistoryMiss: it is gone.
+        """
+        with self._records.lock:
+            if self._memory_tokens and not self.is_open:
+                raise self._over(f"history of request {self.request_id} is gone: its turn is")
+            checkpoints = self._checkpoints
+        if self._back_rows is not None:
+            state = self._back_rows.load_state(layer)
+            self._stage_state(self.reused_tokens, layer, state, self._back_rows.ends_turn)
+            return state
+        return checkpoints[-1].states.layers[layer] if checkpoints else None
+
+    def append_state(self, layer: int, state: LayerState, num_tokens: int) -> None:
+        """Copy a layer's state after the first `num_tokens` tokens to the host. They are the prompt, or all
+        tokens whose KV decode returned.
+
+        Raises: HistoryMiss: the turn is already committed.
+        """
+        if self._state is TurnState.COMMITTED:
+            raise HistoryMiss(f"the turn of request {self.request_id} is already committed", reason="late")
+        if self._state is TurnState.OPEN:
+            self._stage_state(num_tokens, layer, host_copy(state), num_tokens > len(self._prompt))
+
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Copy `[H_kv, n, D]` rows to the host, after those already staged for this layer. Of latent rows
         `values` are the keys' first channels and are not copied.
@@ -176,7 +207,7 @@ class StagedTurn:
         """Drop what was staged and continue from nothing, because rows to be reused are gone. Whether the
         turn may commit does not change."""
         with self._records.lock:
-            self._release_rows()
+            self._release_parts()
             if self._back_rows is not None:
                 self._back_rows.cancel()
                 self._back_rows, self._rebuild = None, True
@@ -224,7 +255,7 @@ class StagedTurn:
     def end(self, state: TurnState) -> None:
         """Free the turn's rows. If its session was dropped it stays registered, so that its commit fails."""
         with self._records.lock:
-            self._release_rows()
+            self._release_parts()
             self._state = state
             turns = self._store.turns
             if state is not TurnState.DROPPED and turns.get(self.request_id) is self:
@@ -246,21 +277,31 @@ class StagedTurn:
             for piece in self._pieces
         )
 
+    def _stage_state(self, num_tokens: int, layer: int, state: LayerState, ends_turn: bool) -> None:
+        with self._records.lock:
+            if self._stage_bytes(sum(its.nbytes for its in state.values())):
+                self._staged_states.setdefault((num_tokens, ends_turn), {})[layer] = state
+
     # ---- the caller holds the lock -----------------------------------------------------------------------
 
     def _stage(self, layer: int, chunk: RowChunk) -> None:
+        if self._stage_bytes(chunk.size_bytes):
+            self._staged[layer].append(chunk)
+            self._staged_tokens[layer] += chunk.num_tokens
+
+    def _stage_bytes(self, num_bytes: int) -> bool:
+        """Count bytes that are about to be staged. Returns False if they must not be."""
         if self._state is not TurnState.OPEN:
-            return
-        if not self._records.make_room(chunk.size_bytes):
+            return False
+        if not self._records.make_room(num_bytes):
             log.warning("history has no room for a turn", request_id=self.request_id)
             self._unstage()
             self._state = TurnState.OVERFLOWED
-            return
-        self._records.size_bytes += chunk.size_bytes
-        self._staged_bytes += chunk.size_bytes
-        self._staged[layer].append(chunk)
-        self._staged_tokens[layer] += chunk.num_tokens
+            return False
+        self._records.size_bytes += num_bytes
+        self._staged_bytes += num_bytes
         self.extend_lease()
+        return True
 
     def limit_lease(self, limit_s: float) -> None:
         """Let the lease end at this time at the latest, on the store's clock."""
@@ -284,34 +325,60 @@ class StagedTurn:
         records = self._records
         pieces = records.add_copies(first_pieces(reused, len(token_ids)))
         num_tokens = sum(piece.length for piece in pieces)
+        checkpoints = self._checkpoints
         if num_tokens == self._memory_tokens:
-            num_new = min(len(token_ids) - num_tokens, *self._staged_tokens)
+            num_new = min(len(token_ids) - num_tokens, self._num_staged())
             if num_new > 0:
                 segment = Segment(self._staged, num_new)
                 records.size_bytes += segment.size_bytes
                 pieces = (*pieces, Piece(segment=segment, length=num_new))
                 num_tokens += num_new
-        records.retain(pieces)
+                checkpoints = (*checkpoints, *self._new_checkpoints())
+        known = {its.num_tokens: its for its in checkpoints if its.num_tokens <= num_tokens}
+        checkpoints = thinned(known.values(), num_exact=self._num_exact(num_tokens))
+        new_states = {its.states for its in checkpoints if its.states.references == 0}
+        records.size_bytes += sum(its.size_bytes for its in new_states)
+        records.retain(parts_of(pieces, checkpoints))
         records.forget(self.session)
         record = None
         if num_tokens > 0:
-            exact = self._num_exact_reused
-            if exact == self._memory_tokens and not self._adopted:
-                exact = len(self._prompt)
             record = StoredRecord(
                 token_ids=token_ids[:num_tokens],
                 pieces=pieces,
-                num_exact_tokens=min(exact, num_tokens),
+                num_exact_tokens=self._num_exact(num_tokens),
+                checkpoints=checkpoints,
                 pinned=pinned,
             )
             records.add(self.session, record)
         self.end(TurnState.COMMITTED)
         return record
 
-    def _release_rows(self) -> None:
+    def _num_exact(self, num_tokens: int) -> int:
+        """`StoredRecord.num_exact_tokens` of a record of this many tokens."""
+        exact = self._num_exact_reused
+        if exact == self._memory_tokens and not self._adopted:
+            exact = len(self._prompt)
+        return min(exact, num_tokens)
+
+    def _num_staged(self) -> int:
+        """How many tokens after those of memory have rows in every layer, or are followed by a checkpoint if
+        no layer has rows."""
+        if self._staged_tokens:
+            return min(self._staged_tokens)
+        return max((its.num_tokens for its in self._new_checkpoints()), default=0) - self._memory_tokens
+
+    def _new_checkpoints(self) -> list[Checkpoint]:
+        """The staged states that are whole."""
+        return [
+            Checkpoint(num_tokens=num_tokens, states=States(layers), ends_turn=ends_turn)
+            for (num_tokens, ends_turn), layers in self._staged_states.items()
+            if len(layers) == self._store.num_states
+        ]
+
+    def _release_parts(self) -> None:
         self._unstage()
-        self._records.release(self._pieces)
-        self._pieces = ()
+        self._records.release(parts_of(self._pieces, self._checkpoints))
+        self._pieces, self._checkpoints = (), ()
 
     def _unstage(self) -> None:
         self._records.size_bytes -= self._staged_bytes
@@ -321,6 +388,7 @@ class StagedTurn:
         self._staged_bytes = 0
         self._staged_tokens = [0] * self._store.num_layers
         self._staged: list[list[RowChunk]] = [[] for _ in range(self._store.num_layers)]
+        self._staged_states: dict[tuple[int, bool], dict[int, LayerState]] = {}
 
 
 def record_info(record: StoredRecord | None) -> HistoryInfo:

@@ -3,15 +3,17 @@
 Called by the engines of prefill and decode; `loading.py` loads models. transformers calls `attention_forward`
 in every layer with the layer's post-RoPE queries, keys and values. The current pass is the keyword argument
 `kvferry` of the model's call, so there is no global state. Prefill gives K and V to its `PrefillObserver`;
-decode calls its `DecodeAttention`. No KV is stored here.
+decode calls its `DecodeAttention`. No KV is stored here. The states of layers that have one go through
+transformers' cache argument (`state_cache.py`).
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +23,14 @@ from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest, Unsuppo
 from kvferry.shared.model.adapters.decoder import decoder_of
 from kvferry.shared.model.adapters.latent import LATENT, Latent
 from kvferry.shared.model.adapters.temperature import QUERY_SCALE
-from kvferry.shared.model.interface import DecodeAttention, PrefillObserver
+from kvferry.shared.model.interface import DecodeAttention, LayerStates, PrefillObserver
+from kvferry.shared.model.layers import state_layers
 from kvferry.shared.model.prefill_attention import expanded_attention, prefill_attention
 from kvferry.shared.model.rotary import KeyRotation
 from kvferry.shared.model.spec import LayerSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from kvferry.shared.model.state_cache import StateCache
 
 ATTENTION_NAME = "kvferry"
 _LOGITS = 1 << 22
@@ -48,11 +54,14 @@ _NO_POSITIONS = torch.empty(0)
 class AttentionPass(Protocol):
     """One forward pass of the model.
 
-    Attributes: positions: int64 `[B, T]`, set before the pass.
+    Attributes:
+        positions: int64 `[B, T]`, set before the pass.
+        cache: of a model with states, set before the pass.
     """
 
     spec: ModelSpec
     positions: Tensor
+    cache: StateCache | None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, latent: Latent | None
@@ -92,7 +101,8 @@ def attention_forward(
         )
     of_latent = module.__dict__.get(LATENT)  # where it is missing, getattr of a module is slow
     latent: Latent | None = None if of_latent is None else of_latent()
-    layer = _check_call(module, attention_mask, kwargs, current.spec)
+    of_module = getattr(module, "layer_idx", None) if current.cache is None else current.cache.attending
+    layer = _check_call(module, of_module, attention_mask, kwargs, current.spec)
     if latent is None and key.shape[-1] != value.shape[-1]:
         raise UnsupportedModel(
             f"{type(module).__name__} has keys of size {key.shape[-1]} and values of size "
@@ -120,12 +130,12 @@ def _softmax(scaling: float, num_kv_heads: int, arguments: Mapping[str, Any]) ->
 
 def _check_call(
     module: nn.Module,
+    layer: int | None,
     attention_mask: Tensor | None,
     arguments: Mapping[str, Any],
     spec: ModelSpec,
 ) -> int:
     """Check one call of the attention; returns the layer's index. Raises: UnsupportedModel."""
-    layer = getattr(module, "layer_idx", None)
     name = type(module).__name__
     if not isinstance(layer, int):
         raise UnsupportedModel(f"{name} has no layer_idx; attention modules must know their layer")
@@ -167,6 +177,7 @@ class PrefillPass:
         self._layers = spec.layers or (LayerSpec(),) * spec.num_layers
         self.spec = spec
         self.positions = _NO_POSITIONS
+        self.cache: StateCache | None = None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, latent: Latent | None
@@ -200,6 +211,7 @@ class DecodePass:
         self._attention = attention
         self.spec = spec
         self.positions = _NO_POSITIONS
+        self.cache: StateCache | None = None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, latent: Latent | None
@@ -225,13 +237,28 @@ class AttentionCall:
     latent_dim: int
 
 
+class NoStates:
+    """Implements `LayerStates` for a pass that begins without states. Attributes: stored: those after it."""
+
+    def __init__(self) -> None:
+        self.stored: dict[int, Mapping[str, Tensor]] = {}
+
+    def load(self, layer: int) -> None:
+        """See `LayerStates.load`."""
+
+    def store(self, layer: int, state: Mapping[str, Tensor]) -> None:
+        """See `LayerStates.store`."""
+        self.stored[layer] = state
+
+
 class ProbePass:
     """Records each layer's call. Its attention returns zeros, so that a token's key depends on the token and
-    its position alone, in every layer."""
+    its position alone, in every layer; of a model with states, if each token is a sequence of its own."""
 
     def __init__(self, *, spec: ModelSpec) -> None:
         self.spec = spec
         self.positions = _NO_POSITIONS
+        self.cache: StateCache | None = None
         self.calls: list[AttentionCall] = []
 
     def attend(
@@ -240,7 +267,7 @@ class ProbePass:
         call = AttentionCall(
             layer=layer,
             shape=(key.shape[1], query.shape[1] // key.shape[1], key.shape[3]),
-            keys=key[0].clone(),
+            keys=key.transpose(0, 1).flatten(1, 2).clone(),
             has_plain_softmax=not isinstance(scaling, Softmax),
             latent_dim=0 if latent is None else value.shape[3],
         )
@@ -263,6 +290,9 @@ class TransformersModel:
         self.dtype: torch.dtype = model.dtype
         self._model = model
         self._rotation = rotation
+        self._state_layers = state_layers(model.config.get_text_config())
+        takes_cache_params = "cache_params" in inspect.signature(model.forward).parameters
+        self._cache_argument = "cache_params" if takes_cache_params else "past_key_values"
         self._skipped = (0, 0)
 
     def twin(self) -> TransformersModel:
@@ -278,6 +308,7 @@ class TransformersModel:
         *,
         start: int,
         observer: PrefillObserver,
+        states: LayerStates | None = None,
         on_logits: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """Run new prompt tokens, layer by layer; see `LanguageModel.prefill`.
@@ -293,7 +324,7 @@ class TransformersModel:
         positions = torch.arange(start, end, device=self.device)
         current = PrefillPass(observer, start=start, spec=self.spec)
         if on_logits is None:
-            return self._run(token_ids[None], positions[None], current)[0]
+            return self._run(token_ids[None], positions[None], current, states)[0]
         hidden: list[Tensor] = []
 
         def keep(_: Any, __: Any, options: Any, output: Any) -> None:
@@ -302,7 +333,7 @@ class TransformersModel:
 
         hook = decoder_of(self._model).register_forward_hook(keep, with_kwargs=True)
         try:
-            logits = self._run(token_ids[None], positions[None], current)[0]
+            logits = self._run(token_ids[None], positions[None], current, states)[0]
         finally:
             hook.remove()
         self._head(hidden[0], logits, start, on_logits)
@@ -327,24 +358,34 @@ class TransformersModel:
             on_logits(start + first, head(hidden[first : first + num_rows]))
 
     @torch.inference_mode()
-    def decode(self, token_ids: Tensor, positions: Tensor, *, attention: DecodeAttention) -> Tensor:
+    def decode(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        *,
+        attention: DecodeAttention,
+        states: LayerStates | None = None,
+    ) -> Tensor:
         """Run one token for each of B sequences; see `LanguageModel.decode`."""
         current = DecodePass(attention, spec=self.spec)
-        return self._run(token_ids[:, None], positions[:, None], current)
+        assert states is not None or not self._state_layers, "the model has states, and none are given"
+        return self._run(token_ids[:, None], positions[:, None], current, states)
 
     @torch.inference_mode()
-    def probe(self, token_ids: Tensor) -> tuple[list[AttentionCall], int]:
-        """Record the attention's calls for some tokens, int64 `[T]`. Returns: also the size of the logits.
+    def probe(self, token_ids: Tensor) -> tuple[list[AttentionCall], dict[int, Mapping[str, Tensor]], int]:
+        """Record the attention's calls for some tokens, int64 `[T]`. Returns: also the layers' states, and
+        the size of the logits.
 
         Raises: UnsupportedModel.
         """
-        current = ProbePass(spec=self.spec)
+        current, states = ProbePass(spec=self.spec), NoStates()
         positions = torch.arange(len(token_ids), device=self.device)
+        shape = (len(token_ids), 1) if self._state_layers else (1, len(token_ids))
         try:
-            logits = self._run(token_ids[None], positions[None], current)
+            logits = self._run(token_ids.view(shape), positions.view(shape), current, states)
         except TypeError as error:
             raise UnsupportedModel(f"the model's forward lacks an argument that we need: {error}") from error
-        return current.calls, logits.shape[1]
+        return current.calls, states.stored, logits.shape[1]
 
     @torch.inference_mode()
     def pre_rope_keys(self, layer: int, keys: Tensor) -> Tensor:
@@ -363,13 +404,24 @@ class TransformersModel:
         """
         self._skipped = (first, number)
 
-    def _run(self, token_ids: Tensor, positions: Tensor, current: AttentionPass) -> Tensor:
+    def _run(
+        self, token_ids: Tensor, positions: Tensor, current: AttentionPass, states: LayerStates | None
+    ) -> Tensor:
         first, skipped = self._skipped
         if skipped:
             positions = positions + skipped * (positions >= first)
         current.positions = positions
-        output = self._model(
-            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=1, kvferry=current
-        )
+        arguments: dict[str, Any] = {"input_ids": token_ids, "position_ids": positions, "logits_to_keep": 1}
+        if not self._state_layers:
+            output = self._model(**arguments, use_cache=False, kvferry=current)
+        else:
+            # imported here because it imports transformers
+            from kvferry.shared.model.state_cache import StateCache
+
+            config = self._model.config.get_text_config()
+            cache = current.cache = StateCache(config, self._state_layers, states or NoStates())
+            arguments[self._cache_argument] = cache
+            output = self._model(**arguments, use_cache=False, kvferry=current)
+            cache.finish()
         logits: Tensor = output.logits[:, -1]
         return logits.float()

@@ -6,7 +6,7 @@ query heads per KV head, T tokens, D head_dim, L layers, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -44,6 +44,20 @@ class DecodeAttention(Protocol):
         ...
 
 
+class LayerStates(Protocol):
+    """Where the states of a pass's layers come from and go to. Called for each layer with a state, in order;
+    a model's layer that also attends has its state in another layer, see `ModelSpec.layers`."""
+
+    def load(self, layer: int) -> Mapping[str, Tensor] | None:
+        """The tensors of `LayerSpec.state` after the tokens before this pass, `[B, ...]`, on the device; the
+        pass changes them. None: there are no such tokens."""
+        ...
+
+    def store(self, layer: int, state: Mapping[str, Tensor]) -> None:
+        """Take the layer's tensors after the pass's tokens."""
+        ...
+
+
 class LanguageModel(Protocol):
     """A loaded model. Not thread-safe, but a prefill may run within another one, between two operations."""
 
@@ -62,6 +76,7 @@ class LanguageModel(Protocol):
         *,
         start: int,
         observer: PrefillObserver,
+        states: LayerStates | None = None,
         on_logits: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """Run new prompt tokens, layer by layer.
@@ -69,6 +84,7 @@ class LanguageModel(Protocol):
         Args:
             token_ids: int64 `[T]`, T >= 1.
             start: position of the first one (= history length P).
+            states: of a model that has states; None: there are none before, and those after are dropped.
             on_logits: called after the last layer with a position and the logits `[t, V]` of the t tokens
                 from it on, until all tokens' have come; t is small enough to bound the memory.
 
@@ -77,10 +93,18 @@ class LanguageModel(Protocol):
         """
         ...
 
-    def decode(self, token_ids: Tensor, positions: Tensor, *, attention: DecodeAttention) -> Tensor:
+    def decode(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        *,
+        attention: DecodeAttention,
+        states: LayerStates | None = None,
+    ) -> Tensor:
         """Run one token for each of B sequences.
 
-        Args: token_ids and positions int64 `[B]`. Returns: float32 logits `[B, V]`.
+        Args: token_ids and positions int64 `[B]`; states: of a model that has states.
+        Returns: float32 logits `[B, V]`.
         """
         ...
 

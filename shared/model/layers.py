@@ -1,4 +1,5 @@
-"""What each layer of a model attends to, from its configuration; layers of other kinds are refused by name.
+"""What each layer of a model attends to, or that it has a state, from its configuration; layers of other
+kinds are refused by name.
 
 Called before weights are read. The probe at load time compares the windows with those of the attention calls.
 """
@@ -17,19 +18,35 @@ _KINDS: Mapping[str, Callable[[Any], LayerSpec]] = {
     "chunked_attention": lambda config: LayerSpec(
         window=_window(config, "attention_chunk_size"), is_chunked=True
     ),
+    "linear_attention": lambda config: LayerSpec(has_rows=False),
+    "conv": lambda config: LayerSpec(has_rows=False),
+    "moe": lambda config: LayerSpec(has_rows=False),
+    "mlp": lambda config: LayerSpec(has_rows=False),
+    "hybrid": lambda config: LayerSpec(),
 }
 """Supported kinds of layers by their name in `layer_types`. A new kind is an entry here and a format."""
 _REFUSED: Mapping[str, str] = {
-    "linear_attention": "linear attention",
-    "conv": "convolution",
     "indexed_attention": "attention to tokens that an indexer selects (DSA)",
-    "mamba": "a state space",
-    "recurrent": "recurrent layers",
 }
+_WITH_STATE = ("linear_attention", "conv", "hybrid")
+
+
+def state_layers(config: Any) -> dict[int, int]:
+    """The layers of the model that have a state: each with its number in `layer_specs`.
+
+    Those that attend, too, have their state in a layer of its own, after the model's last layer.
+    """
+    kinds = getattr(config, "layer_types", None) or []
+    both = [layer for layer, kind in enumerate(kinds) if kind == "hybrid"]
+    return {
+        layer: len(kinds) + both.index(layer) if layer in both else layer
+        for layer, kind in enumerate(kinds)
+        if kind in _WITH_STATE
+    }
 
 
 def layer_specs(config: Any, *, max_model_len: int) -> tuple[LayerSpec, ...]:
-    """One per layer; empty if every layer attends to all tokens.
+    """One per layer, the states of which are not known yet; empty if every layer attends to all tokens.
 
     Args:
         config: a transformers text configuration.
@@ -50,6 +67,7 @@ def layer_specs(config: Any, *, max_model_len: int) -> tuple[LayerSpec, ...]:
             )
         spec = _KINDS[kind](config)
         layers.append(spec if spec.window < max_model_len else LayerSpec())
+    layers += [LayerSpec(has_rows=False)] * list(kinds).count("hybrid")
     return tuple(layers) if any(spec != LayerSpec() for spec in layers) else ()
 
 

@@ -68,7 +68,7 @@ def load_model(
         spec = ModelSpec(
             name=name or Path(path_or_id).name,
             fingerprint=model_fingerprint(folder, dtype=dtype_name, rope=rope),
-            num_layers=int(text_config.num_hidden_layers),
+            num_layers=len(layers) or int(text_config.num_hidden_layers),
             num_heads=0,
             num_kv_heads=0,
             head_dim=0,
@@ -170,7 +170,7 @@ def _make_rope_static(config: Any, max_model_len: int) -> str:
 
     Returns: what was chosen, which is part of the model's identity; "" if there was no choice.
     """
-    rope, chosen = config.rope_parameters, ""
+    rope, chosen = getattr(config, "rope_parameters", None) or {}, ""
     for part in [rope] if "rope_type" in rope else [part for part in rope.values() if part]:
         if part["rope_type"] == "dynamic":
             part["rope_type"] = "default"
@@ -188,6 +188,13 @@ def _resolve_max_model_len(config: Any, requested: int, own: int) -> int:
         limit = max(own, int(rope["factor"] * rope["original_max_position_embeddings"]))
     else:
         limit = own
+    if not own:
+        if requested < 1:
+            raise ConfigurationError(
+                f"max_model_len is {requested}, and the model's configuration has no limit; it must be at "
+                "least 1"
+            )
+        return requested
     if not 0 <= requested <= limit:
         raise ConfigurationError(f"max_model_len is {requested}; it must be in 1..{limit}, or 0 for {own}")
     return requested or own

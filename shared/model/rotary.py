@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,6 +21,8 @@ from kvferry.shared.model.adapters.decoder import decoder_of
 Layout = Literal["halves", "interleaved"]
 """The channels of pair j of R rotated channels: (j, j + R/2), or (2j, 2j + 1)."""
 
+_ROTARY = ("rotary_emb", "pos_emb")
+"""Names of a decoder's rotary embedding."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -32,8 +34,8 @@ class KeyRotation:
     one and beyond the rotary embedding's width stay as they are.
 
     Args:
-        rotary: the model's rotary embedding module.
-        rotated: for each layer, whether its keys are rotated at all.
+        rotary: the model's rotary embedding module; None if it has none.
+        rotated: the layers whose keys are rotated at all.
         layer_types: one per layer if the embedding depends on it, else None.
         angles, channels: layouts of the embedding's cosines and of the channels they apply to.
         is_reversed: whether angles count the other way round.
@@ -42,9 +44,9 @@ class KeyRotation:
 
     def __init__(
         self,
-        rotary: nn.Module,
+        rotary: nn.Module | None,
         *,
-        rotated: Sequence[bool],
+        rotated: Set[int],
         layer_types: Sequence[str] | None,
         angles: Layout,
         channels: Layout,
@@ -61,8 +63,9 @@ class KeyRotation:
 
     def undo(self, layer: int, keys: Tensor) -> Tensor:
         """Args: keys: post-RoPE `[H_kv, T, D]` at positions 0 to T - 1. Returns: float32 `[H_kv, T, D]`."""
-        if not self._rotated[layer]:
+        if layer not in self._rotated:
             return keys.to(torch.float32, copy=True)
+        assert self._rotary is not None, "keys are rotated without a rotary embedding"
         layer_type = None if self._layer_types is None else self._layer_types[layer]
         cos, sin = _cos_sin(self._rotary, keys, layer_type)
         width = cos.shape[1]
@@ -79,7 +82,9 @@ class KeyRotation:
         return restored
 
 
-def find_key_rotation(model: Any, keys: Sequence[Tensor], *, first_channel: int = 0) -> KeyRotation | None:
+def find_key_rotation(
+    model: Any, keys: Mapping[int, Tensor], *, first_channel: int = 0
+) -> KeyRotation | None:
     """The rotation of a model's keys, or None if it cannot be undone.
 
     The probe's key of a token depends on the position only through the rotation. So the right layout is the
@@ -87,18 +92,23 @@ def find_key_rotation(model: Any, keys: Sequence[Tensor], *, first_channel: int 
 
     Args:
         model: a transformers causal language model.
-        keys: of its layers, see `probe_attention`.
+        keys: by layer, see `probe_attention`.
         first_channel: as of `KeyRotation`.
     """
-    rotary = getattr(decoder_of(model), "rotary_emb", None)
+    decoder = decoder_of(model)
+    rotary = next((its for name in _ROTARY if (its := getattr(decoder, name, None)) is not None), None)
+    tolerance = _TOLERANCE[model.dtype]
+    rotated = {layer for layer, its in keys.items() if not _is_position_free(its.float(), tolerance)}
+    if not rotated:
+        return KeyRotation(
+            None, rotated=rotated, layer_types=None, angles="halves", channels="halves", is_reversed=False
+        )
     if not isinstance(rotary, nn.Module):
         return None
     layer_types = None
     if "layer_type" in inspect.signature(rotary.forward).parameters:
         layer_types = model.config.get_text_config().layer_types
-    tolerance = _TOLERANCE[keys[0].dtype]
-    rotated = [not _is_position_free(its.float(), tolerance) for its in keys]
-    first = rotated.index(True) if any(rotated) else 0
+    first = min(rotated)
     cos, _ = _cos_sin(rotary, keys[first], layer_types[first] if layer_types else None)
     if not 2 <= cos.shape[1] <= keys[first].shape[2] - first_channel or cos.shape[1] % 2:
         return None
@@ -114,7 +124,7 @@ def find_key_rotation(model: Any, keys: Sequence[Tensor], *, first_channel: int 
             is_reversed=is_reversed,
             first_channel=first_channel,
         )
-        if all(_is_position_free(rotation.undo(i, its), tolerance) for i, its in enumerate(keys)):
+        if all(_is_position_free(rotation.undo(i, its), tolerance) for i, its in keys.items()):
             return rotation
     return None
 

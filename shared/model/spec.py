@@ -5,7 +5,9 @@ Built once at load time by `loading.py`. Workers send it in their status, so the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -21,8 +23,27 @@ DTYPE_BYTES: dict[str, int] = {name: dtype.itemsize for name, dtype in TORCH_DTY
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateSpec:
+    """One tensor of a layer's state, which has the same size after any number of tokens.
+
+    Attributes:
+        name: "conv_0", "recurrent_0", ...: as transformers' cache numbers them.
+        shape: of one sequence.
+        dtype: its own; recurrent states may be float32 in a 16-bit model.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DTypeName
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """Which tokens a layer attends to, and how.
+    """Which tokens a layer attends to, and how; or that it has a state instead.
 
     Attributes:
         window: W: a token attends to the last W tokens, itself included; 0: to all.
@@ -31,12 +52,21 @@ class LayerSpec:
         latent_dim: of latent rows (multi-head latent attention, MLA): how many of a key's first channels are
             the value, too. Such a row is a token's latent vector and its rotary key, which all heads share;
             it is stored and shipped once. 0: K and V are stored each.
+        has_rows: whether it attends, so that every token has K and V in it.
+        state: of a layer without rows: its recurrent, linear-attention or convolution state. It may be empty:
+            the layer has neither.
     """
 
     window: int = 0
     is_chunked: bool = False
     has_plain_softmax: bool = True
     latent_dim: int = 0
+    has_rows: bool = True
+    state: tuple[StateSpec, ...] = ()
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(its.size_bytes for its in self.state)
 
     def first_visible(self, position: int) -> int:
         """The first token that the one at `position` attends to."""
@@ -75,7 +105,8 @@ class ModelSpec:
         max_model_len: context window in tokens, prompt plus completion.
         dtype: compute dtype, which is also the dtype of K and V.
         eos_token_ids: ids that end a completion.
-        layers: one per layer; empty if every layer attends to all tokens.
+        layers: one per layer; empty if every layer attends to all tokens. A layer of the model that has both
+            rows and a state is two of them; those of such states come after the model's last layer.
     """
 
     name: str
@@ -92,6 +123,21 @@ class ModelSpec:
 
     def layer(self, layer: int) -> LayerSpec:
         return self.layers[layer] if self.layers else LayerSpec()
+
+    @cached_property
+    def row_layers(self) -> tuple[int, ...]:
+        """The layers with K and V of every token."""
+        return tuple(layer for layer in range(self.num_layers) if self.layer(layer).has_rows)
+
+    @cached_property
+    def row_numbers(self) -> dict[int, int]:
+        """Each of `row_layers` with its number among them."""
+        return {layer: number for number, layer in enumerate(self.row_layers)}
+
+    @cached_property
+    def state_layers(self) -> tuple[int, ...]:
+        """The layers with a state."""
+        return tuple(layer for layer, its in enumerate(self.layers) if its.state)
 
     @property
     def latent_dim(self) -> int:
@@ -116,11 +162,10 @@ class ModelSpec:
     @property
     def kv_token_bytes(self) -> int:
         """Bytes of one token's full KV over all layers and KV heads: K and V, or latent rows."""
-        return len(self.row_names) * self.num_layers * self.num_kv_heads * self.row_bytes
+        return len(self.row_names) * len(self.row_layers) * self.num_kv_heads * self.row_bytes
 
     def full_bytes(self, num_tokens: int) -> int:
-        """Bytes of the KV that tokens after a prompt attend to without compression."""
-        if not self.layers:
-            return self.kv_token_bytes * num_tokens
-        rows = sum(layer.num_needed(num_tokens) for layer in self.layers)
-        return self.kv_token_bytes // self.num_layers * rows
+        """Bytes that tokens after a prompt need of it without compression: KV and states."""
+        rows = sum(self.layer(layer).num_needed(num_tokens) for layer in self.row_layers)
+        states = sum(self.layers[layer].state_bytes for layer in self.state_layers)
+        return len(self.row_names) * self.num_kv_heads * self.row_bytes * rows + states

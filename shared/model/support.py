@@ -1,14 +1,15 @@
-"""The supported models: decoders with causal rotary attention. Others are refused with the feature's name.
+"""The supported models: decoders with causal attention. Others are refused with the feature's name.
 
-Dropping some tokens' K and V is only valid if a token affects later ones through attention alone, and if
-attention treats all earlier tokens alike. The configuration is checked before weights are read. `bridge.py`
-checks the rest in every attention call, first in the probe at load time.
+Dropping some tokens' K and V is only valid if a token affects later ones through attention, and through
+states that are shipped whole, and if attention treats all earlier tokens alike. The configuration is checked
+before weights are read. `bridge.py` checks the rest in every attention call, first in the probe at load time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -16,16 +17,9 @@ from torch import Tensor
 from kvferry.shared.errors import UnsupportedModel
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.families import MODEL_TYPES
-from kvferry.shared.model.layers import layer_specs
-from kvferry.shared.model.spec import LayerSpec, ModelSpec
+from kvferry.shared.model.layers import layer_specs, state_layers
+from kvferry.shared.model.spec import TORCH_DTYPES, DTypeName, LayerSpec, ModelSpec, StateSpec
 
-_RECURRENT_KEYS = (
-    "mamba_d_state",
-    "layers_block_type",
-    "linear_num_value_heads",
-    "conv_L_cache",
-    "conv1d_width",
-)
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
 """`longrope` is made static by `loading.py`."""
 _MAX_PROBE_TOKENS = 8
@@ -48,7 +42,8 @@ def check_config(config: Any, *, max_model_len: int) -> tuple[LayerSpec, ...]:
     if feature is not None:
         raise UnsupportedModel(
             f"model type {config.model_type!r} uses {feature}, which is not supported; supported are "
-            "decoder-only models with causal attention (MHA, GQA, MQA, MLA) and rotary positions"
+            "decoder-only models with causal attention (MHA, GQA, MQA, MLA) and rotary positions, or with a "
+            "state"
         )
     text = config.get_text_config()
     layers = layer_specs(text, max_model_len=max_model_len)
@@ -66,8 +61,6 @@ def _unsupported_feature(config: Any, max_model_len: int) -> str | None:
 
     if get("use_bidirectional_attention"):
         return "bidirectional attention"
-    if any(get(key) for key in _RECURRENT_KEYS):
-        return "recurrent layers (linear attention, state space or convolution)"
     if get("alibi"):
         return "ALiBi positions"
     return _unsupported_rope(config, max_model_len)
@@ -76,7 +69,8 @@ def _unsupported_feature(config: Any, max_model_len: int) -> str | None:
 def _unsupported_rope(config: Any, max_model_len: int) -> str | None:
     rope = getattr(config, "rope_parameters", None)
     if not rope:
-        return "no rotary positions in its configuration (rope_parameters)"
+        # of models with states, some have no positions at all
+        return None if state_layers(config) else "no rotary positions in its configuration (rope_parameters)"
     sets = [rope] if "rope_type" in rope else [part for part in rope.values() if part]
     for part in sets:
         rope_type = part["rope_type"]
@@ -92,13 +86,14 @@ def _unsupported_rope(config: Any, max_model_len: int) -> str | None:
     return None
 
 
-def probe_attention(model: TransformersModel) -> tuple[ModelSpec, list[Tensor]]:
-    """Run a few tokens and check that every layer calls our attention once, in order, with the same shapes.
+def probe_attention(model: TransformersModel) -> tuple[ModelSpec, dict[int, Tensor]]:
+    """Run a few tokens and check that every layer that attends calls our attention once, in order, with the
+    same shapes, and that every other one has its state in transformers' cache.
 
     Args: model: of its spec, head counts and sizes are not used.
 
-    Returns: the spec with the shapes and kinds of softmax that were measured; each layer's keys
-        `[H_kv, 2n, D]` of n tokens, each at two positions.
+    Returns: the spec with the shapes and kinds of softmax that were measured, and the states; each layer's
+        keys `[H_kv, 2n, D]` of n tokens, each at two positions, by layer.
 
     Raises: UnsupportedModel if not.
     """
@@ -107,30 +102,43 @@ def probe_attention(model: TransformersModel) -> tuple[ModelSpec, list[Tensor]]:
     step = spec.vocab_size // (num_tokens + 1)
     # Token 0 is not used: padding has a key of zeros.
     token_ids = torch.arange(1, num_tokens + 1, device=model.device).mul(step).repeat(2)
-    calls, vocab_size = model.probe(token_ids)
+    calls, states, vocab_size = model.probe(token_ids)
     called = [call.layer for call in calls]
-    if called != list(range(spec.num_layers)):
+    if called != list(spec.row_layers):
         raise UnsupportedModel(
-            f"attention was called for layers {called} of {spec.num_layers}; it must be called "
-            "through transformers' attention interface once in every layer, in order"
+            f"attention was called for layers {called}, and the layers that attend are "
+            f"{list(spec.row_layers)}; it must be called through transformers' attention interface once in "
+            "every such layer, in order"
         )
     shapes = {call.shape: call.layer for call in reversed(calls)}
-    if len(shapes) != 1:
+    if len(shapes) > 1:
         raise UnsupportedModel(
             "layers differ in (KV heads, group size, head size): "
             + ", ".join(f"{shape} from layer {layer} on" for shape, layer in reversed(shapes.items()))
         )
-    num_kv_heads, group_size, head_dim = calls[0].shape
-    layers = tuple(
-        replace(spec.layer(its.layer), has_plain_softmax=its.has_plain_softmax, latent_dim=its.latent_dim)
-        for its in calls
-    )
+    # without layers that attend, one head of one channel, of which nothing is stored
+    num_kv_heads, group_size, head_dim = calls[0].shape if calls else (1, 1, 1)
+    layers = [spec.layer(layer) for layer in range(spec.num_layers)]
+    for its in calls:
+        layers[its.layer] = replace(
+            layers[its.layer], has_plain_softmax=its.has_plain_softmax, latent_dim=its.latent_dim
+        )
+    for layer, state in states.items():
+        layers[layer] = replace(layers[layer], state=_state_specs(state))
     measured = replace(
         spec,
         num_heads=num_kv_heads * group_size,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=vocab_size,
-        layers=layers if any(its != LayerSpec() for its in layers) else (),
+        layers=tuple(layers) if any(its != LayerSpec() for its in layers) else (),
     )
-    return measured, [call.keys for call in calls]
+    return measured, {call.layer: call.keys for call in calls}
+
+
+def _state_specs(state: Mapping[str, Tensor]) -> tuple[StateSpec, ...]:
+    names = {TORCH_DTYPES[name]: name for name in get_args(DTypeName)}
+    return tuple(
+        StateSpec(name=name, shape=tuple(its.shape[1:]), dtype=names[its.dtype])
+        for name, its in state.items()
+    )

@@ -16,12 +16,14 @@ from kvferry.shared.compression.formats.kivi import Kivi
 from kvferry.shared.compression.formats.ragged import Ragged
 from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.formats.rows import Rows
+from kvferry.shared.compression.formats.state import State
 from kvferry.shared.compression.formats.think import Think
 from kvferry.shared.compression.formats.uniform import Uniform
 from kvferry.shared.compression.formats.window import Window
 from kvferry.shared.compression.installed import installed_formats
 from kvferry.shared.compression.interface import LayerInputs, LayerShape
 from kvferry.shared.compression.plan import (
+    STATE_FORMAT,
     WINDOW_FORMAT,
     Part,
     ResolvedPlan,
@@ -41,6 +43,7 @@ FORMATS: Mapping[str, type[LayerFormat]] = {
     "ragged": Ragged,
     "packed": Uniform,
     WINDOW_FORMAT: Window,
+    STATE_FORMAT: State,
 }
 
 
@@ -76,27 +79,39 @@ def make_formats(
     formats: list[LayerFormat] = []
     specs = spec.layers or (LayerSpec(),) * spec.num_layers
     kinds = [
-        (layer, its.has_plain_softmax, its.latent_dim)
+        (layer, its.has_plain_softmax, its.latent_dim, its.state)
         for layer, its in zip(resolved.layers, specs, strict=True)
     ]
-    for number, (layer, has_plain_softmax, latent_dim) in enumerate(kinds):
-        if (layer.representation.name == WINDOW_FORMAT) != bool(specs[number].window):
-            raise InvalidRequest(
-                f"the plan's format of layer {number} is {layer.representation.name!r}, and its window is "
-                f"{specs[number].window} (0: none); prefill and decode need the same max_model_len",
-                param="ticket.plan",
-            )
+    for number, (layer, has_plain_softmax, latent_dim, state) in enumerate(kinds):
+        _check_format(number, layer.representation.name, specs[number])
         first = kinds.index(kinds[number])
         if first != number:
             formats.append(formats[first])
             continue
         its_class = format_class(layer.representation)
-        its_shape = replace(shape, has_plain_softmax=has_plain_softmax, latent_dim=latent_dim)
+        its_shape = replace(shape, has_plain_softmax=has_plain_softmax, latent_dim=latent_dim, state=state)
         if layer.generated is None:
             formats.append(its_class.of(resolved.plan, layer, its_shape))
         else:
             formats.append(Compacting.over(its_class, resolved.plan, layer, its_shape))
     return tuple(formats)
+
+
+def _check_format(number: int, name: str, layer: LayerSpec) -> None:
+    """Raises: InvalidRequest: the plan's format of a layer with a window or a state is another, or there is
+    none."""
+    if (name == WINDOW_FORMAT) != bool(layer.window):
+        raise InvalidRequest(
+            f"the plan's format of layer {number} is {name!r}, and its window is {layer.window} (0: none); "
+            "prefill and decode need the same max_model_len",
+            param="ticket.plan",
+        )
+    if (name == STATE_FORMAT) == layer.has_rows:
+        raise InvalidRequest(
+            f"the plan's format of layer {number} is {name!r}, and the layer has "
+            f"{'rows' if layer.has_rows else 'a state'}",
+            param="ticket.plan",
+        )
 
 
 def num_observed_queries(resolved: ResolvedPlan, formats: tuple[LayerFormat, ...]) -> int | None:

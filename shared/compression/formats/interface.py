@@ -111,6 +111,12 @@ class LayerCache(ABC):
     def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
         """Host copies of K and V `[H_kv, num_appended, D]` of the tokens appended so far."""
 
+    def returned(self, num_appended: int) -> Tensors:
+        """Host copies of what the session's history gets of the turn: the rows of the tokens appended so far,
+        or the state."""
+        # of latent rows K alone, which is V, too
+        return dict(zip(self.format.shape.row_names, self.generated_rows(num_appended), strict=False))
+
     def used_bytes(self, num_appended: int) -> int:
         """Bytes in use after `num_appended` tokens."""
         return self.format.used_bytes(num_appended)

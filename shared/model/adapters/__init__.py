@@ -11,15 +11,20 @@ from typing import Any
 from kvferry.shared.model.adapters.arguments import pass_arguments
 from kvferry.shared.model.adapters.latent import pass_latent_rows
 from kvferry.shared.model.adapters.temperature import scale_queries_by_position
+from kvferry.shared.model.adapters.tokens import continue_by_token
 
 _LATENT = (
     "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu",
 )  # fmt: skip
 ADAPTERS: Mapping[str, Callable[[Any], None]] = {
     **dict.fromkeys(_LATENT, pass_latent_rows),
+    "falcon_mamba": continue_by_token,
+    "jamba": continue_by_token,
     "llama4_text": scale_queries_by_position,
+    "mamba": continue_by_token,
     "nemotron": pass_arguments,
     "stablelm": pass_arguments,
+    "zamba": continue_by_token,
 }
 """By model type of the text configuration."""
 

@@ -73,7 +73,7 @@ class SmallModel:
     def _logits(self, hidden):
         return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:]) @ self._head
 
-    def prefill(self, token_ids, *, start, observer):
+    def prefill(self, token_ids, *, start, observer, states=None):
         assert start == 0
         hidden = self._embedding[token_ids] + self._positions[: len(token_ids)]
         for layer in range(self.spec.num_layers):
@@ -86,7 +86,7 @@ class SmallModel:
             hidden = hidden + output.permute(2, 0, 1, 3).reshape(len(token_ids), -1)
         return self._logits(hidden[-1])
 
-    def decode(self, token_ids, positions, *, attention):
+    def decode(self, token_ids, positions, *, attention, states=None):
         self.before_step(token_ids)
         hidden = [self._embedding[t] + self._positions[p] for t, p in zip(token_ids, positions, strict=True)]
         for layer in range(self.spec.num_layers):

@@ -97,7 +97,57 @@ _YARN: Mapping[str, Any] = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+_LINEAR = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+"""Gated delta rule: Qwen3-Next and its successors."""
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
+_STATE_SPACE_PATTERN = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+_STATEFUL: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_next": _LINEAR,
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": _LINEAR,
+    "jamba": {
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+    },
+    "granitemoehybrid": {**_MAMBA, "layer_types": _STATE_SPACE_PATTERN},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "bamba": {**_MAMBA, "attn_layer_indices": [2]},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+    },
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+    "mamba": {"state_size": 8},
+    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16},
+    "falcon_mamba": {"state_size": 8},
+    "olmo_hybrid": _LINEAR,
+}
+"""Models with recurrent, linear-attention or convolution states."""
 FAMILIES: Mapping[str, Family] = {
+    **{name: Family(model_type=name, settings=settings) for name, settings in _STATEFUL.items()},
     **{name: Family(model_type=name) for name in f"{_PLAIN} {_WINDOWED}".split()},
     "gemma3_text": Family(model_type="gemma3_text", settings={"layer_types": _PATTERN}),
     "gemma3-vision": Family(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
 from kvferry.services.prefill.config import PrefillConfig
+from kvferry.services.prefill.server import build_store
 from kvferry.services.prefill.service import PrefillService
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.control.messages import (
@@ -25,11 +26,8 @@ from kvferry.shared.control.messages import (
     TokenGenerated,
     TransferDone,
 )
-from kvferry.shared.history.rows import RowPrecision
-from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.model.spec import TORCH_DTYPES
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.wire.in_process import InProcessHub
@@ -63,16 +61,9 @@ class Pair:
 
     async def start_prefill(self, **options: object) -> None:
         """Start one, in place of the former one if there was any."""
-        config = PrefillConfig(**options)  # type: ignore[arg-type]
-        self.store = HistoryStore(
-            max_bytes=1 << 30,
-            num_layers=self.model.spec.num_layers,
-            turn_lease_s=WAIT_S,
-            clock=time.monotonic,
-            precision=RowPrecision(
-                dtype=TORCH_DTYPES[self.model.spec.dtype], latent_dim=self.model.spec.latent_dim
-            ),
-        )
+        settings = {"history_bytes": 1 << 30, "turn_lease_s": WAIT_S} | options
+        config = PrefillConfig(**settings)  # type: ignore[arg-type]
+        self.store = build_store(config, spec=self.model.spec, metrics=self.prefill_metrics)
         self.prefill = PrefillService(
             model=self.model,
             store=self.store,

@@ -30,7 +30,7 @@ from kvferry.shared.control.messages import (
 )
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.metrics import PrefillMetrics
-from kvferry.shared.model.interface import LanguageModel, PrefillObserver
+from kvferry.shared.model.interface import LanguageModel, LayerStates, PrefillObserver
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.spec import TORCH_DTYPES
 from kvferry.shared.sampling.params import SamplingParams
@@ -128,6 +128,7 @@ class ControlledModel:
         *,
         start: int,
         observer: PrefillObserver,
+        states: LayerStates | None = None,
         on_logits: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         if token_ids.numel() == 1 and start == 0:
@@ -135,7 +136,9 @@ class ControlledModel:
         self.entered.set()
         assert self.hold.wait(WAIT_S)
         watched = _Watched(observer, self)
-        return self._model.prefill(token_ids, start=start, observer=watched, on_logits=on_logits)
+        return self._model.prefill(
+            token_ids, start=start, observer=watched, states=states, on_logits=on_logits
+        )
 
     def decode(self, *args: object, **kwargs: object) -> Tensor:
         raise AssertionError("prefill does not decode")
@@ -258,7 +261,7 @@ async def harness(demo_model: LanguageModel, prefill_options: dict[str, object])
     model = ControlledModel(demo_model)
     store = HistoryStore(
         max_bytes=config.history_bytes or 1 << 30,
-        num_layers=model.spec.num_layers,
+        num_layers=len(model.spec.row_layers),
         turn_lease_s=config.turn_lease_s,
         clock=time.monotonic,
     )

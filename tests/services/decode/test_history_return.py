@@ -174,7 +174,7 @@ async def test_generated_rows_return_to_prefill_as_the_model_made_them(
     rows = tuple(TensorHeader(name=its, dtype="float32", shape=(2, 5, 8)) for its in ("keys", "values"))
     assert all(header.tensors == rows for header in sink.headers)
     assert sink.end.first_token is None
-    for layer, (keys, values) in enumerate(session.layers):
+    for layer, (keys, values) in session.layers.items():
         for name, full in (("keys", keys), ("values", values)):
             sent = torch.frombuffer(sink.tensors[layer, name], dtype=torch.float32).view(2, 5, 8)
             assert torch.equal(sent, full[:, 100:])
@@ -199,7 +199,7 @@ async def test_rows_of_packed_and_dropped_tokens_return_to_prefill_as_the_model_
         assert sink.committed.is_set()
     num_tokens = max_tokens - 1
     assert sink.manifest.num_tokens == num_tokens
-    for layer, (keys, values) in enumerate(session.layers):
+    for layer, (keys, values) in session.layers.items():
         for name, full in (("keys", keys), ("values", values)):
             sent = torch.frombuffer(sink.tensors[layer, name], dtype=torch.float32).view(2, -1, 8)
             assert torch.equal(sent, full[:, 150:])
