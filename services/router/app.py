@@ -143,6 +143,7 @@ def create_app(
         app.add_exception_handler(refusal, _refuse)
     app.add_middleware(
         LimitsMiddleware,
+        owner=app.state.auth.owner,
         max_header_bytes=config.max_header_bytes,
         max_body_bytes=config.max_body_bytes,
         read_timeout_s=config.read_timeout_s,

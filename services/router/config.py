@@ -52,6 +52,9 @@ class RouterConfig(TracedSettings):
     api_keys: Annotated[str, ACCESS] = Field(
         "", repr=False, description="accepted keys, comma-separated; empty accepts anyone"
     )
+    insecure: Annotated[bool, ACCESS] = Field(
+        False, description="listen beyond loopback although anyone may call, because there are no keys"
+    )
     metrics_access: Annotated[Literal["auto", "open", "key"], ACCESS] = Field(
         "auto",
         description="who may read /metrics and /: anyone, holders of a key, or auto (open on loopback)",
@@ -80,7 +83,7 @@ class RouterConfig(TracedSettings):
         604_800.0, gt=0, description="idle time after which a session expires"
     )
     session_wait_s: Annotated[Seconds, HISTORY] = Field(
-        30.0, ge=0, description="how long a request waits for its busy session"
+        10.0, ge=0, description="how long a request waits for its busy session"
     )
     max_sessions: Annotated[int, HISTORY] = Field(
         10_000, ge=1, description="sessions in memory; the longest idle are dropped"
@@ -123,6 +126,9 @@ class RouterConfig(TracedSettings):
     write_timeout_s: Annotated[Seconds, TIMEOUTS] = Field(
         60.0, gt=0, description="a client that reads nothing this long is dropped"
     )
+    max_connections: Annotated[int, ACCESS] = Field(
+        0, ge=0, description="HTTP connections at a time; 0: what the limit of open files has room for"
+    )
     max_body_bytes: Annotated[Bytes, ACCESS] = Field(8 << 20, ge=1024, description="largest request body")
     max_header_bytes: Annotated[Bytes, ACCESS] = Field(64 << 10, ge=1024, description="largest request head")
     shutdown_timeout_s: Annotated[Seconds, PROCESS] = Field(
@@ -148,6 +154,11 @@ class RouterConfig(TracedSettings):
         for option in ("prefill_workers", "decode_workers", "worker_metrics"):
             for entry in split_list(getattr(self, option)):
                 parse_address(option, entry)
+        if not (self.is_loopback or self.insecure or split_list(self.api_keys)):
+            raise ValueError(
+                f"listen is {self.listen!r}, which other machines may reach, and there are no api_keys; give "
+                "keys, listen on 127.0.0.1, or set insecure"
+            )
         return self
 
     @property

@@ -2,9 +2,9 @@
 
 Prompts of ordinary text have exactly the ids of `apply_chat_template`. There is one exception: if a message's
 content spells a special token (`<|end|>`), the rendered text is split inside that spelling and the pieces are
-tokenized separately, so that it stays text and cannot fake a message's end. Markers that a template writes as
-plain text (`[INST]` of some models) are not special tokens and cannot be told from content; they are not
-protected.
+tokenized separately, so that it stays text and cannot fake a message's end. The same holds for other added
+tokens that the template writes (`<|User|>` of some models), except in answers, which may have thoughts.
+Markers that a template writes as plain text (`[INST]`) cannot be told from content; they are not protected.
 
 Tokenizing a generated text does not always give the token ids that were generated. The prompt of a session's
 next turn therefore has recorded token ids as far as possible, and only the rest is rendered. A prompt that
@@ -82,7 +82,11 @@ class ChatTokenizer:
         self.eos_token_ids = eos_token_ids
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._spelled_special = _spelling([t for t in added.values() if t.special])
+        special = [token for token in added.values() if token.special]
+        roles = [token for token in added.values() if not token.special and token.content.strip() in template]
+        self._spelled_special = _spelling(special)
+        self._spelled_marker = _spelling([*special, *(its for its in roles if its.content.strip())])
+        """Also added tokens that the template writes: in some models those of roles are not special."""
         self._has_byte_fallback = _has_byte_fallback(json.loads(self._backend.to_str())["decoder"])
 
     @classmethod
@@ -114,7 +118,7 @@ class ChatTokenizer:
         Raises: InvalidRequest if the text is not valid Unicode.
         """
         _check_unicode(text, "prompt")
-        return list(self._backend.encode(text, add_special_tokens=True).ids)
+        return self._ids(text, add_special_tokens=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids without special tokens; spaces are not cleaned up."""
@@ -171,21 +175,26 @@ class ChatTokenizer:
         self._check_messages(messages)
         marker = _unused(messages, "\ufdd0")
         prepared = [
-            {name: self._mark(value, marker) for name, value in message.items()}
+            {name: self._mark(value, marker, spelled) for name, value in message.items()}
             | {"role": normalize_role(message["role"])}
             for message in messages
+            # A model's own answer may have such tokens, those of a thought for example.
+            for spelled in [self._spelled_special if message["role"] == "assistant" else self._spelled_marker]
         ]
         return self._apply_template(prepared), marker
 
-    def _mark(self, value: Any, marker: str) -> Any:
-        """The value with every spelling of a special token in its texts interrupted."""
-        if self._spelled_special is None:
+    def _mark(self, value: Any, marker: str, spelled: re.Pattern[str] | None) -> Any:
+        """The value with every spelling of a token of the pattern in its texts interrupted."""
+        if spelled is None:
             return value
         if isinstance(value, str):
-            return self._spelled_special.sub(lambda match: match.group(0) + marker, value)
+            return spelled.sub(lambda match: match.group(0) + marker, value)
         if isinstance(value, dict):
-            return {self._mark(key, marker): self._mark(item, marker) for key, item in value.items()}
-        return [self._mark(item, marker) for item in value] if isinstance(value, list) else value
+            return {
+                self._mark(key, marker, spelled): self._mark(item, marker, spelled)
+                for key, item in value.items()
+            }
+        return [self._mark(item, marker, spelled) for item in value] if isinstance(value, list) else value
 
     def _apply_template(self, messages: list[dict[str, Any]]) -> str:
         from jinja2 import TemplateError
@@ -237,8 +246,12 @@ class ChatTokenizer:
     def _encode_rendered(self, text: str, marker: str) -> list[int]:
         ids: list[int] = []
         for piece in text.split(marker):
-            ids += self._backend.encode(piece, add_special_tokens=False).ids
+            ids += self._ids(piece, add_special_tokens=False)
         return ids
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # Of the backend's calls only those for batches let other threads run; megabytes take seconds.
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ Parameters = Annotated[
     ],
     Field(max_length=32),
 ]
-_Prompt = str | Annotated[list[TokenId], Field(min_length=1)]
+_Prompt = str | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class TextPart(StrictModel):
@@ -53,10 +53,11 @@ class Message(StrictModel):
 
     role: Annotated[str, StringConstraints(max_length=64)]
     content: Annotated[
-        str | Annotated[list[TextPart], Field(min_length=1)] | None, Field(validate_default=True)
+        str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)] | None,
+        Field(validate_default=True),
     ] = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -138,7 +139,7 @@ class CompletionFields(OtherFields):
     best_of: Annotated[int, Range(1)] | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Range(0, MAX_PROMPT_ALTERNATIVES)] | None = None
-    logit_bias: dict[str, Annotated[float, Range(-100, 100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Range(-100, 100)]], Field(max_length=1024)] | None = None
     session_id: SessionId | None = None
     session_mode: Literal["append", "replace", "auto"] | None = None
     session_ttl_s: TtlS | None = None
@@ -221,7 +222,7 @@ class CompletionFields(OtherFields):
 class ChatRequest(CompletionFields, OtherChatFields):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     document_ids: DocumentIds | None = None
     max_completion_tokens: Annotated[int, Range(1)] | None = None
     logprobs: bool | None = None
@@ -268,7 +269,7 @@ class TextRequest(CompletionFields, OtherTextFields):
     session takes them, and the prompt is run afresh for its logprobs.
     """
 
-    prompt: _Prompt | Annotated[list[_Prompt], Field(min_length=1)]
+    prompt: _Prompt | Annotated[list[_Prompt], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Range(0)] | None = None
     logprobs: Annotated[int, Range(0, 5)] | None = None
     echo: bool | None = None

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from fastapi import Request
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.annotated_handlers import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_json
 from starlette.datastructures import Headers
@@ -59,7 +59,8 @@ class KeyedRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def checked(request: Request) -> Response:
-            request.state.owner = request.app.state.auth.owner(request.headers)
+            if request.method != "POST":  # the key of a request with a body is checked before that is read
+                request.state.owner = request.app.state.auth.owner(request.headers)
             if request.method == "POST":
                 request = _JsonRequest(request, _parse(await request.body()))
             return await handle(request)
@@ -104,6 +105,8 @@ def _digest(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
+_MAX_FIELDS = 256
+
 # ---- fields ----------------------------------------------------------------------------------------------
 
 
@@ -113,6 +116,14 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        # An error for each of a hundred thousand unknown fields would take seconds.
+        if isinstance(value, dict) and len(value) > _MAX_FIELDS:
+            raise PydanticCustomError("rule", f"must have at most {_MAX_FIELDS} fields")
+        return value
 
 
 @dataclass(frozen=True)

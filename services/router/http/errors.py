@@ -22,6 +22,7 @@ from kvferry.shared.errors import (
     MethodNotAllowed,
     NotFound,
     PayloadTooLarge,
+    PermissionDenied,
     RequestTimeout,
 )
 
@@ -60,7 +61,7 @@ def error_headers(error: KvferryError) -> dict[str, str]:
         headers["retry-after"] = str(max(1, math.ceil(seconds)))
     if isinstance(error, AuthenticationFailed):
         headers["www-authenticate"] = "Bearer"
-    if isinstance(error, PayloadTooLarge | RequestTimeout):
+    if isinstance(error, PayloadTooLarge | RequestTimeout | AuthenticationFailed | PermissionDenied):
         headers["connection"] = "close"
     return headers
 

@@ -15,8 +15,10 @@ import json
 import re
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import h11
 import structlog
@@ -30,7 +32,9 @@ from kvferry.shared.errors import (
     HeadersTooLarge,
     InvalidRequest,
     KvferryError,
+    Overloaded,
     PayloadTooLarge,
+    PermissionDenied,
     RequestTimeout,
 )
 from kvferry.shared.metrics import RouterMetrics
@@ -115,7 +119,10 @@ class RequestMiddleware:
     def _finish(self, scope: Scope, record: RequestRecord, elapsed_s: float) -> None:
         error = record.error
         if error is not None:
-            record.fields |= {"error": error.message, "reason": error.reason, "param": error.param}
+            record.fields |= {"reason": error.reason, "param": error.param}
+            # The message of a refused field quotes its value, which may be a prompt's text.
+            if not isinstance(error, InvalidRequest):
+                record.fields["error"] = error.message
         client_left = isinstance(error, Cancelled)
         if scope["path"] in _QUIET_PATHS and error is None:
             return
@@ -138,14 +145,25 @@ def _request_id(headers: Headers) -> str:
 
 class LimitsMiddleware:
     """Reads the whole body before the application gets the request, so that handlers never wait for a client.
+    The key is checked before: `scope["state"]["owner"]` is the caller of a POST.
 
-    Raises: HeadersTooLarge, PayloadTooLarge, RequestTimeout; Cancelled where the client left.
+    Args: owner: the caller by a request's headers; raises where they have no accepted key.
+
+    Raises: HeadersTooLarge, PayloadTooLarge, RequestTimeout, PermissionDenied; what `owner` raises; Cancelled
+        where the client left.
     """
 
     def __init__(
-        self, app: ASGIApp, *, max_header_bytes: int, max_body_bytes: int, read_timeout_s: float
+        self,
+        app: ASGIApp,
+        *,
+        owner: Callable[[Headers], str],
+        max_header_bytes: int,
+        max_body_bytes: int,
+        read_timeout_s: float,
     ) -> None:
         self._app = app
+        self._owner = owner
         self._max_header_bytes = max_header_bytes
         self._max_body_bytes = max_body_bytes
         self._read_timeout_s = read_timeout_s
@@ -155,9 +173,14 @@ class LimitsMiddleware:
             await self._app(scope, receive, send)
             return
         self._check_head(scope)
+        headers = Headers(scope=scope)
+        if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            _refuse_other_sites(headers)
+        if scope["method"] == "POST":
+            scope["state"]["owner"] = self._owner(headers)
         try:
             async with asyncio.timeout(self._read_timeout_s):
-                body = await self._read_body(Headers(scope=scope), receive)
+                body = await self._read_body(headers, receive)
         except TimeoutError:
             raise RequestTimeout(f"The body was not complete within {self._read_timeout_s:g} s") from None
         pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -204,6 +227,14 @@ class LimitsMiddleware:
         )
 
 
+def _refuse_other_sites(headers: Headers) -> None:
+    """A page of another site can make a browser send a POST without asking this server first. Programs send
+    neither header."""
+    origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "")
+    if site in ("cross-site", "same-site") or (origin and urlsplit(origin).netloc != headers.get("host", "")):
+        raise PermissionDenied(f"The request comes from a page of another site: {(origin or site)[:200]}")
+
+
 def _content_length(headers: Headers) -> int:
     value = headers.get("content-length", "0")
     if not (value.isascii() and value.isdigit()):
@@ -223,6 +254,7 @@ class BoundedH11Protocol(H11Protocol):
 
     read_timeout_s = 30.0
     write_timeout_s = 60.0
+    max_connections = 1000
 
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
@@ -231,6 +263,8 @@ class BoundedH11Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._arm_head_timer()
+        if len(self.connections) > self.max_connections:
+            self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
@@ -291,6 +325,20 @@ class BoundedH11Protocol(H11Protocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(_LINGER_S, self.transport.close)
+
+    def _make_room(self) -> None:
+        """Close a connection that has no request, or this one where every other has one."""
+        others = (its for its in self.connections if isinstance(its, BoundedH11Protocol) and its is not self)
+        idle = next((its for its in others if its._is_idle), None)
+        if idle is not None:
+            idle.transport.close()
+        else:
+            self._refuse(Overloaded(f"There are {self.max_connections} connections, which is the limit"))
+
+    @property
+    def _is_idle(self) -> bool:
+        has_request = self.cycle is not None and not self.cycle.response_complete
+        return not has_request and not self.transport.is_closing()
 
     def _arm_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(self.read_timeout_s, self._head_timed_out)

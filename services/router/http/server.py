@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -22,6 +23,8 @@ from kvferry.shared.serving import format_address, parse_address
 _STARTUP_TIMEOUT_S = 60.0
 _BACKLOG = 1024
 _KEEP_ALIVE_S = 75
+_WANTED_FILES, _OTHER_FILES = 16_384, 256
+"""Open files that the process asks for, and those of them that are no client's connections."""
 
 
 class _Server(uvicorn.Server):
@@ -70,7 +73,11 @@ def _uvicorn_config(app: FastAPI, config: RouterConfig) -> uvicorn.Config:
         http=type(
             "RouterHttpProtocol",
             (BoundedH11Protocol,),
-            {"read_timeout_s": config.read_timeout_s, "write_timeout_s": config.write_timeout_s},
+            {
+                "read_timeout_s": config.read_timeout_s,
+                "write_timeout_s": config.write_timeout_s,
+                "max_connections": config.max_connections or _room_for_connections(),
+            },
         ),
         ws="none",
         loop="none",
@@ -83,6 +90,17 @@ def _uvicorn_config(app: FastAPI, config: RouterConfig) -> uvicorn.Config:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
     )
+
+
+def _room_for_connections() -> int:
+    """How many connections the process may have beside other files. Raises its limit as far as allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    files = _WANTED_FILES if soft == resource.RLIM_INFINITY else soft
+    return max(16, files - _OTHER_FILES)
 
 
 def _listen(address: str) -> socket.socket:

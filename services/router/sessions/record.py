@@ -43,6 +43,8 @@ def _check_document_ids(value: list[str]) -> list[str]:
 
 SessionId = Annotated[str, Pattern(f"^(?:{_SESSION_ID})$", f"must be {SESSION_ID_RULE}")]
 _MAX_MESSAGES = 100_000
+_MAX_TOKEN_BYTES, _MAX_EXTRA_BYTES = 128, 4096
+"""Text that a file may have for each of its tokens, and besides."""
 _SAME_FIELDS = (
     *("model_fingerprint", "kind", "text", "token_ids", "assistant_ends", "turns", "document_ids"),
     "preamble",
@@ -207,10 +209,10 @@ class SessionFile(StrictModel):
     model: str
     model_fingerprint: Annotated[str, StringConstraints(min_length=1, max_length=128)]
     kind: Literal["chat", "text"]
-    messages: Annotated[list[FileMessage], Field(max_length=_MAX_MESSAGES)]
+    messages: Annotated[list[FileMessage], Field(max_length=_MAX_MESSAGES, fail_fast=True)]
     text: str
-    token_ids: Annotated[list[_Count], Field(min_length=1)]
-    assistant_ends: Annotated[list[_Count], Field(max_length=_MAX_MESSAGES)]
+    token_ids: Annotated[list[_Count], Field(min_length=1, fail_fast=True)]
+    assistant_ends: Annotated[list[_Count], Field(max_length=_MAX_MESSAGES, fail_fast=True)]
     turns: Annotated[int, Range(1, 2**31 - 1)]
     document_ids: DocumentIds
     preamble: str
@@ -243,6 +245,7 @@ class SessionFile(StrictModel):
                 param="model_fingerprint",
             )
         self._check_tokens(model)
+        self._check_size()
         self._check_messages()
         messages = [(message.role, message.content, message.fields) for message in self.messages]
         same = self.model_dump(include=set(_SAME_FIELDS))
@@ -260,6 +263,19 @@ class SessionFile(StrictModel):
             raise InvalidRequest(
                 f"token_ids has token {highest}; the vocabulary has ids 0 to {model.vocab_size - 1}",
                 param="token_ids",
+            )
+
+    def _check_size(self) -> None:
+        """The text of a conversation is about as long as its tokens. Quotas count tokens, so more text than
+        they can stand for would be stored for nothing."""
+        texts = [self.text, self.preamble, *(its.content for its in self.messages)]
+        size_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+        limit_bytes = _MAX_TOKEN_BYTES * len(self.token_ids) + _MAX_EXTRA_BYTES
+        if size_bytes > limit_bytes:
+            raise InvalidRequest(
+                f"the conversation's text has {size_bytes} bytes; with {len(self.token_ids)} token_ids at "
+                f"most {limit_bytes} are allowed",
+                param="text" if self.text else "messages",
             )
 
     def _check_messages(self) -> None:

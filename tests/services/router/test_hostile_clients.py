@@ -1,0 +1,162 @@
+"""What clients without a key, of other sites, or with bodies made to be slow get: nothing, at little cost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+
+from kvferry.services.router.config import RouterConfig
+from kvferry.shared.model.tokenizer import ChatTokenizer
+
+BODY = {"model": "demo", "messages": [{"role": "user", "content": "the red castle ."}], "max_tokens": 2}
+
+
+async def longest_hold_s(work: Any) -> float:
+    """The longest time for which the event loop ran nothing else while `work` ran."""
+    longest_s, last_s, done = 0.0, time.monotonic(), asyncio.ensure_future(work)
+    while not done.done():
+        await asyncio.sleep(0)
+        now_s = time.monotonic()
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    await done
+    return longest_s
+
+
+async def test_the_key_is_checked_before_the_body_is_read(start_stack: Any) -> None:
+    stack = await start_stack(api_keys="key-a")
+    host, port = stack.base_url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 8000000\r\n\r\n"
+    writer.write(head + b"x" * 1000)  # and no more of the body
+    await writer.drain()
+    answer = await asyncio.wait_for(reader.read(), 5.0)
+    assert answer.startswith(b"HTTP/1.1 401")
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "https://evil.example", "content-type": "text/plain"},
+        {"sec-fetch-site": "cross-site", "content-type": "text/plain"},
+        {"origin": "null"},
+    ],
+)
+async def test_pages_of_other_sites_are_refused(stack: Any, headers: dict[str, str]) -> None:
+    response = await stack.http.post("/v1/chat/completions", content=json.dumps(BODY), headers=headers)
+    assert response.status_code == 403
+    assert response.json()["error"]["code"] == "permission_denied"
+    assert stack.prefill[0].requests == []
+
+
+async def test_the_playgrounds_own_page_may_post(stack: Any) -> None:
+    headers = {"origin": stack.base_url, "sec-fetch-site": "same-origin"}
+    response = await stack.http.post("/v1/chat/completions", json=BODY, headers=headers)
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"messages": [{}] * 195_000},
+        {"messages": [{"role": "user", "content": [{}] * 100_000}]},
+        {"messages": [{"role": "user", "content": "x", **{f"k{n}": 1 for n in range(60_000)}}]},
+        {f"k{n}": 1 for n in range(60_000)},
+        {"logit_bias": {f"k{n}": 1000 for n in range(60_000)}},
+    ],
+    ids=["messages", "parts", "fields of a message", "fields", "biases"],
+)
+async def test_wrong_bodies_do_not_hold_the_loop(stack: Any, change: dict[str, Any]) -> None:
+    body = json.dumps({**BODY, **change}).encode()
+    statuses = []
+
+    async def post() -> None:
+        statuses.append((await stack.http.post("/v1/chat/completions", content=body)).status_code)
+
+    held_s = await longest_hold_s(post())
+    assert statuses == [400]
+    assert held_s < 1.0  # it was 3 to 4 s; typically 0.05 s
+
+
+def test_tokenizing_lets_other_threads_run(tokenizer: ChatTokenizer) -> None:
+    text = "the old sailor painted the quiet bridge . " * 50_000
+    gaps, stop = [0.0], threading.Event()
+
+    def watch() -> None:
+        last_s = time.monotonic()
+        while not stop.is_set():
+            time.sleep(0.001)
+            now_s = time.monotonic()
+            gaps.append(now_s - last_s)
+            last_s = now_s
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    begin_s = time.monotonic()
+    ids = tokenizer.encode(text)
+    took_s = time.monotonic() - begin_s
+    stop.set()
+    watcher.join()
+    assert len(ids) > 300_000
+    assert max(gaps) < max(0.5 * took_s, 0.2)
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[list[dict[str, Any]]]:
+    with structlog.testing.capture_logs() as logs:
+        yield logs  # type: ignore[misc]
+
+
+async def test_a_malformed_prompt_is_not_in_the_log(stack: Any) -> None:
+    with captured() as logs:
+        body = {**BODY, "messages": [{"role": "user", "content": {"my": "secret diary"}}]}
+        response = await stack.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert "secret diary" in response.text  # the client is told its own value
+    assert any(line["event"] == "request" for line in logs)
+    assert "secret diary" not in repr(logs)
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:8000", "[::]:8000", "10.0.0.7:8000"])
+def test_a_public_address_needs_keys_unless_told_otherwise(listen: str) -> None:
+    with pytest.raises(ValueError, match="no api_keys"):
+        RouterConfig(listen=listen)
+    RouterConfig(listen=listen, api_keys="k")
+    RouterConfig(listen=listen, insecure=True)
+
+
+async def test_idle_connections_give_way_at_the_limit(start_stack: Any) -> None:
+    stack = await start_stack(max_connections=20)
+    host, port = stack.base_url.removeprefix("http://").split(":")
+    idle = [await asyncio.open_connection(host, int(port)) for _ in range(60)]
+    for _ in range(3):
+        response = await stack.http.post("/v1/chat/completions", json=BODY)
+        assert response.status_code == 200
+    open_count = 0
+    for reader, writer in idle:
+        try:
+            open_count += await asyncio.wait_for(reader.read(1), 0.02) != b""
+        except TimeoutError:
+            open_count += 1
+        writer.close()
+    assert open_count <= 20
+
+
+async def test_an_imported_session_may_not_have_more_text_than_its_tokens_stand_for(stack: Any) -> None:
+    answer = await stack.http.post(
+        "/v1/chat/completions", json={**BODY, "session_id": "s"}, headers={"authorization": "Bearer key-a"}
+    )
+    assert answer.status_code == 200
+    file = (await stack.http.get("/v1/sessions/s/export", headers={"authorization": "Bearer key-a"})).json()
+    file["messages"][0]["content"] = "x" * 1_000_000
+    response = await stack.http.post("/v1/sessions/import?session_id=t", json=file)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages"
