@@ -95,7 +95,7 @@ def test_completion_installs_itself_for_the_users_shell(tmp_path: Path) -> None:
 
 
 def test_a_configuration_error_while_running_is_code_2() -> None:
-    done = run("router", "--listen", "192.0.2.1:80")
+    done = run("router", "--insecure", "--listen", "192.0.2.1:80")
     assert done.returncode == 2
     assert done.stderr.startswith("kvferry router: listen is '192.0.2.1:80'; ")
 
