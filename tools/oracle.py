@@ -26,6 +26,7 @@ from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, is_me
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.sampling.grammar import TokenMatcher
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.tools.oracle_decode import LayerKV, OracleDecode
@@ -249,6 +250,7 @@ class OneProcessGenerator:
         sampling: SamplingParams,
         session: OracleSession | None = None,
         cut_off_after: int = 0,
+        matcher: TokenMatcher | None = None,
     ) -> list[SampledToken]:
         """Prefill, compress, and decode to the end of the completion. Stop strings are ignored.
 
@@ -258,6 +260,7 @@ class OneProcessGenerator:
                 is updated to the end of this turn.
             cut_off_after: if not 0, the number of tokens after which the client disconnects. This differs
                 from a smaller `max_tokens`, with which a plan may select other rows.
+            matcher: at the beginning of the sampling's grammar, where it has one.
 
         Returns:
             The completion's tokens, including a final end-of-sequence token.
@@ -280,7 +283,11 @@ class OneProcessGenerator:
         logits = self._model.prefill(new_ids, start=reused, observer=prefill, states=states)
 
         sampler = SequenceSampler(
-            sampling, tuple(prompt_token_ids), spec.vocab_size, eos_token_ids=spec.eos_token_ids
+            sampling,
+            tuple(prompt_token_ids),
+            spec.vocab_size,
+            eos_token_ids=spec.eos_token_ids,
+            matcher=matcher,
         )
         tokens = [sampler.sample(logits)]
         decode = OracleDecode(spec, *prefill.finish(states.after))

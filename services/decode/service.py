@@ -52,6 +52,7 @@ from kvferry.shared.metrics import ARENA_STATES, DecodeMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.sampling.grammar import GrammarCompiler
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry import stage
 from kvferry.shared.wire.messages import PROTOCOL_VERSION, TransferKey
@@ -94,6 +95,7 @@ class DecodeService:
         self._kernel_paths = shown_paths("decode", model.device)
         self._methods = applicable_methods(model.spec.layers)
         self._tokenizer = tokenizer
+        self._grammars = GrammarCompiler(lambda: tokenizer, model.spec.vocab_size, model.spec.eos_token_ids)
         self._metrics = metrics
         self._instance_id = secrets.token_hex(8)
         self._closed = False
@@ -260,11 +262,14 @@ class DecodeService:
             measured_limit_bytes(layout) if is_measured(plan) else layout.size_bytes
             for plan, layout in zip(plans, layouts, strict=True)
         ]
+        grammar = request.sampling.grammar
+        matcher = await asyncio.to_thread(self._grammars.matcher, grammar) if grammar is not None else None
         sampler = SequenceSampler(
             request.sampling,
             request.prompt_token_ids,
             self._spec.vocab_size,
             eos_token_ids=self._spec.eos_token_ids,
+            matcher=matcher,
         )
         assembler = self._assembler(request)
         model_ends = () if request.sampling.ignore_eos else self._spec.eos_token_ids

@@ -18,6 +18,7 @@ from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.sampling.grammar import TokenMatcher
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry import begin, current_context
 from kvferry.shared.wire.messages import TransferKey
@@ -53,9 +54,15 @@ class PrefillJob:
     """
 
     def __init__(
-        self, request: PrefillRequest, spec: ModelSpec, *, submitted_s: float, deadline_s: float
+        self,
+        request: PrefillRequest,
+        spec: ModelSpec,
+        *,
+        submitted_s: float,
+        deadline_s: float,
+        matcher: TokenMatcher | None = None,
     ) -> None:
-        """Args: request: its ticket has a plan.
+        """Args: request: its ticket has a plan; matcher: at the beginning of its grammar.
 
         Raises: InvalidRequest: a token id or a sampling parameter is out of the model's range.
         """
@@ -68,6 +75,7 @@ class PrefillJob:
             request.prompt_token_ids,
             spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
+            matcher=matcher,
         )
         self.submitted_s = submitted_s
         self.deadline_s = deadline_s

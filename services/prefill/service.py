@@ -48,6 +48,8 @@ from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.kernel_paths import shown_paths
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.sampling.grammar import GrammarCompiler
 from kvferry.shared.sampling.params import MAX_PROMPT_ALTERNATIVES
 from kvferry.shared.telemetry import stage
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
@@ -98,6 +100,9 @@ class PrefillService:
         self._config = config
         self._clock = clock
         self._instance_id = secrets.token_hex(8)
+        self._grammars = GrammarCompiler(
+            lambda: ChatTokenizer.load(config.model), model.spec.vocab_size, model.spec.eos_token_ids
+        )
         self._receiver = HistoryReceiver(spec=model.spec, store=store)
         self._engine = PrefillEngine(
             model=model, store=store, sender=sender, receiver=self._receiver, metrics=metrics, config=config,
@@ -163,7 +168,15 @@ class PrefillService:
         """
         self._validate(request)
         deadline_s = self._clock() + timeout_s
-        job = PrefillJob(request, self._model.spec, submitted_s=self._clock(), deadline_s=deadline_s)
+        grammar = request.sampling.grammar
+        matcher = await asyncio.to_thread(self._grammars.matcher, grammar) if grammar is not None else None
+        job = PrefillJob(
+            request,
+            self._model.spec,
+            submitted_s=self._clock(),
+            deadline_s=deadline_s,
+            matcher=matcher,
+        )
         self._engine.submit(job)
         self._jobs.add(job)
         finished = False

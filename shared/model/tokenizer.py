@@ -112,6 +112,10 @@ class ChatTokenizer:
         """Number of ids, including added tokens; a model's vocabulary may be larger."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
+    def to_json(self) -> str:
+        """The contents of `tokenizer.json`, with all added tokens."""
+        return str(self._backend.to_str())
+
     def encode(self, text: str) -> list[int]:
         """Ids of a plain prompt (/v1/completions): the tokenizer parses special tokens and adds its own.
 

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 MAX_PROMPT_ALTERNATIVES = 20
 """For each token of a prompt whose log-probabilities are reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """What a completion's text must be.
+
+    Attributes: text: a JSON schema, a regular expression, a JSON list of texts, or a grammar in Lark's or
+        GBNF's syntax.
+    """
+
+    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +35,11 @@ class SamplingParams:
         stop: stop strings, searched in the completion's decoded text.
         stop_token_ids: ids that end the completion, in addition to the model's own.
         logit_bias: token id to additive bias.
+        grammar: tokens that it does not allow are not drawn, and it decides where the completion may end.
         first_index: index of the first token to draw. It is above 0 when a request is replayed after losing a
             worker: the prompt's last `first_index` tokens are then completion tokens already delivered.
-            Penalties and stop strings treat them as such; `max_tokens` counts only the remaining ones.
+            Penalties, stop strings and the grammar treat them as such; `max_tokens` counts only the remaining
+            ones.
     """
 
     max_tokens: int
@@ -42,6 +57,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: dict[int, float] = field(default_factory=dict)
     ignore_eos: bool = False
+    grammar: Grammar | None = None
     first_index: int = 0
 
 

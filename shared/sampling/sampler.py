@@ -11,12 +11,16 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvferry.shared.errors import InvalidRequest, KvferryError
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
+
+if TYPE_CHECKING:
+    from kvferry.shared.sampling.grammar import TokenMatcher
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 """The parameters of a row without a completion."""
@@ -149,8 +153,8 @@ class SequenceSampler:
     2. `logit_bias` is added;
     3. repetition penalty over prompt and completion: positive logits are divided by it, others multiplied;
     4. presence and frequency penalties over the completion: minus presence * [count > 0], minus
-       frequency * count; then the ids that may not come next have no probability: those that end the
-       completion, for `min_tokens`;
+       frequency * count; then the ids that may not come next have no probability: those that the grammar does
+       not allow, and for `min_tokens` those that end the completion;
     5. temperature 0 takes the argmax now, the lowest index of equal ones; else logits / temperature;
     6. `top_k` selects the k most likely tokens;
     7. `top_p` selects, of these, the most likely ones until their probabilities reach top_p, including the
@@ -169,6 +173,7 @@ class SequenceSampler:
             completion tokens.
         vocab_size: V.
         eos_token_ids: those that end the completion, beside the parameters' own.
+        matcher: at the beginning of the parameters' grammar, where they have one.
 
     Raises:
         InvalidRequest: a prompt token or a `logit_bias` id is outside the vocabulary.
@@ -181,7 +186,9 @@ class SequenceSampler:
         vocab_size: int,
         *,
         eos_token_ids: Sequence[int] = (),
+        matcher: TokenMatcher | None = None,
     ) -> None:
+        assert (matcher is None) == (params.grammar is None), "a grammar has a matcher"
         self.params = params
         self.next_index = params.first_index
         self._vocab_size = vocab_size
@@ -191,16 +198,27 @@ class SequenceSampler:
         self._numbers = numbers_of([params])
         self._penalties = self._first_penalties(prompt_token_ids) if self._flavour.penalises else None
         self._end_ids = [*eos_token_ids, *params.stop_token_ids]
+        self._matcher = matcher
+        if matcher is not None:
+            for token_id in prompt_token_ids[len(prompt_token_ids) - params.first_index :]:
+                matcher.accept(token_id)
 
     @property
     def is_masked(self) -> bool:
         """Whether some ids may not be the next token."""
-        return self.next_index < self.params.min_tokens
+        return self._matcher is not None or self.next_index < self.params.min_tokens
 
     def mask(self) -> Tensor:
-        """Which ids may be the next token: bool `[V]` on the host."""
-        allowed = torch.ones(self._vocab_size, dtype=torch.bool)
-        allowed[self._end_ids] = False
+        """Which ids may be the next token: bool `[V]` on the host.
+
+        Raises: KvferryError: the grammar takes too much time or memory here.
+        """
+        if self._matcher is not None:
+            allowed = self._matcher.mask()
+        else:
+            allowed = torch.ones(self._vocab_size, dtype=torch.bool)
+        if self.next_index < self.params.min_tokens:
+            allowed[self._end_ids] = False
         return allowed
 
     def sample(self, logits: Tensor) -> SampledToken:
@@ -243,6 +261,14 @@ class SequenceSampler:
 
     def refusal(self) -> KvferryError:
         """The error to raise if no token can be drawn."""
+        if self._matcher is not None:
+            try:
+                if not self._matcher.mask().any():
+                    return KvferryError(
+                        f"the grammar allows no token at token {self.next_index}", reason="grammar_dead_end"
+                    )
+            except KvferryError as error:
+                return error
         return KvferryError(
             f"the model's logits for token {self.next_index} have no finite maximum", reason="invalid_logits"
         )
@@ -264,6 +290,8 @@ class SequenceSampler:
         """Record a completion token that was drawn elsewhere."""
         self._check_ids((token_id,), "a completion token", None)
         self.next_index += 1
+        if self._matcher is not None:
+            self._matcher.accept(token_id)
         if self._penalties is not None:
             self._penalties.seen[0, token_id] = True
             self._penalties.counts[0, token_id] += 1
@@ -383,10 +411,13 @@ class BatchSampler:
     def _show_masks(self) -> None:
         assert self._masks is not None, "there is a masked sequence"
         for slot, sampler in list(self._masked.items()):
-            if sampler.is_masked:
-                self._masks[slot].copy_(sampler.mask(), non_blocking=True)
-            else:
+            if not sampler.is_masked:
                 self._unmask(slot)
+                continue
+            try:
+                self._masks[slot].copy_(sampler.mask(), non_blocking=True)
+            except KvferryError:
+                self._masks[slot].zero_()  # the host asks again, and ends the completion with the error
 
     def _unmask(self, slot: int) -> None:
         if self._masked.pop(slot, None) is not None:

@@ -157,6 +157,8 @@ class Completion:
         self._quality = compression.quality if compression is not None else None
         self._plan = await services.plans.choose(compression, prompt.token_ids, self.model)
         turn = self._turn_request(record, prompt, named, self._plan)
+        if turn.sampling.grammar is not None:
+            await services.prompts.check_grammar(request, self.model)
         if lease is None and turn.prompt_logprobs is None:
             self._implicit = services.implicit.begin(self.owner, prompt.token_ids)
         for index in range(request.n or 1):

@@ -35,6 +35,7 @@ from kvferry.shared.model.tokenizer import (
     RecordedConversation,
     render_conversation,
 )
+from kvferry.shared.sampling.grammar import GrammarCompiler
 
 Messages = tuple[ChatMessage, ...]
 
@@ -103,6 +104,7 @@ class PromptBuilder:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self._added_ids = tokenizer.encode("")
+        self._grammars: dict[tuple[int, tuple[int, ...]], GrammarCompiler] = {}
 
     def assembler(self, request: ChatRequest | TextRequest | None = None) -> TextAssembler:
         """Makes text of one choice's tokens, or of a prompt's."""
@@ -114,6 +116,18 @@ class PromptBuilder:
             min_tokens=request.min_tokens or 0,
             includes_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
         )
+
+    async def check_grammar(self, request: ChatRequest | TextRequest, model: ModelSpec) -> None:
+        """Raises: InvalidRequest naming the field that asks for structured output that cannot be had."""
+        if (asked := request.grammar) is None:
+            return
+        name, grammar = asked
+        key = model.vocab_size, model.eos_token_ids
+        compiler = self._grammars.setdefault(key, GrammarCompiler(lambda: self._tokenizer, *key))
+        try:
+            await asyncio.to_thread(compiler.check, grammar)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{name} cannot be used: {error.message}", param=name) from None
 
     async def build(
         self,

@@ -15,6 +15,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvferry.services.router.completion.other_fields import OtherChatFields, OtherFields, OtherTextFields
+from kvferry.services.router.completion.structured import STRUCTURED, StructuredFields, grammar_of
 from kvferry.services.router.completion.tools import ToolCall
 from kvferry.services.router.http.body import Ignored, Range, StrictModel, Unsupported, ignored_names
 from kvferry.services.router.sessions.record import DocumentIds, SessionId
@@ -22,7 +23,7 @@ from kvferry.shared.compression.kept import MAX_KEPT_BINS
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.tokenizer import ChatMessage, normalize_role
-from kvferry.shared.sampling.params import MAX_PROMPT_ALTERNATIVES, SamplingParams
+from kvferry.shared.sampling.params import MAX_PROMPT_ALTERNATIVES, Grammar, SamplingParams
 
 _TEXT_MAX_TOKENS = 16
 _INT31, _INT63 = 2**31 - 1, 2**63 - 1
@@ -114,7 +115,7 @@ class KvCompression(StrictModel):
         return self
 
 
-class CompletionFields(OtherFields):
+class CompletionFields(StructuredFields, OtherFields):
     """The fields of both endpoints."""
 
     model: str
@@ -155,7 +156,6 @@ class CompletionFields(OtherFields):
     chat_template_kwargs: Annotated[Any, Unsupported({})] = None
     tools: Annotated[Any, Unsupported([])] = None
     tool_choice: Annotated[Any, Unsupported("none", "auto")] = None
-    response_format: Annotated[Any, Unsupported({"type": "text"})] = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -191,6 +191,11 @@ class CompletionFields(OtherFields):
         if not self.stop:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(filter(None, self.stop))
+
+    @property
+    def grammar(self) -> tuple[str, Grammar] | None:
+        """What the answer must be, and the field that says so."""
+        return grammar_of(self) if STRUCTURED & self.model_fields_set else None
 
     @property
     def includes_usage(self) -> bool:
@@ -349,6 +354,10 @@ def sampling_params(
             f"min_tokens is {min_tokens}; it must be at most {most}, the most tokens of the answer",
             param="min_tokens",
         )
+    grammar = request.grammar
+    if grammar is not None and (request.ignore_eos or min_tokens):
+        name = "ignore_eos" if request.ignore_eos else "min_tokens"
+        raise InvalidRequest(f"{name} is given; with {grammar[0]} it must not be", param=name)
     bias = {int(token_id): value for token_id, value in (request.logit_bias or {}).items()}
     stop_ids = tuple(request.stop_token_ids or ())
     for param, ids in (("logit_bias", tuple(bias)), ("stop_token_ids", stop_ids)):
@@ -371,6 +380,7 @@ def sampling_params(
         given["ignore_eos"], stop_ids = True, ()
     return SamplingParams(
         max_tokens=most,
+        grammar=grammar[1] if grammar is not None and not is_prompt_alone else None,
         min_tokens=0 if is_prompt_alone else min_tokens,
         top_k=max(0, request.top_k or 0),  # -1 is vLLM's value for off
         logprobs=request.num_alternatives,

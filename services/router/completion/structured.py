@@ -1,0 +1,131 @@
+"""Structured output in requests: OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`, and
+SGLang's `json_schema`, `regex` and `ebnf`, as one grammar.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, StringConstraints
+
+from kvferry.services.router.http.body import Ignored, StrictModel, Unsupported
+from kvferry.shared.errors import InvalidRequest
+from kvferry.shared.sampling.params import Grammar
+
+_NAMED = "response_format.json_schema.schema"
+_JSON_OBJECT = Grammar(kind="json_schema", text='{"type":"object"}')
+_Text = Annotated[str, StringConstraints(min_length=1)]
+_Schema = dict[str, Any]
+_Choices = Annotated[list[_Text], Field(min_length=1, max_length=4096)]
+
+
+class JsonSchema(StrictModel):
+    """A named schema. Answers follow it whether `strict` or not."""
+
+    model_config = ConfigDict(serialize_by_alias=True, validate_by_name=False)
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[_Schema | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's; exactly one of the first five."""
+
+    json_: Annotated[_Schema | _Text | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: _Text | None = None
+    choice: _Choices | None = None
+    grammar: _Text | None = None
+    structural_tag: Annotated[Any, Unsupported()] = None
+    whitespace_pattern: Annotated[Any, Unsupported()] = None
+    disable_any_whitespace: Ignored = None
+    disable_fallback: Ignored = None
+    disable_additional_properties: Annotated[Any, Unsupported(False)] = None
+
+
+class StructuredFields(StrictModel):
+    """The fields that ask for structured output."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: _Schema | _Text | None = None
+    guided_regex: _Text | None = None
+    guided_choice: _Choices | None = None
+    guided_grammar: _Text | None = None
+    guided_whitespace_pattern: Annotated[Any, Unsupported()] = None
+    structural_tag: Annotated[Any, Unsupported()] = None
+    json_schema: _Text | None = None
+    regex: _Text | None = None
+    ebnf: _Text | None = None
+
+
+STRUCTURED = frozenset(StructuredFields.model_fields)
+
+
+def grammar_of(request: StructuredFields) -> tuple[str, Grammar] | None:
+    """The field that asks for structured output, and its grammar; None where none does.
+
+    Raises: InvalidRequest where several do.
+    """
+    found = list(_asked(request))
+    if len(found) > 1:
+        names = " and ".join(name for name, _ in found)
+        raise InvalidRequest(f"{names} are given; only one may ask for structured output", param=found[1][0])
+    return found[0] if found else None
+
+
+def _asked(request: StructuredFields) -> Iterator[tuple[str, Grammar]]:
+    match request.response_format:
+        case ResponseFormat(type="json_object"):
+            yield "response_format", _JSON_OBJECT
+        case ResponseFormat(type="json_schema", json_schema=named):
+            if named is None or named.schema_ is None:
+                raise InvalidRequest(
+                    "response_format.json_schema.schema is missing",
+                    param="response_format.json_schema.schema",
+                )
+            yield "response_format.json_schema.schema", _schema(named.schema_)
+    given = request.structured_outputs or StructuredOutputs()
+    if given.json_object:
+        yield "structured_outputs.json_object", _JSON_OBJECT
+    for name, schema in (
+        ("structured_outputs.json", given.json_),
+        ("guided_json", request.guided_json),
+        ("json_schema", request.json_schema),
+    ):
+        if schema is not None:
+            yield name, _schema(schema)
+    for name, choices in (
+        ("structured_outputs.choice", given.choice),
+        ("guided_choice", request.guided_choice),
+    ):
+        if choices is not None:
+            yield name, Grammar(kind="choice", text=json.dumps(choices, ensure_ascii=False))
+    for name, regex in (
+        ("structured_outputs.regex", given.regex),
+        ("guided_regex", request.guided_regex),
+        ("regex", request.regex),
+    ):
+        if regex is not None:
+            yield name, Grammar(kind="regex", text=regex)
+    for name, text in (
+        ("structured_outputs.grammar", given.grammar),
+        ("guided_grammar", request.guided_grammar),
+        ("ebnf", request.ebnf),
+    ):
+        if text is not None:
+            yield name, Grammar(kind="grammar", text=text)
+
+
+def _schema(schema: dict[str, Any] | str) -> Grammar:
+    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    return Grammar(kind="json_schema", text=text)

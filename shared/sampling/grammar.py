@@ -1,0 +1,214 @@
+"""Structured output: which tokens a JSON schema, regular expression or grammar allows next.
+
+llguidance compiles grammars over a tokenizer's vocabulary and follows a completion token by token. The
+router checks a request's grammar; prefill and decode each follow it for the tokens that they draw. What is
+compiled is shared by the services of a process.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvferry.shared.errors import InvalidRequest, KvferryError
+from kvferry.shared.sampling.params import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from kvferry.shared.model.tokenizer import ChatTokenizer
+
+MAX_GRAMMAR_CHARACTERS = 1 << 18
+_MAX_COMPILED = 256
+"""Of a vocabulary; the most recently used are cached."""
+_MAX_SYMBOLS = 100_000
+_MAX_LEXER_STATES = 50_000
+"""Of 1 to 2 KB each."""
+_WHITESPACE = r"[ \n\t\r]{1,40}"
+"""Between two parts of JSON. It is bounded, or an undecided model would write nothing else."""
+_ASCII_CLASSES = "dws"
+r"""What `\d`, `\w` and `\s` match in regular expressions: ASCII, as JSON Schema has it."""
+
+_EXCLUSIVE = (("exclusiveMinimum", "minimum", 1e-4), ("exclusiveMaximum", "maximum", -1e-4))
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+"""What these have is no schema."""
+
+_vocabularies: dict[tuple[str, int, tuple[int, ...]], _Vocabulary] = {}
+_lock = threading.Lock()
+
+
+class TokenMatcher:
+    """One completion's place in a grammar. Not thread-safe."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._bits = np.zeros((vocab_size + 31) // 32, dtype=np.int32)
+
+    def mask(self) -> Tensor:
+        """Which ids may come next: bool `[V]`. At the grammar's end, only those that end the completion.
+
+        Raises: KvferryError: the grammar takes too much time or memory here (reason `grammar_limit`).
+        """
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        if self._matcher.is_error():
+            raise KvferryError(
+                f"the grammar cannot be followed: {_first_line(self._matcher)}", reason="grammar_limit"
+            )
+        bits = np.unpackbits(self._bits.view(np.uint8), count=self._vocab_size, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
+
+    def accept(self, token_id: int) -> None:
+        """Go on with a token.
+
+        Raises: KvferryError: the grammar does not allow it (reason `grammar_mismatch`).
+        """
+        if not self._matcher.consume_token(token_id):
+            raise KvferryError(
+                f"the grammar does not allow token {token_id} here: {_first_line(self._matcher)}",
+                reason="grammar_mismatch",
+            )
+
+
+class GrammarCompiler:
+    """Compiles grammars for a model. Thread-safe; compiling releases the GIL.
+
+    Args:
+        load_tokenizer: called once, when a request first has a grammar.
+        vocab_size: V of the model.
+        eos_token_ids: allowed where the grammar may end.
+    """
+
+    def __init__(
+        self, load_tokenizer: Callable[[], ChatTokenizer], vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+
+    def matcher(self, grammar: Grammar | None) -> TokenMatcher | None:
+        """A matcher at the grammar's beginning; None for None.
+
+        Raises: InvalidRequest: the grammar is not valid or too large, or the tokenizer does not allow any.
+        """
+        if grammar is None:
+            return None
+        return TokenMatcher(self._vocabulary.compiled(grammar), self._vocab_size)
+
+    def check(self, grammar: Grammar) -> None:
+        """Raises: InvalidRequest: as `matcher`, or no token can begin what the grammar allows."""
+        try:
+            mask = TokenMatcher(self._vocabulary.compiled(grammar), self._vocab_size).mask()
+        except KvferryError as error:
+            raise InvalidRequest(error.message) from None
+        if not mask.any():
+            raise InvalidRequest("no token of the model's vocabulary can begin it")
+
+    @cached_property
+    def _vocabulary(self) -> _Vocabulary:
+        text = self._load_tokenizer().to_json()
+        key = text, self._vocab_size, self._eos_token_ids
+        with _lock:
+            if key not in _vocabularies:
+                _vocabularies[key] = _Vocabulary(*key)
+            return _vocabularies[key]
+
+
+class _Vocabulary:
+    """A tokenizer's tokens as llguidance sees them, and the grammars compiled over them.
+
+    Args: tokenizer: as `tokenizer.json`.
+    """
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        import llguidance
+
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._limits = llguidance.LLParserLimits(
+            max_grammar_size=_MAX_SYMBOLS, max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
+        )
+        try:
+            self._tokens = llguidance.LLTokenizer(tokenizer, vocab_size, list(eos_token_ids))
+        except ValueError as error:
+            raise InvalidRequest(f"the model's tokenizer has no structured output: {error}") from None
+
+    def compiled(self, grammar: Grammar) -> LLMatcher:
+        """A copy of the matcher at the grammar's beginning."""
+        from llguidance import LLMatcher
+
+        with self._lock:
+            if (found := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return found.deep_copy()
+        if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
+            raise InvalidRequest(
+                f"it has {len(grammar.text)} characters; there may be {MAX_GRAMMAR_CHARACTERS}"
+            )
+        try:
+            matcher = LLMatcher(self._tokens, _source(grammar), log_level=0, limits=self._limits)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from None
+        if matcher.is_error():
+            raise InvalidRequest(_first_line(matcher))
+        with self._lock:
+            self._compiled[grammar] = matcher
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher.deep_copy()
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar in llguidance's form. Raises: ValueError."""
+    from llguidance import LLMatcher, regex_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    match grammar.kind:
+        case "json_schema":
+            schema = _with_exact_bounds(json.loads(grammar.text))
+            return LLMatcher.grammar_from_json_schema(
+                json.dumps(schema), overrides={"whitespace_pattern": _WHITESPACE}
+            )
+        case "regex":
+            regex = regex_to_lark(grammar.text, _ASCII_CLASSES).replace("\n", r"\n")
+            return LLMatcher.grammar_from_lark(f"start: /{regex}/")
+        case "choice":
+            choices = " | ".join(json.dumps(choice) for choice in json.loads(grammar.text))
+            return LLMatcher.grammar_from_lark(f"start: {choices}")
+        case "grammar":
+            return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+
+
+def _with_exact_bounds(schema: Any) -> Any:
+    """The schema with narrow exclusive bounds as inclusive ones, a little inside.
+
+    llguidance 1.9 allows a whole exclusive bound itself if the other bound is not whole and less than 1 away:
+    15 for a number above 15 and below 15.5.
+    """
+    if isinstance(schema, list):
+        return [_with_exact_bounds(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    low = schema.get("exclusiveMinimum", schema.get("minimum"))
+    high = schema.get("exclusiveMaximum", schema.get("maximum"))
+    exact = {name: value if name in _VALUES else _with_exact_bounds(value) for name, value in schema.items()}
+    if isinstance(low, int | float) and isinstance(high, int | float) and 0 < high - low < 1:
+        for name, inclusive, inside in _EXCLUSIVE:
+            if isinstance(bound := exact.get(name), int | float) and bound == int(bound):
+                del exact[name]
+                exact[inclusive] = bound + inside
+    return exact
+
+
+def _first_line(matcher: LLMatcher) -> str:
+    lines = [line for line in matcher.get_error().splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines or ["unknown"])[0].removeprefix("error: ")[:300]

@@ -1,0 +1,77 @@
+"""Tiny random models whose tokenizer can write any text, with chat templates of real families.
+
+The demo model's tokenizer has only words. These have a byte-level vocabulary, as most models have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from kvferry.shared.model.checkpoint import quiet_libraries
+from kvtest.tiny_models import make_config
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_CORPUS = [
+    '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3, "unit": null, "detailed": true}}',
+    "the quick brown fox jumps over the lazy dog, and then it is done. what is the weather like today?",
+    "[1, 2, 3, -4.5, 1e10]\n\t<tool_call>\n</tool_call> naïve café → 你好",
+]
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def byte_level_tokenizer(vocab_size: int = 420, added: tuple[str, ...] = ()) -> Tokenizer:
+    """A byte-level BPE; `added` are tokens that are not special."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(_CORPUS * 4, trainer)
+    tokenizer.add_special_tokens(list(_SPECIAL))
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added])
+    return tokenizer
+
+
+def make_text_model(
+    folder: Path,
+    *,
+    template: str = CHATML,
+    added: tuple[str, ...] = (),
+    tokenizer: Tokenizer | None = None,
+    tokenizer_config: Mapping[str, object] | None = None,
+    **overrides: object,
+) -> Path:
+    """Write a random llama with a byte-level tokenizer; returns the folder. Its vocabulary is padded, and two
+    ids end a completion.
+
+    Args: overrides: of the model's configuration.
+    """
+    tokenizer = tokenizer or byte_level_tokenizer(added=added)
+    end, turn_end = (tokenizer.token_to_id(text) for text in ("<|endoftext|>", "<|im_end|>"))
+    size = tokenizer.get_vocab_size() + 13
+    ids = {"eos_token_id": [turn_end, end], "bos_token_id": None, "pad_token_id": end}
+    config = make_config("llama", vocab_size=size, **ids, **overrides)
+    with torch.random.fork_rng(devices=[]), quiet_libraries():
+        torch.manual_seed(20)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": template,
+        **(tokenizer_config or {}),
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    return folder

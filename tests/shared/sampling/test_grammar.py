@@ -1,0 +1,221 @@
+"""Grammars compiled over a byte-level vocabulary: what they allow, their bounds, and their errors."""
+
+import json
+
+import pytest
+import torch
+from kvtest.text_models import byte_level_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from kvferry.models import DEMO_MODEL
+from kvferry.shared.errors import InvalidRequest, KvferryError
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.sampling import grammar as module
+from kvferry.shared.sampling.grammar import MAX_GRAMMAR_CHARACTERS, GrammarCompiler
+from kvferry.shared.sampling.params import Grammar, SamplingParams
+from kvferry.shared.sampling.sampler import BatchSampler, SequenceSampler
+
+RAW = byte_level_tokenizer()
+ENDS = tuple(RAW.token_to_id(text) for text in ("<|endoftext|>", "<|im_end|>"))
+VOCAB = RAW.get_vocab_size() + 3  # as padded models have
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    tokenizer = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=RAW), ENDS)
+    return GrammarCompiler(lambda: tokenizer, VOCAB, ENDS)
+
+
+def regex(text):
+    return Grammar(kind="regex", text=text)
+
+
+def allowed_texts(matcher):
+    ids = matcher.mask().nonzero()[:, 0].tolist()
+    return {RAW.decode([token_id], skip_special_tokens=False) for token_id in ids}
+
+
+def accepts(compiler, grammar, text):
+    """Whether the grammar allows a text, and its end there."""
+    matcher = compiler.matcher(grammar)
+    for token_id in RAW.encode(text, add_special_tokens=False).ids:
+        if not matcher.mask()[token_id]:
+            return False
+        matcher.accept(token_id)
+    return bool(matcher.mask()[list(ENDS)].all())
+
+
+def test_at_the_end_only_ends_are_allowed_and_padding_never_is(compiler):
+    matcher = compiler.matcher(regex("(ab|cd)"))
+    mask = matcher.mask()
+    assert mask.shape == (VOCAB,)
+    assert mask.dtype == torch.bool
+    assert allowed_texts(matcher) <= {"a", "ab", "c", "cd"}
+    assert not mask[-3:].any()
+    for token_id in RAW.encode("cd", add_special_tokens=False).ids:
+        matcher.accept(token_id)
+    assert allowed_texts(matcher) == {"<|endoftext|>", "<|im_end|>"}
+    matcher.accept(ENDS[0])
+    with pytest.raises(KvferryError) as refused:
+        matcher.accept(5)
+    assert refused.value.reason == "grammar_mismatch"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "right", "wrong"),
+    [
+        (regex(r"\d{2}/[a-c]+\\x"), "12/abc\\x", "12/abcx"),
+        (regex(r"^[^\d\s]\w?$"), "ab", "1"),
+        (regex(r"\d"), "7", "\u0667"),
+        (regex("é→.(?:你好)?"), "é→x你好", "é→x你"),
+        (Grammar(kind="choice", text=json.dumps(['a "b"\n', "ü"])), 'a "b"\n', "a"),
+        (Grammar(kind="grammar", text='start: "a" B\nB: /[0-9]+/'), "a12", "a"),
+        (Grammar(kind="grammar", text='root ::= "a" b\nb ::= [0-9]+'), "a12", "a"),
+        (Grammar(kind="json_schema", text='{"type": "object"}'), '{"a": [1, null]}', "[1]"),
+        (Grammar(kind="json_schema", text='{"const": 5}'), "5", "6"),
+        (Grammar(kind="json_schema", text='{"type": "array"}'), "[\n  1\n]", "[" + " " * 60 + "1]"),
+    ],
+)
+def test_each_kind_allows_its_texts_and_no_others(compiler, grammar, right, wrong):
+    compiler.check(grammar)
+    assert accepts(compiler, grammar, right)
+    assert not accepts(compiler, grammar, wrong)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (regex("("), "unclosed group"),
+        (regex("(?=a)b"), "look-around"),
+        (regex("x" * (MAX_GRAMMAR_CHARACTERS + 1)), "262145 characters; there may be 262144"),
+        (Grammar(kind="json_schema", text="{"), "line 1"),
+        (Grammar(kind="json_schema", text='{"type": "bogus"}'), "Invalid type: bogus"),
+        (Grammar(kind="json_schema", text='{"not": {"type": "null"}}'), 'Unimplemented keys: ["not"]'),
+        (Grammar(kind="grammar", text="start: x"), 'unknown name: "x"'),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_in_words(compiler, grammar, message):
+    with pytest.raises(InvalidRequest) as refused:
+        compiler.check(grammar)
+    assert message in refused.value.message
+    assert len(refused.value.message) < 400
+    assert "\n" not in refused.value.message
+
+
+def test_a_tokenizer_of_whole_words_is_refused_in_words():
+    words = ChatTokenizer.load(DEMO_MODEL)
+    with pytest.raises(InvalidRequest, match="tokenizer has no structured output"):
+        GrammarCompiler(lambda: words, 704, (6,)).check(regex("a"))
+
+
+def test_compiled_grammars_are_shared_by_key_and_their_matchers_are_not(compiler, monkeypatch):
+    one, other = compiler.matcher(regex("ab+c?")), compiler.matcher(regex("ab+c?"))
+    one.accept(RAW.token_to_id("a"))
+    assert "b" in allowed_texts(one)
+    assert "b" not in allowed_texts(other)
+    monkeypatch.setattr(module, "_source", lambda grammar: pytest.fail("it is compiled already"))
+    again = GrammarCompiler(compiler._load_tokenizer, VOCAB, ENDS)
+    assert allowed_texts(again.matcher(regex("ab+c?"))) == allowed_texts(other)
+    assert compiler.matcher(None) is None
+
+
+def number(**bounds):
+    return Grammar(kind="json_schema", text=json.dumps({"anyOf": [{"type": "number", **bounds}]}))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "right", "wrong"),
+    [
+        ({"exclusiveMinimum": 15, "maximum": 15.75}, ("15.75", "15.01"), ("15", "15.0", "15.76")),
+        ({"minimum": -24.5, "exclusiveMaximum": -24}, ("-24.5", "-24.01"), ("-24", "-24.0", "-24.6")),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, ("0.01", "0.9"), ("0", "1", "1.0")),
+        ({"exclusiveMinimum": 0}, ("0.01", "7"), ("0", "0.0", "-1")),
+    ],
+)
+def test_a_number_stays_within_its_bounds(compiler, bounds, right, wrong):
+    assert all(accepts(compiler, number(**bounds), text) for text in right)
+    assert not any(accepts(compiler, number(**bounds), text) for text in wrong)
+
+
+def test_names_and_values_that_look_like_bounds_stay(compiler):
+    schema = {"const": {"exclusiveMinimum": 3, "maximum": 4}}
+    assert accepts(
+        compiler, Grammar(kind="json_schema", text=json.dumps(schema)), json.dumps(schema["const"])
+    )
+
+
+def draw(sampler, steps, logits):
+    drawn = []
+    for step in range(steps):
+        drawn.append(sampler.sample(logits[step]).token_id)
+        if drawn[-1] in ENDS:
+            break
+    return drawn
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_a_replay_goes_on_where_the_delivered_tokens_end(compiler, temperature):
+    schema = Grammar(
+        kind="json_schema", text='{"type": "array", "items": {"type": "integer"}, "minItems": 3}'
+    )
+    logits = torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(5)) * 3
+    params = SamplingParams(max_tokens=200, temperature=temperature, seed=4, grammar=schema)
+    whole = draw(SequenceSampler(params, (1, 2), VOCAB, matcher=compiler.matcher(schema)), 200, logits)
+    for num in (1, len(whole) // 2, len(whole) - 1):
+        replayed = SamplingParams(
+            max_tokens=200, temperature=temperature, seed=4, grammar=schema, first_index=num
+        )
+        matcher = compiler.matcher(schema)
+        sampler = SequenceSampler(replayed, (1, 2, *whole[:num]), VOCAB, matcher=matcher)
+        assert draw(sampler, 200, logits[num:]) == whole[num:]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_a_batch_draws_what_each_draws_alone_and_neighbours_are_untouched(compiler, temperature):
+    grammars = [None, regex("[a-f]{30,40}"), None, Grammar(kind="json_schema", text='{"minItems": 9}')]
+    params = [
+        SamplingParams(max_tokens=99, temperature=temperature, seed=i, grammar=grammar)
+        for i, grammar in enumerate(grammars)
+    ]
+
+    def samplers(of=params):
+        return [SequenceSampler(p, (1,), VOCAB, matcher=compiler.matcher(p.grammar)) for p in of]
+
+    plain = [SamplingParams(max_tokens=99, temperature=temperature, seed=i) for i in range(4)]
+    alone, unmasked, placed = samplers(), samplers(plain), samplers()
+    batch = BatchSampler(4, VOCAB, torch.device("cpu"))
+    for slot, sampler in enumerate(placed):
+        batch.place(slot, sampler)
+    assert batch.needs_tokens
+    for step in range(20):
+        logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(step)) * 2
+        logits[:, list(ENDS)] -= 50
+        batch.refill()
+        tokens, valid = batch.sample(logits, torch.ones(4, dtype=torch.int64), batch.flavour)
+        assert valid.all()
+        assert tokens.tolist() == [its.sample(logits[i]).token_id for i, its in enumerate(alone)]
+        free = [its.sample(logits[i]).token_id for i, its in enumerate(unmasked)]
+        assert tokens[[0, 2]].tolist() == [free[0], free[2]]
+        for sampler, token in zip(placed, tokens.tolist(), strict=True):
+            sampler.observe(token)
+    batch.remove(1)
+    batch.remove(3)
+    assert not batch.needs_tokens
+    assert not batch.flavour.masks
+
+
+def test_a_grammar_that_ends_in_a_dead_end_fails_its_own_sequence(compiler):
+    grammar = regex("ab")
+    sampler = SequenceSampler(
+        SamplingParams(max_tokens=9, temperature=0.0, grammar=grammar, logit_bias={}),
+        (1,),
+        VOCAB,
+        matcher=compiler.matcher(grammar),
+    )
+    with pytest.raises(KvferryError) as refused:
+        sampler.sample(torch.full((VOCAB,), -torch.inf))
+    assert refused.value.reason == "invalid_logits"
+    with pytest.raises(KvferryError) as refused:
+        sampler.observe(ENDS[0])
+    assert refused.value.reason == "grammar_mismatch"
+    assert sampler.refusal().reason == "grammar_limit"
