@@ -6,54 +6,23 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
-import torch
 from kvtest.families import FAMILIES, WINDOW
 from kvtest.pair import Pair
-from transformers import AutoModelForCausalLM
+from kvtest.transformers_model import Reference, greedy, plan_of, prompt_of
 
 from kvferry.models import DEMO_MODEL
 from kvferry.shared.compression.applicable import applicable_methods
-from kvferry.shared.compression.plan import Budget, CompressionPlan
-from kvferry.shared.compression.presets import plan_for, preset
+from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator
 
 NUM_NEW = 64
 FULL = plan_for("full")
-
-
-def greedy(num_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-
-
-def prompt_of(num_tokens: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(8, 600, (num_tokens,), generator=generator).tolist()
-
-
-class Reference:
-    """transformers' own model."""
-
-    def __init__(self, folder: Path) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-    def tokens(self, prompt: list[int], num_tokens: int) -> list[int]:
-        output = self._model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
-        return output[0, len(prompt) :].tolist()
 
 
 @pytest.fixture(params=FAMILIES)
@@ -69,10 +38,6 @@ async def pair(folder: Path) -> AsyncIterator[Pair]:
         await made.start_prefill()
         await made.start_decode()
         yield made
-
-
-def plan_of(method: str) -> CompressionPlan:
-    return plan_for(method, budget=Budget(tokens=20) if preset(method).takes_budget else None)
 
 
 async def test_full_equals_generate_beyond_two_windows_alone_in_a_batch_and_over_a_session(

@@ -57,6 +57,7 @@ class Pair:
     stack: AsyncExitStack
     hub: InProcessHub = field(default_factory=InProcessHub)
     prefill_metrics: PrefillMetrics = field(default_factory=PrefillMetrics)
+    decode_metrics: DecodeMetrics = field(default_factory=DecodeMetrics)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
     async def start_prefill(self, **options: object) -> None:
@@ -82,7 +83,7 @@ class Pair:
             DecodeConfig(**settings),  # type: ignore[arg-type]
             model=self.model,
             tokenizer=self.tokenizer,
-            metrics=DecodeMetrics(),
+            metrics=self.decode_metrics,
             server_factory=self.hub.server,
             sender=self.hub.sender(buffer_bytes=1 << 24, timeout_s=WAIT_S),
             sweep_interval_s=0.02,
