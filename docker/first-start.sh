@@ -40,5 +40,9 @@ fi
 
 [ -s "$monitoring/grafana-password" ] || random >"$monitoring/grafana-password"
 
-# Prometheus reads the router's metrics with the first of the accepted keys; without keys any will do.
-echo "${API_KEYS:-any}" | cut -d , -f 1 >"$monitoring/api-key"
+# Prometheus reads the router's metrics with a key for nothing else. The router gets its hash.
+[ -s "$monitoring/metrics-key" ] || random >"$monitoring/metrics-key"
+hash=$(tr -d '\n' <"$monitoring/metrics-key" | openssl dgst -sha256 -r | cut -d ' ' -f 1)
+printf '[[key]]\nname = "prometheus"\nhash = "sha256:%s"\nscopes = ["metrics"]\n' "$hash" >"$worker/keys.part"
+mv "$worker/keys.part" "$worker/keys.toml"
+rm -f "$monitoring/api-key" # of earlier versions, a user's key

@@ -55,6 +55,12 @@ class RouterMetrics(_Families):
         )
         self.request_success = self._counter("request_success", "Completions", "model", "finish_reason")
         self.request_failure = self._counter("request_failure", "Failed requests", "category")
+        self.access_denied = self._counter(
+            "access_denied",
+            "Requests refused for their key, by the key's name in the key file",
+            "reason",
+            "key",
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of served requests", "model")
         self.session_store_events = self._counter(
             "session_store_events",

@@ -1,6 +1,6 @@
 """The `kvferry` command and its subcommands.
 
-    kvferry serve | router | prefill | decode | chat | eval | calibrate | train-demo [--option value ...]
+    kvferry serve | router | prefill | decode | chat | eval | calibrate | train-demo | new-key [OPTIONS]
 
 Exit codes: 0 done, 1 failed, 2 wrong options or configuration.
 """
@@ -86,6 +86,22 @@ def train_demo(*arguments: Annotated[str, Parameter(show=False, allow_leading_hy
     from kvferry.tools.recall.train import main as train
 
     return train(arguments)
+
+
+@app.command(group=TOOLS)
+def new_key(name: str) -> int:
+    """Make an API key: prints it, once, and its entry for the router's --api-keys-file.
+
+    Parameters
+    ----------
+    name
+        Its holder, as logs and metrics show it.
+    """
+    from kvferry.services.router.http.access import new_key
+
+    key, entry = new_key(name)
+    sys.stdout.write(f"{key}\n\n{entry}")
+    return 0
 
 
 @command(app, RouterConfig, group=SERVICES)

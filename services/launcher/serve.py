@@ -41,7 +41,7 @@ async def serve(config: ServeConfig) -> int:
             await asyncio.wait({stopped, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             model = starting.result()
-            display.ready(model, stack.addresses, needs_key=bool(split_list(config.api_keys)))
+            display.ready(model, stack.addresses, needs_key=config.has_keys)
             # Written last, so that everything is printed when the file appears.
             announce_ready(config.ready_file, {"service": "serve", "model": model, **stack.addresses})
             await stopped
@@ -74,6 +74,8 @@ async def _start(stack: ProcessStack | InProcessStack, config: ServeConfig) -> s
             async with httpx.AsyncClient(base_url=base_url, headers=headers, trust_env=False) as client:
                 await _until_ready(client)
                 models = await client.get("/v1/models", timeout=_PROBE_TIMEOUT_S)
+                if models.status_code == httpx.codes.UNAUTHORIZED and config.api_keys_file:
+                    return config.model_name or config.model  # no key of the file is known here
                 return str(models.raise_for_status().json()["data"][0]["id"])
     except TimeoutError:
         raise DeadlineExceeded(f"the services were not ready after {config.start_timeout_s:g} s") from None

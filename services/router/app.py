@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -28,6 +29,7 @@ from kvferry.services.router.api import completions, operations, sessions
 from kvferry.services.router.completion.inputs import PlanChooser, PromptBuilder
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.config import RouterConfig, split_list
+from kvferry.services.router.http.access import KeyFile, KeyLimits
 from kvferry.services.router.http.body import Authenticator
 from kvferry.services.router.http.errors import error_response, from_framework
 from kvferry.services.router.http.middleware import LimitsMiddleware, RequestMiddleware
@@ -39,6 +41,7 @@ from kvferry.services.router.turn.readiness import Readiness
 from kvferry.services.router.turn.turn import BackgroundTasks, TurnRunner
 from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.control.messages import DecodeControl, PrefillControl
+from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.tokenizer import ChatTokenizer
@@ -53,12 +56,14 @@ class Timing:
         probe_interval_s: an idle router sends a probe turn this often.
         session_lease_s: with Redis, how soon another router may take over the session of a lost one.
         sweep_interval_s: how often expired sessions are removed.
+        keys_interval_s: how often the key file is looked at.
     """
 
     recovery_backoff_s: float = 0.25
     probe_interval_s: float = 10.0
     session_lease_s: float = 15.0
     sweep_interval_s: float = 5.0
+    keys_interval_s: float = 2.0
 
 
 def create_app(
@@ -95,6 +100,8 @@ def create_app(
         window_s=config.readiness_window_s,
     )
     metrics.ready.set_function(lambda: float(readiness.problem() is None))
+    key_file = KeyFile(Path(config.api_keys_file)) if config.api_keys_file else None
+    limits = KeyLimits(key_file, redis_url=config.history_redis) if key_file is not None else None
     services = Services(
         config=config,
         metrics=metrics,
@@ -107,6 +114,7 @@ def create_app(
         ),
         prompts=PromptBuilder(tokenizer),
         plans=plans,
+        limits=limits,
     )
 
     @asynccontextmanager
@@ -116,6 +124,8 @@ def create_app(
             asyncio.create_task(readiness.run()),
             asyncio.create_task(_sweep(services, timing.sweep_interval_s)),
         ]
+        if key_file is not None:
+            loops.append(asyncio.create_task(_reload_keys(key_file, timing.keys_interval_s)))
         try:
             yield
         finally:
@@ -124,6 +134,8 @@ def create_app(
             await asyncio.gather(*loops, return_exceptions=True)
             await tasks.close(config.shutdown_timeout_s)
             await services.sessions.close()
+            if limits is not None:
+                await limits.close()
             await asyncio.gather(prefill.close(), decode.close())
 
     app = FastAPI(
@@ -133,7 +145,12 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
     )
-    app.state.auth = Authenticator(split_list(config.api_keys))
+    app.state.auth = Authenticator(split_list(config.api_keys), key_file)
+    if app.state.auth.is_open("chat") and not (config.is_loopback or config.insecure):
+        raise ConfigurationError(
+            f"listen is {config.listen!r}, which other machines may reach, and no key of api_keys_file is "
+            "for chat; add one, listen on 127.0.0.1, or set insecure"
+        )
     app.state.services = services
     app.state.started_at = int(clock())
     for router in (completions.router, operations.keyed, sessions.router, operations.unkeyed):
@@ -144,6 +161,7 @@ def create_app(
     app.add_middleware(
         LimitsMiddleware,
         owner=app.state.auth.owner,
+        limits=limits,
         max_header_bytes=config.max_header_bytes,
         max_body_bytes=config.max_body_bytes,
         read_timeout_s=config.read_timeout_s,
@@ -182,6 +200,20 @@ async def _refuse(request: Request, refusal: Exception) -> Response:
     for name, value in (getattr(refusal, "headers", None) or {}).items():
         response.headers[name] = value
     return response
+
+
+async def _reload_keys(file: KeyFile, interval_s: float) -> None:
+    """Read the key file again whenever it changes."""
+    log = structlog.get_logger(__name__)
+    while True:
+        await asyncio.sleep(interval_s)
+        before = file.keys
+        try:
+            file.reload()
+        except ConfigurationError as error:
+            log.error("the key file is not used as it is now", error=error.message)
+        if file.keys is not before:
+            log.info("key file read", num_keys=len(file.keys))
 
 
 async def _sweep(services: Services, interval_s: float) -> None:

@@ -52,6 +52,9 @@ class RouterConfig(TracedSettings):
     api_keys: Annotated[str, ACCESS] = Field(
         "", repr=False, description="accepted keys, comma-separated; empty accepts anyone"
     )
+    api_keys_file: Annotated[str, ACCESS] = Field(
+        "", description="TOML file of hashed keys with scopes and limits; read again when it changes"
+    )
     insecure: Annotated[bool, ACCESS] = Field(
         False, description="listen beyond loopback although anyone may call, because there are no keys"
     )
@@ -154,12 +157,16 @@ class RouterConfig(TracedSettings):
         for option in ("prefill_workers", "decode_workers", "worker_metrics"):
             for entry in split_list(getattr(self, option)):
                 parse_address(option, entry)
-        if not (self.is_loopback or self.insecure or split_list(self.api_keys)):
+        if not (self.is_loopback or self.insecure or self.has_keys):
             raise ValueError(
                 f"listen is {self.listen!r}, which other machines may reach, and there are no api_keys; give "
-                "keys, listen on 127.0.0.1, or set insecure"
+                "keys or api_keys_file, listen on 127.0.0.1, or set insecure"
             )
         return self
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(split_list(self.api_keys) or self.api_keys_file)
 
     @property
     def is_loopback(self) -> bool:
@@ -170,5 +177,5 @@ class RouterConfig(TracedSettings):
     @property
     def metrics_are_open(self) -> bool:
         if self.metrics_access == "auto":
-            return self.is_loopback or not split_list(self.api_keys)
+            return self.is_loopback or not self.has_keys
         return self.metrics_access == "open"

@@ -25,7 +25,7 @@ unkeyed = APIRouter(redirect_slashes=False, responses=ERRORS)
 def _check_access(request: Request, services: Shared) -> None:
     """Pages and metrics are open, or need a key, as the options say."""
     if not services.config.metrics_are_open:
-        request.app.state.auth.owner(request.headers)
+        request.app.state.auth.owner(request.headers, "metrics")
 
 
 restricted = APIRouter(redirect_slashes=False, responses=ERRORS, dependencies=[Depends(_check_access)])

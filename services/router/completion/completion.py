@@ -132,6 +132,11 @@ class Completion:
             # The top of the task: whoever waits for events must get one.
             self._log.exception("completion failed unexpectedly")
             self._close(internal_error())
+        finally:
+            if self.services.limits is not None and self.choices:
+                generated = sum(len(choice.turn.stats.token_ids) for choice in self.choices)
+                count = self.services.limits.count_tokens(self.owner, self.num_prompt_tokens + generated)
+                self.services.runner.tasks.start(count, name="count tokens")
 
     def _close(self, event: CompletionEnd | KvferryError | None) -> None:
         if not self._closed:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.services.router.completion.inputs import PlanChooser, PromptBuilder
 from kvferry.services.router.config import RouterConfig
+from kvferry.services.router.http.access import KeyLimits
 from kvferry.services.router.sessions.implicit import ImplicitSessions
 from kvferry.services.router.sessions.store import SessionStore
 from kvferry.services.router.turn.readiness import Readiness
@@ -16,7 +17,7 @@ from kvferry.shared.metrics import RouterMetrics
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """Attributes: clock: Unix time in seconds."""
+    """Attributes: clock: Unix time in seconds; limits: of the key file's keys."""
 
     config: RouterConfig
     metrics: RouterMetrics
@@ -27,3 +28,4 @@ class Services:
     implicit: ImplicitSessions
     prompts: PromptBuilder
     plans: PlanChooser
+    limits: KeyLimits | None

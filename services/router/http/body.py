@@ -20,8 +20,9 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_jso
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
+from kvferry.services.router.http.access import KeyFile, Scope
 from kvferry.services.router.http.errors import describe
-from kvferry.shared.errors import AuthenticationFailed, InvalidRequest
+from kvferry.shared.errors import AuthenticationFailed, InvalidRequest, PermissionDenied
 
 # ---- routes ----------------------------------------------------------------------------------------------
 
@@ -29,25 +30,51 @@ from kvferry.shared.errors import AuthenticationFailed, InvalidRequest
 class Authenticator:
     """Checks `Authorization: Bearer KEY`. A caller is known to the rest of the system by a digest of the key.
 
-    Without configured keys anyone may call, but sessions still belong to the key that was sent.
+    Without keys that may chat anyone may, but sessions still belong to the key that was sent.
+
+    Args:
+        api_keys: keys that may do everything.
+        file: further keys.
     """
 
-    def __init__(self, api_keys: Iterable[str]) -> None:
+    def __init__(self, api_keys: Iterable[str], file: KeyFile | None = None) -> None:
         self._digests = tuple(_digest(key) for key in api_keys)
+        self._file = file
+        self._closed: set[Scope] = set()
 
-    def owner(self, headers: Headers) -> str:
+    def is_open(self, scope: Scope) -> bool:
+        """Whether no key is needed: there is none for this, and there never was."""
+        in_file = self._file.keys if self._file is not None else ()
+        if self._digests or any(its.allows(scope) for its in in_file):
+            self._closed.add(scope)  # a file whose last key is removed lets nobody in
+        return scope not in self._closed
+
+    def owner(self, headers: Headers, scope: Scope = "chat") -> str:
         """The digest that identifies the caller.
 
-        Raises: AuthenticationFailed where keys are configured and the request has none of them.
+        Args: scope: what the key must be for.
+
+        Raises:
+            AuthenticationFailed: keys are configured and the request has none of them.
+            PermissionDenied: its key is for something else.
         """
         scheme, _, key = headers.get("authorization", "").strip().partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
         digest = _digest(key)
-        if self._digests and not key:
-            raise AuthenticationFailed("No API key was given; send it as 'Authorization: Bearer KEY'")
+        if self.is_open(scope):
+            return digest
+        if not key:
+            message = "No API key was given; send it as 'Authorization: Bearer KEY'"
+            raise AuthenticationFailed(message, reason="no_key")
         # Every key is compared, in constant time, so that timing reveals nothing about any of them.
-        if self._digests and not any([hmac.compare_digest(digest, known) for known in self._digests]):
-            raise AuthenticationFailed("The API key is not one that this server accepts")
+        if any([hmac.compare_digest(digest, known) for known in self._digests]):
+            return digest
+        entry = self._file.find(digest) if self._file is not None else None
+        if entry is None:
+            raise AuthenticationFailed("The API key is not one that this server accepts", reason="wrong_key")
+        if not entry.allows(scope):
+            scopes = ", ".join(entry.scopes)
+            raise PermissionDenied(f"This key is for {scopes}; {scope} is needed", reason="scope")
         return digest
 
 

@@ -26,8 +26,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvferry.services.router.http.access import KeyLimits
 from kvferry.services.router.http.errors import error_body, error_response, internal_error
 from kvferry.shared.errors import (
+    AuthenticationFailed,
     Cancelled,
     HeadersTooLarge,
     InvalidRequest,
@@ -70,6 +72,9 @@ class RequestRecord:
         """Note what ended the request. Counted before the client is told, so that counters never lag."""
         self.error = error
         self.metrics.request_failure.labels(category=error.category).inc()
+        if isinstance(error, AuthenticationFailed | PermissionDenied) or error.reason.startswith("key_"):
+            key = self.fields.get("key", "")
+            self.metrics.access_denied.labels(reason=error.reason, key=key).inc()
 
 
 class RequestMiddleware:
@@ -147,7 +152,9 @@ class LimitsMiddleware:
     """Reads the whole body before the application gets the request, so that handlers never wait for a client.
     The key is checked before: `scope["state"]["owner"]` is the caller of a POST.
 
-    Args: owner: the caller by a request's headers; raises where they have no accepted key.
+    Args:
+        owner: the caller by a request's headers; raises where they have no accepted key.
+        limits: of keys; None where there are none.
 
     Raises: HeadersTooLarge, PayloadTooLarge, RequestTimeout, PermissionDenied; what `owner` raises; Cancelled
         where the client left.
@@ -158,12 +165,14 @@ class LimitsMiddleware:
         app: ASGIApp,
         *,
         owner: Callable[[Headers], str],
+        limits: KeyLimits | None,
         max_header_bytes: int,
         max_body_bytes: int,
         read_timeout_s: float,
     ) -> None:
         self._app = app
         self._owner = owner
+        self._limits = limits
         self._max_header_bytes = max_header_bytes
         self._max_body_bytes = max_body_bytes
         self._read_timeout_s = read_timeout_s
@@ -178,11 +187,22 @@ class LimitsMiddleware:
             _refuse_other_sites(headers)
         if scope["method"] == "POST":
             scope["state"]["owner"] = self._owner(headers)
+            if self._limits is not None:
+                owner = scope["state"]["owner"]
+                scope["state"]["record"].fields["key"] = self._limits.name(owner)
+                async with self._limits.admitted(owner):
+                    await self._handle(scope, headers, receive, send)
+                return
+        await self._handle(scope, headers, receive, send)
+
+    async def _handle(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         try:
             async with asyncio.timeout(self._read_timeout_s):
                 body = await self._read_body(headers, receive)
         except TimeoutError:
             raise RequestTimeout(f"The body was not complete within {self._read_timeout_s:g} s") from None
+        if self._limits is not None and body:
+            await self._limits.count_bytes(scope["state"]["owner"], len(body))
         pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:

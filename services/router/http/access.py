@@ -1,0 +1,226 @@
+"""The key file: who may call, what for, and how much. Only hashes of keys are in it.
+
+    [[key]]
+    name = "alice"                    # in logs and metrics
+    hash = "sha256:9f86d08188..."     # of the key, which `kvferry new-key alice` makes
+    scopes = ["chat"]                 # chat, metrics, or admin, which includes both
+    requests_per_minute = 60          # each limit is optional
+    tokens_per_minute = 100000        # of prompts and answers together
+    bytes_per_minute = 50000000       # of requests' bodies
+    max_concurrent = 4                # requests at the same time, at each router
+
+Counts of a minute are shared by the routers of one Redis. A router that cannot reach it counts by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import time
+import tomllib
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import structlog
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvferry.shared.errors import CapacityExceeded, ConfigurationError
+
+Scope = Literal["chat", "metrics", "admin"]
+
+_REDIS_TIMEOUT_S = 0.5
+_MAX_FILE_BYTES = 4 << 20
+_log = structlog.get_logger(__name__)
+
+_Limit = Annotated[int, Field(ge=1)]
+
+
+class ApiKey(BaseModel):
+    """One entry of a key file."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    hash: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+    scopes: Annotated[list[Scope], Field(min_length=1)] = ["chat"]
+    requests_per_minute: _Limit | None = None
+    tokens_per_minute: _Limit | None = None
+    bytes_per_minute: _Limit | None = None
+    max_concurrent: _Limit | None = None
+
+    def allows(self, scope: Scope) -> bool:
+        return scope in self.scopes or "admin" in self.scopes
+
+
+class _Content(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    key: list[ApiKey] = []
+
+    @model_validator(mode="after")
+    def _distinct(self) -> _Content:
+        for field in ("name", "hash"):
+            values = [getattr(its, field) for its in self.key]
+            if len(set(values)) < len(values):
+                raise ValueError(f"two keys have the same {field}")
+        return self
+
+
+class KeyFile:
+    """The keys of a file, read again when it changes."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises: ConfigurationError where the file cannot be read or has an invalid entry."""
+        self._path = path
+        self._version: tuple[int, int] | None = None
+        self.keys: tuple[ApiKey, ...] = ()
+        self.reload()
+
+    def reload(self) -> None:
+        """Read the file if it has changed. A file that has become invalid changes nothing.
+
+        Raises: ConfigurationError, each time that an invalid file has changed.
+        """
+        try:
+            stat = self._path.stat()
+            version = (stat.st_mtime_ns, stat.st_size)
+            if version == self._version:
+                return
+            self._version = version
+            if stat.st_size > _MAX_FILE_BYTES:
+                raise ValueError(f"it has {stat.st_size} bytes; at most {_MAX_FILE_BYTES} are allowed")
+            data: Any = tomllib.loads(self._path.read_text(encoding="utf-8"))
+            self.keys = tuple(_Content.model_validate(data).key)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ConfigurationError(f"api_keys_file {str(self._path)!r}: {where}: {first['msg']}") from None
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"api_keys_file {str(self._path)!r} cannot be read: {error}") from None
+
+    def find(self, digest: str) -> ApiKey | None:
+        """The key with this SHA-256. Every key is compared, in constant time."""
+        same = [hmac.compare_digest(its.hash, f"sha256:{digest}") for its in self.keys]
+        return next((its for its, found in zip(self.keys, same, strict=True) if found), None)
+
+
+def new_key(name: str) -> tuple[str, str]:
+    """A random key and its entry for a key file.
+
+    Raises: ConfigurationError where the name is not allowed.
+    """
+    key = f"kvf-{secrets.token_urlsafe(32)}"
+    entry = {"name": name, "hash": f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"}
+    try:
+        ApiKey.model_validate(entry)
+    except ValidationError:
+        message = f"name is {name!r}; it must be 1 to 64 of A-Z a-z 0-9 . _ -"
+        raise ConfigurationError(message) from None
+    return key, f'[[key]]\nname = "{name}"\nhash = "{entry["hash"]}"\nscopes = ["chat"]\n'
+
+
+class KeyLimits:
+    """Counts what the keys of a file use, by their owners' digests."""
+
+    def __init__(self, file: KeyFile, *, redis_url: str) -> None:
+        # Imported here: only a server with a key file needs it.
+        from limits.aio.storage import MemoryStorage
+        from limits.aio.strategies import FixedWindowRateLimiter
+        from limits.errors import ConfigurationError as UnknownStorage
+        from limits.storage import storage_from_string
+
+        self._file = file
+        self._running: Counter[str] = Counter()
+        self._local = FixedWindowRateLimiter(MemoryStorage())
+        self._shared = self._local
+        if redis_url:
+            try:
+                storage: Any = storage_from_string(
+                    f"async+{redis_url}", implementation="redispy", key_prefix="kvferry:limits"
+                )
+                self._shared = FixedWindowRateLimiter(storage)
+            except UnknownStorage as error:
+                _log.warning("each router counts its keys' use by itself", error=str(error).split(":")[0])
+
+    async def close(self) -> None:
+        """Close the connections to Redis."""
+        bridge = getattr(self._shared.storage, "bridge", None)
+        if bridge is not None:
+            await bridge.get_connection().aclose()
+
+    def name(self, owner: str) -> str:
+        """The name of a caller's key; "" for one that is not in the file."""
+        key = self._file.find(owner)
+        return key.name if key is not None else ""
+
+    @asynccontextmanager
+    async def admitted(self, owner: str) -> AsyncIterator[None]:
+        """While a request of the owner runs.
+
+        Raises: CapacityExceeded where a limit of its key is used up.
+        """
+        key = self._file.find(owner)
+        if key is None:
+            yield
+            return
+        if key.max_concurrent is not None and self._running[owner] >= key.max_concurrent:
+            raise CapacityExceeded(
+                f"This key has {self._running[owner]} requests running; at most {key.max_concurrent} may",
+                reason="key_concurrency",
+                retry_after_s=1.0,
+            )
+        await self._count(owner, "tokens", key.tokens_per_minute, 0)
+        await self._count(owner, "requests", key.requests_per_minute, 1)
+        self._running[owner] += 1
+        try:
+            yield
+        finally:
+            self._running[owner] -= 1
+            if not self._running[owner]:
+                del self._running[owner]
+
+    async def count_bytes(self, owner: str, num_bytes: int) -> None:
+        """Raises: CapacityExceeded where the key's bytes of this minute are used up."""
+        if (key := self._file.find(owner)) is not None:
+            await self._count(owner, "bytes", key.bytes_per_minute, num_bytes)
+
+    async def count_tokens(self, owner: str, num_tokens: int) -> None:
+        """Count a request's tokens at its end; the next request is refused if they were too many."""
+        if (key := self._file.find(owner)) is not None and key.tokens_per_minute is not None:
+            await self._add(owner, "tokens", key.tokens_per_minute, num_tokens)
+
+    async def _count(self, owner: str, what: str, limit: int | None, cost: int) -> None:
+        if limit is None:
+            return
+        used, reset_s = await self._add(owner, what, limit, cost)
+        if used > limit or (cost == 0 and used == limit):
+            raise CapacityExceeded(
+                f"This key has used its {limit} {what} of this minute",
+                reason=f"key_{what}",
+                retry_after_s=max(1.0, reset_s - time.time()),
+            )
+
+    async def _add(self, owner: str, what: str, limit: int, cost: int) -> tuple[int, float]:
+        """Count; returns what this minute's count is now and when the minute ends."""
+        from limits import RateLimitItemPerMinute
+
+        item = RateLimitItemPerMinute(limit)
+        name = item.key_for(what, owner)
+        for limiter in dict.fromkeys((self._shared, self._local)):
+            storage: Any = limiter.storage
+            try:
+                async with asyncio.timeout(_REDIS_TIMEOUT_S):
+                    if cost:
+                        used = await storage.incr(name, item.get_expiry(), amount=cost)
+                    else:
+                        used = await storage.get(name)
+                    return int(used), float(await storage.get_expiry(name))
+            except Exception as error:
+                # Whatever the storage raises: limits are then this router's own.
+                _log.warning("keys' use is counted by this router alone", error=type(error).__name__)
+        return 0, time.time()
