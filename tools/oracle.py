@@ -335,6 +335,12 @@ class OneProcessGenerator:
             states=states.after,
         )
 
+    def first_tokens(self, captured: CapturedPrompt, num_tokens: int) -> CapturedPrompt:
+        """The capture of a prompt's first tokens. A state has no prefix, so a model with states runs them."""
+        if captured.states:
+            return self.capture(list(captured.token_ids[:num_tokens]))
+        return captured.prefix(num_tokens)
+
     def compress(
         self, captured: CapturedPrompt, *, plan: CompressionPlan, max_new_tokens: int
     ) -> Continuation:

@@ -58,6 +58,10 @@ class Captures:
             self._captured[prompt] = self._generator.capture(list(prompt), earlier=before)
         return self._captured[prompt]
 
+    def first_tokens(self, captured: CapturedPrompt, num_tokens: int) -> CapturedPrompt:
+        """The capture of a prompt's first tokens."""
+        return self._generator.first_tokens(captured, num_tokens)
+
 
 class FreshSelection:
     """The setting "aware".
@@ -99,7 +103,9 @@ class FreshSelection:
             assert captured.logits is not None
             return None if continuation is None else PendingAnswer(continuation, captured.logits)
         continuation = self._compressor.compress(
-            captured.prefix(len(captured.token_ids) - 1), contender, max_new_tokens=self._max_new_tokens + 1
+            self._captures.first_tokens(captured, len(captured.token_ids) - 1),
+            contender,
+            max_new_tokens=self._max_new_tokens + 1,
         )
         return (
             None
@@ -182,7 +188,7 @@ def make_setting(
         num_later += (len(conversation.turns) - 1) * experiment.max_new_tokens
     max_new_tokens = experiment.max_new_tokens + num_later
     if setting == "agnostic":
-        document = captures.get(first, None).prefix(num_fed)
+        document = captures.first_tokens(captures.get(first, None), num_fed)
         continuations = [
             compressor.compress(document, contender, max_new_tokens=max_new_tokens)
             for contender in contenders
