@@ -7,6 +7,7 @@ on time or on batches.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from kvferry.shared.model.tokenizer import ChatTokenizer
 
@@ -47,6 +48,7 @@ class TextAssembler:
         stop: stop strings, none of them empty.
         min_tokens: stop strings are searched in the text of later tokens only.
         includes_stop: whether the text has the stop string that ended it.
+        shows_special: whether it has special tokens, other than those that end a completion.
     """
 
     def __init__(
@@ -56,11 +58,14 @@ class TextAssembler:
         *,
         min_tokens: int = 0,
         includes_stop: bool = False,
+        shows_special: bool = False,
     ) -> None:
         assert all(stop), "a stop string is empty"
-        self._tokenizer = tokenizer
+        self._is_byte_fallback = tokenizer.is_byte_fallback
         self._stop = stop
         self._includes_stop = includes_stop
+        self._is_silent = partial(tokenizer.is_silent, shows_special=shows_special)
+        self._decode = partial(tokenizer.decode, shows_special=shows_special)
         self._num_unsearched = min_tokens if stop else 0
         self._window: list[int] = []
         self._num_context = 0
@@ -78,26 +83,26 @@ class TextAssembler:
 
     def token_text(self, token_id: int) -> str:
         """What a token would add if it came next, an unfinished character as U+FFFD (for alternatives)."""
-        if self._tokenizer.is_silent(token_id):
+        if self._is_silent(token_id):
             return ""
-        return self._beyond_context(self._tokenizer.decode([*self._window, token_id]))
+        return self._beyond_context(self._decode([*self._window, token_id]))
 
     def flush(self) -> str:
         """The text held back, at the completion's end: unfinished characters as U+FFFD, cut before a stop."""
         if self._stopped:
             return ""
-        self._undelivered += self._beyond_context(self._tokenizer.decode(self._window))
+        self._undelivered += self._beyond_context(self._decode(self._window))
         self._window, self._num_context, self._context_text = [], 0, ""
         text = self._release()
         rest, self._undelivered = ("" if self._stopped else self._undelivered), ""
         return text + rest
 
     def _decode_next(self, token_id: int) -> str:
-        if self._tokenizer.is_silent(token_id):
+        if self._is_silent(token_id):
             return ""
         self._window.append(token_id)
-        text = self._tokenizer.decode(self._window)
-        unfinished = text.endswith(_REPLACEMENT) or self._tokenizer.is_byte_fallback(token_id)
+        text = self._decode(self._window)
+        unfinished = text.endswith(_REPLACEMENT) or self._is_byte_fallback(token_id)
         is_full = len(self._window) - self._num_context >= _MAX_PENDING_TOKENS
         if unfinished and not is_full:
             return ""
@@ -107,7 +112,7 @@ class TextAssembler:
             if unfinished:
                 del self._window[:-1]
             self._num_context = len(self._window)
-            self._context_text = self._tokenizer.decode(self._window)
+            self._context_text = self._decode(self._window)
         return added
 
     def _beyond_context(self, text: str) -> str:

@@ -18,14 +18,21 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvferry.shared.errors import ConfigurationError, InvalidRequest, UnsupportedModel
 from kvferry.shared.model.checkpoint import quiet_libraries, read_eos_token_ids, resolve_model_path
 
+if TYPE_CHECKING:
+    from kvferry.shared.model.tool_format import ToolFormat
+
 Message = Mapping[str, Any]
 """`role` and `content`, both text, and the `TEMPLATE_FIELDS` that it has, as chat templates expect them."""
+
+Tools = Sequence[Mapping[str, Any]]
+"""Tools as OpenAI and chat templates have them: `type` and `function`."""
 
 TEMPLATE_FIELDS = ("name", "tool_call_id", "tool_calls", "reasoning_content")
 """What a message may have besides; a chat template uses all, some or none of them."""
@@ -124,20 +131,58 @@ class ChatTokenizer:
         _check_unicode(text, "prompt")
         return self._ids(text, add_special_tokens=True)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids without special tokens; spaces are not cleaned up."""
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], *, shows_special: bool = False) -> str:
+        """Text of ids, by default without special tokens; spaces are not cleaned up."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=not shows_special))
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the chat template shows tools to the model."""
+        return re.search(r"\btools\b", self._template or "") is not None
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes tool calls; None where the chat template does not say."""
+        from kvferry.shared.model.tool_format import tool_format
+
+        ends = [self._backend.id_to_token(token_id) for token_id in self.eos_token_ids]
+        return tool_format(self._template or "", self._render_example, ends) if self.knows_tools else None
+
+    @cached_property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """transformers' description of an answer's parts: the checkpoint's own, or one that the chat template
+        implies; None where an answer is content alone."""
+        own: Mapping[str, Any] | None = getattr(self._tokenizer, "response_template", None)
+        if own is not None or self._template is None:
+            return own
+        if self.tool_format is not None and self.tool_format.response_template is not None:
+            return self.tool_format.response_template
+        if "think" not in self._template.lower():
+            return None
+        from kvferry.shared.model.tool_format import thoughts_template
+
+        return thoughts_template(self._template, self._render_example)
+
+    def special_parts(self, text: str) -> list[str | int]:
+        """A text in pieces: the ids of the special tokens that it spells, and the texts between them."""
+        special = {t.content: i for i, t in self._backend.get_added_tokens_decoder().items() if t.special}
+        if not special:
+            return [text]
+        pieces: list[str] = re.split(
+            f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})", text
+        )
+        return [special.get(piece, piece) for piece in pieces if piece]
+
+    def render(self, messages: Sequence[Message], *, tools: Tools = ()) -> list[int]:
         """Ids of a conversation up to the beginning of the next assistant message.
 
         Raises: InvalidRequest for a role or an order of roles that the template refuses.
         """
-        text, marker = self._render_text(messages)
+        text, marker = self._render_text(messages, tools)
         return self._encode_rendered(text, marker)
 
     def render_after(
-        self, messages: Sequence[Message], index: int, *, last_token_id: int
+        self, messages: Sequence[Message], index: int, *, last_token_id: int, tools: Tools = ()
     ) -> list[int] | None:
         """Ids of what the template writes after the content of one message.
 
@@ -151,7 +196,7 @@ class ChatTokenizer:
         replaced = [dict(message) for message in messages]
         # Generated text includes tool calls and thoughts; only what the template writes after it is wanted.
         replaced[index] = {"role": messages[index]["role"], "content": sentinel}
-        text, marker = self._render_text(replaced)
+        text, marker = self._render_text(replaced, tools)
         if text.count(sentinel) != 1:
             return None
         rest = text.split(sentinel)[1]
@@ -163,9 +208,13 @@ class ChatTokenizer:
                     return ids[1:]
         return self._encode_rendered(rest, marker)
 
-    def is_silent(self, token_id: int) -> bool:
-        """Whether the id adds no text: special tokens, and ids of a padded vocabulary."""
-        return token_id in self._special_ids or self._backend.id_to_token(token_id) is None
+    def is_silent(self, token_id: int, *, shows_special: bool = False) -> bool:
+        """Whether the id adds no text: special tokens, and ids of a padded vocabulary.
+
+        Args: shows_special: only those special tokens that end a completion.
+        """
+        silent = self.eos_token_ids if shows_special else self._special_ids
+        return token_id in silent or self._backend.id_to_token(token_id) is None
 
     def is_byte_fallback(self, token_id: int) -> bool:
         """Whether the token is one byte of a sequence that can only be decoded as a whole."""
@@ -174,10 +223,10 @@ class ChatTokenizer:
         token = self._backend.id_to_token(token_id)
         return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
 
-    def _render_text(self, messages: Sequence[Message]) -> tuple[str, str]:
+    def _render_text(self, messages: Sequence[Message], tools: Tools) -> tuple[str, str]:
         """The template's text, and the marker at which it must be split before tokenizing."""
         self._check_messages(messages)
-        marker = _unused(messages, "\ufdd0")
+        marker = _unused([*messages, *({"content": "", "tool": tool, "": ""} for tool in tools)], "\ufdd0")
         prepared = [
             {name: self._mark(value, marker, spelled) for name, value in message.items()}
             | {"role": normalize_role(message["role"])}
@@ -185,7 +234,7 @@ class ChatTokenizer:
             # A model's own answer may have such tokens, those of a thought for example.
             for spelled in [self._spelled_special if message["role"] == "assistant" else self._spelled_marker]
         ]
-        return self._apply_template(prepared), marker
+        return self._apply_template(prepared, self._mark(list(tools), marker, self._spelled_marker)), marker
 
     def _mark(self, value: Any, marker: str, spelled: re.Pattern[str] | None) -> Any:
         """The value with every spelling of a token of the pattern in its texts interrupted."""
@@ -200,33 +249,46 @@ class ChatTokenizer:
             }
         return [self._mark(item, marker, spelled) for item in value] if isinstance(value, list) else value
 
-    def _apply_template(self, messages: list[dict[str, Any]]) -> str:
+    def _apply_template(self, messages: list[dict[str, Any]], tools: list[Any]) -> str:
         from jinja2 import TemplateError
 
         try:
-            return self._template_text(messages)
+            return self._template_text(messages, tools)
         except TemplateError as error:
-            at = self._first_rejected(messages, TemplateError)
+            at = self._first_rejected(messages, tools, TemplateError)
             param = f"messages[{at}].role"
             raise InvalidRequest(
                 f"{param} is {messages[at]['role']!r}; the model's chat template refuses it there: {error}",
                 param=param,
             ) from error
 
-    def _template_text(self, messages: list[dict[str, Any]]) -> str:
+    def _template_text(
+        self, messages: list[dict[str, Any]], tools: list[Any], *, add_generation_prompt: bool = True
+    ) -> str:
         return str(
             self._tokenizer.apply_chat_template(
-                messages, chat_template=self._template, tokenize=False, add_generation_prompt=True
+                messages,
+                tools=tools or None,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         )
 
-    def _first_rejected(self, messages: list[dict[str, Any]], error: type[Exception]) -> int:
+    def _render_example(
+        self, messages: list[Any], tools: list[Any] | None = None, *, add_generation_prompt: bool
+    ) -> str:
+        return self._template_text(messages, tools or [], add_generation_prompt=add_generation_prompt)
+
+    def _first_rejected(
+        self, messages: list[dict[str, Any]], tools: list[Any], error: type[Exception]
+    ) -> int:
         """Index of the message that the template refuses, by bisection over the length."""
         low, high = 1, len(messages)
         while low < high:
             middle = (low + high) // 2
             try:
-                self._template_text(messages[:middle])
+                self._template_text(messages[:middle], tools)
                 low = middle + 1
             except error:
                 high = middle
@@ -289,13 +351,17 @@ class RenderedConversation:
 
 
 def render_conversation(
-    tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], *, recorded: RecordedConversation | None = None
+    tokenizer: ChatTokenizer,
+    messages: Sequence[ChatMessage],
+    *,
+    recorded: RecordedConversation | None = None,
+    tools: Tools = (),
 ) -> RenderedConversation:
     """The prompt of a whole conversation, reusing recorded ids up to the last recorded answer in it.
 
     Args:
         messages: the whole conversation, including recorded messages.
-        recorded: the session's record, if there is one.
+        recorded: the session's record, if there is one that had the same tools.
 
     Raises: InvalidRequest for roles that the template refuses.
     """
@@ -305,14 +371,14 @@ def render_conversation(
     if recorded is not None and match is not None:
         index, rank = match
         reused = recorded.token_ids[: recorded.assistant_ends[rank]]
-        rest = tokenizer.render_after(shown, index, last_token_id=reused[-1])
+        rest = tokenizer.render_after(shown, index, last_token_id=reused[-1], tools=tools)
         if rest is not None:
             ends = recorded.assistant_ends[: rank + 1]
             return RenderedConversation(
                 token_ids=(*reused, *rest), assistant_ends=ends + (0,) * (num_assistants - len(ends))
             )
     return RenderedConversation(
-        token_ids=tuple(tokenizer.render(shown)), assistant_ends=(0,) * num_assistants
+        token_ids=tuple(tokenizer.render(shown, tools=tools)), assistant_ends=(0,) * num_assistants
     )
 
 

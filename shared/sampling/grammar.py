@@ -183,6 +183,8 @@ def _source(grammar: Grammar) -> str:
         case "choice":
             choices = " | ".join(json.dumps(choice) for choice in json.loads(grammar.text))
             return LLMatcher.grammar_from_lark(f"start: {choices}")
+        case "lark":
+            return LLMatcher.grammar_from_lark(grammar.text)
         case "grammar":
             return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
 

@@ -14,10 +14,10 @@ class Grammar:
     """What a completion's text must be.
 
     Attributes: text: a JSON schema, a regular expression, a JSON list of texts, or a grammar in Lark's or
-        GBNF's syntax.
+        GBNF's syntax ("lark" is certainly Lark's).
     """
 
-    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    kind: Literal["json_schema", "regex", "choice", "grammar", "lark"]
     text: str
 
 

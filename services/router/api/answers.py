@@ -6,7 +6,7 @@ from typing import Any, Generic, Literal, NotRequired, TypeVar
 
 from typing_extensions import TypedDict
 
-from kvferry.services.router.completion.choice import KvReport, Usage
+from kvferry.services.router.completion.choice import KvReport, ToolCall, Usage
 from kvferry.services.router.completion.prompt_tokens import PromptLogprob
 
 ItemT = TypeVar("ItemT")
@@ -93,9 +93,13 @@ class _Completion(TypedDict):
 
 
 class AssistantMessage(TypedDict):
+    """`reasoning_content` has the model's thoughts, where its chat template sets them apart."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(TypedDict):

@@ -21,9 +21,9 @@ from fastapi.security import HTTPBearer
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from kvferry.services.router.api.answers import ChatCompletion, TextCompletion
+from kvferry.services.router.api.answers import AssistantMessage, ChatCompletion, TextCompletion
 from kvferry.services.router.completion.batch import CompletionBatch
-from kvferry.services.router.completion.choice import Choice, TokenLogprob
+from kvferry.services.router.completion.choice import Choice, ChoiceDelta, TokenLogprob
 from kvferry.services.router.completion.completion import Completion, CompletionEvent
 from kvferry.services.router.completion.requests import ChatRequest, TextRequest
 from kvferry.services.router.completion.services import Services
@@ -179,6 +179,7 @@ class CompletionResponse(Response):
             "model": completion.model.name,
             "system_fingerprint": f"kvferry-{completion.model.fingerprint[:16]}",
         }
+        self._num_calls: dict[int, int] = {}
         ignored = self._request.ignored_fields
         self._more_headers = {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
 
@@ -203,13 +204,13 @@ class CompletionResponse(Response):
         for choice in self._completion.choices:
             content: dict[str, Any] = {"text": choice.text}
             if self._is_chat:
-                content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+                content = {"message": _message(choice)}
             if self._request.return_token_ids:
                 content["token_ids"] = choice.turn.stats.token_ids
             # Chats have one prompt, and name what belongs to it once.
             (extras if self._is_chat else content).update(self._of_prompt(choice))
             logprobs = None if self._request.num_alternatives is None else entries.get(choice.index, [])
-            choices.append(self._choice(choice.index, content, logprobs, choice.turn.finish_reason))
+            choices.append(self._choice(choice.index, content, logprobs, choice.finish_reason))
         answer = JSONResponse(
             {**self._head, "choices": choices, **extras, **event}, headers=self._more_headers
         )
@@ -284,8 +285,7 @@ class CompletionResponse(Response):
                     yield self._chunk([self._choice(event.index, role)])
                 content: dict[str, Any] = {"text": event.text}
                 if self._is_chat:
-                    has_text = event.text or event.finish_reason is None
-                    content = {"delta": {"content": event.text} if has_text else {}}
+                    content = {"delta": self._delta(event)}
                 if self._request.return_token_ids:
                     content["token_ids"] = event.token_ids
                     if is_first:
@@ -297,6 +297,21 @@ class CompletionResponse(Response):
                 choice = self._choice(event.index, content, event.logprobs, event.finish_reason)
                 yield self._chunk([choice], **extras)
             event = await self._next_event()
+
+    def _delta(self, event: ChoiceDelta) -> dict[str, Any]:
+        """What a chunk adds to a chat's answer."""
+        delta: dict[str, Any] = {}
+        if event.reasoning:
+            delta["reasoning_content"] = event.reasoning
+        if event.calls:
+            before = self._num_calls.get(event.index, 0)
+            self._num_calls[event.index] = before + len(event.calls)
+            delta["tool_calls"] = [
+                {"index": number, **call} for number, call in enumerate(event.calls, start=before)
+            ]
+        if event.text or (event.finish_reason is None and not delta):
+            delta["content"] = event.text
+        return delta
 
     def _chunk(self, choices: list[dict[str, Any]], **extras: Any) -> bytes:
         usage: dict[str, Any] = {}
@@ -315,6 +330,16 @@ class CompletionResponse(Response):
         if completion.choices:
             fields["kv"] = completion.kv()
             fields["replays"] = sum(choice.turn.stats.replays for choice in completion.choices)
+
+
+def _message(choice: Choice) -> AssistantMessage:
+    message = AssistantMessage(role="assistant", content=choice.content, refusal=None)
+    if choice.calls:
+        message["tool_calls"] = choice.calls
+        message["content"] = choice.content or None
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    return message
 
 
 def _event(data: Mapping[str, Any]) -> bytes:

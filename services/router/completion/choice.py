@@ -6,10 +6,12 @@ objects.
 
 from __future__ import annotations
 
+import json
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NotRequired
+from typing import TYPE_CHECKING, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -20,10 +22,12 @@ from kvferry.shared.compression.resolve import why_full
 from kvferry.shared.control.messages import FinishReason, HistorySource
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.text import TextAssembler
+from kvferry.shared.model.tokenizer import ChatMessage
 from kvferry.shared.sampling.params import SampledToken
 
 if TYPE_CHECKING:
     from kvferry.services.router.completion.prompt_tokens import PromptTokens
+    from kvferry.shared.model.answer import AnswerParser, AnswerPart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,17 @@ class TokenLogprob:
     top: tuple[tuple[str, float], ...] = ()
 
 
+class CalledFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChoiceDelta:
     """What one event adds to a choice. `token_ids` are of tokens, whose text may come later."""
@@ -51,7 +66,9 @@ class ChoiceDelta:
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None
     token_ids: tuple[int, ...] = ()
-    finish_reason: FinishReason | None = None
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    finish_reason: str | None = None
 
 
 class RequestTimer:
@@ -106,9 +123,13 @@ class Choice:
 
     Attributes:
         text: the completion so far, as delivered, after the prompt where the request wants it echoed.
+        content, reasoning, calls: what a parser found in the completion; without one, content is the text.
         prompt_tokens: the prompt's own, from the first token on, where the request wants their logprobs.
 
-    Args: with_logprobs, with_token_ids: whether each token has a delta, even without text.
+    Args:
+        parser: splits the text, where the model has a form for its parts.
+        parallel_calls: whether there may be several calls; otherwise all but the first are left out.
+        with_logprobs, with_token_ids: whether each token has a delta, even without text.
     """
 
     def __init__(
@@ -118,6 +139,8 @@ class Choice:
         assembler: TextAssembler,
         timer: RequestTimer,
         *,
+        parser: AnswerParser | None = None,
+        parallel_calls: bool = True,
         with_logprobs: bool = False,
         with_token_ids: bool = False,
     ) -> None:
@@ -128,6 +151,11 @@ class Choice:
         self._timer = timer
         self._with_logprobs = with_logprobs
         self._with_token_ids = with_token_ids
+        self._parser = parser
+        self._parallel_calls = parallel_calls
+        self.reasoning = ""
+        self.calls: list[ToolCall] = []
+        self._content = ""
         self.prompt_tokens: PromptTokens | None = None
         self._offset = 0
         self._last_token_s: float | None = None
@@ -151,6 +179,8 @@ class Choice:
             entries = (TokenLogprob(text=delta.token_text, logprob=logprob, offset=self._offset, top=top),)
             self._offset += len(delta.token_text)
         token_ids = (token.token_id,) if self._with_token_ids else ()
+        if self._parser is not None:
+            return self._parsed(self._parser.feed(delta.text), entries, token_ids)
         if not (delta.text or entries or token_ids):
             return None
         return ChoiceDelta(index=self.index, text=delta.text, logprobs=entries, token_ids=token_ids)
@@ -159,9 +189,69 @@ class Choice:
         """The text held back, if any, and the choice's end."""
         rest = self._assembler.flush()
         self.text += rest
-        if rest:
-            yield ChoiceDelta(index=self.index, text=rest, logprobs=() if self._with_logprobs else None)
-        yield ChoiceDelta(index=self.index, finish_reason=reason)
+        entries = () if self._with_logprobs else None
+        if self._parser is not None:
+            held = self._parsed([*self._parser.feed(rest), *self._parser.finish()], entries, ())
+            if held is not None and (held.text or held.reasoning or held.calls):
+                yield held
+        elif rest:
+            yield ChoiceDelta(index=self.index, text=rest, logprobs=entries)
+        yield ChoiceDelta(index=self.index, finish_reason=self.finish_reason)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """As clients see it; None while the completion goes on."""
+        reason = self.turn.finish_reason
+        return "tool_calls" if self.calls and reason == "stop" else reason
+
+    @property
+    def content(self) -> str:
+        return self.text if self._parser is None else self._content
+
+    @property
+    def message(self) -> ChatMessage:
+        """The answer as sessions record it, without thoughts: templates drop those of earlier turns."""
+        if not self.calls:
+            return ChatMessage("assistant", self.content)
+        calls = [
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])},
+            }
+            for call in self.calls
+        ]
+        return ChatMessage("assistant", self.content, json.dumps({"tool_calls": calls}))
+
+    def _parsed(
+        self,
+        parts: Sequence[AnswerPart],
+        entries: tuple[TokenLogprob, ...] | None,
+        token_ids: tuple[int, ...],
+    ) -> ChoiceDelta | None:
+        """What a text's parts add; None where nothing can be delivered."""
+        text, reasoning = (
+            "".join(getattr(part, name) for part in parts) for name in ("content", "reasoning")
+        )
+        calls: list[ToolCall] = []
+        for part in parts:
+            if part.call is not None and (self._parallel_calls or not self.calls):
+                function = CalledFunction(name=part.call.name, arguments=part.call.arguments)
+                call = ToolCall(id=f"call_{secrets.token_hex(12)}", type="function", function=function)
+                self.calls.append(call)
+                calls.append(call)
+        self._content += text
+        self.reasoning += reasoning
+        if not (text or reasoning or calls or entries or token_ids):
+            return None
+        return ChoiceDelta(
+            index=self.index,
+            text=text,
+            reasoning=reasoning,
+            calls=tuple(calls),
+            logprobs=entries,
+            token_ids=token_ids,
+        )
 
 
 class PromptTokensDetails(TypedDict):

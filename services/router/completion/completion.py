@@ -43,7 +43,7 @@ from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import KvferryError, Overloaded
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.sampling.params import SampledToken
+from kvferry.shared.sampling.params import Grammar, SampledToken
 
 
 class CompletionEnd(TypedDict):
@@ -161,21 +161,23 @@ class Completion:
         compression = request.kv_compression or (named.compression if named is not None else None)
         self._quality = compression.quality if compression is not None else None
         self._plan = await services.plans.choose(compression, prompt.token_ids, self.model)
-        turn = self._turn_request(record, prompt, named, self._plan)
-        if turn.sampling.grammar is not None:
-            await services.prompts.check_grammar(request, self.model)
+        grammar = await services.prompts.grammar(request, self.model) if request.has_structure else None
+        turn = self._turn_request(record, prompt, named, self._plan, grammar)
         if lease is None and turn.prompt_logprobs is None:
             self._implicit = services.implicit.begin(self.owner, prompt.token_ids)
         for index in range(request.n or 1):
             if (implicit := self._implicit) is not None:
                 addresses = implicit.prefill_addresses or turn.prefer_prefill
                 turn = replace(turn, session=implicit.key_of(index), prefer_prefill=addresses)
+            parser = services.prompts.answer_parser(request, prompt)
             self.choices.append(
                 Choice(
                     self.first_index + index,
                     Turn(services.runner, replace(turn, sampling=with_seed_of(turn.sampling, index))),
-                    services.prompts.assembler(request),
+                    services.prompts.assembler(request, shows_special=parser is not None),
                     self.timer,
+                    parser=parser,
+                    parallel_calls=request.parallel_tool_calls is not False,
                     with_logprobs=request.num_alternatives is not None,
                     with_token_ids=bool(request.return_token_ids),
                 )
@@ -190,6 +192,7 @@ class Completion:
         prompt: Prompt,
         named: NamedDocuments | None,
         plan: CompressionPlan,
+        grammar: Grammar | None,
     ) -> TurnRequest:
         request = self.request
         prefer = record.prefill_addresses if record is not None else ()
@@ -199,7 +202,11 @@ class Completion:
             prompt_token_ids=prompt.token_ids,
             plan=plan,
             sampling=sampling_params(
-                request, self.num_prompt_tokens, self.model, self.services.config.default_max_tokens
+                request,
+                self.num_prompt_tokens,
+                self.model,
+                self.services.config.default_max_tokens,
+                grammar,
             ),
             deadline_s=self._deadline_s,
             owner=self.owner,
@@ -383,7 +390,7 @@ class Completion:
         if before is not None:
             pin, ttl_s = before.pin if pin is None else pin, before.ttl_s if ttl_s is None else ttl_s
         record = replace(
-            prompt.record(self.model, tuple(stats.token_ids), choice.text),
+            prompt.record(self.model, tuple(stats.token_ids), choice.message),
             turns=(before.turns if before is not None else 0) + 1,
             last_plan={name: value for name, value in self.kv().items() if name != "kept"},
             prefill_addresses=tuple(dict.fromkeys((stats.prefill_address, *earlier))),

@@ -10,14 +10,16 @@ calibrated curve and the prompt's tokens, before decode reserves anything.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvferry.models import SHIPPED_CALIBRATION
 from kvferry.services.router.completion.requests import ChatRequest, KvCompression, Message, TextRequest
+from kvferry.services.router.completion.structured import calls_grammar, grammar_of
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.errors import describe
 from kvferry.services.router.sessions.record import SessionRecord
@@ -36,6 +38,10 @@ from kvferry.shared.model.tokenizer import (
     render_conversation,
 )
 from kvferry.shared.sampling.grammar import GrammarCompiler
+from kvferry.shared.sampling.params import Grammar
+
+if TYPE_CHECKING:
+    from kvferry.shared.model.answer import AnswerParser
 
 Messages = tuple[ChatMessage, ...]
 
@@ -68,6 +74,7 @@ class Prompt:
         messages, assistant_ends: for chats, see `SessionRecord`.
         text: for text completions.
         preamble: the documents that a chat begins with.
+        tools: JSON of the tools that the prompt shows; empty without any.
     """
 
     kind: Literal["chat", "text"]
@@ -76,8 +83,9 @@ class Prompt:
     assistant_ends: tuple[int, ...] = ()
     text: str = ""
     preamble: Preamble = Preamble()
+    tools: str = ""
 
-    def record(self, model: ModelSpec, completion: tuple[int, ...], text: str) -> SessionRecord:
+    def record(self, model: ModelSpec, completion: tuple[int, ...], answer: ChatMessage) -> SessionRecord:
         """The session after a turn that answered this prompt."""
         token_ids = self.token_ids + completion
         if self.kind == "chat":
@@ -85,16 +93,20 @@ class Prompt:
                 kind="chat",
                 model_fingerprint=model.fingerprint,
                 token_ids=token_ids,
-                messages=(*self.messages, ChatMessage("assistant", text)),
+                messages=(*self.messages, answer),
                 assistant_ends=(*self.assistant_ends, len(token_ids)),
                 document_ids=self.preamble.document_ids,
                 preamble=self.preamble.text,
+                tools=self.tools,
             )
         # A text continues where it ended, so the token that ended it is left out.
         while token_ids and token_ids[-1] in model.eos_token_ids:
             token_ids = token_ids[:-1]
         return SessionRecord(
-            kind="text", model_fingerprint=model.fingerprint, token_ids=token_ids, text=self.text + text
+            kind="text",
+            model_fingerprint=model.fingerprint,
+            token_ids=token_ids,
+            text=self.text + answer.content,
         )
 
 
@@ -106,7 +118,9 @@ class PromptBuilder:
         self._added_ids = tokenizer.encode("")
         self._grammars: dict[tuple[int, tuple[int, ...]], GrammarCompiler] = {}
 
-    def assembler(self, request: ChatRequest | TextRequest | None = None) -> TextAssembler:
+    def assembler(
+        self, request: ChatRequest | TextRequest | None = None, *, shows_special: bool = False
+    ) -> TextAssembler:
         """Makes text of one choice's tokens, or of a prompt's."""
         if request is None:
             return TextAssembler(self._tokenizer)
@@ -115,19 +129,52 @@ class PromptBuilder:
             request.stop_strings,
             min_tokens=request.min_tokens or 0,
             includes_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
+            shows_special=shows_special,
         )
 
-    async def check_grammar(self, request: ChatRequest | TextRequest, model: ModelSpec) -> None:
-        """Raises: InvalidRequest naming the field that asks for structured output that cannot be had."""
-        if (asked := request.grammar) is None:
-            return
-        name, grammar = asked
+    async def grammar(self, request: ChatRequest | TextRequest, model: ModelSpec) -> Grammar | None:
+        """What the answer must be.
+
+        Raises: InvalidRequest naming the field that asks for what cannot be had.
+        """
+        asked = grammar_of(request)
+        tools = request.called_tools if isinstance(request, ChatRequest) else []
+        if asked is not None and tools:
+            raise InvalidRequest(f"{asked[0]} is given; with tool_choice it must not be", param=asked[0])
+        name, grammar = asked or ("tools", None)
         key = model.vocab_size, model.eos_token_ids
         compiler = self._grammars.setdefault(key, GrammarCompiler(lambda: self._tokenizer, *key))
         try:
+            if tools and isinstance(request, ChatRequest):
+                parallel = request.tool_choice == "required" and request.parallel_tool_calls is not False
+                grammar = await asyncio.to_thread(calls_grammar, self._tokenizer, tools, parallel=parallel)
+            if grammar is None:
+                return None
             await asyncio.to_thread(compiler.check, grammar)
         except InvalidRequest as error:
             raise InvalidRequest(f"{name} cannot be used: {error.message}", param=name) from None
+        for other in ("ignore_eos", "min_tokens"):
+            if getattr(request, other):
+                raise InvalidRequest(f"{other} is given; with {name} it must not be", param=other)
+        return grammar
+
+    def answer_parser(self, request: ChatRequest | TextRequest, prompt: Prompt) -> AnswerParser | None:
+        """Finds thoughts and tool calls in an answer; None where there are none."""
+        template = self._tokenizer.response_template
+        if template is None or not isinstance(request, ChatRequest):
+            return None
+        fields = dict(template["fields"])
+        if not request.tools or request.tool_choice == "none":
+            fields.pop("tool_calls", None)
+        if set(fields) <= {"content"}:
+            return None
+        from kvferry.shared.model.answer import AnswerParser
+
+        return AnswerParser(
+            {**template, "fields": fields},
+            prefix=self._tokenizer.decode(prompt.token_ids[-_PREFIX_TOKENS:], shows_special=True),
+            tools=[tool.for_template() for tool in request.tools or ()],
+        )
 
     async def build(
         self,
@@ -199,9 +246,15 @@ class PromptBuilder:
                 param="document_ids",
             )
         messages = before + given
+        tools = [tool.for_template() for tool in request.tools or ()]
+        if tools and not self._tokenizer.knows_tools:
+            raise InvalidRequest("tools are given; the model's chat template has none", param="tools")
+        tools_json = json.dumps(tools) if tools else ""
+        if record is not None and record.tools != tools_json:
+            recorded = None  # the prompt begins with other tools
         shown = preamble.before(messages)
         try:
-            rendered = render_conversation(self._tokenizer, shown, recorded=recorded)
+            rendered = render_conversation(self._tokenizer, shown, recorded=recorded, tools=tools)
         except InvalidRequest as error:
             raise _as_sent(error, len(before) + len(shown) - len(messages)) from None
         return Prompt(
@@ -210,6 +263,7 @@ class PromptBuilder:
             messages=messages,
             assistant_ends=rendered.assistant_ends,
             preamble=preamble,
+            tools=tools_json,
         )
 
     def _recorded(self, message: Message, index: int) -> ChatMessage:
@@ -285,6 +339,8 @@ def _as_sent(error: InvalidRequest, num_before: int) -> InvalidRequest:
     return InvalidRequest(numbered.sub(as_sent, error.message), param=numbered.sub(as_sent, error.param))
 
 
+_PREFIX_TOKENS = 64
+"""Of a prompt's end, for a parser of its answer."""
 _FALLBACKS = ("rocketkv", "full")
 """Methods in place of a default that does not go with the model."""
 

@@ -15,8 +15,8 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvferry.services.router.completion.other_fields import OtherChatFields, OtherFields, OtherTextFields
-from kvferry.services.router.completion.structured import STRUCTURED, StructuredFields, grammar_of
-from kvferry.services.router.completion.tools import ToolCall
+from kvferry.services.router.completion.structured import STRUCTURED, StructuredFields
+from kvferry.services.router.completion.tools import NamedTool, Tool, ToolCall
 from kvferry.services.router.http.body import Ignored, Range, StrictModel, Unsupported, ignored_names
 from kvferry.services.router.sessions.record import DocumentIds, SessionId
 from kvferry.shared.compression.kept import MAX_KEPT_BINS
@@ -148,14 +148,12 @@ class CompletionFields(StructuredFields, OtherFields):
     priority: Annotated[int, Range(-1000, 1000)] | None = None
     kv_compression: KvCompression | None = None
     kv_kept_bins: Annotated[int, Range(1, MAX_KEPT_BINS)] | None = None
-    parallel_tool_calls: Ignored = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: Ignored = None
     include_reasoning: Ignored = None
     separate_reasoning: Ignored = None
     thinking_token_budget: Annotated[Any, Unsupported()] = None
     chat_template_kwargs: Annotated[Any, Unsupported({})] = None
-    tools: Annotated[Any, Unsupported([])] = None
-    tool_choice: Annotated[Any, Unsupported("none", "auto")] = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -193,9 +191,9 @@ class CompletionFields(StructuredFields, OtherFields):
         return (self.stop,) if isinstance(self.stop, str) else tuple(filter(None, self.stop))
 
     @property
-    def grammar(self) -> tuple[str, Grammar] | None:
-        """What the answer must be, and the field that says so."""
-        return grammar_of(self) if STRUCTURED & self.model_fields_set else None
+    def has_structure(self) -> bool:
+        """Whether a grammar decides what the answer may be."""
+        return not STRUCTURED.isdisjoint(self.model_fields_set)
 
     @property
     def includes_usage(self) -> bool:
@@ -229,9 +227,21 @@ class ChatRequest(CompletionFields, OtherChatFields):
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     document_ids: DocumentIds | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     max_completion_tokens: Annotated[int, Range(1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Range(0, 20)] | None = None
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _of_the_tools(cls, value: Any, info: Any) -> Any:
+        names = [tool.function.name for tool in info.data.get("tools") or ()]
+        if value == "required" and not names:
+            raise PydanticCustomError("rule", "must be none or auto where there are no tools")
+        if isinstance(value, NamedTool) and value.function.name not in names:
+            raise PydanticCustomError("rule", "must name one of the tools")
+        return value
 
     @field_validator("top_logprobs")
     @classmethod
@@ -247,6 +257,20 @@ class ChatRequest(CompletionFields, OtherChatFields):
         if value is not None and other is not None and value != other:
             raise PydanticCustomError("rule", "and max_tokens differ; give one of them")
         return value
+
+    @property
+    def has_structure(self) -> bool:
+        return super().has_structure or bool(self.called_tools)
+
+    @property
+    def called_tools(self) -> list[Tool]:
+        """The tools of which the answer must be calls; none where it need not."""
+        if self.tool_choice == "required":
+            return self.tools or []
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.tools or () if tool.function.name == name][:1]
+        return []
 
     @property
     def token_limit(self) -> tuple[str, int] | None:
@@ -317,7 +341,11 @@ class DocumentRequest(StrictModel):
 
 
 def sampling_params(
-    request: ChatRequest | TextRequest, num_prompt_tokens: int, model: ModelSpec, default_max_tokens: int
+    request: ChatRequest | TextRequest,
+    num_prompt_tokens: int,
+    model: ModelSpec,
+    default_max_tokens: int,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """The request's sampling, with its exact length, and a random seed where it gives none.
 
@@ -354,10 +382,6 @@ def sampling_params(
             f"min_tokens is {min_tokens}; it must be at most {most}, the most tokens of the answer",
             param="min_tokens",
         )
-    grammar = request.grammar
-    if grammar is not None and (request.ignore_eos or min_tokens):
-        name = "ignore_eos" if request.ignore_eos else "min_tokens"
-        raise InvalidRequest(f"{name} is given; with {grammar[0]} it must not be", param=name)
     bias = {int(token_id): value for token_id, value in (request.logit_bias or {}).items()}
     stop_ids = tuple(request.stop_token_ids or ())
     for param, ids in (("logit_bias", tuple(bias)), ("stop_token_ids", stop_ids)):
@@ -380,7 +404,7 @@ def sampling_params(
         given["ignore_eos"], stop_ids = True, ()
     return SamplingParams(
         max_tokens=most,
-        grammar=grammar[1] if grammar is not None and not is_prompt_alone else None,
+        grammar=grammar if not is_prompt_alone else None,
         min_tokens=0 if is_prompt_alone else min_tokens,
         top_k=max(0, request.top_k or 0),  # -1 is vLLM's value for off
         logprobs=request.num_alternatives,

@@ -10,8 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, StringConstraints
 
+from kvferry.services.router.completion.tools import Tool
 from kvferry.services.router.http.body import Ignored, StrictModel, Unsupported
 from kvferry.shared.errors import InvalidRequest
+from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import Grammar
 
 _NAMED = "response_format.json_schema.schema"
@@ -81,6 +83,24 @@ def grammar_of(request: StructuredFields) -> tuple[str, Grammar] | None:
         names = " and ".join(name for name, _ in found)
         raise InvalidRequest(f"{names} are given; only one may ask for structured output", param=found[1][0])
     return found[0] if found else None
+
+
+def calls_grammar(tokenizer: ChatTokenizer, tools: list[Tool], *, parallel: bool) -> Grammar:
+    """The grammar of calls of these tools, as the model's chat template writes them.
+
+    Raises: InvalidRequest where the template does not say how.
+    """
+    if (form := tokenizer.tool_format) is None:
+        raise InvalidRequest(
+            "the model's chat template has no tool calls as JSON objects, which is how they can be demanded"
+        )
+
+    def literal(text: str) -> str:
+        parts = tokenizer.special_parts(text)
+        return " ".join(json.dumps(part) if isinstance(part, str) else f"<[{part}]>" for part in parts)
+
+    rules = form.grammar([tool.function.model_dump() for tool in tools], parallel=parallel, literal=literal)
+    return Grammar(kind="lark", text=f"start: calls\n{rules}")
 
 
 def _asked(request: StructuredFields) -> Iterator[tuple[str, Grammar]]:

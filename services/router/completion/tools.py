@@ -1,6 +1,6 @@
-"""Tools in requests: the calls of earlier answers.
+"""Tools in requests: their definitions, which may be called, and the calls of earlier answers.
 
-Chat templates expect them as `transformers` documents it: arguments as objects, not as JSON texts.
+Chat templates expect calls as `transformers` documents it: arguments as objects, not as JSON texts.
 """
 
 from __future__ import annotations
@@ -10,11 +10,43 @@ from typing import Annotated, Any, Literal
 from pydantic import StringConstraints
 from pydantic_core import from_json
 
-from kvferry.services.router.http.body import Ignored, StrictModel
+from kvferry.services.router.http.body import Ignored, StrictModel, Unsupported
+
+_Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class Function(StrictModel):
+    """A function's description. `parameters` is a JSON schema; calls that the request demands follow it."""
+
+    name: _Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Ignored = None
+    defer_loading: Annotated[Any, Unsupported(False)] = None
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        shown = self.function.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        return {"type": "function", "function": {"description": "", "parameters": {}, **shown}}
+
+
+class NamedFunction(StrictModel):
+    name: _Name
+
+
+class NamedTool(StrictModel):
+    """The function that the answer must call."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
 
 
 class CalledFunction(StrictModel):
-    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    name: _Name
     arguments: str | dict[str, Any] | None = None
 
 

@@ -20,12 +20,44 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+HERMES = (
+    "{%- if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}{%- for tool in tools %}{{ tool | tojson }}"
+    "{{ '\\n' }}{%- endfor %}{{ '<|im_end|>\\n' }}{%- endif %}"
+    "{%- for m in messages %}{%- if m.role == 'tool' %}"
+    "{{ '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}"
+    "{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}{%- for call in m.tool_calls or [] %}"
+    "{{ '\\n' if m.content or not loop.first }}"
+    '{{ \'<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson }}{{ '}\\n</tool_call>' }}{%- endfor %}{{ '<|im_end|>\\n' }}"
+    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+"""Calls as Hermes and Qwen write them."""
+MISTRAL = (
+    "{%- for m in messages %}{%- if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
+    "{%- elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}"
+    "{%- elif m.tool_calls %}{{ '[TOOL_CALLS][' }}{%- for call in m.tool_calls %}"
+    '{{ \'{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ (call.function.arguments | tojson) + '}' }}{{ ', ' if not loop.last }}"
+    "{%- endfor %}{{ ']<|im_end|>' }}"
+    "{%- else %}{{ m.content + '<|im_end|>' }}{%- endif %}{%- endfor %}{# tools #}"
+)
+"""Calls as Mistral writes them: a list after a special token."""
+LLAMA = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{%- if m.tool_calls %}"
+    "{%- if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{%- endif %}"
+    "{%- set function = m.tool_calls[0].function %}"
+    "{{ '{\"name\": \"' + function.name + '\", \"parameters\": ' + (function.arguments | tojson) + '}' }}"
+    "{%- else %}{{ m.content }}{%- endif %}{{ '<|im_end|>' }}{%- endfor %}{# tools #}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+"""Calls as Llama 3 writes them: one, without a mark."""
+THINKING = HERMES.replace("{{ '<|im_start|>assistant", "{# <think></think> #}{{ '<|im_start|>assistant")
 _CORPUS = [
     '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3, "unit": null, "detailed": true}}',
     "the quick brown fox jumps over the lazy dog, and then it is done. what is the weather like today?",
     "[1, 2, 3, -4.5, 1e10]\n\t<tool_call>\n</tool_call> naïve café → 你好",
 ]
-_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "[TOOL_CALLS]")
 
 
 def byte_level_tokenizer(vocab_size: int = 420, added: tuple[str, ...] = ()) -> Tokenizer:
