@@ -272,8 +272,9 @@ class ProbePass:
             latent_dim=0 if latent is None else value.shape[3],
         )
         self.calls.append(call)
-        values = query if latent is None else latent.expand(key[0])[1]
-        return torch.zeros_like(values).transpose(1, 2).contiguous()
+        width = query.shape[3] if latent is None else latent.expand(key[0])[1].shape[3]
+        batch_size, num_heads, num_tokens, _ = query.shape
+        return query.new_zeros(batch_size, num_tokens, num_heads, width)
 
 
 class TransformersModel:

@@ -324,6 +324,19 @@ async def test_a_state_that_is_not_finite_ends_its_own_sequence_alone(pair: Pair
     assert [first.tokens, last.tokens] == [expected[0], expected[2]]
 
 
+async def test_states_move_with_their_sequences_and_wait_on_the_host(pair: Pair, folder: Path) -> None:
+    await pair.decode.close()
+    await pair.start_decode(arena_bytes=64 << 10)
+    reference, prompts = Reference(folder), [prompt_of(40 + number, seed=number) for number in range(3)]
+    turns = [
+        pair.turn(prompt, FULL, session=SessionKey(owner="o", session_id=f"s{number}"), sampling=greedy(200))
+        for number, prompt in enumerate(prompts)
+    ]
+    answers = await asyncio.gather(*turns)
+    assert [its.tokens for its in answers] == [reference.tokens(prompt, 200) for prompt in prompts]
+    assert pair.decode_metrics.preempted.labels(pair.model.spec.name)._value.get() > 0
+
+
 @pytest.mark.parametrize("family", ["mamba2"])
 async def test_a_model_without_attention_takes_no_method_but_full(pair: Pair) -> None:
     with pytest.raises(InvalidRequest, match=r"no layer attends.*methods that do: full"):

@@ -14,7 +14,8 @@ from kvferry.shared.model.adapters.temperature import scale_queries_by_position
 from kvferry.shared.model.adapters.tokens import continue_by_token
 
 _LATENT = (
-    "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu",
+    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash",
+    "minicpm3", "youtu",
 )  # fmt: skip
 ADAPTERS: Mapping[str, Callable[[Any], None]] = {
     **dict.fromkeys(_LATENT, pass_latent_rows),

@@ -144,6 +144,14 @@ _STATEFUL: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16},
     "falcon_mamba": {"state_size": 8},
     "olmo_hybrid": _LINEAR,
+    "kimi_linear": {
+        **_LATENT,
+        "q_lora_rank": None,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "layer_types": _STATE_SPACE_PATTERN,
+    },
+    "bailing_hybrid": {**_LATENT, "layer_types": _STATE_SPACE_PATTERN},
 }
 """Models with recurrent, linear-attention or convolution states."""
 FAMILIES: Mapping[str, Family] = {
