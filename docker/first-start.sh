@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes what must be secret and differ between deployments: a certificate authority, Redis' certificate and ACL,
-# Grafana's password. Runs before everything else at each start, and leaves alone what is there already.
+# Makes what must be secret and differ between deployments: certificate authorities, the services' keys, Redis'
+# certificate and ACL, Grafana's password. Runs before everything else at each start, and leaves alone what is there already.
 # Each folder is a volume that only its readers mount, so the files in it are readable by any user.
 set -eu
 umask 022
@@ -8,6 +8,7 @@ umask 022
 redis=/run/kvferry/redis
 worker=/run/kvferry/worker
 monitoring=/run/kvferry/monitoring
+certs=/run/kvferry/certs
 days=3650
 
 random() { openssl rand -hex 24; }
@@ -36,6 +37,15 @@ user kvferry on >$password ~kvferry:* &kvferry:* +@all -@admin -@dangerous +info
 ACL
     echo "rediss://kvferry:$password@redis:6379/0?ssl_ca_certs=$worker/ca.pem" >"$worker/redis-url.part"
     mv "$worker/redis-url.part" "$worker/redis-url"
+fi
+
+# Each service gets the keys of its role. The last file to be copied says that all are there.
+if [ ! -s "$certs/decode/tls.pem" ]; then
+    kvferry certs /tmp/certs --days "$days" >/dev/null
+    # Nothing else is ever signed.
+    rm -r /tmp/certs/ca
+    for role in router prefill decode; do cp -p /tmp/certs/$role/* "$certs/$role/"; done
+    rm -r /tmp/certs
 fi
 
 [ -s "$monitoring/grafana-password" ] || random >"$monitoring/grafana-password"

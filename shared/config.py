@@ -7,12 +7,13 @@ makes options. A service gets a settings object and reads neither arguments nor 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from kvferry.shared.options import CAPACITY, COMPRESSION, MODEL, NETWORK, PROCESS, Seconds
+from kvferry.shared.options import ACCESS, CAPACITY, COMPRESSION, MODEL, NETWORK, PROCESS, Seconds
+from kvferry.shared.serving import is_loopback, parse_address
 
 ENV_PREFIX = "KVFERRY_"
 
@@ -56,6 +57,16 @@ class PlanSettings(ServiceSettings):
 class TracedSettings(PlanSettings):
     """Options of the services that handle a turn."""
 
+    certs: Annotated[str, ACCESS] = Field(
+        "",
+        description="folder of this service's keys, which kvferry certs makes: what services send each other "
+        "is then encrypted and authenticated",
+    )
+    insecure: Annotated[bool, ACCESS] = Field(
+        False,
+        description="listen beyond loopback although others may then call: workers without certs, a router "
+        "without keys",
+    )
     otlp_endpoint: Annotated[str, PROCESS] = Field(
         "", description="http(s)://host:port of an OTLP (gRPC) collector for traces; empty: no traces"
     )
@@ -102,9 +113,25 @@ class WorkerSettings(TracedSettings):
     block_advertise: Annotated[str, NETWORK] = Field(
         "", description="block address as peers reach it; empty: the bound address"
     )
+    grpc_reflection: Annotated[bool, NETWORK] = Field(
+        False, description="describe the control interface to gRPC clients that ask"
+    )
     metrics_listen: Annotated[str, NETWORK] = Field(
         "127.0.0.1:0", description="host:port of the metrics (HTTP) server; port 0 picks a free one"
     )
     shutdown_timeout_s: Annotated[Seconds, PROCESS] = Field(
         10.0, ge=0, description="how long in-flight requests may still run at shutdown"
     )
+
+    @model_validator(mode="after")
+    def _is_encrypted_beyond_loopback(self) -> Self:
+        if self.certs or self.insecure:
+            return self
+        blocks = self.block_listen.removeprefix("tcp://")
+        for option, address in (("listen", self.listen), ("block_listen", blocks)):
+            if not (address.startswith("ipc://") or is_loopback(parse_address(option, address)[0])):
+                raise ValueError(
+                    f"{option} is {getattr(self, option)!r}, which other machines may reach, and there are "
+                    "no certs; make them with kvferry certs, listen on 127.0.0.1, or set insecure"
+                )
+        return self

@@ -43,6 +43,11 @@ def parse_address(option: str, value: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def format_address(host: str, port: int) -> str:
     """Inverse of `parse_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

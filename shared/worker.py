@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from prometheus_client import CollectorRegistry
 
+from kvferry.shared.certs import Certs
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.config import WorkerSettings
 from kvferry.shared.control.server import serve_control
@@ -45,16 +46,17 @@ class BlockTransport(Protocol):
 class ProcessTransport:
     """Blocks between processes, on one machine or several. Implements `BlockTransport`."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, certs: Certs | None) -> None:
         self._listen = settings.block_listen
         self._advertise = settings.block_advertise
+        self._keys = certs.curve_keys() if certs is not None else None
 
     def sender(self, *, buffer_bytes: int, timeout_s: float, peer_bytes: int = 0) -> BlockSender:
-        channel = SharedMemoryConnectingChannel(ZmqConnectingChannel())
+        channel = SharedMemoryConnectingChannel(ZmqConnectingChannel(self._keys))
         return BlockSender(channel, buffer_bytes=buffer_bytes, peer_bytes=peer_bytes, timeout_s=timeout_s)
 
     def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer:
-        network = ZmqListeningChannel(self._listen, advertise=self._advertise)
+        network = ZmqListeningChannel(self._listen, advertise=self._advertise, keys=self._keys)
         channel = SharedMemoryListeningChannel(network)
         return BlockServer(channel, sink, on_late_block=on_late_block)
 
@@ -88,14 +90,16 @@ async def run_worker(settings: WorkerSettings, role: Role, build: Build[ServiceT
     stop_tracing = setup_tracing(settings.otlp_endpoint, role)
     async with AsyncExitStack() as stack:
         stack.callback(stop_tracing)
+        certs = Certs(settings.certs, role) if settings.certs else None
+        transport = ProcessTransport(settings, certs)
         if settings.threads:
             torch.set_num_threads(settings.threads)
         model = await load_workers_model(settings)
-        service, metrics = await start_service(
-            settings, role, model, build, ProcessTransport(settings), stack
-        )
+        service, metrics = await start_service(settings, role, model, build, transport, stack)
         interface: dict[str, Any] = {role: service}
-        control = await serve_control(listen=settings.listen, **interface)
+        control = await serve_control(
+            listen=settings.listen, certs=certs, with_reflection=settings.grpc_reflection, **interface
+        )
         stack.push_async_callback(control.close, settings.shutdown_timeout_s)
         info = {"address": control.address, "metrics": metrics, "blocks": service.block_endpoint}
         await serve_until_signal(role, info, settings.ready_file)

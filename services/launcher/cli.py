@@ -1,6 +1,6 @@
 """The `kvferry` command and its subcommands.
 
-    kvferry serve | router | prefill | decode | chat | eval | calibrate | train-demo | new-key [OPTIONS]
+    kvferry serve | router | prefill | decode | chat | eval | calibrate | train-demo | certs | new-key [...]
 
 Exit codes: 0 done, 1 failed, 2 wrong options or configuration.
 """
@@ -86,6 +86,24 @@ def train_demo(*arguments: Annotated[str, Parameter(show=False, allow_leading_hy
     from kvferry.tools.recall.train import main as train
 
     return train(arguments)
+
+
+@app.command(group=TOOLS)
+def certs(folder: str, *, days: int = 365, everything: bool = False) -> int:
+    """Make or renew the keys with which services know each other, for --certs.
+
+    Parameters
+    ----------
+    folder
+        Gets a folder for each role, and the authority's.
+    days
+        How long the certificates are valid.
+    everything
+        Replace also the authority and the keys for blocks; restart all services then.
+    """
+    from kvferry.tools.certs import run
+
+    return run(folder, days=days, everything=everything)
 
 
 @app.command(group=TOOLS)

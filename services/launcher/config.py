@@ -61,6 +61,8 @@ HIDDEN_FROM_SERVE = frozenset(
         "decode_workers",
         "metrics_listen",
         "prefill_workers",
+        "tls_cert",
+        "tls_key",
         "worker_metrics",
     }
 )

@@ -21,7 +21,7 @@ from kvferry.shared.options import (
     Bytes,
     Seconds,
 )
-from kvferry.shared.serving import parse_address
+from kvferry.shared.serving import is_loopback, parse_address
 
 
 def split_list(value: str) -> tuple[str, ...]:
@@ -52,11 +52,12 @@ class RouterConfig(TracedSettings):
     api_keys: Annotated[str, ACCESS] = Field(
         "", repr=False, description="accepted keys, comma-separated; empty accepts anyone"
     )
+    tls_cert: Annotated[str, ACCESS] = Field(
+        "", description="PEM file of the HTTP server's certificate and its chain; empty: plain HTTP"
+    )
+    tls_key: Annotated[str, ACCESS] = Field("", description="PEM file of the certificate's key")
     api_keys_file: Annotated[str, ACCESS] = Field(
         "", description="TOML file of hashed keys with scopes and limits; read again when it changes"
-    )
-    insecure: Annotated[bool, ACCESS] = Field(
-        False, description="listen beyond loopback although anyone may call, because there are no keys"
     )
     metrics_access: Annotated[Literal["auto", "open", "key"], ACCESS] = Field(
         "auto",
@@ -157,6 +158,9 @@ class RouterConfig(TracedSettings):
         for option in ("prefill_workers", "decode_workers", "worker_metrics"):
             for entry in split_list(getattr(self, option)):
                 parse_address(option, entry)
+        if bool(self.tls_cert) != bool(self.tls_key):
+            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            raise ValueError(f"{given} is {getattr(self, given)!r} and {missing} is empty; both are needed")
         if not (self.is_loopback or self.insecure or self.has_keys):
             raise ValueError(
                 f"listen is {self.listen!r}, which other machines may reach, and there are no api_keys; give "
@@ -172,7 +176,7 @@ class RouterConfig(TracedSettings):
     def is_loopback(self) -> bool:
         """Whether the HTTP server is reachable from this machine only."""
         host, _ = parse_address("listen", self.listen)
-        return host in ("localhost", "::1") or host.startswith("127.")
+        return is_loopback(host)
 
     @property
     def metrics_are_open(self) -> bool:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
 
 from kvferry.services.router.app import create_app
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.server import http_server
 from kvferry.services.router.turn.worker_pool import WorkerPool
+from kvferry.shared.certs import Certs
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
 from kvferry.shared.control.messages import DecodeControl, PrefillControl
@@ -38,14 +41,11 @@ async def run(config: RouterConfig) -> None:
 def grpc_pools(config: RouterConfig) -> tuple[WorkerPool[PrefillControl], WorkerPool[DecodeControl]]:
     """The configured workers, over gRPC."""
     prefill, decode = split_list(config.prefill_workers), split_list(config.decode_workers)
-    interval_s = config.status_interval_s
+    certs = Certs(config.certs, "router") if config.certs else None
+    polling: dict[str, Any] = {"disconnect": _close, "status_interval_s": config.status_interval_s}
     return (
-        WorkerPool(
-            "prefill", prefill, connect=GrpcPrefillClient, disconnect=_close, status_interval_s=interval_s
-        ),
-        WorkerPool(
-            "decode", decode, connect=GrpcDecodeClient, disconnect=_close, status_interval_s=interval_s
-        ),
+        WorkerPool("prefill", prefill, connect=partial(GrpcPrefillClient, certs=certs), **polling),
+        WorkerPool("decode", decode, connect=partial(GrpcDecodeClient, certs=certs), **polling),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from kvferry.shared.certs import Certs, Role, tls_name
 from kvferry.shared.control.codec import DECODE, PREFILL, Method, Service
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
@@ -52,13 +53,29 @@ class _Client:
     """One channel to one worker's service, and the calls that both services have."""
 
     _service: Service
+    _role: Role
 
-    def __init__(self, address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        certs: Certs | None = None,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    ) -> None:
         """`address` is host:port or any gRPC target. Create it in the event loop that uses it; it connects on
-        the first call."""
+        the first call.
+
+        Args: certs: the router's; None: without TLS.
+        """
         self._address = address
         options = (*_OPTIONS, *size_limits(max_message_bytes))
-        self._channel = grpc.aio.insecure_channel(address, options=options)
+        if certs is None:
+            self._channel = grpc.aio.insecure_channel(address, options=options)
+        else:
+            named = ("grpc.ssl_target_name_override", tls_name(self._role))
+            self._channel = grpc.aio.secure_channel(
+                address, certs.channel_credentials(), options=(*options, named)
+            )
 
     async def close(self) -> None:
         """Cancel the calls in flight and close the connection. Idempotent."""
@@ -126,6 +143,7 @@ class GrpcDecodeClient(_Client):
     """Implements `DecodeControl` over gRPC."""
 
     _service = DECODE
+    _role = "decode"
 
     def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[GenerateEvent, None]:
         return self._stream("Generate", request, timeout_s, request.request_id)
@@ -138,6 +156,7 @@ class GrpcPrefillClient(_Client):
     """Implements `PrefillControl` over gRPC."""
 
     _service = PREFILL
+    _role = "prefill"
 
     def prefill(self, request: PrefillRequest, *, timeout_s: float) -> AsyncGenerator[PrefillEvent, None]:
         return self._stream("Prefill", request, timeout_s, request.request_id)

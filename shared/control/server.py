@@ -1,4 +1,4 @@
-"""The gRPC server of a worker's control interface, with health and reflection.
+"""The gRPC server of a worker's control interface, with health and, if asked for, reflection.
 
 The router's call arrives here and becomes a call of the service's method of the same name. Maps errors,
 deadlines and cancellation.
@@ -16,6 +16,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvferry.shared.certs import Certs, tls_name
 from kvferry.shared.control import codec
 from kvferry.shared.control.codec import Method
 from kvferry.shared.control.messages import DecodeControl, PrefillControl
@@ -62,12 +63,16 @@ async def serve_control(
     listen: str,
     prefill: PrefillControl | None = None,
     decode: DecodeControl | None = None,
+    certs: Certs | None = None,
+    with_reflection: bool = False,
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
 ) -> ControlServer:
     """Serve one or both control interfaces.
 
     Args:
         listen: host:port; port 0 picks a free one.
+        certs: the worker's; only the router may then call. None: without TLS.
+        with_reflection: describe the services to any client that may connect.
         max_message_bytes: larger requests are refused.
 
     Raises:
@@ -81,13 +86,18 @@ async def serve_control(
             handlers = {}
             for method_name, method in service.methods.items():
                 snake_case = re.sub(r"(?<!^)(?=[A-Z])", "_", method_name).lower()
-                handlers[method_name] = _handler(method, getattr(implementation, snake_case))
+                call = getattr(implementation, snake_case)
+                handlers[method_name] = _handler(method, call, tls_name("router") if certs else "")
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.name, handlers),))
     status = cast(Any, health).aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
-    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    if with_reflection:
+        reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     try:
-        port = server.add_insecure_port(listen)
+        if certs is None:
+            port = server.add_insecure_port(listen)
+        else:
+            port = server.add_secure_port(listen, certs.server_credentials())
     except RuntimeError as error:
         raise ConfigurationError(f"cannot listen for control calls at {listen!r}: {error}") from error
     await server.start()
@@ -102,8 +112,11 @@ def size_limits(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
     return tuple((option, max_message_bytes) for option in options)
 
 
-def _handler(method: Method, call: Callable[..., Any]) -> grpc.RpcMethodHandler[bytes, bytes]:
-    """The handler of a method; `call` is the service's, without an argument where the request is empty."""
+def _handler(method: Method, call: Callable[..., Any], caller: str) -> grpc.RpcMethodHandler[bytes, bytes]:
+    """The handler of a method; `call` is the service's, without an argument where the request is empty.
+
+    Args: caller: the name that the client's certificate must have; "" without TLS.
+    """
     span_name = method.path.rpartition(".")[2]
 
     async def handle(data: bytes, context: _Context) -> bytes | None:
@@ -112,6 +125,8 @@ def _handler(method: Method, call: Callable[..., Any]) -> grpc.RpcMethodHandler[
         A stream is written here rather than yielded: cancellation is then always raised in here, so the
         service's generator is closed at once.
         """
+        if caller and caller.encode() not in context.auth_context().get("x509_common_name", ()):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "this role may not call a worker")
         metadata: Any = context.invocation_metadata() or ()
         headers = {key: value for key, value in metadata if isinstance(value, str)}
         remaining_s = context.time_remaining()

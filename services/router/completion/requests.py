@@ -26,6 +26,7 @@ from kvferry.shared.model.tokenizer import ChatMessage, normalize_role
 from kvferry.shared.sampling.params import MAX_PROMPT_ALTERNATIVES, Grammar, SamplingParams
 
 _TEXT_MAX_TOKENS = 16
+_MAX_BIASES = 1024
 _INT31, _INT63 = 2**31 - 1, 2**63 - 1
 
 
@@ -140,7 +141,7 @@ class CompletionFields(StructuredFields, OtherFields):
     best_of: Annotated[int, Range(1)] | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Range(0, MAX_PROMPT_ALTERNATIVES)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Range(-100, 100)]], Field(max_length=1024)] | None = None
+    logit_bias: dict[str, Annotated[float, Range(-100, 100)]] | None = None
     session_id: SessionId | None = None
     session_mode: Literal["append", "replace", "auto"] | None = None
     session_ttl_s: TtlS | None = None
@@ -154,6 +155,13 @@ class CompletionFields(StructuredFields, OtherFields):
     separate_reasoning: Ignored = None
     thinking_token_budget: Annotated[Any, Unsupported()] = None
     chat_template_kwargs: Annotated[Any, Unsupported({})] = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few_biases(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > _MAX_BIASES:
+            raise PydanticCustomError("rule", f"must have at most {_MAX_BIASES} entries")
+        return value
 
     @field_validator("logit_bias")
     @classmethod

@@ -79,8 +79,12 @@ def describe(value: object) -> str:
     """A JSON value for an error message, short whatever its size."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**40:
         return f"an integer of about {int(math.log10(abs(value))) + 1} digits"
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    text = ""
+    for piece in json.JSONEncoder(ensure_ascii=False, default=repr).iterencode(value):
+        text += piece
+        if len(text) > 80:
+            return f"{text[:77]}..."
+    return text
 
 
 def from_framework(error: Exception, method: str, path: str) -> KvferryError:

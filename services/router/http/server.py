@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import resource
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
@@ -41,6 +42,7 @@ async def http_server(app: FastAPI, config: RouterConfig) -> AsyncIterator[str]:
 
     Raises: ConfigurationError where the address cannot be bound.
     """
+    _check_tls(config)
     listener = _listen(config.listen)
     host, port = listener.getsockname()[:2]
     server = _Server(_uvicorn_config(app, config))
@@ -79,6 +81,8 @@ def _uvicorn_config(app: FastAPI, config: RouterConfig) -> uvicorn.Config:
                 "max_connections": config.max_connections or _room_for_connections(),
             },
         ),
+        ssl_certfile=config.tls_cert or None,
+        ssl_keyfile=config.tls_key or None,
         ws="none",
         loop="none",
         lifespan="off",
@@ -90,6 +94,17 @@ def _uvicorn_config(app: FastAPI, config: RouterConfig) -> uvicorn.Config:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
     )
+
+
+def _check_tls(config: RouterConfig) -> None:
+    if config.tls_cert:
+        try:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(config.tls_cert, config.tls_key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigurationError(
+                f"tls_cert is {config.tls_cert!r} and tls_key {config.tls_key!r}; they do not load: {error}"
+            ) from None
 
 
 def _room_for_connections() -> int:

@@ -224,7 +224,9 @@ def prefill() -> PrefillService:
 
 @pytest.fixture
 async def server(decode: DecodeService, prefill: PrefillService) -> AsyncIterator[ControlServer]:
-    server = await serve_control(listen="127.0.0.1:0", decode=as_decode(decode), prefill=as_prefill(prefill))
+    server = await serve_control(
+        listen="127.0.0.1:0", decode=as_decode(decode), prefill=as_prefill(prefill), with_reflection=True
+    )
     yield server
     await server.close(0.0)
 

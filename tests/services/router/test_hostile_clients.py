@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import structlog
 
 from kvferry.services.router.config import RouterConfig
+from kvferry.shared.certs import tls_name
 from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.tools.certs import make_certs
 
 BODY = {"model": "demo", "messages": [{"role": "user", "content": "the red castle ."}], "max_tokens": 2}
 
@@ -160,3 +165,25 @@ async def test_an_imported_session_may_not_have_more_text_than_its_tokens_stand_
     response = await stack.http.post("/v1/sessions/import?session_id=t", json=file)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "messages"
+
+
+async def test_the_server_speaks_tls_with_a_certificate(start_stack: Any, tmp_path: Path) -> None:
+    make_certs(tmp_path, days=2, everything=False)
+    worker = tmp_path / "decode"  # any certificate for servers will do
+    stack = await start_stack(tls_cert=str(worker / "tls.pem"), tls_key=str(worker / "tls.key"))
+    context = ssl.create_default_context(cafile=str(worker / "ca.pem"))
+    address = stack.base_url.removeprefix("http://")
+    async with httpx.AsyncClient(verify=context, trust_env=False) as client:
+        response = await client.post(
+            f"https://{address}/v1/chat/completions",
+            json=BODY,
+            extensions={"sni_hostname": tls_name("decode")},
+        )
+    assert response.status_code == 200
+    with pytest.raises(httpx.TransportError):
+        await stack.http.get("/health")
+
+
+def test_both_files_of_tls_are_needed() -> None:
+    with pytest.raises(ValueError, match="tls_key is empty"):
+        RouterConfig(tls_cert="a.pem")

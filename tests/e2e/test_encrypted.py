@@ -1,0 +1,33 @@
+"""Three processes with certs: control calls over TLS, blocks over CURVE, answers as without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.tools.certs import make_certs
+
+pytestmark = pytest.mark.xdist_group("stack")
+
+
+def test_a_stack_with_certs_answers_as_one_without(
+    start_stack: Callable[..., Any], stack: Any, make_document: Callable[..., Any], tmp_path: Path
+) -> None:
+    document = make_document(31, num_words=120)
+    make_certs(tmp_path, days=2, everything=False)
+    body = {"model": "demo", "max_tokens": 12, "temperature": 0, "session_id": "encrypted"}
+    with start_stack("--certs", str(tmp_path)) as encrypted:
+        for question in (f"{document.text} {document.questions[0][0]}", document.questions[1][0]):
+            messages = [{"role": "user", "content": question}]
+            answers = [
+                httpx.post(
+                    f"{each.base_url}/v1/chat/completions", json={**body, "messages": messages}, timeout=120
+                ).json()
+                for each in (stack, encrypted)
+            ]
+            assert answers[0]["choices"] == answers[1]["choices"]
+        assert answers[1]["kv"]["reused_tokens"] > 0
