@@ -153,7 +153,8 @@ class LayerInputs:
     """One layer of one prompt, as prefill computed it.
 
     Attributes:
-        queries: post-RoPE `[H_kv, G, T_new, D]`, of the tokens run in this turn.
+        queries: post-RoPE `[H_kv, G, T_new, D]`, of the tokens run in this turn, or of the last of them if
+            the method observes no more.
         keys, values: `[H_kv, T, D]`, history and new tokens; keys post-RoPE. T >= T_new >= 1. Of latent rows
             values are a view of the keys' first channels, and queries are absorbed (`model/adapters/latent`).
         scaling: the model's softmax scale.

@@ -171,8 +171,11 @@ class PrefillPass:
     alive, and the new tokens' KV twice while it is joined to the history.
     """
 
-    def __init__(self, observer: PrefillObserver, *, start: int, spec: ModelSpec) -> None:
+    def __init__(
+        self, observer: PrefillObserver, *, start: int, spec: ModelSpec, num_queries: int | None
+    ) -> None:
         self._observer = observer
+        self._num_queries = num_queries
         self._start = start
         self._layers = spec.layers or (LayerSpec(),) * spec.num_layers
         self.spec = spec
@@ -196,9 +199,11 @@ class PrefillPass:
         if latent is None:
             output = prefill_attention(query, key, value, scaling, self._layers[layer])
         else:
-            output = expanded_attention(query, *latent.expand(key[0]), scaling, self._layers[layer])
-            query = latent.absorb(query)
-        queries = query[0].view(num_kv_heads, -1, *query.shape[2:])
+            output = expanded_attention(query, key[0, 0], latent, scaling, self._layers[layer])
+        observed = query if self._num_queries is None else query[:, :, -self._num_queries :]
+        if latent is not None:
+            observed = latent.absorb(observed)
+        queries = observed[0].view(num_kv_heads, -1, *observed.shape[2:])
         scale = scaling.scaling if isinstance(scaling, Softmax) else scaling
         self._observer.layer_done(layer, queries, key[0], value[0], scale)
         return output.transpose(1, 2).contiguous()
@@ -272,7 +277,7 @@ class ProbePass:
             latent_dim=0 if latent is None else value.shape[3],
         )
         self.calls.append(call)
-        width = query.shape[3] if latent is None else latent.expand(key[0])[1].shape[3]
+        width = query.shape[3] if latent is None else latent.expand(key[0, 0, :1], slice(1))[1].shape[2]
         batch_size, num_heads, num_tokens, _ = query.shape
         return query.new_zeros(batch_size, num_tokens, num_heads, width)
 
@@ -310,6 +315,7 @@ class TransformersModel:
         start: int,
         observer: PrefillObserver,
         states: LayerStates | None = None,
+        num_queries: int | None = None,
         on_logits: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """Run new prompt tokens, layer by layer; see `LanguageModel.prefill`.
@@ -323,7 +329,7 @@ class TransformersModel:
         if end > self.spec.max_model_len:
             raise ContextLengthExceeded(f"{end} tokens; the model's window is {self.spec.max_model_len}")
         positions = torch.arange(start, end, device=self.device)
-        current = PrefillPass(observer, start=start, spec=self.spec)
+        current = PrefillPass(observer, start=start, spec=self.spec, num_queries=num_queries)
         if on_logits is None:
             return self._run(token_ids[None], positions[None], current, states)[0]
         hidden: list[Tensor] = []

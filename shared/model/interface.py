@@ -27,8 +27,9 @@ class PrefillObserver(Protocol):
         """A layer's attention is done. Its K and V are released when this returns.
 
         Args:
-            queries: post-RoPE `[H_kv, G, T, D]` of the new tokens; of latent rows absorbed ones, so that
-                their products with the rows are those of the model's queries and keys.
+            queries: post-RoPE `[H_kv, G, T, D]` of the new tokens, or of the last of them if the pass was
+                asked for so many; of latent rows absorbed ones, so that their products with the rows are
+                those of the model's queries and keys.
             keys: post-RoPE `[H_kv, P + T, D]`; values likewise, of latent rows a view of the keys.
             scaling: the model's softmax scale.
         """
@@ -77,6 +78,7 @@ class LanguageModel(Protocol):
         start: int,
         observer: PrefillObserver,
         states: LayerStates | None = None,
+        num_queries: int | None = None,
         on_logits: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """Run new prompt tokens, layer by layer.
@@ -85,6 +87,8 @@ class LanguageModel(Protocol):
             token_ids: int64 `[T]`, T >= 1.
             start: position of the first one (= history length P).
             states: of a model that has states; None: there are none before, and those after are dropped.
+            num_queries: how many of the last queries the observer is given, at least 1; None: all. Absorbed
+                queries of a long prompt take more memory than anything else of a layer.
             on_logits: called after the last layer with a position and the logits `[t, V]` of the t tokens
                 from it on, until all tokens' have come; t is small enough to bound the memory.
 

@@ -15,10 +15,13 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvferry.kernels.softmax import Scaling, Softmax, attend_softmax, scale_of
+from kvferry.shared.model.adapters.latent import Latent
 from kvferry.shared.model.spec import LayerSpec
 
 _CHUNK_TOKENS = 256
 _BLOCK_QUERIES = 2048
+_EXPANDED_CHANNELS = 1 << 26
+"""Channels of expanded keys of latent rows that are in memory at a time."""
 _CPU_PAIRS, _CUDA_PAIRS = 1 << 23, 1 << 36
 """Pairs of a query and a key, over all heads, that one operation may compute: up to about 0.05 s."""
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -69,18 +72,28 @@ def prefill_attention(
 
 
 def expanded_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, layer: LayerSpec
+    query: Tensor, rows: Tensor, latent: Latent, scaling: Scaling, layer: LayerSpec
 ) -> Tensor:
-    """`prefill_attention` of latent rows' expanded keys and values, which have different numbers of channels.
+    """`prefill_attention` to latent rows' expanded keys and values, of some heads at a time.
 
-    Args: query `[1, H, T, D]`, key `[1, H, S, D]`, value `[1, H, S, V]`. Returns: `[1, H, T, V]`.
+    Keys and values may have different numbers of channels; the narrower get zeros.
+
+    Args: query `[1, H, T, D]`, rows `[S, R + P]`. Returns: `[1, H, T, V]`.
     """
-    key_dim, value_dim = key.shape[3], value.shape[3]
-    if key_dim < value_dim:
-        query, key = (pad(its, (0, value_dim - key_dim)) for its in (query, key))
-    elif value_dim < key_dim:
-        value = pad(value, (0, key_dim - value_dim))
-    return prefill_attention(query, key, value, scaling, layer)[..., :value_dim]
+    num_heads, key_dim = query.shape[1], query.shape[3]
+    step = max(1, _EXPANDED_CHANNELS // (len(rows) * key_dim))
+    parts = []
+    for first in range(0, num_heads, step):
+        heads = slice(first, first + step)
+        key, value = latent.expand(rows, heads)
+        queries, value_dim = query[:, heads], value.shape[2]
+        if key_dim < value_dim:
+            queries, key = (pad(its, (0, value_dim - key_dim)) for its in (queries, key))
+        elif value_dim < key_dim:
+            value = pad(value, (0, key_dim - value_dim))
+        attended = prefill_attention(queries, key[None], value[None], scaling, layer)
+        parts.append(attended[..., :value_dim])
+    return torch.cat(parts, 1)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

@@ -6,14 +6,14 @@ that all heads share. Rows are stored, shipped and selected as they are, as one 
     key    [latent | rotary], R + P channels, post-RoPE       value    its first R channels
 
 transformers expands rows to keys and values of all heads in `expand_kv`, just before it calls our attention.
-Here that method passes the rows on. Prefill expands them (`expand`). Decode attends to the rows themselves:
+Here that method passes the rows on. Prefill expands them, some heads at a time (`expand`). Decode attends to
+the rows themselves:
 with `k_h = W_UK,h c` and `v_h = W_UV,h c`, `q_h . k_h = (W_UK,h^T q_h) . c` (`absorb`), and the attended
 values are `W_UV,h` times the attended latents (`project`). Both forms have the same scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -66,8 +66,8 @@ def _check(attention: nn.Module) -> None:
 class Latent(Protocol):
     """What `bridge.py` needs of a layer's latent attention. H query heads, R latent and P rotary channels."""
 
-    def expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows `[1, n, R + P]` as keys `[1, H, n, N + P]` and values `[1, H, n, V]` of all heads."""
+    def expand(self, rows: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        """Rows `[n, R + P]` as some heads' keys `[h, n, N + P]` and values `[h, n, V]`."""
         ...
 
     def absorb(self, queries: Tensor) -> Tensor:
@@ -83,16 +83,17 @@ class LatentProjection:
     """Implements `Latent` by a module's own weights: views of `kv_b_proj`, no copies."""
 
     def __init__(self, attention: Any) -> None:
-        self._expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = partial(
-            type(attention).expand_kv, attention
-        )
         self._rank, self._nope = attention.kv_lora_rank, attention.qk_nope_head_dim
         weight = attention.kv_b_proj.weight.view(attention.num_heads, -1, self._rank)
         self._of_keys, self._of_values = weight[:, : self._nope], weight[:, self._nope :]
 
-    def expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        rows = rows[:, None]
-        return self._expand(rows[..., : self._rank], rows[..., self._rank :])
+    def expand(self, rows: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        latents, rotary = rows[:, : self._rank], rows[:, self._rank :]
+        of_keys, of_values = self._of_keys[heads], self._of_values[heads]
+        keys = rows.new_empty(len(of_keys), len(rows), self._nope + rotary.shape[1])
+        torch.matmul(latents, of_keys.mT, out=keys[..., : self._nope])
+        keys[..., self._nope :] = rotary
+        return keys, latents @ of_values.mT
 
     def absorb(self, queries: Tensor) -> Tensor:
         latent = queries[..., : self._nope] @ self._of_keys

@@ -129,6 +129,7 @@ class ControlledModel:
         start: int,
         observer: PrefillObserver,
         states: LayerStates | None = None,
+        num_queries: int | None = None,
         on_logits: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         if token_ids.numel() == 1 and start == 0:
@@ -137,7 +138,12 @@ class ControlledModel:
         assert self.hold.wait(WAIT_S)
         watched = _Watched(observer, self)
         return self._model.prefill(
-            token_ids, start=start, observer=watched, states=states, on_logits=on_logits
+            token_ids,
+            start=start,
+            observer=watched,
+            states=states,
+            num_queries=num_queries,
+            on_logits=on_logits,
         )
 
     def decode(self, *args: object, **kwargs: object) -> Tensor:

@@ -13,8 +13,10 @@ from kvtest.reference.scores import causal_attention
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from kvferry.shared.compression.leverage import leverage_scores
 from kvferry.shared.errors import UnsupportedModel
-from kvferry.shared.model.adapters.latent import LATENT, pass_latent_rows
+from kvferry.shared.model import prefill_attention
+from kvferry.shared.model.adapters.latent import LATENT, LatentProjection, pass_latent_rows
 from kvferry.shared.model.loading import load_model
 
 TOKENS = torch.randint(8, 600, (61,), generator=torch.Generator().manual_seed(1))
@@ -83,6 +85,66 @@ def test_a_pass_over_history_equals_the_whole_one(folder: Path) -> None:
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     for (_, keys, _), (_, given, _) in zip(last.layers, whole.layers, strict=True):
         torch.testing.assert_close(keys, given, atol=1e-4, rtol=1e-4)
+
+
+def test_the_observer_is_given_as_many_of_the_last_queries_as_asked_for(tmp_path: Path) -> None:
+    for family in ("deepseek_v3", "llama"):
+        model = load_model(FAMILIES[family].save(tmp_path / family), device="cpu", max_model_len=256)
+        for wanted in (1, 7, 61, 99):
+            given: list[Tensor] = []
+
+            class Observer(Recorder):
+                def layer_done(self, layer: int, queries: Tensor, *others: Any) -> None:
+                    given.append(queries.clone())  # noqa: B023 (called in the same iteration)
+
+            model.prefill(TOKENS, start=0, observer=Observer())
+            model.prefill(TOKENS, start=0, observer=Observer(), num_queries=wanted)
+            whole, last = given[: model.spec.num_layers], given[model.spec.num_layers :]
+            for its, expected in zip(last, whole, strict=True):
+                assert its.shape[2] == min(wanted, 61)
+                torch.testing.assert_close(its, expected[:, :, -wanted:], atol=1e-5, rtol=1e-5)
+
+
+def test_heads_are_expanded_a_few_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(folder, device="cpu", max_model_len=256)
+    expected = model.prefill(TOKENS, start=0, observer=Recorder())
+    monkeypatch.setattr(prefill_attention, "_EXPANDED_CHANNELS", 3 * 61 * 12)
+    sizes = []
+    expand = LatentProjection.expand
+
+    def watched(self: LatentProjection, rows: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        keys, values = expand(self, rows, heads)
+        sizes.append(keys.shape[0])
+        return keys, values
+
+    monkeypatch.setattr(LatentProjection, "expand", watched)
+    logits = model.prefill(TOKENS, start=0, observer=Recorder())
+    assert sizes == [3, 3, 2] * model.spec.num_layers
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_leverage_of_latent_rows_is_that_of_all_heads_expanded_keys(tmp_path: Path) -> None:
+    """Compactor's outliers: keys of all heads side by side span the same space as the rows, if the
+    projections to them have full rank."""
+    model, seen = load_model(FAMILIES["deepseek_v2"].save(tmp_path), device="cpu"), Recorder()
+    model.prefill(TOKENS, start=0, observer=seen)
+    own = own_model(tmp_path)
+    modules = [its for its in own.modules() if hasattr(its, "expand_kv")]
+    for layer, (_, keys, _) in enumerate(seen.layers):
+        rows = model.pre_rope_keys(layer, keys)
+        with torch.no_grad():
+            expanded, _ = modules[layer].expand_kv(rows[None, ..., :RANK], rows[None, ..., RANK:])
+        wide = expanded[0].transpose(0, 1).flatten(1)[None]
+        given = leverage_scores(rows, sketch="none", num_columns=1, solver="svd", centered=False, seed=0)
+        assert given.sum() < TOKENS.shape[0] / 2
+        torch.testing.assert_close(given, exact_leverage(wide), atol=1e-3, rtol=1e-3)
+
+
+def exact_leverage(rows: Tensor) -> Tensor:
+    """Leverage of rows of low rank with more channels than tokens."""
+    vectors, singular_values, _ = torch.linalg.svd(rows, full_matrices=False)
+    kept = singular_values > 1e-5 * singular_values[:, :1]
+    return (vectors * kept[:, None]).square().sum(2)
 
 
 def test_a_twin_shares_the_projections_weights(tmp_path: Path) -> None:
