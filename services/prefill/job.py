@@ -50,6 +50,7 @@ class PrefillJob:
         ticket: decode's reservation; another one once `redirect` was called.
         lock: held while the transfer is opened or redirected.
         retained: rows that decode retains and that need not be shipped; set before the transfer opens.
+        num_observed: see `num_observed_queries`.
         saved_bytes: size of the rows that were not shipped for this reason.
     """
 
@@ -70,6 +71,7 @@ class PrefillJob:
         self.request = request
         self.resolved = request.ticket.plan
         self.formats = make_formats(spec, self.resolved)
+        self.num_observed = num_observed_queries(self.resolved, self.formats)
         self.sampler = SequenceSampler(
             request.sampling,
             request.prompt_token_ids,
@@ -192,8 +194,7 @@ class SessionTurns:
         request = job.request
         if request.session is None:
             return
-        num_observed = num_observed_queries(job.resolved, job.formats)
-        if request.session.is_implicit and (num_observed is None or not self._is_exact):
+        if request.session.is_implicit and (job.num_observed is None or not self._is_exact):
             return  # with the stored rows the answer would be another one
         turn = job.turn = self._store.begin(
             request.session,
@@ -201,7 +202,7 @@ class SessionTurns:
             request.prompt_token_ids,
             method=job.resolved.method,
             document=request.document,
-            num_observed=num_observed,
+            num_observed=job.num_observed,
             has_history=request.has_history,
         )
         turn.limit_lease(job.deadline_s + _COMMIT_GRACE_S)

@@ -22,7 +22,7 @@ from kvferry.services.prefill.prompt_logprobs import PromptLogprobs
 from kvferry.services.prefill.schedule import Pauses
 from kvferry.shared.cache.delta import NEW_ROWS, Positions, delta_tensors, layer_positions
 from kvferry.shared.compression.compress import WaitingLayer, allocate_waiting, measure_layer
-from kvferry.shared.compression.formats import compress_layer, make_formats, num_observed_queries
+from kvferry.shared.compression.formats import compress_layer, make_formats
 from kvferry.shared.compression.formats.interface import LayerFormat, Tensors
 from kvferry.shared.compression.formats.state import is_empty
 from kvferry.shared.compression.interface import LayerInputs
@@ -138,7 +138,7 @@ class PromptPass:
             start=start,
             observer=self,
             states=self,
-            num_queries=num_observed_queries(self._job.resolved, self._job.formats),
+            num_queries=self._job.num_observed,
             on_logits=self.logprobs.add if self.logprobs is not None else None,
         )
         self._pauses.allowed = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -87,7 +88,7 @@ class LayerShape:
         """Channels of a value, D unless rows are latent."""
         return self.latent_dim or self.head_dim
 
-    @property
+    @cached_property
     def row_names(self) -> tuple[str, ...]:
         """The tensors of rows: "keys" and "values", or of latent rows "keys" alone."""
         return row_names(self.latent_dim)
@@ -98,7 +99,8 @@ class LayerShape:
 
     def row_specs(self, num_rows: int) -> dict[str, TensorSpec]:
         """The tensors of `num_rows` rows per KV head."""
-        return dict.fromkeys(self.row_names, self.row_spec(num_rows))
+        rows = TensorSpec(shape=(self.num_kv_heads, num_rows, self.head_dim), dtype=self.dtype)
+        return dict.fromkeys(self.row_names, rows)
 
     def row_tensors(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """Rows as they are stored, contiguous. Args: K and V of any rows, D channels last."""
@@ -112,7 +114,7 @@ class LayerShape:
 
     def rows_bytes(self, num_rows: int) -> int:
         """Bytes of `num_rows` rows per KV head, K and V."""
-        return len(self.row_names) * self.row_spec(num_rows).size_bytes
+        return len(self.row_names) * self.num_kv_heads * num_rows * self.head_dim * self.dtype.itemsize
 
     def index_spec(self, num_rows: int) -> dict[str, TensorSpec]:
         """The selected positions, int32 `[H_kv, n]`; empty if every token is selected."""
@@ -145,7 +147,7 @@ class Sizing:
     @property
     def row_dim(self) -> int:
         """Channels that a row stores in one KV head: 2 d for K and V, d of a latent row."""
-        return len(row_names(self.latent_dim)) * self.head_dim
+        return self.head_dim if self.latent_dim else 2 * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,7 +172,7 @@ class PrefillPass:
     """
 
     def __init__(
-        self, observer: PrefillObserver, *, start: int, spec: ModelSpec, num_queries: int | None
+        self, observer: PrefillObserver, *, start: int, spec: ModelSpec, num_queries: int | None = None
     ) -> None:
         self._observer = observer
         self._num_queries = num_queries

@@ -139,12 +139,12 @@ class ModelSpec:
         """The layers with a state."""
         return tuple(layer for layer, its in enumerate(self.layers) if its.state)
 
-    @property
+    @cached_property
     def latent_dim(self) -> int:
         """That of the layers' rows: of all layers or of none."""
         return max((its.latent_dim for its in self.layers), default=0)
 
-    @property
+    @cached_property
     def row_names(self) -> tuple[str, ...]:
         """The names of the tensors in which rows are stored and shipped."""
         return row_names(self.latent_dim)

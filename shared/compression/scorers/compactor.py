@@ -51,6 +51,8 @@ class CompactorScorer:
     at small budgets. So in a turn with history the scores do depend on the question; without history they do
     not.
 
+    Of latent rows the value is the latent, and the leverage is that of the keys of all heads side by side.
+
     Attributes:
         sketch, sketch_columns (k), solver, centered, seed: see `leverage_scores`.
         chunk_tokens: c.

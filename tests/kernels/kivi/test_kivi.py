@@ -113,3 +113,35 @@ def test_what_cannot_be_is_refused():
         kivi_decode(torch.zeros(2, 1, 4), rows, none[..., :4], none[..., :4], scaling=1.0)
     with pytest.raises(ValueError, match="new_keys"):
         kivi_decode(queries, rows, none[:1], none, scaling=1.0)
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+@pytest.mark.parametrize("group_size", [1, 8])
+@pytest.mark.parametrize(("num_rows", "num_new"), [(1, 0), (31, 2), (32, 0), (70, 1), (101, 3)])
+def test_latent_rows_are_quantised_as_keys_and_their_values_are_read_from_the_same_codes(
+    num_rows, num_new, group_size, bits, monkeypatch
+):
+    monkeypatch.setattr(kivi, "TILE_GROUPS", 2)
+    latent = make(num_rows, dim=9, seed=num_rows)[0]
+    rows = kivi_quantise(latent, latent[..., :6], bits, latent_dim=6)
+    keys, values = kivi_dequantise(rows)
+    torch.testing.assert_close(keys, rounded(latent, latent, bits)[0], atol=1e-5, rtol=1e-5)
+    assert torch.equal(values, keys[..., :6])
+    assert rows.codes.shape[2:] == (9 * 32 * bits // 8,)
+    assert rows.scales.shape[2:] == (2 * 9,)
+    generator = torch.Generator().manual_seed(1)
+    queries = torch.randn(2, group_size, 9, generator=generator)
+    new = torch.randn(2, num_new, 9, generator=generator)
+    output = kivi_decode(queries, rows, new, new[..., :6], scaling=0.3)
+    whole = torch.cat([keys, new], 1)
+    expected = dense_decode(queries, whole, whole, scaling=0.3)[..., :6]
+    torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_latent_rows_with_other_values_are_refused():
+    latent = make(33, dim=9)[0]
+    with pytest.raises(ValueError, match="must be"):
+        kivi_quantise(latent, latent[..., :5], 4, latent_dim=6)
+    rows = kivi_quantise(latent, latent[..., :6], 4, latent_dim=6)
+    with pytest.raises(ValueError, match="do not fit"):
+        kivi_decode(torch.ones(2, 1, 9), rows, torch.ones(2, 1, 9), torch.ones(2, 1, 9), scaling=1.0)

@@ -66,3 +66,14 @@ def test_refuses_arguments_that_do_not_fit():
         ragged_decode(**{**arguments, "values": arguments["values"].half()}, scaling=1.0)
     with pytest.raises(ValueError, match="it must have one"):
         ragged_decode(**make((3, 0), 0, 1), scaling=1.0)
+
+
+@pytest.mark.parametrize(("head_rows", "num_new"), [((5,), 0), ((0, 1), 1), ((1, 40, 7), 2)])
+def test_values_of_latent_rows_have_fewer_channels(head_rows, num_new):
+    arguments = make(head_rows, num_new, 3)
+    whole = {**arguments, "values": arguments["keys"], "new_values": arguments["new_keys"]}
+    narrow = {**whole, "values": whole["keys"][..., :4], "new_values": whole["new_keys"][..., :4]}
+    output = ragged_decode(**narrow, scaling=0.4)
+    torch.testing.assert_close(output, reference(**whole, scaling=0.4)[..., :4], atol=3e-6, rtol=3e-6)
+    with pytest.raises(ValueError, match="must be"):
+        ragged_decode(**{**narrow, "new_values": whole["new_keys"]}, scaling=0.4)

@@ -102,6 +102,21 @@ def sized(part: Part, *, layer: int, cap: int, budget: int) -> Part:
     return size_attention(part, sizing, cap=cap)
 
 
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_latent_rows_are_attended_as_rows_whose_values_are_their_keys(name: str) -> None:
+    """The values' channels of the output are the same, also with the values a view of the keys."""
+    kind = make_attention(sized(Part(name=name), layer=0, cap=40, budget=12))
+    generator = torch.Generator().manual_seed(6)
+    keys, queries = torch.randn(HEADS, 40, D, generator=generator), torch.randn(HEADS, 5, D)
+    whole = kind.rebuilt(SHAPE, keys, keys.clone())
+    shape = dataclasses.replace(SHAPE, latent_dim=7)
+    latent = kind.rebuilt(shape, keys, keys[..., :7])
+    expected = kind.attend(queries, whole, length=40, scaling=0.3)[..., :7]
+    output = kind.attend(queries, latent, length=40, scaling=0.3)
+    assert output.shape == (HEADS, 5, 7)
+    torch.testing.assert_close(output, expected, atol=2e-6, rtol=2e-6)
+
+
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_appending_row_by_row_attends_as_building_at_once_does(name: str, group: int) -> None:
