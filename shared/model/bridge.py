@@ -115,6 +115,11 @@ def attention_forward(
         query = (query * query_scale(current.positions)[:, None, :, None]).to(query.dtype)
     softmax: Scaling = float(scaling)
     if kwargs.get("softcap") or kwargs.get("s_aux") is not None or kwargs.get("sinks") is not None:
+        if latent is not None:
+            raise UnsupportedModel(
+                f"{type(module).__name__} of layer {layer} has latent rows and soft-capping or sinks; only a "
+                "plain softmax goes with latent rows"
+            )
         softmax = _softmax(float(scaling), key.shape[1], kwargs)
     return current.attend(layer, query, key, value, softmax, latent), None
 

@@ -7,9 +7,8 @@ that all heads share. Rows are stored, shipped and selected as they are, as one 
 
 transformers expands rows to keys and values of all heads in `expand_kv`, just before it calls our attention.
 Here that method passes the rows on. Prefill expands them, some heads at a time (`expand`). Decode attends to
-the rows themselves:
-with `k_h = W_UK,h c` and `v_h = W_UV,h c`, `q_h . k_h = (W_UK,h^T q_h) . c` (`absorb`), and the attended
-values are `W_UV,h` times the attended latents (`project`). Both forms have the same scores.
+the rows themselves: with `k_h = W_UK,h c` and `v_h = W_UV,h c`, `q_h . k_h = (W_UK,h^T q_h) . c` (`absorb`),
+and the attended values are `W_UV,h` times the attended latents (`project`). Both forms have the same scores.
 """
 
 from __future__ import annotations
