@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import structlog
-from torch import Tensor
 
 from kvferry.services.decode.sequence import PinnedRows, Sequence, SequenceState
 from kvferry.shared.cache.arena import Allocation, ByteArena
