@@ -82,12 +82,14 @@ def test_whole_prompts_are_quantised_for_the_wire_too_and_skipped_layers_are_not
     budget=st.integers(1, 400),
     num_tokens=st.integers(1, 600),
     head_dim=st.integers(4, 130),
+    latent_dim=st.sampled_from([0, 3]),
 )
 def test_no_more_bytes_than_the_budgets_rows_and_one_row_more_would_be(
-    bits: int, budget: int, num_tokens: int, head_dim: int
+    bits: int, budget: int, num_tokens: int, head_dim: int, latent_dim: int
 ) -> None:
     part = Part(name="kivi", params={"bits": bits})
-    rows = Kivi.rows_within(part, budget, num_tokens=num_tokens, head_dim=head_dim)
+    rows = Kivi.rows_within(part, budget, num_tokens=num_tokens, head_dim=head_dim, latent_dim=latent_dim)
+    row_bytes = (2 if latent_dim else 4) * head_dim
 
     def size(count: int) -> int:
         shape = LayerShape(
@@ -96,13 +98,14 @@ def test_no_more_bytes_than_the_budgets_rows_and_one_row_more_would_be(
             num_kv_heads=1,
             group_size=1,
             head_dim=head_dim,
+            latent_dim=latent_dim,
             dtype=torch.float16,
         )
         return sum(its.size_bytes for its in Kivi(shape=shape, rows=count, bits=bits).tensors().values())
 
     assert 1 <= rows <= num_tokens
-    assert size(rows) <= 4 * budget * head_dim
-    assert rows == num_tokens or size(rows + 1) > 4 * budget * head_dim
+    assert size(rows) <= budget * row_bytes
+    assert rows == num_tokens or size(rows + 1) > budget * row_bytes
 
 
 @settings(max_examples=20, deadline=None)
