@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import structlog
+from torch import Tensor
 
 from kvferry.services.decode.sequence import PinnedRows, Sequence, SequenceState
 from kvferry.shared.cache.arena import Allocation, ByteArena
@@ -47,7 +48,7 @@ class RetainedSelection:
     Attributes:
         retained: the prompt's rows, and those of generated tokens; its `num_tokens` are all of them.
         token_ids: int64, of the tokens that have rows.
-        rows: each layer's regions of the arena, those of `LayerShape.row_names` among them.
+        rows: each layer's tensors of rows, `[H_kv, cap, D]` in the arena.
         num_users: reservations that pin it; its bytes are not freed while there are any.
         listed: whether new reservations can still find it.
     """
@@ -55,7 +56,7 @@ class RetainedSelection:
     session: SessionKey
     retained: RetainedRows
     token_ids: npt.NDArray[np.int64]
-    rows: tuple[Tensors, ...]
+    rows: tuple[tuple[Tensor, ...], ...]
     allocation: Allocation
     num_users: int = 0
     listed: bool = True
@@ -146,7 +147,9 @@ class RetainedSelections:
                     layers=sequence.positions,
                 ),
                 token_ids=np.asarray(token_ids, np.int64),
-                rows=tuple(its.regions for its in sequence.caches),
+                rows=tuple(
+                    tuple(its.regions[name] for name in its.format.shape.row_names) for its in sequence.caches
+                ),
                 allocation=sequence.hand_over_bytes(),
             )
         self._arena.advance(selection.allocation, "retained")

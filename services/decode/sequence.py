@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvferry.shared.cache.arena import Allocation, SequenceLayout
 from kvferry.shared.cache.delta import Positions, RetainedChain
-from kvferry.shared.compression.formats.interface import LayerCache, Tensors
+from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.control.messages import FinishReason, GenerateEvent, GenerateRequest
 from kvferry.shared.errors import DeadlineExceeded, KvferryError, LeaseExpired
@@ -83,12 +83,12 @@ class PinnedRows:
     """A session's retained rows that a transfer may leave out.
 
     Attributes:
-        layers: for each selection of `chain`, each layer's regions of the arena, with its rows.
+        layers: for each selection of `chain`, each layer's tensors of rows `[H_kv, cap, D]` in the arena.
         unpin: to be called once.
     """
 
     chain: RetainedChain
-    layers: tuple[tuple[Tensors, ...], ...]
+    layers: tuple[tuple[tuple[Tensor, ...], ...], ...]
     unpin: Callable[[], None]
 
 

@@ -154,13 +154,14 @@ class DeltaLayer:
 
     Attributes:
         format: the layer's, with `is_plain`.
-        retained_rows: for each retained selection, the tensors `[H_kv, cap, D]` of its rows by their names.
+        retained_rows: for each retained selection, the tensors `[H_kv, cap, D]` of its rows, in the order of
+            `LayerShape.row_names`.
     """
 
     format: LayerFormat
     layer: int
     retained: RetainedChain
-    retained_rows: Sequence[Tensors]
+    retained_rows: Sequence[tuple[Tensor, ...]]
 
     def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
         """See `LayerFormat.receive`: memory outside the arena, because few rows are sent."""
@@ -196,15 +197,15 @@ class DeltaLayer:
                 f"this worker lacks {counts.tolist()}",
                 reason="retained_rows",
             )
-        targets = {name: regions[name] for name in shape.row_names}
+        targets = [regions[name] for name in shape.row_names]
         for selection, sources in enumerate(self.retained_rows):
             heads, slots = np.nonzero(which == selection)
             copied = torch.from_numpy(numbers[heads, slots])
             of_head, to_row = torch.from_numpy(heads), torch.from_numpy(slots)
-            for name, target in targets.items():
-                target[of_head, to_row] = sources[name][of_head, copied]
+            for source, target in zip(sources, targets, strict=True):
+                target[of_head, to_row] = source[of_head, copied]
         of_head, to_row = (torch.from_numpy(its) for its in np.nonzero(which < 0))
-        for name, target in targets.items():
+        for name, target in zip(shape.row_names, targets, strict=True):
             target[of_head, to_row] = tensors[name].to(target.device)
         return self.format.open(regions, {} if index is None else {"index": index})
 

@@ -42,11 +42,6 @@ def rows_of(tokens, positions, *, heads):
     return torch.stack([tokens[head][torch.from_numpy(positions[head]).long()] for head in range(heads)])
 
 
-def named(rows):
-    """K and V as a layer's regions have them."""
-    return dict(zip(("keys", "values"), rows, strict=True))
-
-
 class Receiver:
     """A writer of one layer's delta, over bytes that are NaN in every dtype."""
 
@@ -59,9 +54,7 @@ class Receiver:
             layout,
             self.buffer,
             ArenaCopier(1 << 12, self.buffer.device),
-            pinned=PinnedRows(
-                chain=retained, layers=[[named(rows)] for rows in retained_rows], unpin=lambda: None
-            ),
+            pinned=PinnedRows(chain=retained, layers=[[rows] for rows in retained_rows], unpin=lambda: None),
         )
 
     def begin(self, tensors):

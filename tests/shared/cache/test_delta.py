@@ -48,7 +48,7 @@ def rows_of(tokens: Tensor, positions: Positions | None) -> Tensor:
 
 def retained_rows(
     tokens: Sequence[Tensor], positions: Positions | None, *, prompt: int, generated: int
-) -> dict[str, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """As the arena has them: the prompt's rows, generated ones after them, the rest never written."""
     keys, values = (
         torch.cat(
@@ -61,7 +61,7 @@ def retained_rows(
         )
         for its in tokens
     )
-    return {"keys": keys, "values": values}
+    return keys, values
 
 
 def plain_format(positions: Positions | None, *, heads: int, num_tokens: int) -> LayerFormat:
@@ -139,7 +139,7 @@ def delta_of_five_tokens() -> tuple[Placed, DeltaLayer, dict[str, Tensor]]:
     placed = Placed.of(plain_format(None, heads=2, num_tokens=5))
     prompt = torch.randn(2, 5, DIM)
     sent = delta_tensors({"keys": prompt, "values": prompt}, 0, retained)
-    return placed, DeltaLayer(placed.layout.format, 0, retained, [{"keys": rows, "values": rows}]), sent
+    return placed, DeltaLayer(placed.layout.format, 0, retained, [(rows, rows)]), sent
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,7 @@ def test_positions_that_no_selection_makes_are_refused() -> None:
     for index in ([[0, 5], [0, 1]], [[1, 0], [0, 1]], [[-1, 0], [0, 1]]):
         positions = torch.tensor(index, dtype=torch.int32)
         placed = Placed.of(plain_format(positions.numpy(), heads=2, num_tokens=5))
-        layer = DeltaLayer(
-            placed.layout.format, 0, retained, [dict.fromkeys(("keys", "values"), torch.zeros(2, 6, DIM))]
-        )
+        layer = DeltaLayer(placed.layout.format, 0, retained, [(torch.zeros(2, 6, DIM),) * 2])
         sent = {
             "index": positions,
             NEW_ROWS: torch.zeros(2, dtype=torch.int32),
