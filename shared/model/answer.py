@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+THOUGHTS = frozenset({"reasoning_content", "thinking"})
+"""Names of thoughts in response templates."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CalledTool:
@@ -76,7 +79,7 @@ class AnswerParser:
                 text = event["text"].lstrip() if self._is_fresh else event["text"]
                 self._is_fresh = self._is_fresh and not text
                 parts += [AnswerPart(content=text)] if text else []
-            elif kind == "region_chunk" and field in ("reasoning_content", "thinking"):
+            elif kind == "region_chunk" and field in THOUGHTS:
                 parts.append(AnswerPart(reasoning=event["text"]))
             elif kind == "region_close" and field == "tool_calls":
                 value = event["value"]

@@ -19,6 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,8 +32,21 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """`role` and `content`, both text, and the `TEMPLATE_FIELDS` that it has, as chat templates expect them."""
 
-Tools = Sequence[Mapping[str, Any]]
-"""Tools as OpenAI and chat templates have them: `type` and `function`."""
+
+class TemplateInputs(NamedTuple):
+    """What a chat template shows the model beside the messages.
+
+    Attributes:
+        tools: as OpenAI and chat templates have them, `type` and `function`.
+        arguments: the template's other variables, such as `enable_thinking`.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    arguments: Mapping[str, Any] = {}
+
+
+NO_INPUTS = TemplateInputs()
+
 
 TEMPLATE_FIELDS = ("name", "tool_call_id", "tool_calls", "reasoning_content")
 """What a message may have besides; a chat template uses all, some or none of them."""
@@ -56,6 +70,13 @@ class ChatMessage(NamedTuple):
     def for_template(self) -> Message:
         more = json.loads(self.fields) if self.fields else {}
         return {"role": self.role, "content": self.content, **more}
+
+    def without(self, name: str) -> ChatMessage:
+        """The message without one of its fields."""
+        if not self.fields:
+            return self
+        more = {other: value for other, value in json.loads(self.fields).items() if other != name}
+        return ChatMessage(self.role, self.content, json.dumps(more) if more else "")
 
 
 def normalize_role(role: str) -> str:
@@ -135,10 +156,14 @@ class ChatTokenizer:
         """Text of ids, by default without special tokens; spaces are not cleaned up."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=not shows_special))
 
-    @property
-    def knows_tools(self) -> bool:
-        """Whether the chat template shows tools to the model."""
-        return re.search(r"\btools\b", self._template or "") is not None
+    def knows(self, name: str) -> bool:
+        """Whether the chat template has a variable of this name, `tools` for example."""
+        return re.search(rf"\b{re.escape(name)}\b", self._template or "") is not None
+
+    def takes(self, name: str) -> bool:
+        """Whether clients may set this variable of the chat template."""
+        taken = {"messages", *signature(self._tokenizer.apply_chat_template).parameters}
+        return self.knows(name) and name not in taken
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
@@ -146,7 +171,7 @@ class ChatTokenizer:
         from kvferry.shared.model.tool_format import tool_format
 
         ends = [self._backend.id_to_token(token_id) for token_id in self.eos_token_ids]
-        return tool_format(self._template or "", self._render_example, ends) if self.knows_tools else None
+        return tool_format(self._template or "", self._render_example, ends) if self.knows("tools") else None
 
     @cached_property
     def response_template(self) -> Mapping[str, Any] | None:
@@ -173,16 +198,21 @@ class ChatTokenizer:
         )
         return [special.get(piece, piece) for piece in pieces if piece]
 
-    def render(self, messages: Sequence[Message], *, tools: Tools = ()) -> list[int]:
+    def render(self, messages: Sequence[Message], *, inputs: TemplateInputs = NO_INPUTS) -> list[int]:
         """Ids of a conversation up to the beginning of the next assistant message.
 
         Raises: InvalidRequest for a role or an order of roles that the template refuses.
         """
-        text, marker = self._render_text(messages, tools)
+        text, marker = self._render_text(messages, inputs)
         return self._encode_rendered(text, marker)
 
     def render_after(
-        self, messages: Sequence[Message], index: int, *, last_token_id: int, tools: Tools = ()
+        self,
+        messages: Sequence[Message],
+        index: int,
+        *,
+        last_token_id: int,
+        inputs: TemplateInputs = NO_INPUTS,
     ) -> list[int] | None:
         """Ids of what the template writes after the content of one message.
 
@@ -196,7 +226,7 @@ class ChatTokenizer:
         replaced = [dict(message) for message in messages]
         # Generated text includes tool calls and thoughts; only what the template writes after it is wanted.
         replaced[index] = {"role": messages[index]["role"], "content": sentinel}
-        text, marker = self._render_text(replaced, tools)
+        text, marker = self._render_text(replaced, inputs)
         if text.count(sentinel) != 1:
             return None
         rest = text.split(sentinel)[1]
@@ -223,10 +253,12 @@ class ChatTokenizer:
         token = self._backend.id_to_token(token_id)
         return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
 
-    def _render_text(self, messages: Sequence[Message], tools: Tools) -> tuple[str, str]:
+    def _render_text(self, messages: Sequence[Message], inputs: TemplateInputs) -> tuple[str, str]:
         """The template's text, and the marker at which it must be split before tokenizing."""
         self._check_messages(messages)
-        marker = _unused([*messages, *({"content": "", "tool": tool, "": ""} for tool in tools)], "\ufdd0")
+        marker = _unused(
+            [*messages, *({"content": "", "tool": tool, "": ""} for tool in inputs.tools)], "\ufdd0"
+        )
         prepared = [
             {name: self._mark(value, marker, spelled) for name, value in message.items()}
             | {"role": normalize_role(message["role"])}
@@ -234,7 +266,10 @@ class ChatTokenizer:
             # A model's own answer may have such tokens, those of a thought for example.
             for spelled in [self._spelled_special if message["role"] == "assistant" else self._spelled_marker]
         ]
-        return self._apply_template(prepared, self._mark(list(tools), marker, self._spelled_marker)), marker
+        if any(inputs):
+            parts = [list(inputs.tools), dict(inputs.arguments)]
+            inputs = TemplateInputs(*self._mark(parts, marker, self._spelled_marker))
+        return self._apply_template(prepared, inputs), marker
 
     def _mark(self, value: Any, marker: str, spelled: re.Pattern[str] | None) -> Any:
         """The value with every spelling of a token of the pattern in its texts interrupted."""
@@ -249,13 +284,13 @@ class ChatTokenizer:
             }
         return [self._mark(item, marker, spelled) for item in value] if isinstance(value, list) else value
 
-    def _apply_template(self, messages: list[dict[str, Any]], tools: list[Any]) -> str:
+    def _apply_template(self, messages: list[dict[str, Any]], inputs: TemplateInputs) -> str:
         from jinja2 import TemplateError
 
         try:
-            return self._template_text(messages, tools)
+            return self._template_text(messages, inputs)
         except TemplateError as error:
-            at = self._first_rejected(messages, tools, TemplateError)
+            at = self._first_rejected(messages, inputs, TemplateError)
             param = f"messages[{at}].role"
             raise InvalidRequest(
                 f"{param} is {messages[at]['role']!r}; the model's chat template refuses it there: {error}",
@@ -263,32 +298,34 @@ class ChatTokenizer:
             ) from error
 
     def _template_text(
-        self, messages: list[dict[str, Any]], tools: list[Any], *, add_generation_prompt: bool = True
+        self, messages: list[dict[str, Any]], inputs: TemplateInputs, *, add_generation_prompt: bool = True
     ) -> str:
         return str(
             self._tokenizer.apply_chat_template(
                 messages,
-                tools=tools or None,
+                tools=list(inputs.tools) or None,
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                **inputs.arguments,
             )
         )
 
     def _render_example(
         self, messages: list[Any], tools: list[Any] | None = None, *, add_generation_prompt: bool
     ) -> str:
-        return self._template_text(messages, tools or [], add_generation_prompt=add_generation_prompt)
+        inputs = TemplateInputs(tools or ())
+        return self._template_text(messages, inputs, add_generation_prompt=add_generation_prompt)
 
     def _first_rejected(
-        self, messages: list[dict[str, Any]], tools: list[Any], error: type[Exception]
+        self, messages: list[dict[str, Any]], inputs: TemplateInputs, error: type[Exception]
     ) -> int:
         """Index of the message that the template refuses, by bisection over the length."""
         low, high = 1, len(messages)
         while low < high:
             middle = (low + high) // 2
             try:
-                self._template_text(messages[:middle], tools)
+                self._template_text(messages[:middle], inputs)
                 low = middle + 1
             except error:
                 high = middle
@@ -355,13 +392,13 @@ def render_conversation(
     messages: Sequence[ChatMessage],
     *,
     recorded: RecordedConversation | None = None,
-    tools: Tools = (),
+    inputs: TemplateInputs = NO_INPUTS,
 ) -> RenderedConversation:
     """The prompt of a whole conversation, reusing recorded ids up to the last recorded answer in it.
 
     Args:
         messages: the whole conversation, including recorded messages.
-        recorded: the session's record, if there is one that had the same tools.
+        recorded: the session's record, if there is one that had the same inputs.
 
     Raises: InvalidRequest for roles that the template refuses.
     """
@@ -371,14 +408,14 @@ def render_conversation(
     if recorded is not None and match is not None:
         index, rank = match
         reused = recorded.token_ids[: recorded.assistant_ends[rank]]
-        rest = tokenizer.render_after(shown, index, last_token_id=reused[-1], tools=tools)
+        rest = tokenizer.render_after(shown, index, last_token_id=reused[-1], inputs=inputs)
         if rest is not None:
             ends = recorded.assistant_ends[: rank + 1]
             return RenderedConversation(
                 token_ids=(*reused, *rest), assistant_ends=ends + (0,) * (num_assistants - len(ends))
             )
     return RenderedConversation(
-        token_ids=tuple(tokenizer.render(shown, tools=tools)), assistant_ends=(0,) * num_assistants
+        token_ids=tuple(tokenizer.render(shown, inputs=inputs)), assistant_ends=(0,) * num_assistants
     )
 
 

@@ -351,7 +351,7 @@ class BatchSampler:
         self._uniforms = torch.zeros(num_slots, AHEAD_TOKENS, dtype=torch.float64, device=device)
         self._next = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._penalties: Penalties | None = None
-        self._masks: Tensor | None = None
+        self._blocked: Tensor | None = None
         self._masked: dict[int, SequenceSampler] = {}
         self._flavours: dict[int, Flavour] = {}
         self._drawing: dict[int, _Drawing] = {}
@@ -384,8 +384,8 @@ class BatchSampler:
             self._drawing[slot] = _Drawing(sampler=sampler, next_index=sampler.next_index)
         if sampler.is_masked:
             self._masked[slot] = sampler
-            if self._masks is None:
-                self._masks = torch.ones(self._size, dtype=torch.bool, device=self._device)
+            if self._blocked is None:
+                self._blocked = torch.zeros(self._size, dtype=torch.bool, device=self._device)
 
     def remove(self, slot: int) -> None:
         """Empty a slot."""
@@ -409,20 +409,20 @@ class BatchSampler:
             self._show_masks()
 
     def _show_masks(self) -> None:
-        assert self._masks is not None, "there is a masked sequence"
+        assert self._blocked is not None, "there is a masked sequence"
         for slot, sampler in list(self._masked.items()):
             if not sampler.is_masked:
                 self._unmask(slot)
                 continue
             try:
-                self._masks[slot].copy_(sampler.mask(), non_blocking=True)
+                self._blocked[slot].copy_(~sampler.mask(), non_blocking=True)
             except KvferryError:
-                self._masks[slot].zero_()  # the host asks again, and ends the completion with the error
+                self._blocked[slot].fill_(True)  # the host asks again, and ends the completion with the error
 
     def _unmask(self, slot: int) -> None:
         if self._masked.pop(slot, None) is not None:
-            assert self._masks is not None, "the slot was masked"
-            self._masks[slot].fill_(True)
+            assert self._blocked is not None, "the slot was masked"
+            self._blocked[slot].zero_()
 
     def sample(self, logits: Tensor, active: Tensor, flavour: Flavour) -> tuple[Tensor, Tensor]:
         """Draw a token for each of the first slots, and record those of active slots.
@@ -433,8 +433,8 @@ class BatchSampler:
         Returns: int64 `[S]`; bool `[S]`, whether a token can be drawn from the logits.
         """
         if flavour.masks:
-            assert self._masks is not None, "a sequence was masked when the step was made"
-            logits = logits.masked_fill(~self._masks[: len(logits)], -torch.inf)
+            assert self._blocked is not None, "a sequence was masked when the step was made"
+            logits = logits.masked_fill(self._blocked[: len(logits)], -torch.inf)
         valid = logits.amax(1).isfinite()
         if not flavour.penalises and not flavour.draws:
             return logits.argmax(1), valid

@@ -110,7 +110,10 @@ def _complete(request: Request, services: Services, body: ChatRequest | TextRequ
         assert isinstance(body, TextRequest), "chats have one prompt"
         completion = CompletionBatch(body, parts)
     completion.start()
-    return CompletionResponse(completion, record=record, keepalive_s=services.config.keepalive_s)
+    ignored = services.prompts.ignored_fields(body)
+    return CompletionResponse(
+        completion, record=record, keepalive_s=services.config.keepalive_s, ignored=ignored
+    )
 
 
 def _parts(
@@ -160,10 +163,16 @@ class CompletionResponse(Response):
     Args:
         record: the request's log line, which gets the completion's numbers.
         keepalive_s: a stream that is silent for this long sends a comment.
+        ignored: the request's fields that change nothing.
     """
 
     def __init__(
-        self, completion: Completion | CompletionBatch, *, record: RequestRecord, keepalive_s: float
+        self,
+        completion: Completion | CompletionBatch,
+        *,
+        record: RequestRecord,
+        keepalive_s: float,
+        ignored: list[str],
     ) -> None:
         super().__init__()
         self._completion = completion
@@ -180,7 +189,6 @@ class CompletionResponse(Response):
             "system_fingerprint": f"kvferry-{completion.model.fingerprint[:16]}",
         }
         self._num_calls: dict[int, int] = {}
-        ignored = self._request.ignored_fields
         self._more_headers = {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -204,7 +212,9 @@ class CompletionResponse(Response):
         for choice in self._completion.choices:
             content: dict[str, Any] = {"text": choice.text}
             if self._is_chat:
-                content = {"message": _message(choice)}
+                content = {
+                    "message": _message(choice, shows_reasoning=self._request.include_reasoning is not False)
+                }
             if self._request.return_token_ids:
                 content["token_ids"] = choice.turn.stats.token_ids
             # Chats have one prompt, and name what belongs to it once.
@@ -332,12 +342,12 @@ class CompletionResponse(Response):
             fields["replays"] = sum(choice.turn.stats.replays for choice in completion.choices)
 
 
-def _message(choice: Choice) -> AssistantMessage:
+def _message(choice: Choice, *, shows_reasoning: bool) -> AssistantMessage:
     message = AssistantMessage(role="assistant", content=choice.content, refusal=None)
     if choice.calls:
         message["tool_calls"] = choice.calls
         message["content"] = choice.content or None
-    if choice.reasoning:
+    if choice.reasoning and shows_reasoning:
         message["reasoning_content"] = choice.reasoning
     return message
 

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NotRequired
+from typing import TYPE_CHECKING, Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -129,6 +129,7 @@ class Choice:
     Args:
         parser: splits the text, where the model has a form for its parts.
         parallel_calls: whether there may be several calls; otherwise all but the first are left out.
+        shows_reasoning: whether deltas have the model's thoughts.
         with_logprobs, with_token_ids: whether each token has a delta, even without text.
     """
 
@@ -141,6 +142,7 @@ class Choice:
         *,
         parser: AnswerParser | None = None,
         parallel_calls: bool = True,
+        shows_reasoning: bool = True,
         with_logprobs: bool = False,
         with_token_ids: bool = False,
     ) -> None:
@@ -153,6 +155,7 @@ class Choice:
         self._with_token_ids = with_token_ids
         self._parser = parser
         self._parallel_calls = parallel_calls
+        self._shows_reasoning = shows_reasoning
         self.reasoning = ""
         self.calls: list[ToolCall] = []
         self._content = ""
@@ -210,9 +213,8 @@ class Choice:
 
     @property
     def message(self) -> ChatMessage:
-        """The answer as sessions record it, without thoughts: templates drop those of earlier turns."""
-        if not self.calls:
-            return ChatMessage("assistant", self.content)
+        """The answer as sessions record it."""
+        fields: dict[str, Any] = {}
         calls = [
             {
                 "id": call["id"],
@@ -221,7 +223,11 @@ class Choice:
             }
             for call in self.calls
         ]
-        return ChatMessage("assistant", self.content, json.dumps({"tool_calls": calls}))
+        if calls:
+            fields["tool_calls"] = calls
+        if self.reasoning:
+            fields["reasoning_content"] = self.reasoning.strip()
+        return ChatMessage("assistant", self.content, json.dumps(fields) if fields else "")
 
     def _parsed(
         self,
@@ -242,6 +248,8 @@ class Choice:
                 calls.append(call)
         self._content += text
         self.reasoning += reasoning
+        if not self._shows_reasoning:
+            reasoning = ""
         if not (text or reasoning or calls or entries or token_ids):
             return None
         return ChoiceDelta(

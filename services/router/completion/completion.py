@@ -177,6 +177,7 @@ class Completion:
                     services.prompts.assembler(request, shows_special=parser is not None),
                     self.timer,
                     parser=parser,
+                    shows_reasoning=request.include_reasoning is not False,
                     parallel_calls=request.parallel_tool_calls is not False,
                     with_logprobs=request.num_alternatives is not None,
                     with_token_ids=bool(request.return_token_ids),

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvferry.models import SHIPPED_CALIBRATION
 from kvferry.services.router.completion.requests import ChatRequest, KvCompression, Message, TextRequest
@@ -35,6 +35,7 @@ from kvferry.shared.model.tokenizer import (
     ChatMessage,
     ChatTokenizer,
     RecordedConversation,
+    TemplateInputs,
     render_conversation,
 )
 from kvferry.shared.sampling.grammar import GrammarCompiler
@@ -74,7 +75,8 @@ class Prompt:
         messages, assistant_ends: for chats, see `SessionRecord`.
         text: for text completions.
         preamble: the documents that a chat begins with.
-        tools: JSON of the tools that the prompt shows; empty without any.
+        template_inputs: see `SessionRecord`.
+        keeps_thoughts: whether the chat template decides which thoughts of earlier answers the model sees.
     """
 
     kind: Literal["chat", "text"]
@@ -83,21 +85,26 @@ class Prompt:
     assistant_ends: tuple[int, ...] = ()
     text: str = ""
     preamble: Preamble = Preamble()
-    tools: str = ""
+    template_inputs: str = ""
+    keeps_thoughts: bool = False
 
     def record(self, model: ModelSpec, completion: tuple[int, ...], answer: ChatMessage) -> SessionRecord:
         """The session after a turn that answered this prompt."""
         token_ids = self.token_ids + completion
         if self.kind == "chat":
+            # The template leaves out most thoughts later: ids with them do not begin later prompts.
+            end = 0 if "reasoning_content" in answer.fields else len(token_ids)
+            if not self.keeps_thoughts:
+                answer = answer.without("reasoning_content")
             return SessionRecord(
                 kind="chat",
                 model_fingerprint=model.fingerprint,
                 token_ids=token_ids,
                 messages=(*self.messages, answer),
-                assistant_ends=(*self.assistant_ends, len(token_ids)),
+                assistant_ends=(*self.assistant_ends, end),
                 document_ids=self.preamble.document_ids,
                 preamble=self.preamble.text,
-                tools=self.tools,
+                template_inputs=self.template_inputs,
             )
         # A text continues where it ended, so the token that ended it is left out.
         while token_ids and token_ids[-1] in model.eos_token_ids:
@@ -163,13 +170,15 @@ class PromptBuilder:
         template = self._tokenizer.response_template
         if template is None or not isinstance(request, ChatRequest):
             return None
+        from kvferry.shared.model.answer import THOUGHTS, AnswerParser
+
         fields = dict(template["fields"])
         if not request.tools or request.tool_choice == "none":
             fields.pop("tool_calls", None)
+        if request.separate_reasoning is False:
+            fields = {name: field for name, field in fields.items() if name not in THOUGHTS}
         if set(fields) <= {"content"}:
             return None
-        from kvferry.shared.model.answer import AnswerParser
-
         return AnswerParser(
             {**template, "fields": fields},
             prefix=self._tokenizer.decode(prompt.token_ids[-_PREFIX_TOKENS:], shows_special=True),
@@ -246,15 +255,13 @@ class PromptBuilder:
                 param="document_ids",
             )
         messages = before + given
-        tools = [tool.for_template() for tool in request.tools or ()]
-        if tools and not self._tokenizer.knows_tools:
-            raise InvalidRequest("tools are given; the model's chat template has none", param="tools")
-        tools_json = json.dumps(tools) if tools else ""
-        if record is not None and record.tools != tools_json:
-            recorded = None  # the prompt begins with other tools
+        inputs = self._template_inputs(request)
+        recorded_inputs = json.dumps(inputs) if any(inputs) else ""
+        if record is not None and record.template_inputs != recorded_inputs:
+            recorded = None  # the prompt begins with other tools, for example
         shown = preamble.before(messages)
         try:
-            rendered = render_conversation(self._tokenizer, shown, recorded=recorded, tools=tools)
+            rendered = render_conversation(self._tokenizer, shown, recorded=recorded, inputs=inputs)
         except InvalidRequest as error:
             raise _as_sent(error, len(before) + len(shown) - len(messages)) from None
         return Prompt(
@@ -263,8 +270,41 @@ class PromptBuilder:
             messages=messages,
             assistant_ends=rendered.assistant_ends,
             preamble=preamble,
-            tools=tools_json,
+            template_inputs=recorded_inputs,
+            keeps_thoughts="reasoning_content" in self._tokenizer.template_fields,
         )
+
+    def _template_inputs(self, request: ChatRequest) -> TemplateInputs:
+        """Raises: InvalidRequest where the chat template has none of what the request wants shown."""
+        knows = self._tokenizer.knows
+        tools = [tool.for_template() for tool in request.tools or ()]
+        if tools and not knows("tools"):
+            raise InvalidRequest("tools are given; the model's chat template has none", param="tools")
+        arguments: dict[str, Any] = dict(request.chat_template_kwargs or {})
+        unknown = [name for name in arguments if not self._tokenizer.takes(name)]
+        if unknown:
+            param = f"chat_template_kwargs.{unknown[0]}"
+            raise InvalidRequest(f"{param} is given; the chat template has no such variable", param=param)
+        if (effort := request.reasoning_effort) is not None:
+            values = (effort, effort != "none", effort != "none")
+            efforts = dict(zip(_EFFORT_VARIABLES, values, strict=True))
+            arguments = {name: value for name, value in efforts.items() if knows(name)} | arguments
+        return TemplateInputs(tools, arguments)
+
+    def ignored_fields(self, request: ChatRequest | TextRequest) -> list[str]:
+        """The fields that the client gave and that change nothing, here or with this model's template."""
+        ignored = request.ignored_fields
+        if isinstance(request, TextRequest):
+            return ignored
+        if request.reasoning_effort is not None and not any(map(self._tokenizer.knows, _EFFORT_VARIABLES)):
+            ignored.append("reasoning_effort")
+        for name in ("name", "reasoning_content"):
+            if name not in self._tokenizer.template_fields:
+                for message in request.messages:
+                    if getattr(message, name):
+                        ignored.append(f"messages.{name}")
+                        break
+        return ignored
 
     def _recorded(self, message: Message, index: int) -> ChatMessage:
         """Raises: InvalidRequest where it has tool calls, and the chat template would not show them."""
@@ -341,6 +381,8 @@ def _as_sent(error: InvalidRequest, num_before: int) -> InvalidRequest:
 
 _PREFIX_TOKENS = 64
 """Of a prompt's end, for a parser of its answer."""
+_EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
+"""What chat templates have for `reasoning_effort`."""
 _FALLBACKS = ("rocketkv", "full")
 """Methods in place of a default that does not go with the model."""
 

@@ -150,11 +150,9 @@ class CompletionFields(StructuredFields, OtherFields):
     kv_compression: KvCompression | None = None
     kv_kept_bins: Annotated[int, Range(1, MAX_KEPT_BINS)] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Ignored = None
-    include_reasoning: Ignored = None
-    separate_reasoning: Ignored = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
     thinking_token_budget: Annotated[Any, Unsupported()] = None
-    chat_template_kwargs: Annotated[Any, Unsupported({})] = None
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -237,6 +235,8 @@ class ChatRequest(CompletionFields, OtherChatFields):
     document_ids: DocumentIds | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    reasoning_effort: Annotated[str, StringConstraints(max_length=32)] | None = None
+    chat_template_kwargs: Parameters | None = None
     max_completion_tokens: Annotated[int, Range(1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Range(0, 20)] | None = None

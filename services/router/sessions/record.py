@@ -47,7 +47,7 @@ _MAX_TOKEN_BYTES, _MAX_EXTRA_BYTES = 128, 4096
 """Text that a file may have for each of its tokens, and besides."""
 _SAME_FIELDS = (
     *("model_fingerprint", "kind", "text", "token_ids", "assistant_ends", "turns", "document_ids"),
-    *("preamble", "tools"),
+    *("preamble", "template_inputs"),
 )
 _Count = Annotated[int, Range(0, 2**31 - 1)]
 DocumentIds = Annotated[list[str], Field(max_length=16), AfterValidator(_check_document_ids)]
@@ -96,7 +96,8 @@ class SessionRecord(_Shown):
         decode_address: the worker that may have retained its last selection.
         document_ids: documents that the conversation begins with.
         preamble: their text; the session keeps it when they are deleted.
-        tools: JSON of the tools that the last turn's prompt showed; empty without any.
+        template_inputs: JSON of what the last turn's chat template had beside the messages: tools, and other
+            arguments. Empty without any.
         commit_id: identifies the commit that wrote it, to tell two copies apart.
     """
 
@@ -109,7 +110,7 @@ class SessionRecord(_Shown):
     decode_address: str = ""
     document_ids: tuple[str, ...] = ()
     preamble: str = ""
-    tools: str = ""
+    template_inputs: str = ""
     commit_id: str = ""
 
     @property
@@ -218,7 +219,7 @@ class SessionFile(StrictModel):
     turns: Annotated[int, Range(1, 2**31 - 1)]
     document_ids: DocumentIds
     preamble: str
-    tools: str = ""
+    template_inputs: str = ""
     created_at: Annotated[float, Range(0)]
 
     @classmethod

@@ -145,7 +145,8 @@ async def test_chats_report_the_log_probabilities_of_their_prompt(stack: Any) ->
 
 async def test_several_prompts_have_their_choices_in_order(stack: Any) -> None:
     prompts = ["the red castle", "the old harbor", "a"]
-    alone = [await text(stack, prompt, n=2, temperature=1, seed=5) for prompt in prompts]
+    asked = {"n": 2, "temperature": 1, "seed": 5, "extra_body": {"return_token_ids": True}}
+    alone = [await text(stack, prompt, **asked) for prompt in prompts]
     together = await text(stack, prompts, n=2, temperature=1, seed=5, extra_body={"best_of": 2})
     assert [choice.index for choice in together.choices] == list(range(6))
     assert [c.text for c in together.choices] == [c.text for answer in alone for c in answer.choices]
@@ -156,7 +157,7 @@ async def test_several_prompts_have_their_choices_in_order(stack: Any) -> None:
     texts = ["".join(c.choices[0].text for c in chunks if c.choices[0].index == i) for i in range(6)]
     assert texts == [choice.text for choice in together.choices]
     assert [chunk for chunk in chunks if "kv" in chunk.model_extra] == chunks[-1:]
-    ids = [list(request.prompt_token_ids) for request in stack.decode[0].requests[-6::2]]
+    ids = [answer.choices[0].prompt_token_ids for answer in alone]
     by_ids = await text(stack, ids, n=2, temperature=1, seed=5)
     assert [c.text for c in by_ids.choices] == [c.text for c in together.choices]
 

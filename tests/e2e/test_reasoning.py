@@ -1,0 +1,96 @@
+"""Thoughts apart from content, and the chat template's own variables, through the whole server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from kvtest.stack import Stack, serving
+from kvtest.text_models import make_text_model
+
+pytestmark = pytest.mark.xdist_group("text-model")
+
+TEMPLATE = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.reasoning_content and loop.index0 > messages | length - 2 %}"
+    "{{ '<think>' + m.reasoning_content + '</think>' }}{%- endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{%- if reasoning_effort %}{{ 'effort ' + reasoning_effort + ' ' }}{%- endif %}"
+    "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{%- endif %}"
+    "{%- endif %}"
+)
+ASK: Any = {"model": "thinker", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 60}
+THOUGHT: Any = {"structured_outputs": {"regex": "<think>[a-e]{4}</think>\\n\\n[0-9]{5}"}}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = make_text_model(tmp_path_factory.mktemp("thinker"), template=TEMPLATE)
+    with serving("--model", str(folder), "--model-name", "thinker", "--in-process") as stack:
+        yield stack
+
+
+@pytest.fixture
+def client(served: Stack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.base_url}/v1", api_key="-", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def prompt_of(client: openai.OpenAI, **fields: Any) -> str:
+    extra = {"return_token_ids": True, **fields.pop("extra_body", {})}
+    answer: Any = client.chat.completions.create(**{**ASK, "max_tokens": 1, **fields}, extra_body=extra)
+    echoed = client.completions.create(
+        model="thinker", prompt=answer.prompt_token_ids, max_tokens=0, echo=True, extra_body={}
+    )
+    return echoed.choices[0].text
+
+
+def test_thoughts_are_apart_from_content_whole_and_streamed(client: openai.OpenAI) -> None:
+    whole: Any = client.chat.completions.create(**ASK, seed=1, extra_body=THOUGHT).choices[0].message
+    assert len(whole.reasoning_content) == 4
+    assert len(whole.content) == 5
+    deltas: list[Any] = [
+        choice.delta
+        for chunk in client.chat.completions.create(**ASK, seed=1, stream=True, extra_body=THOUGHT)
+        for choice in chunk.choices
+    ]
+    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == whole.reasoning_content
+    assert "".join(delta.content or "" for delta in deltas) == whole.content
+    for fields, content in (
+        ({"include_reasoning": False}, whole.content),
+        ({"separate_reasoning": False}, f"<think>{whole.reasoning_content}</think>\n\n{whole.content}"),
+    ):
+        answer = client.chat.completions.create(**ASK, seed=1, extra_body={**THOUGHT, **fields})
+        assert answer.choices[0].message.content == content
+        assert "reasoning_content" not in (answer.choices[0].message.model_extra or {})
+
+
+def test_the_templates_variables_are_set(client: openai.OpenAI) -> None:
+    plain = prompt_of(client)
+    assert "effort" not in plain
+    assert "effort low" in prompt_of(client, reasoning_effort="low")
+    assert prompt_of(client, reasoning_effort="none").endswith("<think></think>")
+    arguments = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert prompt_of(client, extra_body=arguments) == plain + "<think></think>"
+    for name in ("unknown", "messages", "tools", "add_generation_prompt", "tokenize"):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(**ASK, extra_body={"chat_template_kwargs": {name: True}})
+        assert refused.value.param == f"chat_template_kwargs.{name}"
+
+
+def test_a_sessions_earlier_thoughts_are_shown_as_the_template_does(client: openai.OpenAI) -> None:
+    session = {"session_id": "thinking", "return_token_ids": True}
+    first: Any = client.chat.completions.create(**ASK, seed=2, extra_body={**THOUGHT, **session})
+    message = first.choices[0].message
+    more: Any = {**ASK, "messages": [{"role": "user", "content": "and?"}], "max_tokens": 2}
+    second: Any = client.chat.completions.create(**more, extra_body=session)
+    resent = [*ASK["messages"], {"role": "assistant", "content": message.content}, *more["messages"]]
+    shown = client.chat.completions.create(
+        **{**more, "messages": resent}, extra_body={"return_token_ids": True}
+    )
+    assert second.prompt_token_ids == shown.prompt_token_ids  # type: ignore[attr-defined]
+    # What comes before the thought is not computed again.
+    assert second.usage.prompt_tokens_details.cached_tokens >= len(first.prompt_token_ids) - 1
