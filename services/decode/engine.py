@@ -21,10 +21,15 @@ import torch
 from kvferry.services.decode.cuda_device import step_device
 from kvferry.services.decode.lanes import LaunchedSteps, StepLanes
 from kvferry.services.decode.memory import SequenceMemory
-from kvferry.services.decode.sequence import Sequence, SequenceState, deliver
+from kvferry.services.decode.sequence import EventStream, Sequence, SequenceState, deliver
 from kvferry.services.decode.step import LaunchedStep, StepDevice, StepInput, StepRunner
 from kvferry.shared.cache.arena import Allocation
-from kvferry.shared.control.messages import FinishReason, GenerationFinished, TokenGenerated
+from kvferry.shared.control.messages import (
+    FinishReason,
+    GenerateEvent,
+    GenerationFinished,
+    TokenGenerated,
+)
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
 from kvferry.shared.heartbeat import FRESH_S, Heartbeat
 from kvferry.shared.metrics import DecodeMetrics
@@ -334,17 +339,26 @@ class DecodeEngine:
         step = launched.step
         step.wait(_STEP_TIMEOUT_S)
         self._failed_steps = 0
-        batch = [(slot, s) for s, slot in launched.slots.items() if s.state is SequenceState.RUNNING]
         slots = step.drawn()
-        drawn = [self._take(sequence, step, slot, *slots[slot]) for slot, sequence in batch]
+        taken: list[tuple[Sequence, FinishReason | None]] = []
+        events: list[tuple[EventStream, GenerateEvent]] = []
+        num_running = 0
+        for sequence, slot in launched.slots.items():
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            drawn = self._take(sequence, step, slot, *slots[slot])
+            if drawn is not None:
+                token, reason = drawn
+                taken.append((sequence, reason))
+                events.append((sequence.events, TokenGenerated(token=token)))
+                num_running += reason is None
         # metrics first, so that a client that has read its stream's end finds its steps counted
         now_s = self._clock()
         self._metrics.decode_step.labels(self._model.spec.name).observe(now_s - self._last_step_s)
         self._last_step_s = now_s
-        self._show_batch_size(sum(token is not None and token[1] is None for token in drawn))
-        taken = [(s, token) for (_, s), token in zip(batch, drawn, strict=True) if token is not None]
-        deliver([(s.events, TokenGenerated(token=token)) for s, (token, _) in taken])
-        for sequence, (_, reason) in taken:
+        self._show_batch_size(num_running)
+        deliver(events)
+        for sequence, reason in taken:
             self._count(sequence, reason)
         self._running = [s for s in self._running if s.state is SequenceState.RUNNING]
 

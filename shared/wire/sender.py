@@ -304,8 +304,9 @@ class OutgoingTransfer:
                 return False
             if buffer.peer_bytes == buffer.limit_bytes:
                 return True
-            mine = (its for its in tuple(buffer.transfers.values()) if its.peer == self.peer)
-            return sum(its._reserved_bytes for its in mine) + num_bytes <= buffer.peer_bytes
+            others = tuple(buffer.transfers.values())
+            mine_bytes = sum([its._reserved_bytes for its in others if its.peer == self.peer])
+            return mine_bytes + num_bytes <= buffer.peer_bytes
 
         def fits() -> bool:
             if has_room():
