@@ -24,7 +24,6 @@ from kvferry.shared.cache.delta import NEW_ROWS, Positions, delta_tensors, layer
 from kvferry.shared.compression.compress import WaitingLayer, allocate_waiting, measure_layer
 from kvferry.shared.compression.formats import compress_layer, make_formats
 from kvferry.shared.compression.formats.interface import LayerFormat, Tensors
-from kvferry.shared.compression.formats.state import is_empty
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured
@@ -285,7 +284,7 @@ class PromptPass:
         self._complete[layer] = tensors
         while self._job.transfer is not None and self._shipped_layers < len(formats):
             next_layer = self._shipped_layers
-            if next_layer not in self._complete and not is_empty(formats[next_layer]):
+            if next_layer not in self._complete and next_layer not in self._model.spec.empty_layers:
                 return
             self._send(formats[next_layer], next_layer, self._complete.pop(next_layer, {}))
             self._shipped_layers += 1

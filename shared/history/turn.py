@@ -334,8 +334,9 @@ class StagedTurn:
                 pieces = (*pieces, Piece(segment=segment, length=num_new))
                 num_tokens += num_new
                 checkpoints = (*checkpoints, *self._new_checkpoints())
-        known = {its.num_tokens: its for its in checkpoints if its.num_tokens <= num_tokens}
-        checkpoints = thinned(known.values(), num_exact=self._num_exact(num_tokens))
+        if self._store.num_states:
+            known = {its.num_tokens: its for its in checkpoints if its.num_tokens <= num_tokens}
+            checkpoints = thinned(known.values(), num_exact=self._num_exact(num_tokens))
         new_states = {its.states for its in checkpoints if its.states.references == 0}
         records.size_bytes += sum(its.size_bytes for its in new_states)
         records.retain(parts_of(pieces, checkpoints))

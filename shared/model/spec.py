@@ -140,6 +140,11 @@ class ModelSpec:
         return tuple(layer for layer, its in enumerate(self.layers) if its.state)
 
     @cached_property
+    def empty_layers(self) -> frozenset[int]:
+        """The layers with neither rows nor a state: nothing is shipped of them."""
+        return frozenset(layer for layer, its in enumerate(self.layers) if not its.has_rows and not its.state)
+
+    @property
     def latent_dim(self) -> int:
         """That of the layers' rows: of all layers or of none."""
         return max((its.latent_dim for its in self.layers), default=0)

@@ -84,11 +84,6 @@ class State(LayerFormat):
         return NaiveState(tensors)
 
 
-def is_empty(fmt: LayerFormat) -> bool:
-    """Whether a layer has nothing that is shipped."""
-    return isinstance(fmt, State) and not fmt.shape.state
-
-
 class StateLayer(LayerCache):
     """A state in the arena: `regions`, which each decode step overwrites."""
 
