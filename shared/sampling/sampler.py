@@ -351,7 +351,8 @@ class BatchSampler:
         self._uniforms = torch.zeros(num_slots, AHEAD_TOKENS, dtype=torch.float64, device=device)
         self._next = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._penalties: Penalties | None = None
-        self._blocked: Tensor | None = None
+        self._blocked: Tensor | None = None  # 0, or -inf for ids that may not come next
+        self._allowed_logits: Tensor | None = None
         self._masked: dict[int, SequenceSampler] = {}
         self._flavours: dict[int, Flavour] = {}
         self._drawing: dict[int, _Drawing] = {}
@@ -385,7 +386,8 @@ class BatchSampler:
         if sampler.is_masked:
             self._masked[slot] = sampler
             if self._blocked is None:
-                self._blocked = torch.zeros(self._size, dtype=torch.bool, device=self._device)
+                self._blocked = torch.zeros(self._size, device=self._device)
+                self._allowed_logits = torch.zeros(self._size, device=self._device)
 
     def remove(self, slot: int) -> None:
         """Empty a slot."""
@@ -415,9 +417,12 @@ class BatchSampler:
                 self._unmask(slot)
                 continue
             try:
-                self._blocked[slot].copy_(~sampler.mask(), non_blocking=True)
+                barred = torch.where(sampler.mask(), 0.0, -torch.inf)
+                self._blocked[slot].copy_(barred, non_blocking=True)
             except KvferryError:
-                self._blocked[slot].fill_(True)  # the host asks again, and ends the completion with the error
+                self._blocked[slot].fill_(
+                    -torch.inf
+                )  # the host asks again, and ends the completion with the error
 
     def _unmask(self, slot: int) -> None:
         if self._masked.pop(slot, None) is not None:
@@ -434,7 +439,10 @@ class BatchSampler:
         """
         if flavour.masks:
             assert self._blocked is not None, "a sequence was masked when the step was made"
-            logits = logits.masked_fill(self._blocked[: len(logits)], -torch.inf)
+            assert self._allowed_logits is not None, "they come with the masks"
+            # Into memory that is there: a new tensor of this size costs more than the arithmetic.
+            allowed = self._allowed_logits[: len(logits)]
+            logits = torch.add(logits, self._blocked[: len(logits)], out=allowed)
         valid = logits.amax(1).isfinite()
         if not flavour.penalises and not flavour.draws:
             return logits.argmax(1), valid
