@@ -258,7 +258,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
             if output_one is not None:
                 attended[slot] = output_one
         if len(attended) == len(by_slot):
-            in_order = [attended[slot] for slot in range(len(by_slot))]
+            in_order = list(map(attended.__getitem__, range(len(by_slot))))
             return torch.stack(in_order) if len(in_order) > 1 else in_order[0].unsqueeze(0)
         outputs = torch.zeros_like(queries)
         for slot, output_one in attended.items():

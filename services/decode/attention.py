@@ -103,7 +103,10 @@ class SlotAttention:
         """Names of the formats and attentions that no batched kernel supports, sorted."""
         members = self._members.values()
         names = {cache.name for member in members for cache in member.unbatched.values()}
-        return tuple(sorted(names | ({State.name} if any(member.states for member in members) else set())))
+        for member in members:
+            if member.states:
+                names.add(State.name)
+        return tuple(sorted(names))
 
     def signature(self) -> Hashable:
         """Equal for batches whose steps make the same launches, so that they can share memory and a graph."""
@@ -200,8 +203,8 @@ class BatchAttention:
             (batch, layers, batch.scratch(num_slots) if batch.is_launched else None)
             for batch, layers in slots.batches()
         ]
-        is_batched = not slots.unbatched_names
-        self.is_launched = is_batched and all(batch.is_launched for batch, _, _ in self._batches)
+        self._has_unbatched = bool(slots.unbatched_names)
+        self.is_launched = not self._has_unbatched and all(batch.is_launched for batch, _, _ in self._batches)
 
     def advance(self, active: Tensor) -> None:
         """Move on to the next step. Args: active: int64 `[S]`, 1 for slots that continue, else 0."""
@@ -226,13 +229,12 @@ class BatchAttention:
         """See `DecodeAttention.__call__`."""
         scale = scaling.scaling if isinstance(scaling, Softmax) else scaling
         slots, step = self._slots, NewTokens(queries, keys, values, scale)
-        outputs = [
-            batch.attend(layer, step, alone=slots.run_alone, scratch=scratch)
-            for batch, layers, scratch in self._batches
-            if layer in layers
-        ]
+        outputs: list[Tensor] = []
+        for batch, layers, scratch in self._batches:
+            if layer in layers:
+                outputs.append(batch.attend(layer, step, alone=slots.run_alone, scratch=scratch))
         assert not (outputs and isinstance(scaling, Softmax)), "no batched kernel has soft-capping or sinks"
-        unbatched = slots.attend_unbatched(layer, step, scaling)
+        unbatched = slots.attend_unbatched(layer, step, scaling) if self._has_unbatched else None
         if unbatched is not None:
             outputs.append(unbatched)
         if not outputs:

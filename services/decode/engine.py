@@ -193,7 +193,10 @@ class DecodeEngine:
         """Give every running sequence room for the rows of its next step, the oldest first. Those for which
         there is no memory wait on the host."""
         num_steps = 1 + (self._in_flight is not None)
-        if not any(sequence.lacks_room(num_steps) for sequence in self._running):
+        for sequence in self._running:
+            if sequence.lacks_room(num_steps):
+                break
+        else:
             return
         self._finish_step()
         for sequence in sorted(self._running, key=_arrival):

@@ -114,7 +114,7 @@ class CacheWriter:
         except InvalidTensors as error:
             raise _failed(layer, error) from error
         self._pieces = [_as_bytes(its) for its in self._tensors.values()]
-        self._missing_bytes = sum(its.size_bytes for its in specs.values())
+        self._missing_bytes = sum([its.size_bytes for its in specs.values()])
         self._open_when_complete()
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
@@ -238,7 +238,7 @@ class CacheReceiver:
             first_token = self._first_token(end, sequence)
             caches = sequence.caches = incoming.writer.finish()
             if all(cache.format.is_plain for cache in caches):
-                sequence.positions = tuple(cache.positions for cache in caches)
+                sequence.positions = tuple([cache.positions for cache in caches])
             sequence.release_retained()
             self._arena.advance(sequence.allocation, "running")
             sequence.committed_s = self._clock()

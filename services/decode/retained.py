@@ -148,7 +148,10 @@ class RetainedSelections:
                 ),
                 token_ids=np.asarray(token_ids, np.int64),
                 rows=tuple(
-                    tuple(its.regions[name] for name in its.format.shape.row_names) for its in sequence.caches
+                    [
+                        tuple(map(its.regions.__getitem__, its.format.shape.row_names))
+                        for its in sequence.caches
+                    ]
                 ),
                 allocation=sequence.hand_over_bytes(),
             )
@@ -248,8 +251,8 @@ class RetainedSelections:
         self._free(freed)
 
     def _spare_bytes(self) -> int:
-        every = (selection for chain in self._chains.values() for selection in chain.selections)
-        return sum(its.allocation.size_bytes for its in every if its.num_users == 0)
+        every = [selection for chain in self._chains.values() for selection in chain.selections]
+        return sum([its.allocation.size_bytes for its in every if its.num_users == 0])
 
     def _unlist(self, selections: list[RetainedSelection]) -> list[RetainedSelection]:
         """Hide these from new reservations; returns the unpinned ones, whose bytes can be freed now."""

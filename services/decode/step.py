@@ -59,7 +59,7 @@ class StepDevice:
 
     def fetch(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Callable[[], bool]]:
         """Begin to copy tensors to the host. Returns the copies and a function that says if they are done."""
-        return tuple(tensor.clone() for tensor in tensors), lambda: True
+        return tuple([tensor.clone() for tensor in tensors]), lambda: True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +111,7 @@ class BatchSlots:
             may still be sampled.
         stop_ids: int64 `[S, n]`, filled up with -1.
         logits: float32 `[S, V]`, of the last step.
+        wanting_logits: the slots whose sequences need them on the host.
 
     Args: num_slots: S; arena: any part of the memory that all sequences are in.
     """
@@ -122,6 +123,7 @@ class BatchSlots:
         self.numbers = torch.zeros(4, num_slots, dtype=torch.int64, device=device)
         self.stop_ids = torch.full((num_slots, 1), _NO_TOKEN, device=device)
         self.logits = torch.zeros(num_slots, spec.vocab_size, device=device)
+        self.wanting_logits: set[int] = set()
         self._inputs: dict[int, StepInput] = {}
 
     @property
@@ -132,10 +134,6 @@ class BatchSlots:
     @property
     def num_sequences(self) -> int:
         return len(self._inputs)
-
-    @property
-    def wants_logits(self) -> bool:
-        return any(given.sampler.params.logprobs is not None for given in self._inputs.values())
 
     def free_slot(self) -> int:
         """The first empty slot."""
@@ -154,11 +152,14 @@ class BatchSlots:
         stop_ids = torch.full(self.stop_ids.shape[1:], _NO_TOKEN)
         stop_ids[: len(given.stop_ids)] = torch.tensor(sorted(given.stop_ids))
         self.stop_ids[slot].copy_(stop_ids, non_blocking=True)
+        if given.sampler.params.logprobs is not None:
+            self.wanting_logits.add(slot)
         self._inputs[slot] = given
 
     def remove(self, slot: int) -> None:
         """Empty a slot."""
         del self._inputs[slot]
+        self.wanting_logits.discard(slot)
         self.attention.remove(slot)
         self.sampler.remove(slot)
         self.numbers[:, slot].zero_()
@@ -369,7 +370,7 @@ class StepRunner:
                 self._step = self._find_step(self._slots)
             step = self._step
             step.launch()
-            wanted = (step.drawn, step.logits) if self._slots.wants_logits else (step.drawn,)
+            wanted = (step.drawn, step.logits) if self._slots.wanting_logits else (step.drawn,)
             (drawn, *logits), is_done = self._device.fetch(wanted)
         return LaunchedStep(
             host_drawn=drawn,

@@ -244,7 +244,7 @@ class SessionTurns:
             transfer_id=job.key.transfer_id,
             num_prompt_tokens=job.resolved.num_prompt_tokens,
             num_tokens=job.resolved.num_prompt_tokens,
-            layers=tuple(positions[layer] for layer in range(len(job.formats))),
+            layers=tuple(map(positions.__getitem__, range(len(job.formats)))),
         )
         # Rows recomputed after a miss may differ from those of earlier turns.
         self.shipped.put(session, selection, retained=job.retained if job.num_reused else None)

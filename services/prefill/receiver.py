@@ -109,9 +109,12 @@ class HistoryReceiver:
         layer = spec.layer(header.layer)
         shape = (spec.num_kv_heads, incoming.manifest.num_tokens, spec.head_dim)
         rows = [(name, spec.dtype, shape) for name in spec.row_names] if layer.has_rows else []
+        states = [(its.name, its.dtype, its.shape) for its in layer.state]
         expected = tuple(
-            TensorHeader(name=name, dtype=dtype, shape=its_shape)
-            for name, dtype, its_shape in (*rows, *((its.name, its.dtype, its.shape) for its in layer.state))
+            [
+                TensorHeader(name=name, dtype=dtype, shape=its_shape)
+                for name, dtype, its_shape in rows + states
+            ]
         )
         if header.tensors != expected:
             raise ProtocolMismatch(

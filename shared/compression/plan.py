@@ -199,11 +199,10 @@ def read_params(name: str, params: Mapping[str, ParamValue], allowed: Allowed) -
 
     Raises: InvalidRequest: another name or type, or a value that is not allowed.
     """
-    types = {
-        key: its if isinstance(its, type) else type(its.low if isinstance(its, Between) else its[0])
-        for key, its in allowed.items()
-    }
-    if {key: type(value) for key, value in params.items()} != types:
+    types: dict[str, type] = {}
+    for key, its in allowed.items():
+        types[key] = its if isinstance(its, type) else type(its.low if isinstance(its, Between) else its[0])
+    if dict(zip(params, map(type, params.values()), strict=True)) != types:
         takes = ", ".join(f"{key} ({its.__name__})" for key, its in types.items()) or "no parameters"
         raise InvalidRequest(f"{name} was given {dict(params)}; it takes {takes}", param="kv_compression")
     for key, its in allowed.items():
@@ -212,7 +211,7 @@ def read_params(name: str, params: Mapping[str, ParamValue], allowed: Allowed) -
             raise InvalidRequest(
                 f"{key} is {params[key]!r}; for {name} it must be {choices}", param=f"kv_compression.{key}"
             )
-    return {key: params[key] for key in allowed}
+    return dict(zip(allowed, map(params.__getitem__, allowed), strict=True))
 
 
 def with_installed(

@@ -51,7 +51,7 @@ class StoredRecord:
 
 
 def parts_of(pieces: Iterable[Piece], checkpoints: Iterable[Checkpoint]) -> tuple[Part, ...]:
-    return (*(piece.segment for piece in pieces), *(its.states for its in checkpoints))
+    return (*[piece.segment for piece in pieces], *[its.states for its in checkpoints])
 
 
 class RecordTable:

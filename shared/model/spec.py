@@ -144,7 +144,7 @@ class ModelSpec:
         """The layers with neither rows nor a state: nothing is shipped of them."""
         return frozenset(layer for layer, its in enumerate(self.layers) if not its.has_rows and not its.state)
 
-    @property
+    @cached_property
     def latent_dim(self) -> int:
         """That of the layers' rows: of all layers or of none."""
         return max((its.latent_dim for its in self.layers), default=0)

@@ -316,7 +316,7 @@ class OutgoingTransfer:
                 transfer.release_written()
             return has_room()
 
-        if not self._condition.wait_for(fits, self._timeout_s):
+        if not has_room() and not self._condition.wait_for(fits, self._timeout_s):
             raise TransferFailed(
                 f"no room for a block of {num_bytes} bytes within {self._timeout_s} s; send buffer holds"
                 f" {buffer.used_bytes} of at most {buffer.limit_bytes}",

@@ -78,18 +78,20 @@ def make_formats(
     )
     formats: list[LayerFormat] = []
     specs = spec.layers or (LayerSpec(),) * spec.num_layers
-    kinds = [
-        (layer, its.has_plain_softmax, its.latent_dim, its.state)
-        for layer, its in zip(resolved.layers, specs, strict=True)
-    ]
-    for number, (layer, has_plain_softmax, latent_dim, state) in enumerate(kinds):
-        _check_format(number, layer.representation.name, specs[number])
+    kinds = list(zip(resolved.layers, specs, strict=True))
+    for number, (layer, spec_of_layer) in enumerate(kinds):
         first = kinds.index(kinds[number])
         if first != number:
             formats.append(formats[first])
             continue
+        _check_format(number, layer.representation.name, spec_of_layer)
         its_class = format_class(layer.representation)
-        its_shape = replace(shape, has_plain_softmax=has_plain_softmax, latent_dim=latent_dim, state=state)
+        its_shape = replace(
+            shape,
+            has_plain_softmax=spec_of_layer.has_plain_softmax,
+            latent_dim=spec_of_layer.latent_dim,
+            state=spec_of_layer.state,
+        )
         if layer.generated is None:
             formats.append(its_class.of(resolved.plan, layer, its_shape))
         else:
