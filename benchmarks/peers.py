@@ -44,7 +44,8 @@ MODEL = Path(__file__).resolve().parents[1] / "models" / "demo"
 OUTPUT_TOKENS = {128: 128, 1024: 64, 4096: 32}
 """By prompt length."""
 NUM_REQUESTS = {1: 6, 8: 16, 16: 32}
-"""By concurrency."""
+"""By concurrency; of the longest prompts half as many."""
+LONGEST = max(OUTPUT_TOKENS)
 TIMEOUT_S = 900.0
 START_TIMEOUT_S = 300.0
 FIGURES = {"median_ttft_ms": "first_token_ms", "median_tpot_ms": "per_token_ms"}
@@ -146,7 +147,8 @@ def measure(
     command += ["--base-url", url, "--model", model, "--tokenizer", str(MODEL), "--seed", str(seed)]
     command += ["--dataset-name", "random", "--random-input-len", str(prompt_tokens)]
     command += ["--random-output-len", str(OUTPUT_TOKENS[prompt_tokens]), "--ignore-eos"]
-    command += ["--num-prompts", str(NUM_REQUESTS[concurrency]), "--max-concurrency", str(concurrency)]
+    num_requests = NUM_REQUESTS[concurrency] // (2 if prompt_tokens == LONGEST else 1)
+    command += ["--num-prompts", str(num_requests), "--max-concurrency", str(concurrency)]
     command += ["--temperature", "0", "--disable-tqdm", "--save-result", "--result-filename", str(result)]
     if server in ("full", "in_process"):
         command += ["--extra-body", json.dumps({"kv_compression": {"method": "full"}})]
@@ -163,7 +165,7 @@ def measure(
     if not result.exists():
         raise SystemExit(f"the client failed against {server}:\n{log.read_text()[-4000:]}")
     found = json.loads(result.read_text())
-    expected = NUM_REQUESTS[concurrency] * OUTPUT_TOKENS[prompt_tokens]
+    expected = num_requests * OUTPUT_TOKENS[prompt_tokens]
     # transformers reports no usage, so the client counts tokens of its text, which has no control tokens.
     least = 0.8 * expected if server == "transformers" else expected
     if found["failed"] or not least <= found["total_output_tokens"] <= expected:

@@ -171,7 +171,7 @@ def main() -> None:
     if options.output:
         machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
         result = {
-            "command": f"python benchmarks/short_prompts.py --repeats {options.repeats}",
+            "command": sys.argv,
             "machine": machine,
             **figures,
         }

@@ -82,10 +82,13 @@ class MaskedPass:
 
     def __init__(self, spec: ModelSpec, kept: list[Tensor], num_document_tokens: int) -> None:
         self.spec = spec
+        self.cache = None
         self._kept = kept
         self._num_document_tokens = num_document_tokens
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, latent: None
+    ) -> Tensor:
         num_heads, length = query.shape[1:3]
         num_kv_heads, document = key.shape[1], self._num_document_tokens
         output = torch.empty_like(query)
