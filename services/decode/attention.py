@@ -17,19 +17,13 @@ from torch import Tensor
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens, SlotBatch
 from kvferry.kernels.dense_decode.batch import DenseBatch
 from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
-from kvferry.kernels.kivi.batch import KiviBatch, QuantisedRows
 from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.kernels.trizone.batch import PackedRows, TriZoneBatch
 from kvferry.shared.compression.formats.interface import LayerCache, Tensors
 from kvferry.shared.compression.formats.state import State, StateLayer, stacked, unstack
 from kvferry.shared.model.spec import TORCH_DTYPES, ModelSpec
 
-_KINDS: tuple[type[CachedRows], ...] = (CachedRows, SparseRows, PackedRows, QuantisedRows)
-_CODED: Mapping[type[CachedRows], Callable[[BatchShape, Tensor, Tensor], SlotBatch[Any, Any]]] = {
-    PackedRows: TriZoneBatch,
-    QuantisedRows: KiviBatch,
-}
-"""Kinds whose batches read bytes of the arena beside rows."""
+_KINDS: tuple[type[CachedRows], ...] = (CachedRows, SparseRows, PackedRows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +167,8 @@ class SlotAttention:
 
     def _batch(self, kind: type[CachedRows]) -> SlotBatch[Any, Any]:
         if kind not in self._batches:
-            if kind in _CODED:
-                self._batches[kind] = _CODED[kind](self._shape, self._base, self._codes)
+            if kind is PackedRows:
+                self._batches[kind] = TriZoneBatch(self._shape, self._base, self._codes)
             else:
                 batch = HsaBatch if kind is SparseRows else DenseBatch
                 self._batches[kind] = batch(self._shape, self._base)
