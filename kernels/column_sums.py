@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.dispatch import check_scores, check_size, path_for, scores_problem
+from kvferry.kernels.quarantine import attempt
 
 MAX_LOGITS = 1 << 24
 """float32 logits at a time (64 MiB); one query's G * T logits are always allowed."""
@@ -49,10 +50,14 @@ def window_scores(queries: Tensor, keys: Tensor, *, scaling: float) -> Tensor:
     check_size("the window's queries", queries.shape[2], 1, keys.shape[1])
     if path_for("window_scores", keys.device, partial(scores_problem, queries, keys)) == "torch":
         return column_sums_torch(queries, keys, scaling).sums
-    # a CPU install has no Triton
-    from kvferry.kernels.attention_mass import attention_mass
 
-    return attention_mass(queries, keys, scaling=scaling, per_query_head=False)
+    def launch() -> Tensor:
+        # a CPU install has no Triton
+        from kvferry.kernels.attention_mass import attention_mass
+
+        return attention_mass(queries, keys, scaling=scaling, per_query_head=False)
+
+    return attempt("window_scores", launch, lambda: column_sums_torch(queries, keys, scaling).sums)
 
 
 def column_sums(queries: Tensor, keys: Tensor, *, scaling: float) -> ColumnSums:
@@ -75,11 +80,15 @@ def column_sums(queries: Tensor, keys: Tensor, *, scaling: float) -> ColumnSums:
         raise ValueError(f"there are {queries.shape[2]} queries; there must be 1 to {keys.shape[1]} (T)")
     if path_for("column_sums", keys.device, partial(scores_problem, queries, keys)) == "torch":
         return column_sums_torch(queries, keys, scaling)
-    # a CPU install has no Triton
-    from kvferry.kernels.attention_mass import attention_mass
 
-    columns = attention_mass(queries, keys, scaling=scaling, per_query_head=True)
-    return ColumnSums(columns.sum(dim=1), columns.var(dim=-1, correction=0))
+    def launch() -> ColumnSums:
+        # a CPU install has no Triton
+        from kvferry.kernels.attention_mass import attention_mass
+
+        columns = attention_mass(queries, keys, scaling=scaling, per_query_head=True)
+        return ColumnSums(columns.sum(dim=1), columns.var(dim=-1, correction=0))
+
+    return attempt("column_sums", launch, partial(column_sums_torch, queries, keys, scaling))
 
 
 def column_sums_torch(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvferry.kernels.descriptors import LENGTH
 from kvferry.kernels.dispatch import path_for, planned_path, shape_problem
+from kvferry.kernels.quarantine import attempt, is_quarantined
 
 Alone = Callable[[int, Callable[[], Tensor]], Tensor | None]
 """(slot, attend) -> the result of `attend`; None if the slot has failed, now or before."""
@@ -181,27 +182,32 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         base: the buffer that descriptors count from, one-dimensional in the rows' dtype; the arena.
         empty: see `HeadTables`.
 
-    Attributes: is_launched: whether Triton kernels run it, so that a step does not wait for the device.
+    Attributes: op; has_tables: whether descriptors are written for Triton kernels.
     """
 
     def __init__(self, op: str, shape: BatchShape, base: Tensor, *, empty: Sequence[int]) -> None:
         problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim)
-        self.is_launched = planned_path(op, shape.device, problem) != "torch"
+        self.has_tables = planned_path(op, shape.device, problem) != "torch"
         self.op, self._shape, self._base = op, shape, base
         self._layers: list[dict[int, Rows]] = [{} for _ in range(shape.num_layers)]
         self._placed_at: dict[int, int] = {}
         self._num_steps = 0
-        if self.is_launched:
+        if self.has_tables:
             size = (shape.num_slots, shape.num_kv_heads, shape.group_size, shape.head_dim)
             self._tables = HeadTables(shape, empty)
             self._output = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether Triton kernels run it, so that a step does not wait for the device."""
+        return self.has_tables and not is_quarantined(self.op)
 
     def place(self, slot: int, layers: Mapping[int, Rows]) -> None:
         """Place a sequence in an empty slot. Args: layers: its rows in the layers that are of this kind."""
         self._placed_at[slot] = self._num_steps
         for layer, rows in layers.items():
             self._layers[layer][slot] = rows
-        if self.is_launched:
+        if self.has_tables:
             self._tables.place(slot, {layer: self._fields(rows) for layer, rows in layers.items()})
 
     def remove(self, slot: int) -> None:
@@ -209,7 +215,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         del self._placed_at[slot]
         for layer in self._layers:
             layer.pop(slot, None)
-        if self.is_launched:
+        if self.has_tables:
             self._tables.place(slot, {})
 
     def advance(self, active: Tensor) -> None:
@@ -218,13 +224,18 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         Args: active: int64 `[n]`, 0 or 1, of the first slots.
         """
         self._num_steps += 1
-        if self.is_launched:
+        if self.has_tables:
             self._tables.advance(active)
 
     def show(self, active: Tensor) -> None:
         """Change which slots the next step is for. Args: as in `advance`."""
-        if self.is_launched:
+        if self.has_tables:
             self._tables.show(active)
+
+    def count_steps(self, number: int) -> None:
+        """Count steps that `advance` has not counted, those of a replayed graph. Negative: steps that were
+        run for a capture only."""
+        self._num_steps += number
 
     @abstractmethod
     def size(self) -> Hashable:
@@ -243,12 +254,22 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         Returns: `[S, H_kv, G, D]`, zero in the other slots; valid until the next call.
         """
         path_for(self.op, self._shape.device)
+        in_torch = partial(self._attend_slots, layer, step, alone)
+        if scratch is None or not self.is_launched:
+            return in_torch()
+        return attempt(self.op, partial(self._attend_launched, layer, step, scratch), in_torch)
+
+    def _attend_launched(self, layer: int, step: NewTokens, scratch: Scratch) -> Tensor:
+        """`attend` by launches for all slots."""
         queries, keys, values, scaling = step
-        if scratch is not None:
-            output = self._output[: len(queries)]
-            step = NewTokens(queries.contiguous(), keys.contiguous(), values.contiguous(), scaling)
-            self._launch(layer, step, scratch, output)
-            return output
+        output = self._output[: len(queries)]
+        step = NewTokens(queries.contiguous(), keys.contiguous(), values.contiguous(), scaling)
+        self._launch(layer, step, scratch, output)
+        return output
+
+    def _attend_slots(self, layer: int, step: NewTokens, alone: Alone) -> Tensor:
+        """`attend` in torch, one slot after another."""
+        queries, keys, values, scaling = step
         by_slot = list(zip(queries.unbind(0), keys.unbind(0), values.unbind(0), strict=True))
         attended: dict[int, Tensor] = {}
         for slot, rows in self._layers[layer].items():

@@ -8,6 +8,8 @@ took (`calls`). Triton is looked for at the first use, never at import: a CPU in
     mode "triton"   Triton, on CUDA or in its interpreter (TRITON_INTERPRET=1); an error if it cannot run a
     call
 
+A quarantined operator (`quarantine.py`) takes the torch path in every mode.
+
 Also the argument checks that ops share. `check_*` raise ValueError with the name, the value and what is
 allowed. `*_problem` return why a Triton kernel cannot run a call, or None.
 """
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
+from kvferry.kernels.quarantine import is_quarantined
 
 KernelMode = Literal["auto", "torch", "triton"]
 KernelPath = Literal["triton", "interpreter", "torch"]
@@ -119,6 +122,8 @@ def path_for(op: str, device: torch.device, unsupported: Problem | str | None = 
 def planned_path(op: str, device: torch.device, unsupported: Problem | str | None = None) -> KernelPath:
     """As `path_for`, without counting."""
     if op in TORCH_OPS or _state.mode == "torch" or (_state.mode == "auto" and device.type != "cuda"):
+        return "torch"
+    if is_quarantined(op):
         return "torch"
     if _state.mode == "auto" and not _triton_installed():
         return "torch"

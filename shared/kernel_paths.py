@@ -1,4 +1,4 @@
-"""A worker's choice of kernels, and its metric: which path each op takes, and how often it took it.
+"""A worker's choice of kernels, and its metrics: each op's path, how often it was taken, and quarantine.
 
 Between the services' options and `kernels/dispatch.py`, which decides. Knows no kernel.
 """
@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+import structlog
 import torch
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.dispatch import KernelMode, KernelPath, KernelUnavailable
+from kvferry.kernels.quarantine import Quarantined, on_quarantine, quarantined
 from kvferry.shared.errors import ConfigurationError
+
+_log = structlog.get_logger(__name__)
 
 Role = Literal["prefill", "decode"]
 _PREFILL_OPS = ("chunk_scores", "column_sums", "pack", "quantise", "window_scores")
@@ -26,7 +30,7 @@ OPS: dict[Role, tuple[str, ...]] = {
 
 
 def choose_kernels(mode: KernelMode, device: torch.device) -> None:
-    """Take the process's kernels, before it serves.
+    """Take the process's kernels, before it serves, and log those that are quarantined from then on.
 
     Raises: ConfigurationError: Triton was asked for where it cannot run.
     """
@@ -34,6 +38,16 @@ def choose_kernels(mode: KernelMode, device: torch.device) -> None:
         dispatch.configure(mode, device)
     except KernelUnavailable as error:
         raise ConfigurationError(str(error)) from error
+    on_quarantine(_log_quarantine)
+
+
+def _log_quarantine(entry: Quarantined) -> None:
+    _log.error(
+        "a kernel is quarantined; its calls take the torch path until the worker is restarted",
+        op=entry.op,
+        reason=entry.reason,
+        detail=entry.detail,
+    )
 
 
 def kernel_paths(role: Role, device: torch.device) -> dict[str, KernelPath]:
@@ -43,12 +57,16 @@ def kernel_paths(role: Role, device: torch.device) -> dict[str, KernelPath]:
 
 
 def shown_paths(role: Role, device: torch.device) -> dict[str, str]:
-    """What `/version` shows of a worker: its ops' paths, and how decode's steps run ("graph" or "eager").
+    """What `/version` shows of a worker: its ops' paths, the reason where an op is quarantined, and how
+    decode's steps run ("graph" or "eager").
 
     A batch with an attention that torch serves is stepped eagerly whatever the device.
     """
-    steps = {"decode_step": dispatch.planned_step_path(device)} if role == "decode" else {}
-    return {**kernel_paths(role, device), **steps}
+    shown: dict[str, str] = dict(kernel_paths(role, device))
+    for op, entry in quarantined().items():
+        if op in shown:
+            shown[op] = f"torch (quarantined: {entry.reason})"
+    return shown | ({"decode_step": dispatch.planned_step_path(device)} if role == "decode" else {})
 
 
 class KernelCalls(Collector):
@@ -70,4 +88,22 @@ class KernelCalls(Collector):
         taken = {pair: count for pair, count in dispatch.calls().items() if pair[0] in OPS[self._role]}
         for pair, count in sorted((planned | taken).items()):
             family.add_metric(pair, count)
+        yield family
+
+
+class KernelQuarantine(Collector):
+    """`kvferry_kernel_quarantined{op,reason}`: 1 for each of the role's ops that is quarantined."""
+
+    def __init__(self, role: Role) -> None:
+        self._role: Role = role
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "kvferry_kernel_quarantined",
+            "1 for an op whose Triton kernel is not used any more",
+            labels=("op", "reason"),
+        )
+        for op, entry in sorted(quarantined().items()):
+            if op in OPS[self._role]:
+                family.add_metric((op, entry.reason), 1)
         yield family

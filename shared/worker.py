@@ -20,7 +20,7 @@ from kvferry.shared.certs import Certs
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.config import WorkerSettings
 from kvferry.shared.control.server import serve_control
-from kvferry.shared.kernel_paths import KernelCalls, Role, choose_kernels
+from kvferry.shared.kernel_paths import KernelCalls, KernelQuarantine, Role, choose_kernels
 from kvferry.shared.logging import setup_logging
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import LanguageModel
@@ -135,6 +135,7 @@ async def start_service(
     choose_kernels(settings.kernels, model.device)
     service, registry = await build(model, transport)
     registry.register(KernelCalls(role, model.device))
+    registry.register(KernelQuarantine(role))
     stack.push_async_callback(lambda: close_within(_CLOSE_TIMEOUT_S, f"{role} service", service.close()))
     await service.start()
     server = serve_metrics(registry, settings.metrics_listen, is_ready=lambda: service.is_ready)

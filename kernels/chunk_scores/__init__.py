@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.dispatch import check_scores, check_size, path_for, scores_problem
+from kvferry.kernels.quarantine import attempt
 
 MAX_LOGITS = 1 << 24
 """float32 logits at a time (64 MiB); those of one query, or of one chunk pair, are always allowed."""
@@ -46,15 +47,21 @@ def chunk_scores(
         raise ValueError(
             f"there are {queries.shape[2]} queries and {keys.shape[1]} keys; they must be as many"
         )
+    torch_path = shared_chunk_scores_torch if shared else chunk_scores_torch
+    in_torch = partial(torch_path, queries, keys, chunk_tokens, scaling)
     if path_for("chunk_scores", keys.device, partial(scores_problem, queries, keys)) == "torch":
-        in_torch = shared_chunk_scores_torch if shared else chunk_scores_torch
-        return in_torch(queries, keys, chunk_tokens, scaling)
-    # a CPU install has no Triton
-    from kvferry.kernels.chunk_scores import triton_kernel
+        return in_torch()
 
-    return triton_kernel.chunk_scores(
-        queries, keys, chunk_tokens=chunk_tokens, scaling=scaling, shared=shared
-    )
+    def launch() -> Tensor:
+        # a CPU install has no Triton
+        from kvferry.kernels.chunk_scores import triton_kernel
+
+        scores: Tensor = triton_kernel.chunk_scores(
+            queries, keys, chunk_tokens=chunk_tokens, scaling=scaling, shared=shared
+        )
+        return scores
+
+    return attempt("chunk_scores", launch, in_torch)
 
 
 def chunk_scores_torch(queries: Tensor, keys: Tensor, chunk_tokens: int, scaling: float) -> Tensor:

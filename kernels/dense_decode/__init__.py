@@ -10,6 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from kvferry.kernels.dispatch import attention_problem, check_attention, path_for
+from kvferry.kernels.quarantine import attempt
 from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.kernels.torch_attention import attend_rows
 
@@ -26,9 +27,14 @@ def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: Scal
         raise ValueError("rows of keys and values must be contiguous (stride 1 over D)")
     if isinstance(scaling, Softmax):
         return attend_rows(queries, keys, values, scaling=scaling)
+    in_torch = partial(attend_rows, queries, keys, values, scaling=scaling)
     if path_for("dense_decode", queries.device, partial(attention_problem, queries, keys, values)) == "torch":
-        return attend_rows(queries, keys, values, scaling=scaling)
-    # a CPU install has no Triton
-    from kvferry.kernels.dense_decode import triton_kernel
+        return in_torch()
 
-    return triton_kernel.dense_decode(queries, keys, values, scaling=scaling)
+    def launch() -> Tensor:
+        # a CPU install has no Triton
+        from kvferry.kernels.dense_decode import triton_kernel
+
+        return triton_kernel.dense_decode(queries, keys, values, scaling=scaling)
+
+    return attempt("dense_decode", launch, in_torch)

@@ -26,6 +26,7 @@ from kvferry.kernels.dispatch import (
 )
 from kvferry.kernels.hsa import torch_path
 from kvferry.kernels.hsa.batch import MAX_PAGES
+from kvferry.kernels.quarantine import attempt
 from kvferry.kernels.softmax import Scaling, Softmax
 
 
@@ -113,12 +114,18 @@ def attend(
     path = "torch" if isinstance(scaling, Softmax) else path_for("hsa", queries.device, unsupported)
     cache = keys[:, :length], values[:, :length], page_max, page_min
     sizes: dict[str, Any] = {"page_size": page_size, "num_channels": num_channels, "num_tokens": num_tokens}
+    in_torch = partial(torch_path.attend, queries, *cache, **sizes, scaling=scaling)
     if isinstance(scaling, Softmax) or path == "torch":
-        return torch_path.attend(queries, *cache, **sizes, scaling=scaling)
-    # a CPU install has no Triton
-    from kvferry.kernels.hsa import triton_kernel
+        return in_torch()
 
-    return triton_kernel.attend(queries, *cache, **sizes, scaling=scaling)
+    def launch() -> Tensor:
+        # a CPU install has no Triton
+        from kvferry.kernels.hsa import triton_kernel
+
+        attended: Tensor = triton_kernel.attend(queries, *cache, **sizes, scaling=scaling)
+        return attended
+
+    return attempt("hsa", launch, in_torch)
 
 
 def check_pages(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: int, page_size: int) -> None:

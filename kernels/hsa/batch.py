@@ -156,7 +156,7 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
     def place(self, slot: int, layers: Mapping[int, SparseRows]) -> None:
         """See `SlotBatch.place`."""
         super().place(slot, layers)
-        if self.is_launched:
+        if self.has_tables:
             self._sizes[slot] = SparseSize.of_all(set(map(SparseSize.of, layers.values())))
             return
         for layer, rows in layers.items():
@@ -199,7 +199,7 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
             num_tokens=rows.num_tokens,
             scaling=token.scaling,
             ranked=self._ranked.get(slot),
-            views=self._views[layer, slot],
+            views=self._views.get((layer, slot)),
         )
 
     def _fields(self, rows: SparseRows) -> Fields:

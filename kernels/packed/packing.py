@@ -17,6 +17,7 @@ from kvferry.kernels.packed.layer import PackedHead, PackedLayer, view_packed_la
 from kvferry.kernels.packed.layout import HeadCounts, packed_layout
 from kvferry.kernels.packed.value_rows import pack_value_rows
 from kvferry.kernels.quantise import quantise_rows
+from kvferry.kernels.quarantine import attempt
 
 
 def pack_layer(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tensor) -> PackedLayer:
@@ -47,15 +48,28 @@ def pack_layer(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tenso
         positions = token_order[h, keys.shape[1] - head.counts.num_tokens :]
         head.channels.copy_(channels)
         head.positions.copy_(positions)
-        if head.counts.num_tokens and by_torch:
-            _pack_keys(head, keys[h].index_select(0, positions).index_select(1, channels).T)
-            _pack_values(head, values[h].index_select(0, positions))
-    if not by_torch:
+
+    def launch() -> None:
         # a CPU install has no Triton
         from kvferry.kernels.packed import triton_kernel
 
         triton_kernel.fill(packed, keys, values)
+
+    in_torch = partial(_fill, packed, keys, values)
+    if by_torch:
+        in_torch()
+    else:
+        attempt("pack", launch, in_torch)
     return packed
+
+
+def _fill(packed: PackedLayer, keys: Tensor, values: Tensor) -> None:
+    """Quantise and pack the channels and tokens in the layer's index."""
+    for h, head in enumerate(packed.heads):
+        if head.counts.num_tokens:
+            channels, positions = head.channels.long(), head.positions.long()
+            _pack_keys(head, keys[h].index_select(0, positions).index_select(1, channels).T)
+            _pack_values(head, values[h].index_select(0, positions))
 
 
 def _unsupported(keys: Tensor, values: Tensor) -> str | None:

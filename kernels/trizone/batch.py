@@ -62,7 +62,7 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         super().__init__("trizone", shape, base, empty=[0] * ROW_FIELDS)
         self._codes = codes
         self._num_items = 0
-        if self.is_launched:
+        if self.has_tables:
             size = (shape.num_layers, shape.num_heads, ENTRY_FIELDS)
             self._entries = torch.zeros(size, dtype=torch.int64, device=shape.device)
             self._items = torch.zeros(shape.num_layers, 0, ITEM_FIELDS, dtype=torch.int32)
@@ -70,13 +70,13 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
     def place(self, slot: int, layers: Mapping[int, PackedRows]) -> None:
         """See `SlotBatch.place`."""
         super().place(slot, layers)
-        if self.is_launched:
+        if self.has_tables:
             self._place_work(slot, layers)
 
     def remove(self, slot: int) -> None:
         """See `SlotBatch.remove`."""
         super().remove(slot)
-        if self.is_launched:
+        if self.has_tables:
             self._of_slot(self._entries, slot).zero_()
             self._of_slot(self._items, slot).copy_(_IDLE.expand(self._num_items, -1), non_blocking=True)
 

@@ -47,6 +47,8 @@ class SlotAttention:
     Args:
         num_slots: the most.
         arena: any part of the memory that all sequences are in.
+
+    Attributes: num_steps: finished steps, as the host has counted them.
     """
 
     def __init__(self, spec: ModelSpec, num_slots: int, arena: Tensor) -> None:
@@ -63,7 +65,7 @@ class SlotAttention:
         self._codes = _whole(arena, torch.uint8)
         self._batches: dict[type[CachedRows], SlotBatch[Any, Any]] = {}
         self._members: dict[int, _Member] = {}
-        self._num_steps = 0
+        self.num_steps = 0
         self.errors: dict[int, Exception] = {}
 
     def place(self, slot: int, caches: Sequence[LayerCache], num_appended: int) -> None:
@@ -83,7 +85,7 @@ class SlotAttention:
             if layers:
                 self._batch(kind).place(slot, layers)
         self._members[slot] = _Member(
-            placed_at=self._num_steps,
+            placed_at=self.num_steps,
             num_appended=num_appended,
             batched=tuple(map(frozenset, batched)),
             unbatched=unbatched,
@@ -111,7 +113,7 @@ class SlotAttention:
     def signature(self) -> Hashable:
         """Equal for batches whose steps make the same launches, so that they can share memory and a graph."""
         launches = tuple(
-            (batch.op, layers, batch.size() if batch.is_launched else None)
+            (batch.op, layers, batch.is_launched, batch.size() if batch.is_launched else None)
             for batch, layers in self.batches()
         )
         return launches, any(member.unbatched or member.states for member in self._members.values())
@@ -130,10 +132,6 @@ class SlotAttention:
         """The layer's states in the arena, by slot."""
         return {slot: member.states[layer] for slot, member in self._members.items()}
 
-    def count_step(self) -> None:
-        """Count a finished step."""
-        self._num_steps += 1
-
     def attend_unbatched(self, layer: int, step: NewTokens, scaling: Scaling) -> Tensor | None:
         """Attend for the slots without a kernel in this layer. Returns: `[S, H_kv, G, D]`, None if none."""
         output: Tensor | None = None
@@ -147,7 +145,7 @@ class SlotAttention:
                 step.queries[slot],
                 step.keys[slot],
                 step.values[slot],
-                num_appended=member.num_appended + self._num_steps - member.placed_at,
+                num_appended=member.num_appended + self.num_steps - member.placed_at,
                 scaling=scaling,
             )
             attended = self.run_alone(slot, attend)
@@ -204,11 +202,25 @@ class BatchAttention:
             for batch, layers in slots.batches()
         ]
         self._has_unbatched = bool(slots.unbatched_names)
-        self.is_launched = not self._has_unbatched and all(batch.is_launched for batch, _, _ in self._batches)
+
+    @property
+    def is_launched(self) -> bool:
+        return not self._has_unbatched and all(batch.is_launched for batch, _, _ in self._batches)
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps the host has counted; see `count_steps`."""
+        return self._slots.num_steps
+
+    def count_steps(self, number: int) -> None:
+        """See `SlotBatch.count_steps`."""
+        self._slots.num_steps += number
+        for batch, _, _ in self._batches:
+            batch.count_steps(number)
 
     def advance(self, active: Tensor) -> None:
         """Move on to the next step. Args: active: int64 `[S]`, 1 for slots that continue, else 0."""
-        self._slots.count_step()
+        self._slots.num_steps += 1
         for batch, _, _ in self._batches:
             batch.advance(active)
 

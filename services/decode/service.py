@@ -92,7 +92,7 @@ class DecodeService:
         self._config = config
         self._clock = clock
         self._spec = model.spec
-        self._kernel_paths = shown_paths("decode", model.device)
+        self._device = model.device
         self._methods = applicable_methods(model.spec.layers)
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(lambda: tokenizer, model.spec.vocab_size, model.spec.eos_token_ids)
@@ -249,7 +249,7 @@ class DecodeService:
             total_bytes=self._arena.size_bytes,
             model=self._spec,
             methods=self._methods,
-            kernel_paths=self._kernel_paths,
+            kernel_paths=shown_paths("decode", self._device),
         )
 
     async def _admit(self, request: GenerateRequest, timeout_s: float) -> tuple[Sequence, float]:

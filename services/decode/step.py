@@ -21,6 +21,8 @@ from torch import Tensor
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.decode_batch import in_buckets
+from kvferry.kernels.dispatch import KernelUnavailable
+from kvferry.kernels.quarantine import quarantined
 from kvferry.services.decode.attention import BatchAttention, SlotAttention
 from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.errors import KvferryError
@@ -29,6 +31,8 @@ from kvferry.shared.sampling.sampler import BatchSampler, SequenceSampler
 
 MAX_SHAPES = 24
 """Limit on cached shapes, each with its memory and graph."""
+RETRY_STEPS = 200
+"""A shape that could not be captured runs eagerly for so many steps before it is tried once more."""
 _POLL_S = 50e-6
 _NO_TOKEN = -1
 
@@ -190,6 +194,7 @@ class DecodeStep:
         self._replay: Callable[[], None] | None = None
         self._calls: dict[tuple[str, dispatch.KernelPath], int] = {}
         self._eager_reason = "torch"
+        self._steps_to_retry = 0
 
     @property
     def is_captured(self) -> bool:
@@ -204,12 +209,21 @@ class DecodeStep:
 
     def prepare_on(self, device: StepDevice, *, warn: Callable[[str], None]) -> None:
         """Capture the step if that makes it faster. The runs that this takes change no slot: all of them are
-        inactive meanwhile."""
+        inactive meanwhile. If it fails, the step runs eagerly, and `retry_on` tries once more."""
         if not device.captures:
             self._eager_reason = "cpu"
-        if not device.captures or not self.attention.is_launched:
-            return
-        active = self._active.clone()
+        if device.captures and self.attention.is_launched and not self._capture_on(device, warn):
+            self._steps_to_retry = RETRY_STEPS
+
+    def retry_on(self, device: StepDevice, *, warn: Callable[[str], None]) -> None:
+        """Called before each step: try a failed capture once more, after `RETRY_STEPS` steps."""
+        if self._steps_to_retry:
+            self._steps_to_retry -= 1
+            if not self._steps_to_retry and self.attention.is_launched:
+                self._capture_on(device, warn)
+
+    def _capture_on(self, device: StepDevice, warn: Callable[[str], None]) -> bool:
+        active, num_steps = self._active.clone(), self.attention.num_steps
         self._active.zero_()
         self.attention.show(self._active)
         try:
@@ -218,7 +232,9 @@ class DecodeStep:
             warn(f"{type(error).__name__}: {error}")
             self._eager_reason = "capture_failed"
         self._active.copy_(active)
+        self.attention.count_steps(num_steps - self.attention.num_steps)
         self.attention.show(self._active)
+        return self._replay is not None
 
     def launch(self) -> None:
         """Replay the step's graph, or run it if it has none."""
@@ -226,12 +242,16 @@ class DecodeStep:
         if self._replay is None:
             self.run()
             return
+        num_steps = self.attention.num_steps
         self._replay()
+        self.attention.count_steps(num_steps + 1 - self.attention.num_steps)
         dispatch.count(self._calls)
 
     def _run_recorded(self) -> None:
         with dispatch.recording() as calls:
             self.run()
+        if not self.attention.is_launched:
+            raise KernelUnavailable("a kernel was quarantined while the step was captured")
         self._calls = dict(calls)
 
     def run(self) -> None:
@@ -318,6 +338,7 @@ class StepRunner:
         self._steps: OrderedDict[Hashable, DecodeStep] = OrderedDict()
         self._slots: BatchSlots | None = None
         self._step: DecodeStep | None = None
+        self._num_quarantined = 0
 
     @property
     def num_sequences(self) -> int:
@@ -366,9 +387,13 @@ class StepRunner:
         """Launch a step: one token for every sequence of the batch that has not ended."""
         assert self._slots is not None, "nothing has been placed"
         with self._device.scope():
+            if self._num_quarantined != len(quarantined()):  # graphs with their kernels are not replayed
+                self._num_quarantined = len(quarantined())
+                self._step = None
             if self._step is None:
                 self._step = self._find_step(self._slots)
             step = self._step
+            step.retry_on(self._device, warn=self._warn)
             step.launch()
             wanted = (step.drawn, step.logits) if self._slots.wanting_logits else (step.drawn,)
             (drawn, *logits), is_done = self._device.fetch(wanted)

@@ -91,7 +91,7 @@ class PrefillService:
         clock: monotonic seconds.
         """
         self._model = model
-        self._kernel_paths = shown_paths("prefill", model.device)
+        self._device = model.device
         self._methods = applicable_methods(model.spec.layers)
         self._store = store
         self._sender = sender
@@ -260,7 +260,7 @@ class PrefillService:
             total_bytes=self._store.max_bytes,
             model=self._model.spec,
             methods=self._methods,
-            kernel_paths=self._kernel_paths,
+            kernel_paths=shown_paths("prefill", self._device),
         )
 
     # ---- one request -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The fixtures of `kvtest.decode`."""
+"""The fixtures of `kvtest.decode` and `kvtest.steps`."""
 
 from __future__ import annotations
 
@@ -8,3 +8,5 @@ from kvtest.decode import request_of as request_of
 from kvtest.decode import shipper as shipper
 from kvtest.decode import small_model as small_model
 from kvtest.decode import ticket_of as ticket_of
+from kvtest.steps import interpreter as interpreter
+from kvtest.steps import runs_ahead as runs_ahead

@@ -6,17 +6,16 @@ of what it interprets are left out of what is watched.
 
 import asyncio
 import contextlib
-import threading
 from collections import Counter
 
 import pytest
 import torch
 from kvtest.compression import opened
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from kvtest.steps import ReplayingDevice
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvferry.kernels import dispatch
 from kvferry.services.decode import engine
-from kvferry.services.decode.step import BatchSlots, DecodeStep, StepDevice, StepInput
+from kvferry.services.decode.step import BatchSlots, DecodeStep, StepInput
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.control.messages import TokenGenerated
 from kvferry.shared.model.loading import load_model
@@ -59,42 +58,6 @@ class NoWait(TorchDispatchMode):
             isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in given
         )
         return result
-
-
-@pytest.fixture
-def interpreter(monkeypatch):
-    from triton.runtime import interpreter
-
-    run, one_thread = interpreter.GridExecutor.__call__, threading.Lock()
-
-    def unwatched(self, *args, **kwargs):
-        with one_thread, _disable_current_modes():
-            return run(self, *args, **kwargs)
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", unwatched)
-    dispatch.configure("triton", torch.device("cpu"))
-    yield
-    dispatch.configure("auto", torch.device("cpu"))
-
-
-class ReplayingDevice(StepDevice):
-    """Captures as a GPU does, in that the step's function is what is run again; its results arrive late."""
-
-    captures = True
-
-    def capture(self, run):
-        run()
-        return run
-
-    def fetch(self, tensors):
-        copies, _ = super().fetch(tensors)
-        polls = iter([False, False, True])
-        return copies, lambda: next(polls, True)
-
-
-@pytest.fixture
-def runs_ahead(interpreter, monkeypatch):
-    monkeypatch.setattr(engine, "step_device", lambda device: ReplayingDevice())
 
 
 @pytest.fixture(scope="module")

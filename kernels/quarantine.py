@@ -1,0 +1,140 @@
+"""Operators whose Triton kernels are not used any more in this process: their calls take the torch path.
+
+    in use ──differs, raises, hangs or does not compile──► quarantined, until the process ends
+
+The self-test quarantines before a worker serves (`op_checks.py` has its cases), `attempt` while it serves. An
+operator is quarantined once, with the first reason. Written by any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+
+Reason = Literal["wrong_result", "nan", "out_of_resources", "compile_error", "exception", "hang", "crash"]
+T = TypeVar("T")
+
+_COMPILE_ERRORS = (
+    "CompilationError",
+    "PTXASError",
+    "CompileTimeAssertionFailure",
+    "UnsupportedLanguageConstruct",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quarantined:
+    """Attributes: reason: a short label; detail: what happened, for the log."""
+
+    op: str
+    reason: Reason
+    detail: str
+
+
+class _State:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.by_op: dict[str, Quarantined] = {}
+        self.listeners: list[Callable[[Quarantined], None]] = []
+
+
+_state = _State()
+
+
+def quarantine(op: str, reason: Reason, detail: str = "") -> bool:
+    """Use the torch path for every later call of an operator. Returns whether it was in use until now."""
+    entry = Quarantined(op=op, reason=reason, detail=detail)
+    with _state.lock:
+        if op in _state.by_op:
+            return False
+        # another dictionary, because `is_quarantined` reads without the lock
+        _state.by_op = {**_state.by_op, op: entry}
+        listeners = list(_state.listeners)
+    for listener in listeners:
+        listener(entry)
+    return True
+
+
+def is_quarantined(op: str) -> bool:
+    """Whether an operator is quarantined."""
+    return op in _state.by_op
+
+
+def quarantined() -> dict[str, Quarantined]:
+    """All quarantined operators, by name."""
+    return dict(_state.by_op)
+
+
+def on_quarantine(listener: Callable[[Quarantined], None]) -> None:
+    """Call a function at every later quarantine, on the thread that found the fault."""
+    with _state.lock:
+        if listener not in _state.listeners:
+            _state.listeners.append(listener)
+
+
+def release_all() -> None:
+    """Use all kernels again, after a test."""
+    with _state.lock:
+        _state.by_op = {}
+
+
+def attempt(op: str, launch: Callable[[], T], in_torch: Callable[[], T]) -> T:
+    """What `launch` returns; if it raises, what `in_torch` returns, and the operator is quarantined.
+
+    The two must be interchangeable after a part of `launch` has run, which writes rows and results only. If
+    torch raises too, the arguments are to blame and not the kernel.
+
+    Raises: the error of `launch`, if the device is lost or has no memory left, or captures a graph, in which
+        torch could not run.
+    """
+    try:
+        return launch()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        failure = error
+    if is_capturing():
+        _quarantine_after(op, failure)
+        raise failure
+    if is_lost():
+        raise failure
+    result = in_torch()
+    _quarantine_after(op, failure)
+    return result
+
+
+def _quarantine_after(op: str, error: Exception) -> None:
+    quarantine(op, reason_of(error), f"{type(error).__name__}: {error}")
+
+
+def is_capturing() -> bool:
+    """Whether this thread's work is captured in a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def reason_of(error: BaseException) -> Reason:
+    """The label of an error that a kernel raised. Triton's own classes are known by their names: a CPU
+    install has no Triton, and versions move them."""
+    names = {its.__name__ for its in type(error).__mro__}
+    if "OutOfResources" in names:
+        return "out_of_resources"
+    return "compile_error" if names.intersection(_COMPILE_ERRORS) else "exception"
+
+
+def is_lost() -> bool:
+    """Whether the CUDA device no longer works in this process; asked after an error, and not while capturing.
+
+    After an illegal address, a failed assertion or a fault of the hardware CUDA answers every later call with
+    an error.
+    """
+    if not torch.cuda.is_available():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
