@@ -13,10 +13,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
 from kvtest.families import FAMILIES, Family
+from kvtest.quantised_models import WEIGHT_ONLY
 
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.presets import PRESETS
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.quantised import LIBRARIES
 from kvferry.shared.model.spec import LayerSpec
 
 _CAPPED = (LayerSpec(has_plain_softmax=False),)
@@ -27,6 +29,11 @@ def _methods(layers: tuple[LayerSpec, ...]) -> str:
     methods = ", ".join(applicable_methods(layers))
     return textwrap.fill(methods, 106, subsequent_indent="  ", break_on_hyphens=False)
 
+
+_KINDS = textwrap.fill(", ".join(WEIGHT_ONLY), 106, break_on_hyphens=False)
+_OTHERS = ", ".join(
+    f"`{its}`" for its in LIBRARIES if its not in ("compressed-tensors", "torchao", "bitsandbytes")
+)
 
 INTRODUCTION = f"""# Models
 
@@ -71,6 +78,34 @@ A window that is not smaller than `--max-model-len` limits nothing: the layer is
 positions (SmolLM3, Cohere 2, Exaone 4, Llama 4, Jamba) are full layers. Of Phi's `longrope`
 tables the long one is used for every prompt if `--max-model-len` is above the model's original length, as in
 vLLM; transformers uses the short one for sequences up to that length.
+
+## Quantised weights
+
+Checkpoints whose `config.json` has a `quantization_config` are loaded by the library that made them, straight
+to the device and without a copy in full precision. `GET /v1/models` says what they are (`weights`). Prefill
+and decode must load the same checkpoint; its method of quantisation changes nothing about KV.
+
+| `quant_method` | installed by | `--dtype` |
+|---|---|---|
+| `compressed-tensors` | `pip install 'kvferry[quant]'` | any; `auto` as without quantisation |
+| `torchao`, `bitsandbytes` | `pip install 'kvferry[quant]'` | `auto`: the checkpoint's own; no other |
+| {_OTHERS} | the command in the error | likewise |
+
+`tests/services/test_quantised.py` makes tiny checkpoints with the first three libraries and compares greedy
+tokens of method `full` with the library's own `generate`, and other methods with their one-process runs:
+{_KINDS}. The others have not been tested. transformers would expand `fp8` and `mxfp4` checkpoints to
+full precision on a CPU and on older GPUs; there they are refused.
+
+- Linear modules of `compressed-tensors` expand their weight when they run, one at a time; transformers by
+  itself expands all of them in the first pass. This costs time in every decode step.
+- If activations are quantised, too (`bitsandbytes` int8, W8A8 of the others), a difference of rounding may
+  become one of a quantisation step, so tokens may differ from `generate`'s. `bitsandbytes` int8 and scales
+  for a whole batch depend on the batch's other sequences.
+- A latent layer's `kv_b_proj` is expanded once, when the model is loaded, because decode attends to the rows
+  by it (as in vLLM). Its activations are not quantised.
+- Scales for a quantised KV cache (`kv_cache_scheme`) are not used: a request's method says how KV is stored.
+
+## Model types
 
 | model type | layers | methods |
 |---|---|---|

@@ -1217,6 +1217,7 @@ class ModelSpec(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     fingerprint: _builtins.str
     num_layers: _builtins.int
@@ -1226,6 +1227,7 @@ class ModelSpec(_message.Message):
     vocab_size: _builtins.int
     max_model_len: _builtins.int
     dtype: _builtins.str
+    weights: _builtins.str
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1244,10 +1246,11 @@ class ModelSpec(_message.Message):
         dtype: _builtins.str = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         layers: _abc.Iterable[Global___LayerSpec] | None = ...,
+        weights: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "layers", b"layers", "max_model_len", b"max_model_len", "name", b"name", "num_heads", b"num_heads", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "layers", b"layers", "max_model_len", b"max_model_len", "name", b"name", "num_heads", b"num_heads", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

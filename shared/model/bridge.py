@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -287,6 +287,16 @@ class ProbePass:
         return query.new_zeros(batch_size, num_tokens, num_heads, width)
 
 
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters, buffers, and the scales and codes that modules of quantised weights have beside them."""
+    for module in model.modules():
+        for its in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if isinstance(its, Tensor):
+                yield its
+            elif type(its).__module__.startswith("bitsandbytes."):
+                yield from (tensor for tensor in vars(its).values() if isinstance(tensor, Tensor))
+
+
 class TransformersModel:
     """Implements `LanguageModel`. Nothing of a pass is stored here, so one may run within another.
 
@@ -308,8 +318,7 @@ class TransformersModel:
 
     def twin(self) -> TransformersModel:
         """A model of its own over the same weights, for another thread's passes."""
-        tensors = [*self._model.parameters(), *self._model.buffers()]
-        modules = copy.deepcopy(self._model, {id(tensor): tensor for tensor in tensors})
+        modules = copy.deepcopy(self._model, {id(tensor): tensor for tensor in _tensors_of(self._model)})
         return TransformersModel(modules, self.spec, self._rotation)
 
     @torch.inference_mode()

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ _WHOLE_FILE_BYTES = 256 << 20
 _CHUNK_BYTES = 1 << 20
 _NUM_CHUNKS = 64
 _MAX_HEADER_BYTES = 100 << 20
+_LOUD_LOGGERS = ("torchao", "torch.utils._pytree")
+"""transformers imports torchao if it is installed, which then lists the kernels that it lacks."""
 
 
 def resolve_model_path(path_or_id: str | Path, *, weights: bool) -> Path:
@@ -68,6 +71,9 @@ def quiet_libraries() -> Iterator[None]:
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     hub_bars = not are_progress_bars_disabled()
+    loggers = [(its, its.level) for its in map(getLogger, _LOUD_LOGGERS)]
+    for logger, _ in loggers:
+        logger.setLevel(ERROR)
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     disable_progress_bars()
@@ -79,6 +85,8 @@ def quiet_libraries() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
         if hub_bars:
             enable_progress_bars()
+        for logger, level in loggers:
+            logger.setLevel(level)
 
 
 def read_eos_token_ids(folder: Path, tokenizer: Any = None) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import torch
 
 from kvferry.shared.errors import ConfigurationError, UnsupportedModel
 from kvferry.shared.model.adapters import adapt
+from kvferry.shared.model.adapters.compressed import keep_compressed
 from kvferry.shared.model.bridge import ATTENTION_NAME, TransformersModel, attention_forward
 from kvferry.shared.model.checkpoint import (
     model_fingerprint,
@@ -20,6 +21,7 @@ from kvferry.shared.model.checkpoint import (
     resolve_model_path,
     weight_files,
 )
+from kvferry.shared.model.quantised import check_quantisation, find_quantisation
 from kvferry.shared.model.rotary import find_key_rotation
 from kvferry.shared.model.spec import TORCH_DTYPES, DTypeName, ModelSpec
 from kvferry.shared.model.support import check_config, probe_attention
@@ -39,7 +41,8 @@ def load_model(
         path_or_id: "demo", a local folder, or a hub id.
         name: public model id; the folder's or id's last part if empty.
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
-        dtype: "auto" (float32 on CPU, the checkpoint's own on CUDA), "float32", "float16" or "bfloat16".
+        dtype: "auto" (float32 on CPU, the checkpoint's own on CUDA), "float32", "float16" or "bfloat16". Of
+            quantised weights "auto" is the checkpoint's own, but for those of compressed-tensors.
         max_model_len: context window in tokens; 0 takes the model's own.
 
     Raises:
@@ -49,12 +52,15 @@ def load_model(
     target = _resolve_device(device)
     if dtype != "auto" and dtype not in TORCH_DTYPES:
         raise ConfigurationError(f"dtype is {dtype!r}; it must be auto, {', '.join(TORCH_DTYPES)}")
-    if dtype == "auto" and target.type == "cpu":
-        dtype = "float32"
     folder = resolve_model_path(path_or_id, weights=True)
     weight_files(folder)
     with quiet_libraries():
         config = _load_config(folder, str(path_or_id))
+        quantised = find_quantisation(config)
+        if quantised is not None:
+            check_quantisation(config, quantised, device=target, dtype=dtype)
+        if dtype == "auto" and target.type == "cpu" and (quantised is None or quantised.takes_any_dtype):
+            dtype = "float32"
         text_config = config.get_text_config()
         own_len = int(getattr(text_config, "max_position_embeddings", None) or 0)
         layers = check_config(config, max_model_len=max_model_len or own_len)
@@ -62,7 +68,9 @@ def load_model(
         rope = _make_rope_static(text_config, max_model_len)
         if target.type == "cuda":
             _prepare_cuda(target)
-        model = _load_weights(folder, config, dtype).to(target)
+        model = _load_weights(folder, config, dtype, target, is_quantised=quantised is not None)
+        if quantised is not None and quantised.method == "compressed-tensors":
+            keep_compressed(model)
         adapt(model)
         dtype_name = _dtype_name(model.dtype)
         spec = ModelSpec(
@@ -77,6 +85,7 @@ def load_model(
             dtype=dtype_name,
             eos_token_ids=_eos_token_ids(folder),
             layers=layers,
+            weights=dtype_name if quantised is None else quantised.kind,
         )
         spec, keys = probe_attention(TransformersModel(model, spec))
         return TransformersModel(model, spec, find_key_rotation(model, keys, first_channel=spec.latent_dim))
@@ -109,7 +118,7 @@ def _load_config(folder: Path, path_or_id: str) -> Any:
         ) from error
 
 
-def _load_weights(folder: Path, config: Any, dtype: str) -> Any:
+def _load_weights(folder: Path, config: Any, dtype: str, device: torch.device, *, is_quantised: bool) -> Any:
     from safetensors import SafetensorError
     from transformers import AttentionInterface, AutoModelForCausalLM
 
@@ -123,6 +132,8 @@ def _load_weights(folder: Path, config: Any, dtype: str) -> Any:
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            # quantised weights go straight to the device; this needs accelerate
+            device_map={"": device} if is_quantised else None,
         )
     except (OSError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigurationError(f"weights in {folder} do not load: {error}") from error
@@ -134,7 +145,8 @@ def _load_weights(folder: Path, config: Any, dtype: str) -> Any:
         raise ConfigurationError(
             f"weights in {folder} lack {len(missing)} tensors, {missing[0]!r} among them"
         )
-    return model.eval().requires_grad_(False)
+    model = model.eval().requires_grad_(False)
+    return model if is_quantised else model.to(device)
 
 
 def _resolve_device(device: str) -> torch.device:

@@ -105,6 +105,7 @@ class ModelSpec:
         max_model_len: context window in tokens, prompt plus completion.
         dtype: compute dtype, which is also the dtype of K and V.
         eos_token_ids: ids that end a completion.
+        weights: how the weights are stored: a dtype, or a quantisation such as "bitsandbytes nf4".
         layers: one per layer; empty if every layer attends to all tokens. A layer of the model that has both
             rows and a state is two of them; those of such states come after the model's last layer.
     """
@@ -120,6 +121,7 @@ class ModelSpec:
     dtype: DTypeName
     eos_token_ids: tuple[int, ...]
     layers: tuple[LayerSpec, ...] = ()
+    weights: str = ""
 
     def layer(self, layer: int) -> LayerSpec:
         return self.layers[layer] if self.layers else LayerSpec()

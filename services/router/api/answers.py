@@ -30,13 +30,15 @@ class Version(TypedDict):
 
 
 class Model(TypedDict):
-    """`methods`: the compression methods that go with this model and that requests may name."""
+    """`methods`: the compression methods that go with this model and that requests may name; `weights`: how
+    its weights are stored, a dtype or a quantisation."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    weights: str
     methods: list[str]
 
 

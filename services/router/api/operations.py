@@ -38,6 +38,7 @@ def _model(request: Request, services: Shared, spec: ModelSpec) -> Model:
         "created": request.app.state.started_at,
         "owned_by": "kvferry",
         "max_model_len": spec.max_model_len,
+        "weights": spec.weights,
         "methods": [name for name in applicable_methods(spec.layers) if name in services.plans.allowed],
     }
 

@@ -38,6 +38,7 @@ def pass_latent_rows(model: Any) -> None:
             "supported for models with latent attention"
         )
     for attention in modules:
+        attention.kv_b_proj = _plain(attention.kv_b_proj, model.dtype)
         _check(attention)
         setattr(attention, LATENT, partial(LatentProjection, attention))
         attention.expand_kv = _rows
@@ -49,16 +50,33 @@ def _rows(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     return rows, rows[..., : latents.shape[-1]]
 
 
+def _plain(projection: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A projection whose weights are quantised as one with plain weights: its output for each unit vector.
+
+    Deviation: if the checkpoint's activations are quantised, those of this projection are not; its weights
+    are part of queries and attended values here, which have other scales.
+    """
+    weight = getattr(projection, "weight", None)
+    is_plain = type(weight) is nn.Parameter and weight.dtype == dtype and type(projection) is nn.Linear
+    if is_plain or not isinstance(projection, nn.Linear) or getattr(projection, "bias", None) is not None:
+        return projection
+    device = next(iter(projection.state_dict().values())).device
+    columns = projection(torch.eye(projection.in_features, dtype=dtype, device=device))
+    plain = nn.Linear(projection.in_features, projection.out_features, bias=False, device="meta")
+    plain.weight = nn.Parameter(columns.mT.contiguous(), requires_grad=False)
+    return plain
+
+
 def _check(attention: nn.Module) -> None:
     name = type(attention).__name__
     sizes = {size: getattr(attention, size, None) for size in _SIZES}
     projection = getattr(attention, "kv_b_proj", None)
     if not all(isinstance(its, int) for its in sizes.values()):
         raise UnsupportedModel(f"{name} has sizes {sizes}; all of them must be integers")
-    if type(projection) is not nn.Linear or projection.bias is not None:
+    if type(projection) is not nn.Linear or getattr(projection, "bias", None) is not None:
         raise UnsupportedModel(
             f"kv_b_proj of {name} is {projection}; to attend to latent rows it must be a torch.nn.Linear "
-            "without a bias and with weights that are not quantised"
+            "without a bias"
         )
 
 

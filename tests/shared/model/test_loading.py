@@ -46,6 +46,7 @@ def test_the_demo_loads_with_its_shapes() -> None:
         max_model_len=8192,
         dtype="float32",
         eos_token_ids=(6,),
+        weights="float32",
     )
     assert model.device == torch.device("cpu")
     assert model.dtype is torch.float32
@@ -146,9 +147,10 @@ def test_sharded_checkpoints_load(llama_copy: Path, tiny_model_dir: TinyModelDir
 def test_a_start_writes_nothing_and_importing_does_nothing() -> None:
     script = (
         "import sys\n"
-        "from kvferry.shared.model import loading, tokenizer, text\n"
+        "from kvferry.shared.model import checkpoint, loading, tokenizer, text\n"
         "assert 'transformers' not in sys.modules\n"
-        "from transformers import AttentionInterface\n"
+        "with checkpoint.quiet_libraries():\n"
+        "    from transformers import AttentionInterface\n"
         "assert 'kvferry' not in AttentionInterface()\n"
         "loading.load_model('demo', name='', device='cpu', dtype='auto', max_model_len=0)\n"
         "tokenizer.ChatTokenizer.load('demo')\n"
