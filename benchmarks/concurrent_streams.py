@@ -15,20 +15,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
 import os
 import platform
 import random
-import signal
-import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +39,7 @@ from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
+from kvferry.tools.bench.serving import served
 from kvferry.tools.oracle import OneProcessGenerator
 
 TIMEOUT_S = 3600.0
@@ -128,37 +124,6 @@ def is_clear(logits: Tensor, uniform: float) -> bool:
     cut = float(largest[-2] - largest[-1])
     probabilities = largest[:-1][ids[:-1].argsort()].softmax(0).cumsum(0)
     return min(cut, float((probabilities - uniform).abs().min())) > CLEAR
-
-
-@contextlib.contextmanager
-def served(arena_bytes: str, num_streams: int) -> Iterator[tuple[str, str]]:
-    """Addresses of a running `kvferry serve`: of its API and of decode's metrics."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        metrics = f"127.0.0.1:{probe.getsockname()[1]}"
-    with tempfile.TemporaryDirectory() as folder:
-        ready, log = Path(folder) / "ready", Path(folder) / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [
-                    sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()",
-                    "serve", "--listen", "127.0.0.1:0", "--ready-file", str(ready),
-                    "--arena-bytes", arena_bytes, "--max-waiting", str(num_streams),
-                    "--admission-wait-s", str(TIMEOUT_S), "--request-timeout-s", str(TIMEOUT_S),
-                    "--decode-metrics-listen", metrics,
-                ],
-                stdout=output, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-        try:
-            deadline_s = time.monotonic() + 300
-            while not ready.exists():
-                if process.poll() is not None or time.monotonic() > deadline_s:
-                    raise SystemExit(log.read_text()[-4000:])
-                time.sleep(0.1)
-            yield f"http://{json.loads(ready.read_text())['address']}", f"http://{metrics}"
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
 
 
 async def ask(client: httpx.AsyncClient, answer: Answer, length: int) -> dict[str, Any]:
@@ -260,8 +225,11 @@ def main() -> None:
     answers = oracle_answers(given.longest)
     draw = random.Random(0)
     lengths = [int(SHORTEST * (given.longest / SHORTEST) ** draw.random()) for _ in range(given.streams)]
-    with served(given.arena_bytes, given.streams) as (address, metrics):
-        figures = asyncio.run(run(address, metrics, answers, lengths))
+    options = ("--arena-bytes", given.arena_bytes, "--max-waiting", str(given.streams))
+    waits = ("--admission-wait-s", str(TIMEOUT_S), "--request-timeout-s", str(TIMEOUT_S))
+    with served(*options, *waits) as addresses:
+        metrics = f"http://{addresses['decode_metrics']}"
+        figures = asyncio.run(run(addresses["url"], metrics, answers, lengths))
     sys.stdout.write(json.dumps(figures, indent=1) + "\n")
     if given.output:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)

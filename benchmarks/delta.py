@@ -10,51 +10,21 @@ They are counts and do not depend on how busy the machine is.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvferry.tools.bench.serving import served
 from kvferry.tools.recall.tasks import TASKS
 
 TIMEOUT_S = 300.0
 PLANS = ("rocketkv:1024", "rocketkv:256", "snapkv:512", "compactor:512")
 _FACT = re.compile(r"\bthe ([a-z]+(?: [a-z]+)?) of the ([a-z]+ [a-z]+) is ")
-
-
-@contextlib.contextmanager
-def _served() -> Iterator[dict[str, str]]:
-    """Addresses of a running `kvferry serve`."""
-    with tempfile.TemporaryDirectory() as folder:
-        ready, log = Path(folder) / "ready", Path(folder) / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [
-                    sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()",
-                    "serve", "--in-process", "--listen", "127.0.0.1:0", "--ready-file", str(ready),
-                ],
-                stdout=output, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-        try:
-            deadline_s = time.monotonic() + TIMEOUT_S
-            while not ready.exists():
-                if process.poll() is not None or time.monotonic() > deadline_s:
-                    raise SystemExit(log.read_text()[-4000:])
-                time.sleep(0.1)
-            yield json.loads(ready.read_text())
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(TIMEOUT_S)
 
 
 def _lines(num_tokens: int, num_turns: int) -> list[str]:
@@ -112,7 +82,7 @@ def main() -> None:
     options = parser.parse_args()
     lines = _lines(options.tokens, options.turns)
     results = {}
-    with _served() as addresses, httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
+    with served("--in-process") as addresses, httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
         for plan in options.plans:
             results[plan] = _measure(client, addresses, plan, lines)
             sys.stdout.write(f"{plan}: {results[plan]['share']:.2f} of full re-selection\n")

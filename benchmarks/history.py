@@ -16,12 +16,10 @@ import json
 import os
 import platform
 import shutil
-import signal
 import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +27,7 @@ from typing import Any
 
 import httpx
 
+from kvferry.tools.bench.serving import served
 from kvferry.tools.recall.tasks import TASKS
 
 TIMEOUT_S = 300.0
@@ -61,32 +60,12 @@ def _redis(url: str) -> Iterator[str]:
         process.wait(TIMEOUT_S)
 
 
-@contextlib.contextmanager
-def _served(redis_url: str, history_bytes: int) -> Iterator[str]:
-    """Base URL of a running `kvferry serve`."""
-    with tempfile.TemporaryDirectory() as folder:
-        ready, log = Path(folder) / "ready", Path(folder) / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [
-                    sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()",
-                    "serve", "--listen", "127.0.0.1:0", "--ready-file", str(ready),
-                    # A long timeout, so that Redis is measured on a busy machine as well.
-                    "--history-redis", redis_url, "--history-redis-timeout-s", "30",
-                    "--history-bytes", str(history_bytes),
-                ],
-                stdout=output, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-        try:
-            deadline_s = time.monotonic() + TIMEOUT_S
-            while not ready.exists():
-                if process.poll() is not None or time.monotonic() > deadline_s:
-                    raise SystemExit(log.read_text()[-4000:])
-                time.sleep(0.1)
-            yield f"http://{json.loads(ready.read_text())['address']}"
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(TIMEOUT_S)
+def _options(redis_url: str, history_bytes: int) -> tuple[str, ...]:
+    """Of `kvferry serve`. A long timeout, so that Redis is measured on a busy machine as well."""
+    return (
+        *("--history-redis", redis_url, "--history-redis-timeout-s", "30"),
+        *("--history-bytes", str(history_bytes)),
+    )
 
 
 def _turn(
@@ -160,8 +139,8 @@ def main() -> None:
     reused: dict[str, list[int]] = {source: [] for source in SOURCES}
     with (
         _redis(options.redis) as redis_url,
-        _served(redis_url, history_bytes) as base_url,
-        httpx.Client(base_url=base_url, timeout=TIMEOUT_S, trust_env=False) as client,
+        served(*_options(redis_url, history_bytes)) as addresses,
+        httpx.Client(base_url=addresses["url"], timeout=TIMEOUT_S, trust_env=False) as client,
     ):
         for repeat in range(options.repeats + 1):  # the first one warms up
             for source, (first_s, kv) in _measure(client, options.tokens, repeat).items():

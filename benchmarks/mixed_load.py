@@ -16,23 +16,19 @@ Seconds, by the client's clock. To compare commits: python benchmarks/compare.py
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
 import random
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 
+from kvferry.tools.bench.serving import served
 from kvferry.tools.recall.tasks import MIN_TOKENS, TASKS
 
 TIMEOUT_S = 600.0
@@ -45,30 +41,6 @@ NUM_BESIDE, SHORTS_BESIDE = 3, 5
 LEAD_S = 0.3
 """A short request comes this long after the long one, or after the short one before it."""
 CROWD = {"long": 2, "short": 8}
-
-
-@contextlib.contextmanager
-def _served() -> Iterator[str]:
-    """Base URL of a running `kvferry serve`."""
-    with tempfile.TemporaryDirectory() as folder:
-        ready, log = Path(folder) / "ready", Path(folder) / "log"
-        command = [sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()"]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [*command, "serve", "--listen", "127.0.0.1:0", "--ready-file", str(ready)],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        try:
-            deadline_s = time.monotonic() + TIMEOUT_S
-            while not ready.exists():
-                if process.poll() is not None or time.monotonic() > deadline_s:
-                    raise SystemExit(log.read_text()[-4000:])
-                time.sleep(0.1)
-            yield f"http://{json.loads(ready.read_text())['address']}"
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(TIMEOUT_S)
 
 
 class Load:
@@ -167,7 +139,10 @@ def main() -> None:
     parser.add_argument("--interval-s", type=float, default=2.0, help="mean time between two of them")
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     options = parser.parse_args()
-    with _served() as url, httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
+    with (
+        served() as addresses,
+        httpx.Client(base_url=addresses["url"], timeout=TIMEOUT_S, trust_env=False) as client,
+    ):
         load = Load(client, options.long_tokens)
         for kind in ("short", "long"):  # warm up
             load.first_token_s(load.prompt(kind))

@@ -18,13 +18,10 @@ import json
 import os
 import platform
 import random
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,35 +32,12 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from kvferry.models import DEMO_MODEL
+from kvferry.tools.bench.serving import served
 
 PROMPTS = (16, 64, 128, 256, 512)
 BATCHES = (2, 4, 8, 16)
 MAX_TOKENS = 8
 TIMEOUT_S = 60.0
-
-
-@contextlib.contextmanager
-def served(*options: str) -> Iterator[str]:
-    """Base URL of a running `kvferry serve`."""
-    with tempfile.TemporaryDirectory() as folder:
-        ready, log = Path(folder) / "ready", Path(folder) / "log"
-        command = [sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()", "serve"]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [*command, *options, "--listen", "127.0.0.1:0", "--ready-file", str(ready)],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        try:
-            deadline_s = time.monotonic() + TIMEOUT_S
-            while not ready.exists():
-                if process.poll() is not None or time.monotonic() > deadline_s:
-                    raise SystemExit(log.read_text()[-4000:])
-                time.sleep(0.1)
-            yield f"http://{json.loads(ready.read_text())['address']}"
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(TIMEOUT_S)
 
 
 def ask(client: httpx.Client, num_tokens: int, seed: int) -> dict[str, float]:
@@ -91,7 +65,7 @@ def trips(repeats: int) -> list[dict[str, Any]]:
         clients = {
             name: stack.enter_context(
                 httpx.Client(
-                    base_url=stack.enter_context(served(*options)), timeout=TIMEOUT_S, trust_env=False
+                    base_url=stack.enter_context(served(*options))["url"], timeout=TIMEOUT_S, trust_env=False
                 )
             )
             for name, options in (("processes", ()), ("in_process", ("--in-process",)))

@@ -19,6 +19,7 @@ from kvferry.shared.command_line import variable_name
 SECTIONS = {
     "Services": ("router", "prefill", "decode", "serve"),
     "Chat": ("chat",),
+    "Load": ("bench",),
     "Evaluation": ("eval",),
     "Calibration": ("calibrate epsilon", "calibrate quality"),
 }

@@ -1,6 +1,6 @@
 """The `kvferry` command and its subcommands.
 
-    kvferry serve | router | prefill | decode | chat | eval | calibrate | train-demo | certs | new-key [...]
+    kvferry serve | router | prefill | decode | chat | bench | eval | calibrate | train-demo | certs | new-key
 
 Exit codes: 0 done, 1 failed, 2 wrong options or configuration.
 """
@@ -19,6 +19,7 @@ from kvferry.services.launcher.config import HIDDEN_FROM_SERVE, KNOWN_CONFIGS, S
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.router.config import RouterConfig
 from kvferry.shared.command_line import command, make_app, run_app
+from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
 from kvferry.tools.evaluation.config import HIDDEN_OPTIONS, EvalConfig
@@ -54,6 +55,14 @@ def chat(config: ChatConfig) -> int:
     from kvferry.tools.chat.conversation import chat
 
     return asyncio.run(chat(config))
+
+
+@command(app, BenchConfig, group=TOOLS)
+def bench(config: BenchConfig) -> int:
+    """Send load to any OpenAI-compatible server and measure latencies, goodput and bytes."""
+    from kvferry.tools.bench.command import bench
+
+    return asyncio.run(bench(config))
 
 
 @command(app, EvalConfig, group=TOOLS, hidden=HIDDEN_OPTIONS)

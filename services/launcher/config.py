@@ -11,6 +11,7 @@ from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.router.config import RouterConfig
 from kvferry.shared.config import LogLevel, ServiceSettings, Settings
 from kvferry.shared.options import CAPACITY, MODEL, NETWORK, PROCESS, Seconds
+from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
 from kvferry.tools.evaluation.config import EvalConfig
@@ -73,6 +74,7 @@ KNOWN_CONFIGS: tuple[type[Settings], ...] = (
     *CONFIGS.values(),
     ServeConfig,
     ChatConfig,
+    BenchConfig,
     EvalConfig,
     CalibrateEpsilonConfig,
     CalibrateQualityConfig,

@@ -6,11 +6,11 @@ import os
 import subprocess
 from pathlib import Path
 
-import torch
-
 
 def hardware(device: str) -> str:
     """The GPU's name, or the number of processors."""
+    import torch
+
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
         return torch.cuda.get_device_name(torch.device(device if device != "auto" else "cuda"))
     return f"{os.cpu_count()} CPU cores"

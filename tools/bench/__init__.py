@@ -1,0 +1,1 @@
+"""`kvferry bench`: sends load to any OpenAI-compatible server and measures what clients see."""
