@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 
@@ -26,9 +26,10 @@ from kvferry.shared.control.messages import (
     SessionKey,
     WorkerStatus,
 )
+from kvferry.shared.control.seal import SEALED_KEY, Seal
 from kvferry.shared.control.server import DEFAULT_MAX_MESSAGE_BYTES, REQUEST_ID_KEY, size_limits
 from kvferry.shared.control.status import from_status
-from kvferry.shared.errors import InvalidRequest, WorkerUnavailable
+from kvferry.shared.errors import InvalidRequest, PayloadTooLarge, WorkerUnavailable
 from kvferry.shared.telemetry import carrier
 
 _OPTIONS = (
@@ -45,6 +46,10 @@ _OPTIONS = (
     ("grpc.enable_retries", 0),
 )
 
+IDLE_LIMIT_S = 10.0
+"""A worker says something in each stream every two seconds."""
+
+_EOF: Any = cast(Any, grpc.aio).EOF
 _Value = TypeVar("_Value")
 _Answer = Coroutine[Any, Any, _Value]
 
@@ -68,6 +73,7 @@ class _Client:
         Args: certs: the router's; None: without TLS.
         """
         self._address = address
+        self._max_message_bytes = max_message_bytes
         options = (*_OPTIONS, *size_limits(max_message_bytes))
         if certs is None:
             self._channel = grpc.aio.insecure_channel(address, options=options)
@@ -91,25 +97,41 @@ class _Client:
         method = self._service.methods[name]
         start = self._channel.unary_unary(method.path, None, None)
         async with self._call(start, method, request, timeout_s, request_id) as call:
-            return method.response.decode(await call)
+            return method.response.decode(Seal(request_id).open(await call))
 
     async def _stream(
         self, name: str, request: Any, timeout_s: float, request_id: str
     ) -> AsyncGenerator[Any, None]:
         method = self._service.methods[name]
         start = self._channel.unary_stream(method.path, None, None)
-        decode = method.response.decode
+        decode, seal = method.response.decode, Seal(request_id)
         async with self._call(start, method, request, timeout_s, request_id) as call:
-            async for data in call:
-                yield decode(data)
+            while (data := await self._next(call)) is not _EOF:
+                if message := seal.open(data):  # an empty one is a sign of life
+                    yield decode(message)
+
+    async def _next(self, call: Any) -> Any:
+        """A stream's next message, or EOF."""
+        try:
+            async with asyncio.timeout(IDLE_LIMIT_S):
+                return await call.read()
+        except TimeoutError:
+            raise WorkerUnavailable(
+                f"{self._address} was silent in a stream for {IDLE_LIMIT_S} s", reason="silent"
+            ) from None
 
     @asynccontextmanager
     async def _call(
         self, start: Callable[..., Any], method: Method, request: Any, timeout_s: float, request_id: str
     ) -> AsyncGenerator[Any, None]:
         """A call that is cancelled on leaving, and whose failures are raised as errors of ours."""
+        message = Seal(request_id).close(method.request.encode(request))
+        if len(message) > self._max_message_bytes:
+            raise PayloadTooLarge(
+                f"the request is {len(message)} bytes for a worker; it may be {self._max_message_bytes}"
+            )
         try:
-            call = start(method.request.encode(request), timeout=timeout_s, metadata=_metadata(request_id))
+            call = start(message, timeout=timeout_s, metadata=_metadata(request_id))
         except grpc.aio.UsageError:
             raise WorkerUnavailable(
                 f"the connection to {self._address} was closed", reason="closed"
@@ -177,4 +199,4 @@ class GrpcPrefillClient(_Client):
 def _metadata(request_id: str) -> tuple[tuple[str, str], ...]:
     sendable = request_id.isascii() and request_id.isprintable()
     named = ((REQUEST_ID_KEY, request_id),) if request_id and sendable else ()
-    return (*named, *carrier().items())
+    return (*named, (SEALED_KEY, "1"), *carrier().items())

@@ -6,9 +6,10 @@ deadlines and cancellation.
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 from typing import Any, cast
 
 import grpc
@@ -20,6 +21,7 @@ from kvferry.shared.certs import Certs, tls_name
 from kvferry.shared.control import codec
 from kvferry.shared.control.codec import Method
 from kvferry.shared.control.messages import DecodeControl, PrefillControl
+from kvferry.shared.control.seal import SEALED_KEY, Seal
 from kvferry.shared.control.status import to_status
 from kvferry.shared.errors import ConfigurationError, KvferryError
 from kvferry.shared.logging import request_context
@@ -28,6 +30,8 @@ from kvferry.shared.telemetry import context_of, entry
 DEFAULT_MAX_MESSAGE_BYTES = 16 << 20
 DEFAULT_TIMEOUT_S = 3600.0
 REQUEST_ID_KEY = "x-request-id"
+KEEPALIVE_S = 2.0
+"""How long a stream is silent at most."""
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 10_000),
@@ -131,16 +135,20 @@ def _handler(method: Method, call: Callable[..., Any], caller: str) -> grpc.RpcM
         headers = {key: value for key, value in metadata if isinstance(value, str)}
         remaining_s = context.time_remaining()
         timeout_s = DEFAULT_TIMEOUT_S if remaining_s is None else max(remaining_s, 0.0)
-        with request_context(headers.get(REQUEST_ID_KEY, "")):
+        request_id = headers.get(REQUEST_ID_KEY, "")
+        is_sealed = SEALED_KEY in headers
+        with request_context(request_id):
             try:
-                request = method.request.decode(data)
+                request = method.request.decode(Seal(request_id).open(data) if is_sealed else data)
                 answer = call(*(() if request is None else (request,)), timeout_s=timeout_s)
                 if not method.streams:
-                    return method.response.encode(await answer)
+                    message = method.response.encode(await answer)
+                    return Seal(request_id).close(message) if is_sealed else message
+                write_all = _sealed(context, request_id) if is_sealed else nullcontext(context.write)
                 with _span(span_name, headers):
-                    async with aclosing(answer):
+                    async with aclosing(answer), write_all as write:
                         async for event in answer:
-                            await context.write(method.response.encode(event))
+                            await write(method.response.encode(event))
                 return None
             except KvferryError as error:
                 failure = error
@@ -153,6 +161,32 @@ def _handler(method: Method, call: Callable[..., Any], caller: str) -> grpc.RpcM
     if method.streams:
         return grpc.unary_stream_rpc_method_handler(handle)
     return grpc.unary_unary_rpc_method_handler(handle)
+
+
+@asynccontextmanager
+async def _sealed(context: _Context, request_id: str) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
+    """What writes a stream's messages; while there are none, it writes an empty one every `KEEPALIVE_S`."""
+    seal, lock, num_written = Seal(request_id), asyncio.Lock(), 0
+
+    async def write(message: bytes) -> None:
+        nonlocal num_written
+        async with lock:  # the seals are in order
+            num_written += 1
+            await context.write(seal.close(message))
+
+    async def keep_alive() -> None:
+        while True:
+            before = num_written
+            await asyncio.sleep(KEEPALIVE_S)
+            if num_written == before:
+                await write(b"")
+
+    keeping = asyncio.create_task(keep_alive())
+    try:
+        yield write
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
 
 
 def _span(name: str, headers: Mapping[str, str]) -> AbstractContextManager[None]:

@@ -11,15 +11,7 @@ from collections.abc import Iterable, Mapping
 import grpc
 
 from kvferry.shared import errors
-from kvferry.shared.errors import (
-    Cancelled,
-    ConfigurationError,
-    DeadlineExceeded,
-    InvalidRequest,
-    KvferryError,
-    PayloadTooLarge,
-    WorkerUnavailable,
-)
+from kvferry.shared.errors import Cancelled, DeadlineExceeded, KvferryError, WorkerUnavailable
 
 CLASS_KEY = "kvferry-error-class"
 REASON_KEY = "kvferry-error-reason"
@@ -34,13 +26,11 @@ _CLASSES: Mapping[str, type[KvferryError]] = {
     if isinstance(value, type) and issubclass(value, KvferryError)
 }
 _BY_STATUS: Mapping[grpc.StatusCode, type[KvferryError]] = {
-    grpc.StatusCode.UNAVAILABLE: WorkerUnavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: PayloadTooLarge,
-    grpc.StatusCode.UNIMPLEMENTED: ConfigurationError,
 }
+"""What gRPC itself answers. All else is a worker that cannot be reached, whatever bytes made it look so: a
+worker's own errors name their class."""
 
 
 def to_status(error: KvferryError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]:
@@ -69,7 +59,7 @@ def from_status(
     fields = {str(key): value for key, value in metadata}
     known = _CLASSES.get(_text(fields.get(CLASS_KEY)))
     if known is None:
-        return _BY_STATUS.get(code, KvferryError)(f"{peer} answered {code.name}: {details}")
+        return _BY_STATUS.get(code, WorkerUnavailable)(f"{peer} answered {code.name}: {details}")
     return known(
         details,
         param=_text(fields[PARAM_KEY]) if PARAM_KEY in fields else None,

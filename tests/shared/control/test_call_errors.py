@@ -22,6 +22,7 @@ from kvferry.shared.errors import (
     KvferryError,
     PayloadTooLarge,
     SessionNotFound,
+    WorkerUnavailable,
 )
 
 # ---- errors ----------------------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ async def test_an_error_of_a_unary_call_keeps_its_param(prefill_client: GrpcPref
 
 async def test_a_message_beyond_the_limit_is_too_large(decode: Any) -> None:
     server = await serve_control(listen="127.0.0.1:0", decode=decode, max_message_bytes=1000)
-    client = GrpcDecodeClient(server.address)
+    client = GrpcDecodeClient(server.address, max_message_bytes=1000)
     try:
         request = kit.generate_request("r" * 2000)
         with pytest.raises(PayloadTooLarge):
@@ -85,11 +86,11 @@ async def test_a_request_that_cannot_be_encoded_never_leaves(decode_client: Grpc
         await kit.collect(decode_client.generate(kit.generate_request(max_tokens=-1), timeout_s=kit.WAIT_S))
 
 
-async def test_the_wrong_role_is_a_configuration_error(decode: Any) -> None:
+async def test_the_wrong_role_is_no_worker(decode: Any) -> None:
     server = await serve_control(listen="127.0.0.1:0", decode=decode)
     client = GrpcPrefillClient(server.address)
     try:
-        with pytest.raises(ConfigurationError, match="UNIMPLEMENTED"):
+        with pytest.raises(WorkerUnavailable, match="UNIMPLEMENTED"):
             await client.status(timeout_s=kit.WAIT_S)
     finally:
         await client.close()

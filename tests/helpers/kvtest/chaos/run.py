@@ -1,0 +1,117 @@
+"""Rounds of chaos: several conversations at once while several faults strike, then a look at what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtest.chaos.cluster import Cluster
+from kvtest.chaos.conversation import Conversation, Outcome, Script
+from kvtest.chaos.faults import Fault, Only, draw, strike
+
+HEAL_AFTER_S = 8.0
+"""Faults that have not struck so long after the last was armed are taken back."""
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What some rounds were, and what came of them.
+
+    Attributes:
+        struck: faults that did strike, by kind and phase.
+        outcome: of all conversations.
+        seeds_of_violations: rounds to run again.
+    """
+
+    rounds: int = 0
+    conversations: int = 0
+    struck: Counter[str] = field(default_factory=Counter)
+    outcome: Outcome = field(default_factory=Outcome)
+    seeds_of_violations: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def num_faults(self) -> int:
+        return sum(self.struck.values())
+
+    def as_json(self) -> dict[str, Any]:
+        outcome = self.outcome
+        return {
+            "rounds": self.rounds,
+            "faults_that_struck": self.num_faults,
+            "faults": dict(sorted(self.struck.items())),
+            "conversations": self.conversations,
+            "requests_with_the_oracle_s_tokens": outcome.right,
+            "of_these_with_history_computed_again": outcome.recomputed,
+            "requests_with_a_named_error": dict(sorted(outcome.errors.items())),
+            "violations": outcome.violations,
+            "seeds_of_violations": self.seeds_of_violations,
+            "longest_request_s": round(outcome.longest_s, 1),
+            "seconds": round(self.seconds, 1),
+        }
+
+
+async def run_round(
+    cluster: Cluster,
+    scripts: list[Script],
+    seed: int,
+    report: Report,
+    *,
+    num_faults: int = 10,
+    num_conversations: int = 6,
+    only: Only | None = None,
+) -> None:
+    """One round, drawn from its seed and added to the report."""
+    begin_s, rng = time.monotonic(), random.Random(seed)
+    conversations = [
+        Conversation(
+            rng.choice(scripts),
+            f"round-{seed}-{number}",
+            cluster.urls[:: rng.choice((1, -1))],
+            changes_router=rng.random() < 0.5,
+        )
+        for number in range(num_conversations)
+    ]
+    faults = draw(rng, cluster, num_faults, only=only)
+    striking = [asyncio.create_task(strike(fault, cluster)) for fault in faults]
+    healing = asyncio.create_task(_heal(cluster, striking))
+    outcomes = await asyncio.gather(*(its.run() for its in conversations))
+    await asyncio.gather(*striking)
+    healing.cancel()
+    await asyncio.gather(healing, return_exceptions=True)
+    cluster.heal()
+    outcome = Outcome()
+    for its in outcomes:
+        outcome.add(its)
+    await cluster.listening()
+    outcome.violations += [
+        f"round {seed}: {size:.0f} bytes of {name}'s arena are not free"
+        for name, size in (await cluster.leaked_bytes()).items()
+    ]
+    report.rounds += 1
+    report.conversations += num_conversations
+    report.struck += Counter(_name(its) for its, task in zip(faults, striking, strict=True) if _did(task))
+    report.outcome.add(outcome)
+    if outcome.violations:
+        report.seeds_of_violations.append(seed)
+    report.seconds += time.monotonic() - begin_s
+
+
+async def _heal(cluster: Cluster, striking: list[asyncio.Task[Any]]) -> None:
+    await asyncio.gather(*striking)
+    await asyncio.sleep(HEAL_AFTER_S)
+    cluster.heal()
+
+
+def _did(task: asyncio.Task[Any]) -> bool:
+    """Whether a fault struck: one of a process always does."""
+    armed = task.result()
+    return armed is None or bool(armed.struck)
+
+
+def _name(fault: Fault) -> str:
+    return f"{fault.phase}: {fault.kind}"
