@@ -12,6 +12,7 @@
     ├── NotFound                       not_found        404  NOT_FOUND
     │   ├── ModelNotFound
     │   ├── SessionNotFound
+    │   ├── ResponseNotFound
     │   └── DocumentNotFound
     ├── SessionBusy                    conflict         409  ABORTED              retryable
     ├── CapacityExceeded               rate_limit       429  RESOURCE_EXHAUSTED   retryable
@@ -123,6 +124,12 @@ class ModelNotFound(NotFound):
 
 class SessionNotFound(NotFound):
     code = "session_not_found"
+
+
+class ResponseNotFound(NotFound):
+    """OpenAI's code where a request continues it; there is none for one that is read."""
+
+    code = "previous_response_not_found"
 
 
 class DocumentNotFound(NotFound):

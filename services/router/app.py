@@ -25,7 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvferry.services.router.api import completions, operations, sessions
+from kvferry.services.router.api import completions, operations, responses, sessions
 from kvferry.services.router.completion.inputs import PlanChooser, PromptBuilder
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.config import RouterConfig, split_list
@@ -153,7 +153,13 @@ def create_app(
         )
     app.state.services = services
     app.state.started_at = int(clock())
-    for router in (completions.router, operations.keyed, sessions.router, operations.unkeyed):
+    for router in (
+        completions.router,
+        responses.router,
+        operations.keyed,
+        sessions.router,
+        operations.unkeyed,
+    ):
         app.include_router(router)
     app.include_router(operations.restricted)
     for refusal in (HTTPException, RequestValidationError):

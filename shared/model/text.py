@@ -49,6 +49,9 @@ class TextAssembler:
         min_tokens: stop strings are searched in the text of later tokens only.
         includes_stop: whether the text has the stop string that ended it.
         shows_special: whether it has special tokens, other than those that end a completion.
+
+    Attributes:
+        stop_string: the stop string that ended the text; None without one.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class TextAssembler:
         self._context_text = ""
         self._undelivered = ""
         self._stopped = False
+        self.stop_string: str | None = None
 
     def push(self, token_id: int) -> TextDelta:
         """Take the next token. After a stop, tokens are ignored."""
@@ -128,12 +132,13 @@ class TextAssembler:
             text, self._undelivered = self._undelivered, ""
             return text
         matches = [
-            (at, at + len(s) * self._includes_stop)
+            (at, at + len(s) * self._includes_stop, s)
             for s in self._stop
             if (at := self._undelivered.find(s)) >= 0
         ]
         if matches:
-            text, self._undelivered, self._stopped = self._undelivered[: min(matches)[1]], "", True
+            _, end, self.stop_string = min(matches)
+            text, self._undelivered, self._stopped = self._undelivered[:end], "", True
             return text
         keep = max((_overlap(self._undelivered, s) for s in self._stop), default=0)
         cut = len(self._undelivered) - keep

@@ -137,6 +137,39 @@ class TextCompletion(_Completion):
     choices: list[TextChoice]
 
 
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseObject(TypedDict):
+    """OpenAI's response object, also with the request's other fields. `output` has items of type `reasoning`,
+    `message` and `function_call`. Streams send OpenAI's events in OpenAI's order."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    completed_at: int | None
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    model: str
+    output: list[dict[str, Any]]
+    previous_response_id: str | None
+    store: bool
+    usage: ResponseUsage | None
+    kv: KvReport
+
+
+class DeletedResponse(TypedDict):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
 class Example(TypedDict):
     """A body for POST /v1/chat/completions."""
 

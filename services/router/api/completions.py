@@ -12,8 +12,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -23,8 +22,9 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry.services.router.api.answers import AssistantMessage, ChatCompletion, TextCompletion
 from kvferry.services.router.completion.batch import CompletionBatch
+from kvferry.services.router.completion.chain import ResponseChain
 from kvferry.services.router.completion.choice import Choice, ChoiceDelta, TokenLogprob
-from kvferry.services.router.completion.completion import Completion, CompletionEvent
+from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
 from kvferry.services.router.completion.requests import ChatRequest, TextRequest
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.http.body import KeyedRoute
@@ -89,7 +89,22 @@ async def text(request: Request, services: Shared, body: TextRequest) -> Respons
 
 
 def _complete(request: Request, services: Services, body: ChatRequest | TextRequest) -> Response:
-    model, session = named_model(services, body.model), _session(request, body)
+    completion = begin(request, services, body, session_of(request, body))
+    ignored = services.prompts.ignored_fields(body)
+    return OpenAiResponse(
+        completion, record=request.state.record, keepalive_s=services.config.keepalive_s, ignored=ignored
+    )
+
+
+def begin(
+    request: Request,
+    services: Services,
+    body: ChatRequest | TextRequest,
+    session: SessionKey | None,
+    chain: ResponseChain | None = None,
+) -> Completion | CompletionBatch:
+    """Start the completion of a request. Args: chain: of a response that is stored."""
+    model = named_model(services, body.model)
     record: RequestRecord = request.state.record
     record.fields |= {"stream": bool(body.stream), "session": session is not None}
     parts = [
@@ -102,6 +117,7 @@ def _complete(request: Request, services: Services, body: ChatRequest | TextRequ
             request_id=record.request_id,
             arrival_s=record.arrival_s,
             first_index=first_index,
+            chain=chain,
         )
         for first_index, part in _parts(body, session)
     ]
@@ -110,10 +126,7 @@ def _complete(request: Request, services: Services, body: ChatRequest | TextRequ
         assert isinstance(body, TextRequest), "chats have one prompt"
         completion = CompletionBatch(body, parts)
     completion.start()
-    ignored = services.prompts.ignored_fields(body)
-    return CompletionResponse(
-        completion, record=record, keepalive_s=services.config.keepalive_s, ignored=ignored
-    )
+    return completion
 
 
 def _parts(
@@ -137,7 +150,8 @@ def _parts(
     return [(n * index, body.model_copy(update={"prompt": prompt})) for index, prompt in enumerate(prompts)]
 
 
-def _session(request: Request, body: ChatRequest | TextRequest) -> SessionKey | None:
+def session_of(request: Request, body: ChatRequest | TextRequest) -> SessionKey | None:
+    """The session that a request names, in its body or a header."""
     owner, header = request.state.owner, request.headers.get("x-session-id")
     if body.session_id is not None:
         key = SessionKey(owner=owner, session_id=body.session_id)
@@ -158,7 +172,8 @@ def _session(request: Request, body: ChatRequest | TextRequest) -> SessionKey | 
 
 
 class CompletionResponse(Response):
-    """Sends a completion's events, in the way that its request asks for.
+    """Sends a completion's events, whole or as a stream. What a client is sent is decided by each API's own
+    class.
 
     Args:
         record: the request's log line, which gets the completion's numbers.
@@ -175,10 +190,83 @@ class CompletionResponse(Response):
         ignored: list[str],
     ) -> None:
         super().__init__()
-        self._completion = completion
-        self._request = completion.request
+        self.completion = completion
         self._record = record
         self._keepalive_s = keepalive_s
+        self._more_headers = {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
+
+    def whole(self, deltas: list[ChoiceDelta], end: CompletionEnd) -> dict[str, Any]:
+        """The whole answer."""
+        raise NotImplementedError
+
+    def piece(self, event: CompletionEvent) -> bytes:
+        """What an event adds to the stream."""
+        raise NotImplementedError
+
+    def told(self, error: KvferryError) -> KvferryError:
+        """The error in the words of the client's API."""
+        return error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_stream = self.completion.request.stream
+        respond = self._send_stream(send) if is_stream else self._send_object(scope, receive, send)
+        try:
+            await _while_connected(receive, respond)
+        finally:
+            self.completion.cancel()
+            self._note()
+
+    async def _send_object(self, scope: Scope, receive: Receive, send: Send) -> None:
+        deltas: list[ChoiceDelta] = []
+        while not isinstance(event := await self.completion.events.get(), dict):
+            if isinstance(event, KvferryError):
+                raise self.told(event)
+            deltas.append(event)
+        answer = JSONResponse(self.whole(deltas, event), headers=self._more_headers)
+        await answer(scope, receive, send)
+
+    async def _send_stream(self, send: Send) -> None:
+        event = await self._next_event()
+        if isinstance(event, KvferryError):
+            raise self.told(event)
+        more = [(name.encode(), value.encode()) for name, value in self._more_headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS + more})
+        goes_on = True
+        while goes_on:
+            if isinstance(event, KvferryError):
+                event = self.told(event)
+                self._record.fail(event)
+            goes_on = event is None or isinstance(event, ChoiceDelta)
+            piece = _KEEP_ALIVE if event is None else self.piece(event)
+            await send({"type": "http.response.body", "body": piece, "more_body": goes_on})
+            if goes_on:
+                event = await self._next_event()
+
+    async def _next_event(self) -> CompletionEvent | None:
+        """The next event, or None after a silent `keepalive_s`."""
+        try:
+            async with asyncio.timeout(self._keepalive_s):
+                return await self.completion.events.get()
+        except TimeoutError:
+            return None
+
+    def _note(self) -> None:
+        completion, fields = self.completion, self._record.fields
+        fields["prompt_tokens"] = completion.num_prompt_tokens
+        fields["completion_tokens"] = completion.num_completion_tokens
+        if completion.timer.first_token_s is not None:
+            fields["ttft_ms"] = round(completion.timer.first_token_s * 1000, 3)
+        if completion.choices:
+            fields["kv"] = completion.kv()
+            fields["replays"] = sum(choice.turn.stats.replays for choice in completion.choices)
+
+
+class OpenAiResponse(CompletionResponse):
+    """Of chat and text completions."""
+
+    def __init__(self, completion: Completion | CompletionBatch, **options: Any) -> None:
+        super().__init__(completion, **options)
+        self._request = completion.request
         self._is_chat = isinstance(completion.request, ChatRequest)
         kind = "chat.completion.chunk" if self._request.stream else "chat.completion"
         self._head = {
@@ -189,27 +277,18 @@ class CompletionResponse(Response):
             "system_fingerprint": f"kvferry-{completion.model.fingerprint[:16]}",
         }
         self._num_calls: dict[int, int] = {}
-        self._more_headers = {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        respond = self._send_stream(send) if self._request.stream else self._send_object(scope, receive, send)
-        try:
-            await _while_connected(receive, respond)
-        finally:
-            self._completion.cancel()
-            self._note()
+        self._begun: set[int] = set()
+        self._num_ended = 0
 
     # ---- one object --------------------------------------------------------------------------------------
 
-    async def _send_object(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def whole(self, deltas: list[ChoiceDelta], end: CompletionEnd) -> dict[str, Any]:
         entries: dict[int, list[TokenLogprob]] = {}
-        while not isinstance(event := await self._completion.events.get(), dict):
-            if isinstance(event, KvferryError):
-                raise event
-            entries.setdefault(event.index, []).extend(event.logprobs or ())
+        for delta in deltas:
+            entries.setdefault(delta.index, []).extend(delta.logprobs or ())
         choices = []
         extras: dict[str, Any] = {}
-        for choice in self._completion.choices:
+        for choice in self.completion.choices:
             content: dict[str, Any] = {"text": choice.text}
             if self._is_chat:
                 content = {
@@ -221,10 +300,7 @@ class CompletionResponse(Response):
             (extras if self._is_chat else content).update(self._of_prompt(choice))
             logprobs = None if self._request.num_alternatives is None else entries.get(choice.index, [])
             choices.append(self._choice(choice.index, content, logprobs, choice.finish_reason))
-        answer = JSONResponse(
-            {**self._head, "choices": choices, **extras, **event}, headers=self._more_headers
-        )
-        await answer(scope, receive, send)
+        return {**self._head, "choices": choices, **extras, **end}
 
     def _of_prompt(self, choice: Choice) -> dict[str, Any]:
         """What the request wants to know of the choice's prompt."""
@@ -246,67 +322,36 @@ class CompletionResponse(Response):
         """A choice of a whole answer, or what a chunk adds to it."""
         logprobs = None
         if entries is not None:
-            logprobs = _chat_logprobs(entries) if self._is_chat else _text_logprobs(entries)
+            logprobs = chat_logprobs(entries) if self._is_chat else _text_logprobs(entries)
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
     # ---- a stream ----------------------------------------------------------------------------------------
 
-    async def _send_stream(self, send: Send) -> None:
-        first = await self._next_event()
-        if isinstance(first, KvferryError):
-            raise first
-        more = [(name.encode(), value.encode()) for name, value in self._more_headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS + more})
-        async with aclosing(self._chunks(first)) as chunks:
-            async for chunk in chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _next_event(self) -> CompletionEvent | None:
-        """The next event, or None after a silent `keepalive_s`."""
-        try:
-            async with asyncio.timeout(self._keepalive_s):
-                return await self._completion.events.get()
-        except TimeoutError:
-            return None
-
-    async def _chunks(self, event: CompletionEvent | None) -> AsyncGenerator[bytes, None]:
-        wants_usage = self._request.includes_usage
-        begun: set[int] = set()
-        num_ended = 0
-        while True:
-            if event is None:
-                yield _KEEP_ALIVE
-            elif isinstance(event, KvferryError):
-                self._record.fail(event)
-                yield _event(error_body(event))
-                return
-            elif isinstance(event, dict):
-                if wants_usage:
-                    yield self._chunk([], **event)
-                yield _DONE
-                return
-            else:
-                extras: dict[str, Any] = {}
-                is_first = event.index not in begun
-                begun.add(event.index)
-                if is_first and self._is_chat:
-                    role = {"delta": {"role": "assistant", "content": "", "refusal": None}}
-                    yield self._chunk([self._choice(event.index, role)])
-                content: dict[str, Any] = {"text": event.text}
-                if self._is_chat:
-                    content = {"delta": self._delta(event)}
-                if self._request.return_token_ids:
-                    content["token_ids"] = event.token_ids
-                    if is_first:
-                        of_prompt = self._of_prompt(self._completion.choice(event.index))
-                        (extras if self._is_chat else content).update(of_prompt)
-                num_ended += event.finish_reason is not None
-                if num_ended == self._completion.num_choices and not wants_usage:
-                    extras["kv"] = self._completion.kv()
-                choice = self._choice(event.index, content, event.logprobs, event.finish_reason)
-                yield self._chunk([choice], **extras)
-            event = await self._next_event()
+    def piece(self, event: CompletionEvent) -> bytes:
+        if isinstance(event, KvferryError):
+            return server_event(error_body(event))
+        if isinstance(event, dict):
+            return (self._chunk([], **event) if self._request.includes_usage else b"") + _DONE
+        head = b""
+        extras: dict[str, Any] = {}
+        is_first = event.index not in self._begun
+        self._begun.add(event.index)
+        if is_first and self._is_chat:
+            role = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+            head = self._chunk([self._choice(event.index, role)])
+        content: dict[str, Any] = {"text": event.text}
+        if self._is_chat:
+            content = {"delta": self._delta(event)}
+        if self._request.return_token_ids:
+            content["token_ids"] = event.token_ids
+            if is_first:
+                of_prompt = self._of_prompt(self.completion.choice(event.index))
+                (extras if self._is_chat else content).update(of_prompt)
+        self._num_ended += event.finish_reason is not None
+        if self._num_ended == self.completion.num_choices and not self._request.includes_usage:
+            extras["kv"] = self.completion.kv()
+        choice = self._choice(event.index, content, event.logprobs, event.finish_reason)
+        return head + self._chunk([choice], **extras)
 
     def _delta(self, event: ChoiceDelta) -> dict[str, Any]:
         """What a chunk adds to a chat's answer."""
@@ -328,18 +373,8 @@ class CompletionResponse(Response):
         if self._request.includes_usage:
             options = self._request.stream_options
             each = options is not None and options.continuous_usage_stats
-            usage["usage"] = self._completion.usage() if each else None
-        return _event({**self._head, "choices": choices, **usage, **extras})
-
-    def _note(self) -> None:
-        completion, fields = self._completion, self._record.fields
-        fields["prompt_tokens"] = completion.num_prompt_tokens
-        fields["completion_tokens"] = completion.num_completion_tokens
-        if completion.timer.first_token_s is not None:
-            fields["ttft_ms"] = round(completion.timer.first_token_s * 1000, 3)
-        if completion.choices:
-            fields["kv"] = completion.kv()
-            fields["replays"] = sum(choice.turn.stats.replays for choice in completion.choices)
+            usage["usage"] = self.completion.usage() if each else None
+        return server_event({**self._head, "choices": choices, **usage, **extras})
 
 
 def _message(choice: Choice, *, shows_reasoning: bool) -> AssistantMessage:
@@ -352,12 +387,14 @@ def _message(choice: Choice, *, shows_reasoning: bool) -> AssistantMessage:
     return message
 
 
-def _event(data: Mapping[str, Any]) -> bytes:
+def server_event(data: Mapping[str, Any]) -> bytes:
     """One server-sent event; JSON escapes line ends, so it is always one line."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """OpenAI's `logprobs` of a chat's choice."""
+
     def token(text: str, logprob: float | None) -> dict[str, Any]:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 

@@ -124,6 +124,7 @@ class Choice:
     Attributes:
         text: the completion so far, as delivered, after the prompt where the request wants it echoed.
         content, reasoning, calls: what a parser found in the completion; without one, content is the text.
+        num_reasoning_tokens: those that added to the reasoning alone.
         prompt_tokens: the prompt's own, from the first token on, where the request wants their logprobs.
 
     Args:
@@ -157,6 +158,7 @@ class Choice:
         self._parallel_calls = parallel_calls
         self._shows_reasoning = shows_reasoning
         self.reasoning = ""
+        self.num_reasoning_tokens = 0
         self.calls: list[ToolCall] = []
         self._content = ""
         self.prompt_tokens: PromptTokens | None = None
@@ -183,7 +185,10 @@ class Choice:
             self._offset += len(delta.token_text)
         token_ids = (token.token_id,) if self._with_token_ids else ()
         if self._parser is not None:
-            return self._parsed(self._parser.feed(delta.text), entries, token_ids)
+            before = len(self.reasoning), len(self._content)
+            parsed = self._parsed(self._parser.feed(delta.text), entries, token_ids)
+            self.num_reasoning_tokens += len(self.reasoning) > before[0] and len(self._content) == before[1]
+            return parsed
         if not (delta.text or entries or token_ids):
             return None
         return ChoiceDelta(index=self.index, text=delta.text, logprobs=entries, token_ids=token_ids)
@@ -206,6 +211,11 @@ class Choice:
         """As clients see it; None while the completion goes on."""
         reason = self.turn.finish_reason
         return "tool_calls" if self.calls and reason == "stop" else reason
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the completion."""
+        return self._assembler.stop_string
 
     @property
     def content(self) -> str:

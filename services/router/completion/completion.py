@@ -15,6 +15,7 @@ import structlog
 from typing_extensions import TypedDict
 
 from kvferry.services.router.completion import documents
+from kvferry.services.router.completion.chain import ResponseChain
 from kvferry.services.router.completion.choice import (
     Choice,
     ChoiceDelta,
@@ -70,6 +71,7 @@ class Completion:
     Attributes:
         arrival_s: on the clock of `time.perf_counter`.
         first_index: of its choices, where they are part of a response's.
+        chain: what the answer continues and is stored as, where the request came by the Responses API.
         events: deltas, then one CompletionEnd or one error.
     """
 
@@ -81,6 +83,7 @@ class Completion:
     request_id: str
     arrival_s: float
     first_index: int = 0
+    chain: ResponseChain | None = None
 
     def __post_init__(self) -> None:
         self.events: asyncio.Queue[CompletionEvent] = asyncio.Queue()
@@ -150,11 +153,15 @@ class Completion:
         record = lease.record if lease is not None else None
         if record is not None and record.model_fingerprint != self.model.fingerprint:
             record = None  # token ids of another model
+        former = record
+        if self.chain is not None:
+            self.chain.check(record)
+            former = record or self.chain.former(self.model)
         ids = request.document_ids if isinstance(request, ChatRequest) else None
         named = await documents.named(services, self.owner, ids) if ids else None
         # No ids at all leave the session's documents; an empty list means none.
         preamble = None if ids is None else named.preamble if named is not None else Preamble()
-        prompt = await services.prompts.build(request, record, self.model, preamble)
+        prompt = await services.prompts.build(request, former, self.model, preamble)
         self.num_prompt_tokens = len(prompt.token_ids)
         if lease is not None:
             await services.sessions.check_quota(lease, services.config, num_tokens=self.num_prompt_tokens)
@@ -163,6 +170,8 @@ class Completion:
         self._plan = await services.plans.choose(compression, prompt.token_ids, self.model)
         grammar = await services.prompts.grammar(request, self.model) if request.has_structure else None
         turn = self._turn_request(record, prompt, named, self._plan, grammar)
+        if record is None and former is not None:
+            turn = replace(turn, prefer_prefill=former.prefill_addresses)
         if lease is None and turn.prompt_logprobs is None:
             self._implicit = services.implicit.begin(self.owner, prompt.token_ids)
         for index in range(request.n or 1):
@@ -285,11 +294,15 @@ class Completion:
                             continue
                         if (delta := choice.token(event)) is not None:
                             self.events.put_nowait(delta)
+                            if self.chain is not None:
+                                self.chain.deltas.append(delta)
                     case Admitted():
                         self.timer.admitted()
                     case Finished(reason=reason):
                         for delta in choice.end(reason):
                             self.events.put_nowait(delta)
+                            if self.chain is not None:
+                                self.chain.deltas.append(delta)
                         if all(choice.turn.finish_reason is not None for choice in self.choices):
                             if lease is None:
                                 self._end()
@@ -400,6 +413,10 @@ class Completion:
             ttl_s=ttl_s or 0.0,
             pin=bool(pin),
         )
+        if self.chain is not None:
+            record = self.chain.added(record, before, self.choices[0], self.usage(), self.kv())
+        elif before is not None:
+            record = record.with_responses_of(before)
         self._committed = await lease.commit(record)
         if not self._committed:
             self._log.warning("turn was not added to its session: it was deleted or taken over")

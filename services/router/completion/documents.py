@@ -11,8 +11,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvferry.services.router.completion.engine_fields import KvCompression
 from kvferry.services.router.completion.inputs import Preamble
-from kvferry.services.router.completion.requests import DocumentRequest, KvCompression
+from kvferry.services.router.completion.requests import DocumentRequest
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.sessions.record import SessionRecord
 from kvferry.services.router.sessions.store import document_key

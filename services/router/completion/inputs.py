@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvferry.models import SHIPPED_CALIBRATION
-from kvferry.services.router.completion.requests import ChatRequest, KvCompression, Message, TextRequest
+from kvferry.services.router.completion.engine_fields import KvCompression
+from kvferry.services.router.completion.requests import ChatRequest, Message, TextRequest
 from kvferry.services.router.completion.structured import calls_grammar, grammar_of
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.errors import describe

@@ -9,17 +9,23 @@ from __future__ import annotations
 import json
 import secrets
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator
 from pydantic_core import PydanticCustomError
 
+from kvferry.services.router.completion.engine_fields import (
+    INT31,
+    ChatFields,
+    EngineFields,
+    KvCompression,
+    TtlS,
+)
 from kvferry.services.router.completion.other_fields import OtherChatFields, OtherFields, OtherTextFields
 from kvferry.services.router.completion.structured import STRUCTURED, StructuredFields
 from kvferry.services.router.completion.tools import NamedTool, Tool, ToolCall
 from kvferry.services.router.http.body import Ignored, Range, StrictModel, Unsupported, ignored_names
-from kvferry.services.router.sessions.record import DocumentIds, SessionId
-from kvferry.shared.compression.kept import MAX_KEPT_BINS
+from kvferry.services.router.sessions.record import SessionId
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.tokenizer import ChatMessage, normalize_role
@@ -27,19 +33,10 @@ from kvferry.shared.sampling.params import MAX_PROMPT_ALTERNATIVES, Grammar, Sam
 
 _TEXT_MAX_TOKENS = 16
 _MAX_BIASES = 1024
-_INT31, _INT63 = 2**31 - 1, 2**63 - 1
 
 
 TokenId = Annotated[int, Range(0)]
-TtlS = Annotated[float, Range(1, 30 * 86400)]
 StopString = Annotated[str, StringConstraints(max_length=256)]
-Parameters = Annotated[
-    dict[
-        Annotated[str, StringConstraints(max_length=64)],
-        bool | int | float | Annotated[str, StringConstraints(max_length=256)],
-    ],
-    Field(max_length=32),
-]
 _Prompt = str | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
@@ -98,45 +95,17 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None
 
 
-class KvCompression(StrictModel):
-    """A request's own compression: a method, at most one budget, and values for parameters of the method."""
-
-    method: str | None = None
-    token_budget: Annotated[int, Range(1, _INT31)] | None = None
-    min_token_budget: Annotated[int, Range(1, _INT31)] | None = None
-    retention: Annotated[float, Range(0, 1, excludes_low=True)] | None = None
-    quality: Annotated[float, Range(0, 1, excludes_low=True)] | None = None
-    parameters: Parameters | None = None
-
-    @model_validator(mode="after")
-    def _one_budget(self) -> Self:
-        given = [name for name in ("token_budget", "retention", "quality") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise PydanticCustomError("rule", f"must have only one of {' and '.join(given)}")
-        return self
-
-
-class CompletionFields(StructuredFields, OtherFields):
+class CompletionFields(EngineFields, StructuredFields, OtherFields):
     """The fields of both endpoints."""
 
-    model: str
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Range(0, _INT31)] | None = None
+    min_tokens: Annotated[int, Range(0, INT31)] | None = None
     max_tokens: Annotated[int, Range(1)] | None = None
-    temperature: Annotated[float, Range(0, 2)] | None = None
-    top_p: Annotated[float, Range(0, 1)] | None = None
-    top_k: Annotated[int, Range(-1, _INT31)] | None = None
-    min_p: Annotated[float, Range(0, 1)] | None = None
-    seed: Annotated[int, Range(-_INT63 - 1, _INT63)] | None = None
-    presence_penalty: Annotated[float, Range(-2, 2)] | None = None
-    frequency_penalty: Annotated[float, Range(-2, 2)] | None = None
-    repetition_penalty: Annotated[float, Range(0, 10, excludes_low=True)] | None = None
     n: Annotated[int, Range(1, 16)] | None = None
     best_of: Annotated[int, Range(1)] | None = None
     return_token_ids: bool | None = None
@@ -144,11 +113,6 @@ class CompletionFields(StructuredFields, OtherFields):
     logit_bias: dict[str, Annotated[float, Range(-100, 100)]] | None = None
     session_id: SessionId | None = None
     session_mode: Literal["append", "replace", "auto"] | None = None
-    session_ttl_s: TtlS | None = None
-    session_pin: bool | None = None
-    priority: Annotated[int, Range(-1000, 1000)] | None = None
-    kv_compression: KvCompression | None = None
-    kv_kept_bins: Annotated[int, Range(1, MAX_KEPT_BINS)] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
@@ -228,15 +192,13 @@ class CompletionFields(StructuredFields, OtherFields):
         return self.session_mode == "replace"
 
 
-class ChatRequest(CompletionFields, OtherChatFields):
+class ChatRequest(CompletionFields, ChatFields, OtherChatFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    document_ids: DocumentIds | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     reasoning_effort: Annotated[str, StringConstraints(max_length=32)] | None = None
-    chat_template_kwargs: Parameters | None = None
     max_completion_tokens: Annotated[int, Range(1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Range(0, 20)] | None = None

@@ -54,11 +54,16 @@ class StructuredOutputs(StrictModel):
     disable_additional_properties: Annotated[Any, Unsupported(False)] = None
 
 
-class StructuredFields(StrictModel):
+class StructuredField(StrictModel):
+    """What asks for structured output in every API of this server."""
+
+    structured_outputs: StructuredOutputs | None = None
+
+
+class StructuredFields(StructuredField):
     """The fields that ask for structured output."""
 
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     guided_json: _Schema | _Text | None = None
     guided_regex: _Text | None = None
     guided_choice: _Choices | None = None

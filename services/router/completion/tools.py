@@ -12,13 +12,13 @@ from pydantic_core import from_json
 
 from kvferry.services.router.http.body import Ignored, StrictModel, Unsupported
 
-_Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+ToolName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class Function(StrictModel):
     """A function's description. `parameters` is a JSON schema; calls that the request demands follow it."""
 
-    name: _Name
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: Ignored = None
@@ -35,7 +35,7 @@ class Tool(StrictModel):
 
 
 class NamedFunction(StrictModel):
-    name: _Name
+    name: ToolName
 
 
 class NamedTool(StrictModel):
@@ -46,7 +46,7 @@ class NamedTool(StrictModel):
 
 
 class CalledFunction(StrictModel):
-    name: _Name
+    name: ToolName
     arguments: str | dict[str, Any] | None = None
 
 

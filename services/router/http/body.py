@@ -10,7 +10,7 @@ import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Request
 from fastapi.routing import APIRoute
@@ -137,6 +137,9 @@ _MAX_FIELDS = 256
 # ---- fields ----------------------------------------------------------------------------------------------
 
 
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
 class StrictModel(BaseModel):
     """No conversions, no unknown fields, no NaN or infinity."""
 
@@ -151,6 +154,18 @@ class StrictModel(BaseModel):
         if isinstance(value, dict) and len(value) > _MAX_FIELDS:
             raise PydanticCustomError("rule", f"must have at most {_MAX_FIELDS} fields")
         return value
+
+
+def at_most_one(*names: str) -> Callable[[ModelT], ModelT]:
+    """A model's validator: at most one of these fields is given."""
+
+    def check(model: ModelT) -> ModelT:
+        given = [name for name in names if getattr(model, name) is not None]
+        if len(given) > 1:
+            raise PydanticCustomError("rule", f"must have only one of {' and '.join(given)}")
+        return model
+
+    return check
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def describe(value: object) -> str:
 def from_framework(error: Exception, method: str, path: str) -> KvferryError:
     """The framework's own refusals: unknown routes and methods, and fields that fail their types."""
     if isinstance(error, RequestValidationError):
-        return _wrong_field(error)
+        return wrong_field(error)
     if not isinstance(error, HTTPException) or error.status_code >= 500:
         return internal_error()
     if error.status_code == 404:
@@ -104,7 +104,7 @@ def from_framework(error: Exception, method: str, path: str) -> KvferryError:
 # ---- fields ----------------------------------------------------------------------------------------------
 
 
-def _wrong_field(refusal: RequestValidationError) -> InvalidRequest:
+def wrong_field(refusal: RequestValidationError) -> InvalidRequest:
     """The error of one field, with a dotted `param` (`messages[0].role`), its value and what is allowed."""
     found = [(_real_path(refusal.body, error), error) for error in refusal.errors()]
     # A value that fits no member of a union has one error for each member: the deepest says most.

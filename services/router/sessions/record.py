@@ -8,7 +8,7 @@ is checked as strictly as a request.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -83,6 +83,20 @@ class SessionSummary(_Shown):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredResponse:
+    """An answer of the Responses API, which later requests may continue.
+
+    Attributes:
+        num_messages: of the conversation up to the end of this answer, without instructions.
+        body: the response object, as JSON.
+    """
+
+    id: str
+    num_messages: int
+    body: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class SessionRecord(_Shown):
     """A session after a turn. The end of the next turn replaces it as a whole.
 
@@ -98,6 +112,8 @@ class SessionRecord(_Shown):
         preamble: their text; the session keeps it when they are deleted.
         template_inputs: JSON of what the last turn's chat template had beside the messages: tools, and other
             arguments. Empty without any.
+        responses: the answers of the Responses API in it, oldest first.
+        num_instructions: how many of its first messages are instructions, which belong to one response alone.
         commit_id: identifies the commit that wrote it, to tell two copies apart.
     """
 
@@ -111,7 +127,34 @@ class SessionRecord(_Shown):
     document_ids: tuple[str, ...] = ()
     preamble: str = ""
     template_inputs: str = ""
+    responses: tuple[StoredResponse, ...] = ()
+    num_instructions: int = 0
     commit_id: str = ""
+
+    def response(self, response_id: str) -> StoredResponse | None:
+        """One of its responses."""
+        return next((its for its in self.responses if its.id == response_id), None)
+
+    def conversation(self, response: StoredResponse) -> tuple[ChatMessage, ...]:
+        """The messages up to the end of a response, without instructions."""
+        return self.messages[self.num_instructions :][: response.num_messages]
+
+    def with_responses(self, responses: tuple[StoredResponse, ...]) -> SessionRecord:
+        """The record with these responses in place of its own."""
+        return replace(self, responses=responses)
+
+    def with_responses_of(self, before: SessionRecord) -> SessionRecord:
+        """The record with the responses of an earlier one whose whole conversation is in this one."""
+        if not before.responses:
+            return self
+        instructions = before.num_instructions
+        kept = [
+            its
+            for its in before.responses
+            for end in [instructions + its.num_messages]
+            if self.messages[:end] == before.messages[:end]
+        ]
+        return replace(self, responses=tuple(kept), num_instructions=instructions if kept else 0)
 
     @property
     def summary(self) -> SessionSummary:

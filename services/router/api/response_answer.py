@@ -1,0 +1,212 @@
+"""The response object of OpenAI's Responses API, and its events: an answer's parts as output items."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from kvferry.services.router.api.completions import CompletionResponse, chat_logprobs, server_event
+from kvferry.services.router.api.parts import AnswerParts, Part, Step, parts_of
+from kvferry.services.router.completion.chain import SESSION_PREFIX, ResponseChain
+from kvferry.services.router.completion.choice import Choice, ChoiceDelta, KvReport, Usage
+from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
+from kvferry.services.router.completion.responses import ResponseRequest, TextFormat
+from kvferry.services.router.completion.translation import Names
+from kvferry.shared.errors import KvferryError
+
+
+def head_of(body: ResponseRequest, response_id: str) -> dict[str, Any]:
+    """The response object before its answer."""
+    form = body.text.format if body.text is not None else None
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": False,
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": body.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {
+            "effort": body.reasoning.effort if body.reasoning is not None else None,
+            "summary": None,
+        },
+        "service_tier": "default",
+        "store": body.is_stored,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": _format(form)},
+        "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
+        "tools": [
+            {"type": "function", "name": its.name, "description": its.description}
+            | {"parameters": its.parameters, "strict": its.strict}
+            for its in body.tools or ()
+        ],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": None,
+    }
+
+
+def _format(form: TextFormat | None) -> dict[str, Any]:
+    if form is None:
+        return {"type": "text"}
+    return form.model_dump(by_alias=True, exclude_none=True)
+
+
+def ended(
+    head: dict[str, Any], deltas: list[ChoiceDelta], choice: Choice, usage: Usage, kv: KvReport
+) -> dict[str, Any]:
+    """The response object with its answer."""
+    complete = choice.finish_reason in ("stop", "tool_calls")
+    status = "completed" if complete else "incomplete"
+    reason = "max_output_tokens" if choice.finish_reason == "length" else None
+    return {
+        **head,
+        "status": status,
+        "completed_at": int(time.time()) if complete else None,
+        "incomplete_details": None if reason is None else {"reason": reason},
+        "output": [_item(head["id"], part) for part in parts_of(deltas)],
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": choice.num_reasoning_tokens},
+            "total_tokens": usage["total_tokens"],
+        },
+        "kv": kv,
+    }
+
+
+def _item_id(response_id: str, part: Part) -> str:
+    kind = {"reasoning": "rs", "text": "msg", "call": "fc"}[part.kind]
+    return f"{kind}_{response_id.removeprefix(SESSION_PREFIX)}{part.index:04x}"
+
+
+def _item(response_id: str, part: Part, *, begins: bool = False) -> dict[str, Any]:
+    """A part as an output item. Args: begins: as it is in the stream's first event of it."""
+    status = "in_progress" if begins else "completed" if part.is_complete else "incomplete"
+    item: dict[str, Any] = {"id": _item_id(response_id, part), "status": status}
+    if part.call is not None:
+        function = part.call["function"]
+        arguments = "" if begins else function["arguments"]
+        call = {"call_id": part.call["id"], "name": function["name"], "arguments": arguments}
+        return {"type": "function_call", **item, **call}
+    content = [] if begins else [_content(part)]
+    if part.kind == "reasoning":
+        return {"type": "reasoning", **item, "summary": [], "content": content}
+    return {"type": "message", **item, "role": "assistant", "content": content}
+
+
+def _content(part: Part, *, is_empty: bool = False) -> dict[str, Any]:
+    """The only content of thoughts or of a message."""
+    text = "" if is_empty else part.text
+    if part.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    logprobs = [] if is_empty else chat_logprobs(part.logprobs)["content"]
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+class ResponsesAnswer(CompletionResponse):
+    """Of the Responses API.
+
+    Args:
+        head: the response object before its answer.
+        names: what the fields of the completion's request are called in the client's.
+    """
+
+    def __init__(
+        self,
+        completion: Completion,
+        *,
+        head: dict[str, Any],
+        chain: ResponseChain,
+        names: Names,
+        **options: Any,
+    ) -> None:
+        super().__init__(completion, **options)
+        self._head = head
+        self._chain = chain
+        self._names = names
+        self._parts = AnswerParts()
+        self._deltas: list[ChoiceDelta] = []
+        self._num_events = 0
+
+    def told(self, error: KvferryError) -> KvferryError:
+        return self._names.told(error)
+
+    def whole(self, deltas: list[ChoiceDelta], end: CompletionEnd) -> dict[str, Any]:
+        # What is stored of it was made when it was stored.
+        choice = self.completion.choices[0]
+        return self._chain.body or ended(self._head, deltas, choice, end["usage"], end["kv"])
+
+    def piece(self, event: CompletionEvent) -> bytes:
+        events = [] if self._num_events else [self._event("created"), self._event("in_progress")]
+        if isinstance(event, KvferryError):
+            error = {"code": event.code or "server_error", "message": event.message}
+            failed = {**self._head, "status": "failed", "error": error}
+            events.append(self._event("failed", response=failed))
+        elif isinstance(event, dict):
+            response = self.whole(self._deltas, event)
+            events.append(self._event(response["status"], response=response))
+        else:
+            self._deltas.append(event)
+            for step, part, delta in self._parts.steps(event):
+                events += self._step(step, part, delta)
+        return b"".join(events)
+
+    def _step(self, step: Step, part: Part, delta: ChoiceDelta) -> Iterator[bytes]:
+        where: dict[str, Any] = {
+            "item_id": _item_id(self._head["id"], part),
+            "output_index": part.index,
+            "content_index": 0,
+        }
+        if step == "begin":
+            item = _item(self._head["id"], part, begins=True)
+            yield self._event("output_item.added", output_index=part.index, item=item)
+        if part.call is not None:
+            where.pop("content_index")
+            if step == "begin":
+                function = part.call["function"]
+                yield self._event("function_call_arguments.delta", **where, delta=function["arguments"])
+                yield self._event("function_call_arguments.done", **where, **function)
+        else:
+            yield from self._text_step(step, part, delta, where)
+        if step == "end":
+            item = _item(self._head["id"], part)
+            yield self._event("output_item.done", output_index=part.index, item=item)
+
+    def _text_step(
+        self, step: Step, part: Part, delta: ChoiceDelta, where: dict[str, Any]
+    ) -> Iterator[bytes]:
+        """Of a message or of thoughts."""
+        is_text = part.kind == "text"
+        name = "output_text" if is_text else "reasoning_text"
+        if step == "begin":
+            yield self._event("content_part.added", **where, part=_content(part, is_empty=True))
+            return
+        entries = (delta.logprobs or ()) if step == "add" else part.logprobs
+        more = {"logprobs": chat_logprobs(entries)["content"]} if is_text else {}
+        if step == "add":
+            added = delta.text if is_text else delta.reasoning
+            yield self._event(f"{name}.delta", **where, delta=added, **more)
+        else:
+            yield self._event(f"{name}.done", **where, text=part.text, **more)
+            yield self._event("content_part.done", **where, part=_content(part))
+
+    def _event(self, name: str, /, **fields: Any) -> bytes:
+        if not fields:
+            fields = {"response": self._head}
+        kind = f"response.{name}"
+        data = {"type": kind, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        return b"event: " + kind.encode() + b"\n" + server_event(data)

@@ -1,0 +1,147 @@
+"""POST /v1/responses: OpenAI's Responses API over the completion that chats use, and its stored responses."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from kvferry.services.router.api.answers import DeletedResponse, ResponseObject
+from kvferry.services.router.api.completions import Shared, begin, keyed_router, named_model
+from kvferry.services.router.api.response_answer import ResponsesAnswer, ended, head_of
+from kvferry.services.router.completion.chain import (
+    SESSION_PREFIX,
+    ResponseChain,
+    new_response_id,
+    new_session_id,
+    session_id_of,
+)
+from kvferry.services.router.completion.completion import Completion
+from kvferry.services.router.completion.responses import ResponseRequest, translate
+from kvferry.services.router.completion.services import Services
+from kvferry.services.router.completion.translation import ignored_fields
+from kvferry.services.router.sessions.record import SessionRecord, is_session_id
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.errors import NotFound, ResponseNotFound, SessionNotFound
+from kvferry.shared.model.tokenizer import ChatMessage
+
+router = keyed_router()
+
+
+@router.post("/v1/responses", response_model=ResponseObject, summary="Answer as OpenAI's Responses API does")
+async def create_response(request: Request, services: Shared, body: ResponseRequest) -> Response:
+    named_model(services, body.model)
+    owner, previous_id = request.state.owner, body.previous_response_id
+    previous = None if previous_id is None else await _record_of(services, owner, previous_id)
+    before: tuple[ChatMessage, ...] = ()
+    continues = False
+    if previous is not None and previous_id is not None:
+        stored = previous.response(previous_id)
+        assert stored is not None, "the record has the response"
+        before = previous.conversation(stored)
+        continues = body.is_stored and previous.responses[-1].id == previous_id
+        if previous.document_ids and body.document_ids is None:
+            body = body.model_copy(update={"document_ids": list(previous.document_ids)})
+            body.model_fields_set.add("document_ids")
+    translation = translate(body, before)
+    session_id = session_id_of(previous_id) if continues and previous_id is not None else new_session_id()
+    session = SessionKey(owner=owner, session_id=session_id) if body.is_stored else None
+    if session is not None and not continues:
+        await _make_room(services, owner)
+    chat, names = translation.chat, translation.names
+    head = head_of(body, new_response_id(session_id))
+    chain = ResponseChain(
+        response_id=head["id"],
+        previous=previous,
+        continues=continues,
+        num_instructions=int(bool(body.instructions)),
+        describe=partial(ended, head),
+    )
+    completion = begin(request, services, chat, session, chain)
+    assert isinstance(completion, Completion), "a response has one prompt"
+    return ResponsesAnswer(
+        completion,
+        head=head,
+        chain=chain,
+        names=names,
+        record=request.state.record,
+        keepalive_s=services.config.keepalive_s,
+        ignored=ignored_fields(body, names, services.prompts.ignored_fields(chat)),
+    )
+
+
+@router.get("/v1/responses/{response_id}", response_model=ResponseObject, summary="A stored response")
+async def get_response(request: Request, services: Shared, response_id: str) -> Response:
+    record = await _record_of(services, request.state.owner, response_id)
+    stored = record.response(response_id)
+    assert stored is not None, "the record has the response"
+    return JSONResponse(json.loads(stored.body))
+
+
+@router.delete(
+    "/v1/responses/{response_id}", summary="Delete a response, and its conversation with the last one"
+)
+async def delete_response(request: Request, services: Shared, response_id: str) -> DeletedResponse:
+    key = _session_key(request.state.owner, response_id)
+    async with services.sessions.lease(key) as lease:
+        if lease.record is None or lease.record.response(response_id) is None:
+            raise _unknown(response_id)
+        rest = tuple(its for its in lease.record.responses if its.id != response_id)
+        if rest:
+            await lease.commit(lease.record.with_responses(rest))
+    if not rest:
+        await services.sessions.delete(key)
+        await services.runner.drop(key)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+def _unknown(response_id: str) -> NotFound:
+    return ResponseNotFound(
+        f"There is no response {response_id!r}; it was not stored, or has been deleted or has expired",
+        param="previous_response_id",
+    )
+
+
+def _session_key(owner: str, response_id: str) -> SessionKey:
+    session_id = session_id_of(response_id)
+    if not (response_id.startswith(SESSION_PREFIX) and is_session_id(session_id)):
+        raise _unknown(response_id)
+    return SessionKey(owner=owner, session_id=session_id)
+
+
+async def _record_of(services: Services, owner: str, response_id: str) -> SessionRecord:
+    """The record that a response is in.
+
+    Raises: ResponseNotFound, StoreUnavailable.
+    """
+    try:
+        record = await services.sessions.get(_session_key(owner, response_id))
+    except SessionNotFound:
+        raise _unknown(response_id) from None
+    if record.response(response_id) is None:
+        raise _unknown(response_id)
+    return record
+
+
+async def _make_room(services: Services, owner: str) -> None:
+    """Delete the key's longest idle responses where it may have no more sessions.
+
+    Clients of this API need not know that they store any.
+    """
+    found = await services.sessions.owned_by(owner, documents=False)
+    excess = len(found) + 1 - services.config.max_sessions_per_key
+    if excess <= 0:
+        return
+    idle = sorted(
+        (summary.expires_at_s, key.session_id, key)
+        for key, summary in found
+        if key.session_id.startswith(SESSION_PREFIX) and not services.sessions.is_running(key)
+    )
+    for _, _, key in idle[:excess]:
+        try:
+            await services.sessions.delete(key)
+        except SessionNotFound:
+            continue  # another request was faster
+        await services.runner.drop(key)
