@@ -254,20 +254,20 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         Returns: `[S, H_kv, G, D]`, zero in the other slots; valid until the next call.
         """
         path_for(self.op, self._shape.device)
-        in_torch = partial(self._attend_slots, layer, step, alone)
+        in_torch = partial(self.attend_slots, layer, step, alone)
         if scratch is None or not self.is_launched:
             return in_torch()
-        return attempt(self.op, partial(self._attend_launched, layer, step, scratch), in_torch)
+        return attempt(self.op, partial(self.attend_launched, layer, step, scratch), in_torch)
 
-    def _attend_launched(self, layer: int, step: NewTokens, scratch: Scratch) -> Tensor:
-        """`attend` by launches for all slots."""
+    def attend_launched(self, layer: int, step: NewTokens, scratch: Scratch) -> Tensor:
+        """`attend` by launches for all slots, without falling back."""
         queries, keys, values, scaling = step
         output = self._output[: len(queries)]
         step = NewTokens(queries.contiguous(), keys.contiguous(), values.contiguous(), scaling)
         self._launch(layer, step, scratch, output)
         return output
 
-    def _attend_slots(self, layer: int, step: NewTokens, alone: Alone) -> Tensor:
+    def attend_slots(self, layer: int, step: NewTokens, alone: Alone) -> Tensor:
         """`attend` in torch, one slot after another."""
         queries, keys, values, scaling = step
         by_slot = list(zip(queries.unbind(0), keys.unbind(0), values.unbind(0), strict=True))

@@ -99,6 +99,10 @@ class WorkerSettings(TracedSettings):
         description="kernel implementation; auto is Triton on CUDA if installed, else torch; triton fails "
         "where it cannot run",
     )
+    self_test: Annotated[bool, PROCESS] = Field(
+        True,
+        description="run every Triton kernel against torch before serving; those that fail are not used",
+    )
     max_model_len: Annotated[int, MODEL] = Field(
         0, ge=0, description="context window in tokens; 0: the model's own"
     )

@@ -1,7 +1,7 @@
 """A prefill or decode worker: loads the model, starts the service and its metrics, and closes all in reverse.
 
-    run_worker ──► model, kernels ──► service ──► metrics ──► control calls ──► ready file ──► signal ──►
-                   close └────────── start_service: also of a stack in one process ┘
+    run_worker ──► model, kernels ──► metrics ──► self-test ──► service ──► control calls ──► ready file ──►
+    signal ──► close   └──────── start_service: also of a stack in one process ┘
 
 Each service brings a function that builds it from its model and its block transport.
 """
@@ -25,6 +25,7 @@ from kvferry.shared.logging import setup_logging
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.self_test import model_shape, self_test
 from kvferry.shared.serving import close_within, serve_metrics, serve_until_signal
 from kvferry.shared.telemetry import setup_tracing
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
@@ -137,7 +138,9 @@ async def start_service(
     registry.register(KernelCalls(role, model.device))
     registry.register(KernelQuarantine(role))
     stack.push_async_callback(lambda: close_within(_CLOSE_TIMEOUT_S, f"{role} service", service.close()))
-    await service.start()
     server = serve_metrics(registry, settings.metrics_listen, is_ready=lambda: service.is_ready)
     stack.callback(server.close)
+    if settings.self_test:
+        await asyncio.to_thread(self_test, role, model_shape(model.spec, model.device))
+    await service.start()
     return service, server.address

@@ -197,6 +197,10 @@ DECODE = Dashboard(
                         legend="{{path}} {{reason}}"),)),
         Panel(title="Reservations refused", unit="cps", queries=(
             Query(expr=or_zero(rate("admission_rejected_total", "reason", where="")), legend="{{reason}}"),)),
+        Panel(title="Quarantined kernels", unit="none",
+              about="Their calls take the torch path until the worker is restarted; its log has the reason.",
+              queries=(Query(expr=or_zero("sum by (op, reason) (kvferry_kernel_quarantined)"),
+                             legend="{{op}} {{reason}}"),)),
     ),
 )  # fmt: skip
 

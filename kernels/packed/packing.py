@@ -32,6 +32,24 @@ def pack_layer(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tenso
         ValueError: shapes do not fit together, another width, or a retained value that is not finite in
             float16).
     """
+    packed = indexed_layer(keys, values, key_bits, value_bits)
+    in_torch = partial(fill_in_torch, packed, keys, values)
+    if path_for("pack", keys.device, partial(_unsupported, keys, values)) == "torch":
+        in_torch()
+        return packed
+
+    def launch() -> None:
+        # a CPU install has no Triton
+        from kvferry.kernels.packed import triton_kernel
+
+        triton_kernel.fill(packed, keys, values)
+
+    attempt("pack", launch, in_torch)
+    return packed
+
+
+def indexed_layer(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tensor) -> PackedLayer:
+    """The first part of `pack_layer`: channels and positions are written, all else is zero."""
     _check_pack(keys, values, key_bits, value_bits)
     heads = []
     for widths, tokens in zip(_counts(key_bits), _counts(value_bits), strict=True):
@@ -39,7 +57,6 @@ def pack_layer(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tenso
         heads.append(HeadCounts(channels=widths if any(tokens) else (0, 0, 0, 0), tokens=tokens))
     layout = packed_layout(heads, keys.shape[2], num_tokens=keys.shape[1])
     packed = view_packed_layer(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8, device=keys.device))
-    by_torch = path_for("pack", keys.device, partial(_unsupported, keys, values)) == "torch"
     channel_order = key_bits.sort(dim=1, stable=True).indices
     token_order = value_bits.sort(dim=1, stable=True).indices
     for h, head in enumerate(packed.heads):
@@ -48,23 +65,11 @@ def pack_layer(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tenso
         positions = token_order[h, keys.shape[1] - head.counts.num_tokens :]
         head.channels.copy_(channels)
         head.positions.copy_(positions)
-
-    def launch() -> None:
-        # a CPU install has no Triton
-        from kvferry.kernels.packed import triton_kernel
-
-        triton_kernel.fill(packed, keys, values)
-
-    in_torch = partial(_fill, packed, keys, values)
-    if by_torch:
-        in_torch()
-    else:
-        attempt("pack", launch, in_torch)
     return packed
 
 
-def _fill(packed: PackedLayer, keys: Tensor, values: Tensor) -> None:
-    """Quantise and pack the channels and tokens in the layer's index."""
+def fill_in_torch(packed: PackedLayer, keys: Tensor, values: Tensor) -> None:
+    """The rest of `pack_layer` in torch: quantise and pack the channels and tokens in the layer's index."""
     for h, head in enumerate(packed.heads):
         if head.counts.num_tokens:
             channels, positions = head.channels.long(), head.positions.long()

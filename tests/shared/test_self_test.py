@@ -1,0 +1,123 @@
+"""The self-test finds every kind of fault of every kernel, and goes on with the others."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kvtest import faulty_kernels
+
+from kvferry.kernels import dispatch, quarantine
+from kvferry.kernels.decode_batch import BatchShape
+from kvferry.shared.kernel_paths import OPS, KernelQuarantine, shown_paths
+from kvferry.shared.self_test import Limits, ops_with_kernels, run_op, self_test
+
+CPU = torch.device("cpu")
+SHAPE = BatchShape(
+    num_layers=1, num_slots=1, num_kv_heads=2, group_size=2, head_dim=16, dtype=torch.float32, device=CPU
+)
+# NumPy's, of the interpreter, where a logarithm of zero is meant to be minus infinity
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+IN_PROCESS = ("wrong_result", "nan", "out_of_resources", "compile_error", "exception")
+
+
+@pytest.fixture(autouse=True)
+def interpreter() -> Iterator[None]:
+    dispatch.configure("triton", CPU)
+    yield
+    dispatch.configure("auto", CPU)
+    quarantine.release_all()
+
+
+@pytest.fixture
+def child_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child of the tests' own finds `kvtest`."""
+    helpers = str(Path(faulty_kernels.__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (helpers, os.environ.get("PYTHONPATH")))))
+
+
+def faulty(ops: list[str], kind: str) -> tuple[str, ...]:
+    """A child's command whose kernels fail."""
+    return sys.executable, "-P", "-m", "kvtest.faulty_kernels", ",".join(ops), kind
+
+
+def test_every_kernel_has_cases() -> None:
+    assert set(faulty_kernels.LAUNCHES) == set(dispatch.TRITON_OPS)
+    tested = {op for role in OPS for op in ops_with_kernels(role, SHAPE)}
+    assert tested == set(dispatch.TRITON_OPS)
+
+
+@pytest.mark.parametrize("op", dispatch.TRITON_OPS)
+@pytest.mark.parametrize("kind", IN_PROCESS)
+def test_a_fault_is_found_and_named(monkeypatch: pytest.MonkeyPatch, op: str, kind: str) -> None:
+    faulty_kernels.install(op, kind, monkeypatch.setattr)
+    finding = run_op(op, SHAPE)
+    # bytes are never NaN
+    assert finding.reason == ("wrong_result" if (op, kind) == ("pack", "nan") else kind)
+    assert finding.detail
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", dispatch.TRITON_OPS)
+def test_a_kernel_that_is_right_passes(op: str, dtype: torch.dtype) -> None:
+    shape = BatchShape(**{**SHAPE.__dict__, "dtype": dtype, "head_dim": 24, "group_size": 3})
+    finding = run_op(op, shape)
+    assert finding.reason is None, finding.detail
+    assert finding.num_cases
+
+
+@pytest.mark.timeout(900)
+def test_a_worker_s_kernels_pass_in_a_process_of_their_own() -> None:
+    seen: list[str] = []
+    findings = self_test("prefill", SHAPE, progress=seen.append)
+    assert [finding.op for finding in findings] == ops_with_kernels("prefill", SHAPE) == seen
+    assert all(finding.reason is None for finding in findings), findings
+    assert not quarantine.quarantined()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("child_path")
+@pytest.mark.parametrize(("role", "kind"), [("prefill", "hang"), ("decode", "hang"), ("decode", "crash")])
+def test_kernels_that_hang_or_end_their_process_are_quarantined_one_after_another(
+    role: str, kind: str
+) -> None:
+    ops = ops_with_kernels(role, SHAPE)  # type: ignore[arg-type]
+    limits = Limits(compile_s=4.0)  # the interpreter runs a case where a GPU only compiles it
+    findings = self_test(role, SHAPE, limits=limits, command=faulty(ops, kind))  # type: ignore[arg-type]
+    assert {finding.op: finding.reason for finding in findings} == dict.fromkeys(ops, kind)
+    assert set(quarantine.quarantined()) == set(ops)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("child_path")
+def test_one_fault_does_not_hide_the_others_kernels() -> None:
+    findings = self_test("prefill", SHAPE, command=faulty(["window_scores"], "exception"))
+    assert {finding.op: finding.reason for finding in findings} == {
+        "chunk_scores": None,
+        "column_sums": "exception",  # they share a launch
+        "pack": None,
+        "window_scores": "exception",
+    }
+    assert shown_paths("prefill", CPU)["window_scores"] == "torch (quarantined: exception)"
+    (family,) = KernelQuarantine("prefill").collect()
+    labels = [(sample.labels, sample.value) for sample in family.samples]
+    assert ({"op": "window_scores", "reason": "exception"}, 1) in labels
+    assert [family.samples for family in KernelQuarantine("decode").collect()] == [[]]
+
+
+def test_without_a_process_of_its_own_the_test_runs_in_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty_kernels.install("pack", "exception", monkeypatch.setattr)
+    findings = self_test("prefill", SHAPE, command=(sys.executable, "-c", "raise SystemExit(1)"))
+    assert {finding.op for finding in findings if finding.reason} == {"pack"}
+
+
+def test_nothing_is_tested_where_torch_runs_everything() -> None:
+    dispatch.configure("auto", CPU)
+    assert self_test("decode", SHAPE, command=("false",)) == []
+    dispatch.configure("triton", CPU)
+    unsupported = BatchShape(**{**SHAPE.__dict__, "head_dim": 12})
+    assert self_test("decode", unsupported, command=("false",)) == []
