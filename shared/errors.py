@@ -23,6 +23,7 @@
     ├── Cancelled                      cancelled        499  CANCELLED
     ├── TransferFailed                 transfer         502  DATA_LOSS            retryable
     │   ├── ProtocolMismatch           transfer         502  FAILED_PRECONDITION
+    │   │   └── MalformedMessage       transfer         502  DATA_LOSS            retryable
     │   └── LeaseExpired               transfer         502  ABORTED              retryable
     ├── HistoryMiss                    history          500  NOT_FOUND            retryable
     ├── UnsupportedModel               configuration    500  FAILED_PRECONDITION
@@ -202,6 +203,13 @@ class ProtocolMismatch(TransferFailed):
 
     grpc_status = "FAILED_PRECONDITION"
     retryable = False
+
+
+class MalformedMessage(ProtocolMismatch):
+    """A message that the protocol does not allow: sent by something else, or spoilt on its way."""
+
+    grpc_status = "DATA_LOSS"
+    retryable = True
 
 
 class LeaseExpired(TransferFailed):

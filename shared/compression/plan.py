@@ -114,6 +114,11 @@ class CompressionPlan:
         """Whether a budget decides what is dropped, quantised, or not read by decode."""
         return self.scorer is not None or self.attention.name != "dense" or self.representation.name == "rdkv"
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether decode computes the KV of its tokens as prefill would: from every row, as it was."""
+        return not self.takes_budget and self.representation == CompressionPlan(method="full").representation
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:

@@ -40,6 +40,8 @@ class SamplingParams:
             worker: the prompt's last `first_index` tokens are then completion tokens already delivered.
             Penalties, stop strings and the grammar treat them as such; `max_tokens` counts only the remaining
             ones.
+        delivered: the completion's first tokens, which a replay draws again as they are. Decode then has the
+            KV that the lost worker had, also where a method does not compute it as prefill would.
     """
 
     max_tokens: int
@@ -59,6 +61,7 @@ class SamplingParams:
     ignore_eos: bool = False
     grammar: Grammar | None = None
     first_index: int = 0
+    delivered: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

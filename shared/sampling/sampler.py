@@ -154,7 +154,7 @@ class SequenceSampler:
     3. repetition penalty over prompt and completion: positive logits are divided by it, others multiplied;
     4. presence and frequency penalties over the completion: minus presence * [count > 0], minus
        frequency * count; then the ids that may not come next have no probability: those that the grammar does
-       not allow, and for `min_tokens` those that end the completion;
+       not allow, for `min_tokens` those that end the completion, and all but the delivered one;
     5. temperature 0 takes the argmax now, the lowest index of equal ones; else logits / temperature;
     6. `top_k` selects the k most likely tokens;
     7. `top_p` selects, of these, the most likely ones until their probabilities reach top_p, including the
@@ -194,6 +194,7 @@ class SequenceSampler:
         self._vocab_size = vocab_size
         self._check_ids(prompt_token_ids, "a prompt token", "prompt")
         self._check_ids(params.logit_bias, "a logit_bias key", "logit_bias")
+        self._check_ids(params.delivered, "a delivered token", None)
         self._flavour = Flavour.of([params])
         self._numbers = numbers_of([params])
         self._penalties = self._first_penalties(prompt_token_ids) if self._flavour.penalises else None
@@ -206,13 +207,19 @@ class SequenceSampler:
     @property
     def is_masked(self) -> bool:
         """Whether some ids may not be the next token."""
-        return self._matcher is not None or self.next_index < self.params.min_tokens
+        return self._matcher is not None or self.next_index < max(
+            self.params.min_tokens, len(self.params.delivered)
+        )
 
     def mask(self) -> Tensor:
         """Which ids may be the next token: bool `[V]` on the host.
 
         Raises: KvferryError: the grammar takes too much time or memory here.
         """
+        if self.next_index < len(self.params.delivered):
+            allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
+            allowed[self.params.delivered[self.next_index]] = True
+            return allowed
         if self._matcher is not None:
             allowed = self._matcher.mask()
         else:

@@ -22,7 +22,13 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import xxhash
 
-from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, TransferFailed
+from kvferry.shared.errors import (
+    KvferryError,
+    LeaseExpired,
+    MalformedMessage,
+    ProtocolMismatch,
+    TransferFailed,
+)
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.wire.messages import (
     MAX_LAYER_TENSORS,
@@ -125,7 +131,7 @@ def decode_message(frames: Sequence[memoryview | bytes]) -> tuple[FrameHeader, S
     if magic != MAGIC:
         raise _malformed(f"header starts with {magic!r}; it must be {MAGIC!r}")
     if version != PROTOCOL_VERSION:
-        raise ProtocolMismatch(
+        raise MalformedMessage(
             f"peer speaks block protocol version {version}; this side speaks {PROTOCOL_VERSION}",
             reason="protocol_version",
         )
@@ -284,7 +290,7 @@ encode_manifest, decode_manifest = _MANIFEST.encode, _MANIFEST.decode
 encode_layer, decode_layer = _LAYER.encode, _LAYER.decode
 encode_end, decode_end = _END.encode, _END.decode
 _KINDS: dict[str, type[TransferFailed]] = {
-    kind.__name__: kind for kind in (TransferFailed, ProtocolMismatch, LeaseExpired)
+    kind.__name__: kind for kind in (TransferFailed, ProtocolMismatch, MalformedMessage, LeaseExpired)
 }
 
 
@@ -318,8 +324,8 @@ def clean_reason(reason: str) -> str:
     return reason if re.fullmatch(REASON, reason) else "other"
 
 
-def _malformed(message: str) -> ProtocolMismatch:
-    return ProtocolMismatch(f"malformed block wire message: {message}", reason="malformed")
+def _malformed(message: str) -> MalformedMessage:
+    return MalformedMessage(f"malformed block wire message: {message}", reason="malformed")
 
 
 # ---- order -------------------------------------------------------------------------------------------------

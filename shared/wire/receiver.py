@@ -19,7 +19,7 @@ import structlog
 from kvferry.shared.errors import (
     KvferryError,
     LeaseExpired,
-    ProtocolMismatch,
+    MalformedMessage,
     TransferFailed,
 )
 from kvferry.shared.wire.channel import ListeningChannel, Peer, PeerLost, Received, SendResult
@@ -247,7 +247,7 @@ class BlockServer:
             case MessageType.KEEPALIVE:
                 pass
             case _:
-                raise ProtocolMismatch(f"sender sent {header.type.name}", reason="malformed")
+                raise MalformedMessage(f"sender sent {header.type.name}", reason="malformed")
 
     def _write(
         self, incoming: _IncomingTransfer, header: FrameHeader, payload: Sequence[memoryview | bytes]
@@ -260,7 +260,7 @@ class BlockServer:
     def _on_manifest(self, peer: Peer, header: FrameHeader, payload: memoryview | bytes) -> None:
         manifest = decode_manifest(payload)
         if manifest.key != header.key:
-            raise ProtocolMismatch(
+            raise MalformedMessage(
                 f"the manifest of {manifest.key} was sent as {header.key}", reason="malformed"
             )
         committed = self._committed.get(header.key)
@@ -280,7 +280,7 @@ class BlockServer:
         if incoming.lost_at_s is None and incoming.peer != peer:
             self._grant(incoming)  # shows whether the connection is
         if incoming.lost_at_s is None or manifest != incoming.manifest:
-            raise ProtocolMismatch(f"a second manifest of {manifest.key} was received", reason="order")
+            raise MalformedMessage(f"a second manifest of {manifest.key} was received", reason="order")
         incoming.peer, incoming.lost_at_s = peer, None
         incoming.heard_at_s = time.monotonic()
         self._grant(incoming)

@@ -24,6 +24,7 @@ from kvferry.shared.errors import (
     ConfigurationError,
     KvferryError,
     LeaseExpired,
+    MalformedMessage,
     ProtocolMismatch,
     TransferFailed,
 )
@@ -396,13 +397,13 @@ class OutgoingTransfer:
                     self._on_credit(header)
                 elif header.type is MessageType.ACK:
                     if self._end is None or (self.queue and self._lost_at_s is None):
-                        raise ProtocolMismatch("receiver acknowledged before the end", reason="malformed")
+                        raise MalformedMessage("receiver acknowledged before the end", reason="malformed")
                     self._acknowledged_s = self._waiting_since_s
                     self.end(None)
                 elif header.type is MessageType.NACK:
                     self.fail(decode_nack(payload))
                 else:
-                    raise ProtocolMismatch(f"receiver sent {header.type.name}", reason="malformed")
+                    raise MalformedMessage(f"receiver sent {header.type.name}", reason="malformed")
             except TransferFailed as error:
                 self.fail(error, tell=error.reason)
 
@@ -416,7 +417,7 @@ class OutgoingTransfer:
                 self._sent_bytes += message.tensor_bytes
                 self._unacknowledged.append(message)
         if not self._written_bytes <= written_bytes <= self._sent_bytes:
-            raise ProtocolMismatch(
+            raise MalformedMessage(
                 f"receiver reports {written_bytes} bytes written; {self._written_bytes} to"
                 f" {self._sent_bytes} is possible",
                 reason="malformed",

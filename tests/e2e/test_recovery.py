@@ -45,9 +45,19 @@ def wait_until_served(base_url: str, body: dict[str, Any]) -> None:
         time.sleep(float(response.headers["retry-after"]))
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("role", "compression"),
+    [
+        ("decode", {"method": "full"}),
+        ("prefill", {"method": "full"}),
+        ("decode", {"method": "rdkv", "token_budget": 64}),
+    ],
+)
 def test_a_turn_survives_the_death_of_a_worker_and_the_next_one_works(
-    start_stack: Callable[..., Any], make_document: Callable[..., Any], role: str
+    start_stack: Callable[..., Any],
+    make_document: Callable[..., Any],
+    role: str,
+    compression: dict[str, Any],
 ) -> None:
     document = make_document(31, num_words=300)
     body = {
@@ -56,7 +66,7 @@ def test_a_turn_survives_the_death_of_a_worker_and_the_next_one_works(
         "max_tokens": NUM_TOKENS,
         "temperature": 0,
         "logit_bias": {"6": -100},
-        "kv_compression": {"method": "full"},
+        "kv_compression": compression,
     }
     # A worker's start takes several processor seconds, which is long on a busy machine.
     with start_stack("--recovery-wait-s", "100") as stack:

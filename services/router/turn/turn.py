@@ -1,7 +1,9 @@
 """One turn: a prompt's tokens in, the completion's tokens out, each exactly once, whichever workers are lost.
 
 A turn is an async generator. Where a worker is lost it replays the prompt and the tokens already delivered on
-another one. It handles tokens only; `completion.py` makes text of them and updates the session.
+another one: as one prompt where that gives the same KV; otherwise decode draws the delivered tokens again, so
+that a lossy method says what it would have said. It handles tokens only; `completion.py` makes text of them
+and updates the session.
 """
 
 from __future__ import annotations
@@ -179,7 +181,7 @@ class Turn:
 
         attempt ──tokens──► finished ──► history returned ──► done
           ▲   │ worker lost, transfer failed
-          └───┘ backoff; prompt + delivered tokens are the next attempt's prompt
+          └───┘ backoff; the next attempt has the delivered tokens in its prompt, or draws them again
 
     Attributes:
         finish_reason: None until the completion has ended.
@@ -219,7 +221,7 @@ class Turn:
                                     # Decode missed the stop string: a replay began in the middle of it.
                                     await attempt.shipped()
                                     break
-                                if not self._was_cut:
+                                if not self._was_cut and event.index >= len(self.stats.token_ids):
                                     self.stats.token_ids.append(event.token_id)
                                     yield event
                             case Admitted():
@@ -273,17 +275,7 @@ class Turn:
             fingerprint=fingerprint, prefer=request.prefer_decode, avoid=avoid["decode"]
         )
         if delivered := tuple(stats.token_ids):
-            sampling = replace(
-                request.sampling,
-                max_tokens=request.sampling.max_tokens - len(delivered),
-                first_index=len(delivered),
-            )
-            prompt, session = request.prompt_token_ids + delivered, request.session
-            if session is not None and session.is_implicit:
-                session = None  # the prompt was stored with the first token
-            request = replace(
-                request, prompt_token_ids=prompt, sampling=sampling, session=session, prompt_logprobs=None
-            )
+            request = _resumed(request, delivered)
         self._attempt = attempt = Attempt(prefill, decode, request, stats, self._other_decode)
         stats.prefill_address, stats.decode_address = prefill.address, decode.address
         stats.worker_request_id = attempt.worker_request_id
@@ -376,6 +368,21 @@ class Turn:
 
 def deadline_passed() -> DeadlineExceeded:
     return DeadlineExceeded("The request's deadline passed before its completion ended")
+
+
+def _resumed(request: TurnRequest, delivered: tuple[int, ...]) -> TurnRequest:
+    """The rest of a turn whose first tokens the client has."""
+    session = request.session
+    if session is not None and session.is_implicit:
+        session = None  # the prompt was stored with the first token
+    if request.plan.is_exact:
+        num_left = request.sampling.max_tokens - len(delivered)
+        sampling = replace(request.sampling, max_tokens=num_left, first_index=len(delivered))
+        prompt = request.prompt_token_ids + delivered
+    else:
+        sampling = replace(request.sampling, delivered=delivered)
+        prompt = request.prompt_token_ids
+    return replace(request, prompt_token_ids=prompt, sampling=sampling, session=session, prompt_logprobs=None)
 
 
 def _is_refusal(error: KvferryError) -> bool:

@@ -191,3 +191,18 @@ def test_half_precision_logits_are_left_as_they_are():
 def test_ids_outside_the_vocabulary_are_refused(kwargs):
     with pytest.raises(InvalidRequest, match="token ids are 0 to 7"):
         make_sampler(**kwargs)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"frequency_penalty": 0.5, "min_tokens": 3}])
+def test_delivered_tokens_are_drawn_again_and_the_rest_is_as_it_was(params):
+    undisturbed = make_sampler(seed=3, **params)
+    drawn = [undisturbed.sample(LOGITS * (1 + index)).token_id for index in range(9)]
+    replay = make_sampler(seed=3, delivered=tuple(drawn[:5]), **params)
+    wrong = LOGITS.flip(0) * 3  # as another worker's logits never are
+    again = [replay.sample(wrong if index < 5 else LOGITS * (1 + index)).token_id for index in range(9)]
+    assert again == drawn
+
+
+def test_a_delivered_token_outside_the_vocabulary_is_refused():
+    with pytest.raises(InvalidRequest, match="a delivered token is 8"):
+        make_sampler(delivered=(8,))

@@ -10,7 +10,7 @@ import kvtest.wire as kit
 import pytest
 from kvtest.wire import RecordingSink, Wire
 
-from kvferry.shared.errors import LeaseExpired, ProtocolMismatch, TransferFailed
+from kvferry.shared.errors import LeaseExpired, MalformedMessage, TransferFailed
 from kvferry.shared.wire.frames import HEADER_BYTES, decode_layer, encode_header, encode_layer
 from kvferry.shared.wire.messages import FrameHeader, LayerHeader, Manifest, MessageType, TensorHeader
 
@@ -188,7 +188,7 @@ def speak_another_version(messages: list[Message]) -> Frames:
         (name_a_tensor_too_many, TransferFailed, "order"),
         (go_beyond_the_layer, TransferFailed, "order"),
         (leave_out_the_header, TransferFailed, "order"),
-        (speak_another_version, ProtocolMismatch, "protocol_version"),
+        (speak_another_version, MalformedMessage, "protocol_version"),
     ],
 )
 def test_a_damaged_stream_of_blocks_is_refused_and_the_rest_is_late(
@@ -261,7 +261,7 @@ def corrupt_the_header(messages: list[Message]) -> Frames:
         (skip_a_layer, TransferFailed, "order"),
         (skip_a_number, TransferFailed, "order"),
         (announce_one_layer_more, TransferFailed, "order"),
-        (name_a_tensor_twice, ProtocolMismatch, "malformed"),
+        (name_a_tensor_twice, MalformedMessage, "malformed"),
         (corrupt_the_header, TransferFailed, "checksum"),
     ],
 )
