@@ -52,7 +52,9 @@ Layers are of these kinds:
 - **window**: a token attends to the last W tokens. The layer's last rows are shipped as they are, fewer
   than W, so it is exact with every method. A model whose layers all have a window always runs as `full`.
 - **chunk**: a token attends to its own chunk of W tokens. As a window otherwise.
-- Layers that share KV (Gemma 3n) are full or window layers, shipped and stored each.
+- Layers that share KV (Gemma 3n, Gemma 4) are full or window layers, shipped and stored each.
+- Layers may have different numbers of heads and head sizes (Gemma 4): budgets in tokens are equal for them,
+  bytes are each layer's own.
 - **state**: a recurrent, linear-attention or convolution state of fixed size, beside layers that attend or
   in one with attention (Falcon-H1, Zamba). It is shipped whole with every method. Sessions are continued from
   the end of a prompt or of a turn, where history has the states ([limits](limits.md)). Without layers that

@@ -1172,6 +1172,31 @@ class StateSpec(_message.Message):
 Global___StateSpec: _TypeAlias = StateSpec  # noqa: Y015
 
 @_typing.final
+class Heads(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
+    GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    HEAD_DIM_FIELD_NUMBER: _builtins.int
+    num_kv_heads: _builtins.int
+    group_size: _builtins.int
+    head_dim: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_kv_heads: _builtins.int = ...,
+        group_size: _builtins.int = ...,
+        head_dim: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_size", b"group_size", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Heads: _TypeAlias = Heads  # noqa: Y015
+
+@_typing.final
 class LayerSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1181,6 +1206,7 @@ class LayerSpec(_message.Message):
     LATENT_DIM_FIELD_NUMBER: _builtins.int
     HAS_ROWS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    HEADS_FIELD_NUMBER: _builtins.int
     window: _builtins.int
     is_chunked: _builtins.bool
     has_plain_softmax: _builtins.bool
@@ -1188,6 +1214,8 @@ class LayerSpec(_message.Message):
     has_rows: _builtins.bool
     @_builtins.property
     def state(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateSpec]: ...
+    @_builtins.property
+    def heads(self) -> Global___Heads: ...
     def __init__(
         self,
         *,
@@ -1197,12 +1225,15 @@ class LayerSpec(_message.Message):
         latent_dim: _builtins.int = ...,
         has_rows: _builtins.bool = ...,
         state: _abc.Iterable[Global___StateSpec] | None = ...,
+        heads: Global___Heads | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_heads", b"_heads", "heads", b"heads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_plain_softmax", b"has_plain_softmax", "has_rows", b"has_rows", "is_chunked", b"is_chunked", "latent_dim", b"latent_dim", "state", b"state", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_heads", b"_heads", "has_plain_softmax", b"has_plain_softmax", "has_rows", b"has_rows", "heads", b"heads", "is_chunked", b"is_chunked", "latent_dim", b"latent_dim", "state", b"state", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__heads: _TypeAlias = _typing.Literal["heads"]  # noqa: Y015
+    _WhichOneofArgType__heads: _TypeAlias = _typing.Literal["_heads", b"_heads"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__heads) -> _WhichOneofReturnType__heads | None: ...
 
 Global___LayerSpec: _TypeAlias = LayerSpec  # noqa: Y015
 

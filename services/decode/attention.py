@@ -6,6 +6,7 @@ the same kind are attended together, by one launch if a Triton kernel supports t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,18 +22,20 @@ from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.kernels.trizone.batch import PackedRows, TriZoneBatch
 from kvferry.shared.compression.formats.interface import LayerCache, Tensors
 from kvferry.shared.compression.formats.state import State, StateLayer, stacked, unstack
-from kvferry.shared.model.spec import TORCH_DTYPES, ModelSpec
+from kvferry.shared.model.spec import TORCH_DTYPES, Heads, ModelSpec
 
 _KINDS: tuple[type[CachedRows], ...] = (CachedRows, SparseRows, PackedRows)
+_Kind = tuple[Heads, type[CachedRows]]
+"""What one batched kernel runs: layers with equal heads and rows of one kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Member:
-    """A placed sequence: its layers for each batched kernel, those that run alone, and those with a state."""
+    """A placed sequence: its layers for each of its kernels, those that run alone, and those with a state."""
 
     placed_at: int
     num_appended: int
-    batched: tuple[frozenset[int], ...]
+    batched: Mapping[_Kind, frozenset[int]]
     unbatched: Mapping[int, LayerCache]
     states: Mapping[int, Tensors]
 
@@ -52,25 +55,19 @@ class SlotAttention:
     """
 
     def __init__(self, spec: ModelSpec, num_slots: int, arena: Tensor) -> None:
-        self._shape = BatchShape(
-            num_layers=spec.num_layers,
-            num_slots=num_slots,
-            num_kv_heads=spec.num_kv_heads,
-            group_size=spec.group_size,
-            head_dim=spec.head_dim,
-            dtype=TORCH_DTYPES[spec.dtype],
-            device=arena.device,
-        )
-        self._base = _whole(arena, self._shape.dtype)
+        self._heads = [spec.heads(layer) for layer in range(spec.num_layers)]
+        self._kinds: list[_Kind] = list(itertools.product(dict.fromkeys(self._heads), _KINDS))
+        self._num_slots = num_slots
+        self._base = _whole(arena, TORCH_DTYPES[spec.dtype])
         self._codes = _whole(arena, torch.uint8)
-        self._batches: dict[type[CachedRows], SlotBatch[Any, Any]] = {}
+        self._batches: dict[_Kind, SlotBatch[Any, Any]] = {}
         self._members: dict[int, _Member] = {}
         self.num_steps = 0
         self.errors: dict[int, Exception] = {}
 
     def place(self, slot: int, caches: Sequence[LayerCache], num_appended: int) -> None:
         """Place a sequence in an empty slot. Args: num_appended: rows it has appended so far."""
-        batched: tuple[dict[int, CachedRows], ...] = tuple({} for _ in _KINDS)
+        batched: dict[_Kind, dict[int, CachedRows]] = {}
         unbatched, states = {}, {}
         for layer, cache in enumerate(caches):
             if isinstance(cache, StateLayer):
@@ -80,14 +77,13 @@ class SlotAttention:
             if rows is None:
                 unbatched[layer] = cache
             else:
-                batched[_KINDS.index(type(rows))][layer] = rows
-        for kind, layers in zip(_KINDS, batched, strict=True):
-            if layers:
-                self._batch(kind).place(slot, layers)
+                batched.setdefault((self._heads[layer], type(rows)), {})[layer] = rows
+        for kind, layers in batched.items():
+            self._batch(kind).place(slot, layers)
         self._members[slot] = _Member(
             placed_at=self.num_steps,
             num_appended=num_appended,
-            batched=tuple(map(frozenset, batched)),
+            batched={kind: frozenset(layers) for kind, layers in batched.items()},
             unbatched=unbatched,
             states=states,
         )
@@ -96,9 +92,8 @@ class SlotAttention:
         """Empty a slot, and drop all references to its sequence."""
         member = self._members.pop(slot)
         self.errors.pop(slot, None)
-        for kind, layers in zip(_KINDS, member.batched, strict=True):
-            if layers:
-                self._batches[kind].remove(slot)
+        for kind in member.batched:
+            self._batches[kind].remove(slot)
 
     @property
     def unbatched_names(self) -> tuple[str, ...]:
@@ -121,11 +116,10 @@ class SlotAttention:
     def batches(self) -> list[tuple[SlotBatch[Any, Any], frozenset[int]]]:
         """The batched kernels in use, and the layers in which each has members."""
         found = []
-        for i, kind in enumerate(_KINDS):
-            every = {member.batched[i] for member in self._members.values()}
-            layers = frozenset().union(*every)
-            if layers:
-                found.append((self._batches[kind], layers))
+        for kind in self._kinds:
+            every = {member.batched[kind] for member in self._members.values() if kind in member.batched}
+            if every:
+                found.append((self._batches[kind], frozenset().union(*every)))
         return found
 
     def states(self, layer: int) -> dict[int, Tensors]:
@@ -163,13 +157,23 @@ class SlotAttention:
             self.errors[slot] = error
             return None
 
-    def _batch(self, kind: type[CachedRows]) -> SlotBatch[Any, Any]:
+    def _batch(self, kind: _Kind) -> SlotBatch[Any, Any]:
         if kind not in self._batches:
-            if kind is PackedRows:
-                self._batches[kind] = TriZoneBatch(self._shape, self._base, self._codes)
+            heads, rows = kind
+            shape = BatchShape(
+                num_layers=len(self._heads),
+                num_slots=self._num_slots,
+                num_kv_heads=heads.num_kv_heads,
+                group_size=heads.group_size,
+                head_dim=heads.head_dim,
+                dtype=self._base.dtype,
+                device=self._base.device,
+            )
+            if rows is PackedRows:
+                self._batches[kind] = TriZoneBatch(shape, self._base, self._codes)
             else:
-                batch = HsaBatch if kind is SparseRows else DenseBatch
-                self._batches[kind] = batch(self._shape, self._base)
+                batch = HsaBatch if rows is SparseRows else DenseBatch
+                self._batches[kind] = batch(shape, self._base)
         return self._batches[kind]
 
 

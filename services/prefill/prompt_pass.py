@@ -298,7 +298,7 @@ class PromptPass:
             num_rows = tensors["keys"][:, :, 0].numel()
             tensors = delta_tensors(tensors, layer, job.retained)
             spec, num_saved = self._model.spec, num_rows - int(tensors[NEW_ROWS].sum())
-            job.saved_bytes += len(spec.row_names) * spec.row_bytes * num_saved
+            job.saved_bytes += len(spec.row_names) * spec.row_bytes(layer) * num_saved
         names, kinds = list(tensors), {NEW_ROWS: "index", **fmt.kinds}
         arrived = self._copies.start(list(tensors.values()))
         self.times.pack_s += self._clock() - begin_s

@@ -107,7 +107,8 @@ class HistoryReceiver:
         """See `BlockSink.begin_layer`."""
         incoming, spec = self._incoming[key], self._spec
         layer = spec.layer(header.layer)
-        shape = (spec.num_kv_heads, incoming.manifest.num_tokens, spec.head_dim)
+        heads = spec.heads(header.layer)
+        shape = (heads.num_kv_heads, incoming.manifest.num_tokens, heads.head_dim)
         rows = [(name, spec.dtype, shape) for name in spec.row_names] if layer.has_rows else []
         states = [(its.name, its.dtype, its.shape) for its in layer.state]
         expected = tuple(

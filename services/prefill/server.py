@@ -67,9 +67,7 @@ def build_store(config: PrefillConfig, *, spec: ModelSpec, metrics: PrefillMetri
 
     shape = StoredShape(
         fingerprint=spec.fingerprint,
-        num_layers=len(spec.row_layers),
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        heads=tuple(map(spec.heads, spec.row_layers)),
         precision=RowPrecision(
             bits=config.history_bits, dtype=getattr(torch, spec.dtype), latent_dim=spec.latent_dim
         ),

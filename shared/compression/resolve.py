@@ -58,7 +58,7 @@ def resolve_plan(
     Args:
         num_prompt_tokens: history included, at least 1.
         max_new_tokens: N, at least 1.
-        head_dim: d.
+        head_dim: d, of the layers that have no heads of their own.
         layers: as `ModelSpec.layers`. Those with a window or a state are not compressed and share no rows.
 
     Returns: the plan with one `LayerPlan` per layer. Its method is "full" if no layer is compressed.
@@ -94,6 +94,7 @@ def resolve_plan(
             plan.layer_allocation, rows=rows, num_layers=len(sharing), num_tokens=num_prompt_tokens
         )
         for layer, share in zip(sharing, shares, strict=True):
+            heads = layers[layer].heads if layers else None
             sizing = Sizing(
                 layer=layer,
                 rows=share,
@@ -101,7 +102,7 @@ def resolve_plan(
                 packed_budget=packed_budget,
                 num_prompt_tokens=num_prompt_tokens,
                 max_new_tokens=max_new_tokens,
-                head_dim=head_dim,
+                head_dim=head_dim if heads is None else heads.head_dim,
                 latent_dim=layers[layer].latent_dim if layers else 0,
             )
             planned[layer] = fmt.plan_layer(plan, sizing)

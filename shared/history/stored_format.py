@@ -25,7 +25,7 @@ from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss
 from kvferry.shared.history.checkpoints import LayerState
 from kvferry.shared.history.rows import RowChunk, RowPrecision, part_of
-from kvferry.shared.model.spec import TORCH_DTYPES, StateSpec
+from kvferry.shared.model.spec import TORCH_DTYPES, Heads, StateSpec
 
 FORMAT_VERSION = 1
 FENCE_BYTES = 16
@@ -118,16 +118,19 @@ class StoredShape:
 
     Attributes:
         fingerprint: of the model.
-        num_layers: layers with rows, which are numbered without the others.
+        heads: of each layer with rows, which are numbered without the others.
         states: of each layer with a state, by its number in the model.
     """
 
     fingerprint: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    heads: tuple[Heads, ...]
     precision: RowPrecision
     states: Mapping[int, tuple[StateSpec, ...]] = field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with rows."""
+        return len(self.heads)
 
     def serves(self, record: TierRecord) -> bool:
         """Whether a record's rows are of this model, in the precision that this worker stores."""
@@ -139,9 +142,10 @@ def write_chunk(
 ) -> bytes:
     """A chunk as a value."""
     payload = [_tensor_bytes(tensor) for tensor in chunk.tensors]
+    heads = shape.heads[layer]
     header = _CHUNK.pack(
-        _CHUNK_MAGIC, FORMAT_VERSION, shape.precision.code, chunk.group_offset, layer, shape.num_kv_heads,
-        shape.head_dim, 0, chunk.num_tokens, first_token, segment_id, sum(map(len, payload)),
+        _CHUNK_MAGIC, FORMAT_VERSION, shape.precision.code, chunk.group_offset, layer, heads.num_kv_heads,
+        heads.head_dim, 0, chunk.num_tokens, first_token, segment_id, sum(map(len, payload)),
     )  # fmt: skip
     return b"".join([header, _CHECKSUM.pack(_checksum(header, *payload)), *payload])
 
@@ -157,15 +161,15 @@ def read_chunk(
     if len(value) < CHUNK_HEADER_BYTES:
         raise corrupt(f"{what} has {len(value)} bytes, fewer than its header")
     header = value[: _CHUNK.size]
-    group_offset = header[7]
+    group_offset, heads = header[7], shape.heads[layer]
     shapes = shape.precision.shapes(
-        num_tokens=num_tokens, group_offset=group_offset, num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        num_tokens=num_tokens, group_offset=group_offset, num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
     )  # fmt: skip
     sizes = [int(np.prod(dims)) * dtype.itemsize for dims, dtype in shapes]
     expected = _CHUNK.pack(
-        _CHUNK_MAGIC, FORMAT_VERSION, shape.precision.code, group_offset, layer, shape.num_kv_heads,
-        shape.head_dim, 0, num_tokens, first_token, segment_id, sum(sizes),
+        _CHUNK_MAGIC, FORMAT_VERSION, shape.precision.code, group_offset, layer, heads.num_kv_heads,
+        heads.head_dim, 0, num_tokens, first_token, segment_id, sum(sizes),
     )  # fmt: skip
     payload = memoryview(value)[CHUNK_HEADER_BYTES:]
     if header != expected or len(payload) != sum(sizes):
@@ -178,7 +182,7 @@ def read_chunk(
         _tensor_bytes(tensor)[:] = payload[offset : offset + size_bytes]
         tensors.append(tensor)
         offset += size_bytes
-    return shape.precision.chunk(tensors, group_offset=group_offset, head_dim=shape.head_dim)
+    return shape.precision.chunk(tensors, group_offset=group_offset, head_dim=heads.head_dim)
 
 
 def write_state(state: LayerState, *, checkpoint_id: bytes, layer: int) -> bytes:

@@ -27,7 +27,7 @@ from kvferry.shared.model.interface import DecodeAttention, LayerStates, Prefill
 from kvferry.shared.model.layers import state_layers
 from kvferry.shared.model.prefill_attention import expanded_attention, prefill_attention
 from kvferry.shared.model.rotary import KeyRotation
-from kvferry.shared.model.spec import LayerSpec, ModelSpec
+from kvferry.shared.model.spec import Heads, LayerSpec, ModelSpec
 
 if TYPE_CHECKING:
     from kvferry.shared.model.state_cache import StateCache
@@ -237,11 +237,11 @@ class DecodePass:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """What one layer's attention was called with: KV heads, query heads for each, head size, the keys
-    `[H_kv, T, D]`, whether the softmax is plain, and how many of the keys' channels are values (0: none)."""
+    """What one layer's attention was called with: its heads, the keys `[H_kv, T, D]`, whether the softmax is
+    plain, and how many of the keys' channels are values (0: none)."""
 
     layer: int
-    shape: tuple[int, int, int]
+    heads: Heads
     keys: Tensor
     has_plain_softmax: bool
     latent_dim: int
@@ -276,7 +276,11 @@ class ProbePass:
     ) -> Tensor:
         call = AttentionCall(
             layer=layer,
-            shape=(key.shape[1], query.shape[1] // key.shape[1], key.shape[3]),
+            heads=Heads(
+                num_kv_heads=key.shape[1],
+                group_size=query.shape[1] // key.shape[1],
+                head_dim=key.shape[3],
+            ),
             keys=key.transpose(0, 1).flatten(1, 2).clone(),
             has_plain_softmax=not isinstance(scaling, Softmax),
             latent_dim=0 if latent is None else value.shape[3],

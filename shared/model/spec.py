@@ -42,6 +42,21 @@ class StateSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Heads:
+    """The shape of a layer's attention.
+
+    Attributes:
+        num_kv_heads: H_kv. Latent rows are one KV head.
+        group_size: G, query heads per KV head.
+        head_dim: D, of keys; of latent rows, latent and rotary channels.
+    """
+
+    num_kv_heads: int
+    group_size: int
+    head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """Which tokens a layer attends to, and how; or that it has a state instead.
 
@@ -55,6 +70,7 @@ class LayerSpec:
         has_rows: whether it attends, so that every token has K and V in it.
         state: of a layer without rows: its recurrent, linear-attention or convolution state. It may be empty:
             the layer has neither.
+        heads: of a layer whose heads are not the model's (`ModelSpec.heads`).
     """
 
     window: int = 0
@@ -63,6 +79,7 @@ class LayerSpec:
     latent_dim: int = 0
     has_rows: bool = True
     state: tuple[StateSpec, ...] = ()
+    heads: Heads | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -100,8 +117,8 @@ class ModelSpec:
         name: public model id, as `GET /v1/models` shows it.
         fingerprint: hex digest over configuration, weights and compute dtype; two workers may exchange
             KV only if theirs are equal.
-        num_kv_heads: H_kv; num_heads = H_kv * G. Latent rows are one KV head.
-        head_dim: D, of keys; of latent rows, latent and rotary channels.
+        num_kv_heads, head_dim: as of `Heads`, of the first layer with rows and all that are like it.
+        num_heads: H_kv * G of these layers.
         max_model_len: context window in tokens, prompt plus completion.
         dtype: compute dtype, which is also the dtype of K and V.
         eos_token_ids: ids that end a completion.
@@ -125,6 +142,14 @@ class ModelSpec:
 
     def layer(self, layer: int) -> LayerSpec:
         return self.layers[layer] if self.layers else LayerSpec()
+
+    def heads(self, layer: int) -> Heads:
+        """A layer's own heads, or the model's."""
+        return self.layer(layer).heads or self._heads
+
+    @cached_property
+    def _heads(self) -> Heads:
+        return Heads(num_kv_heads=self.num_kv_heads, group_size=self.group_size, head_dim=self.head_dim)
 
     @cached_property
     def row_layers(self) -> tuple[int, ...]:
@@ -161,18 +186,23 @@ class ModelSpec:
         """G, query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
-    @property
-    def row_bytes(self) -> int:
+    def row_bytes(self, layer: int) -> int:
         """Bytes of one K (or V, or latent) row of one KV head."""
-        return self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.heads(layer).head_dim * DTYPE_BYTES[self.dtype]
+
+    def layer_token_bytes(self, layer: int) -> int:
+        """Bytes of one token's full KV in one layer, over all KV heads: K and V, or a latent row."""
+        return len(self.row_names) * self.heads(layer).num_kv_heads * self.row_bytes(layer)
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of one token's full KV over all layers and KV heads: K and V, or latent rows."""
-        return len(self.row_names) * len(self.row_layers) * self.num_kv_heads * self.row_bytes
+        """Bytes of one token's full KV over all layers."""
+        return sum(map(self.layer_token_bytes, self.row_layers))
 
     def full_bytes(self, num_tokens: int) -> int:
         """Bytes that tokens after a prompt need of it without compression: KV and states."""
-        rows = sum(self.layer(layer).num_needed(num_tokens) for layer in self.row_layers)
-        states = sum(self.layers[layer].state_bytes for layer in self.state_layers)
-        return len(self.row_names) * self.num_kv_heads * self.row_bytes * rows + states
+        rows = sum(
+            self.layer(layer).num_needed(num_tokens) * self.layer_token_bytes(layer)
+            for layer in self.row_layers
+        )
+        return rows + sum(self.layers[layer].state_bytes for layer in self.state_layers)

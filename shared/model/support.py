@@ -18,9 +18,9 @@ from kvferry.shared.errors import UnsupportedModel
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.families import MODEL_TYPES
 from kvferry.shared.model.layers import layer_specs, state_layers
-from kvferry.shared.model.spec import TORCH_DTYPES, DTypeName, LayerSpec, ModelSpec, StateSpec
+from kvferry.shared.model.spec import TORCH_DTYPES, DTypeName, Heads, LayerSpec, ModelSpec, StateSpec
 
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 """`longrope` is made static by `loading.py`."""
 _MAX_PROBE_TOKENS = 8
 
@@ -59,7 +59,7 @@ def _unsupported_feature(config: Any, max_model_len: int) -> str | None:
     def get(name: str) -> Any:
         return getattr(config, name, None)
 
-    if get("use_bidirectional_attention"):
+    if get("use_bidirectional_attention") not in (None, False, "vision"):  # only between images' tokens
         return "bidirectional attention"
     if get("alibi"):
         return "ALiBi positions"
@@ -87,8 +87,8 @@ def _unsupported_rope(config: Any, max_model_len: int) -> str | None:
 
 
 def probe_attention(model: TransformersModel) -> tuple[ModelSpec, dict[int, Tensor]]:
-    """Run a few tokens and check that every layer that attends calls our attention once, in order, with the
-    same shapes, and that every other one has its state in transformers' cache.
+    """Run a few tokens and check that every layer that attends calls our attention once, in order, and
+    that every other one has its state in transformers' cache.
 
     Args: model: of its spec, head counts and sizes are not used.
 
@@ -110,26 +110,23 @@ def probe_attention(model: TransformersModel) -> tuple[ModelSpec, dict[int, Tens
             f"{list(spec.row_layers)}; it must be called through transformers' attention interface once in "
             "every such layer, in order"
         )
-    shapes = {call.shape: call.layer for call in reversed(calls)}
-    if len(shapes) > 1:
-        raise UnsupportedModel(
-            "layers differ in (KV heads, group size, head size): "
-            + ", ".join(f"{shape} from layer {layer} on" for shape, layer in reversed(shapes.items()))
-        )
     # without layers that attend, one head of one channel, of which nothing is stored
-    num_kv_heads, group_size, head_dim = calls[0].shape if calls else (1, 1, 1)
+    own = calls[0].heads if calls else Heads(num_kv_heads=1, group_size=1, head_dim=1)
     layers = [spec.layer(layer) for layer in range(spec.num_layers)]
     for its in calls:
         layers[its.layer] = replace(
-            layers[its.layer], has_plain_softmax=its.has_plain_softmax, latent_dim=its.latent_dim
+            layers[its.layer],
+            has_plain_softmax=its.has_plain_softmax,
+            latent_dim=its.latent_dim,
+            heads=None if its.heads == own else its.heads,
         )
     for layer, state in states.items():
         layers[layer] = replace(layers[layer], state=_state_specs(state))
     measured = replace(
         spec,
-        num_heads=num_kv_heads * group_size,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_heads=own.num_kv_heads * own.group_size,
+        num_kv_heads=own.num_kv_heads,
+        head_dim=own.head_dim,
         vocab_size=vocab_size,
         layers=tuple(layers) if any(its != LayerSpec() for its in layers) else (),
     )

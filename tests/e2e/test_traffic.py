@@ -60,7 +60,7 @@ def test_rocketkv_at_4k_ships_at_most_a_quarter_of_full_and_exactly_what_its_blo
         head_dim=spec.head_dim,
     )
     rows = sum(layer.rows for layer in resolved.layers) * spec.num_kv_heads
-    assert shipped["rows"] == rows * 2 * spec.row_bytes
+    assert shipped["rows"] == rows * 2 * spec.row_bytes(0)
     assert shipped["index"] == rows * 4
     assert shipped["codes"] == shipped["scales"] == 0
     assert full == num_tokens * spec.kv_token_bytes == answer["kv"]["full_bytes"]

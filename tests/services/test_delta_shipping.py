@@ -115,7 +115,7 @@ async def test_rows_of_any_earlier_turn_are_not_shipped_again(pair: Pair) -> Non
             for token in range(len(prompt) - 26, turn.ticket.retained_tokens)
         }
         known = set().union(*retained[-MAX_RETAINED_SELECTIONS:], generated if number else set())
-        assert row_bytes(turn) == 2 * spec.row_bytes * len(kept - known)
+        assert row_bytes(turn) == 2 * spec.row_bytes(0) * len(kept - known)
         retained.append(kept)
         prompt = prompt + turn.tokens + some_tokens(pair.model, 20, seed=30 + number)
     # each selection was shipped once, and less than its own last turn's would have been

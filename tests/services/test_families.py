@@ -97,4 +97,4 @@ async def test_layers_with_windows_ship_their_last_rows_only(pair: Pair) -> None
         for its in spec.layers
     ]
     assert 0 < sum(its.window > 0 for its in spec.layers) < spec.num_layers
-    assert turn.done.bytes_by_kind["rows"] == 2 * spec.num_kv_heads * spec.row_bytes * sum(shipped)
+    assert turn.done.bytes_by_kind["rows"] == 2 * spec.num_kv_heads * spec.row_bytes(0) * sum(shipped)

@@ -67,7 +67,7 @@ def shipped(turn: Turn) -> dict[str, int]:
 @pytest.mark.parametrize("family", [*HYBRIDS, "mamba2", "nemotron_h"])
 async def test_states_are_shipped_whole_beside_the_rows_of_layers_that_attend(pair: Pair) -> None:
     spec, num_tokens = pair.model.spec, 101
-    row_bytes = 2 * len(spec.row_layers) * spec.num_kv_heads * spec.row_bytes
+    row_bytes = 2 * len(spec.row_layers) * spec.num_kv_heads * spec.row_bytes(0)
     turn = await pair.turn(prompt_of(num_tokens, seed=1), FULL)
     expected = {"state": state_bytes(pair), "rows": num_tokens * row_bytes}
     assert shipped(turn) == {kind: size for kind, size in expected.items() if size}

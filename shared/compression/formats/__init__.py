@@ -86,8 +86,12 @@ def make_formats(
             continue
         _check_format(number, layer.representation.name, spec_of_layer)
         its_class = format_class(layer.representation)
+        heads = spec.heads(number)
         its_shape = replace(
             shape,
+            num_kv_heads=heads.num_kv_heads,
+            group_size=heads.group_size,
+            head_dim=heads.head_dim,
             has_plain_softmax=spec_of_layer.has_plain_softmax,
             latent_dim=spec_of_layer.latent_dim,
             state=spec_of_layer.state,

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvferry.shared.model.adapters.arguments import pass_arguments
 from kvferry.shared.model.adapters.latent import pass_latent_rows
+from kvferry.shared.model.adapters.sharing import run_every_token
 from kvferry.shared.model.adapters.temperature import scale_queries_by_position
 from kvferry.shared.model.adapters.tokens import continue_by_token
 
@@ -20,6 +21,7 @@ _LATENT = (
 ADAPTERS: Mapping[str, Callable[[Any], None]] = {
     **dict.fromkeys(_LATENT, pass_latent_rows),
     "falcon_mamba": continue_by_token,
+    "gemma4_text": run_every_token,
     "jamba": continue_by_token,
     "llama4_text": scale_queries_by_position,
     "mamba": continue_by_token,

@@ -184,6 +184,30 @@ FAMILIES: Mapping[str, Family] = {
             "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         },
     ),
+    "gemma4_text": Family(
+        model_type="gemma4_text",
+        settings={
+            "layer_types": _PATTERN,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "use_bidirectional_attention": "vision",
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "top_k_experts": 2,
+        },
+    ),
+    "gemma4_text-shared": Family(
+        model_type="gemma4_text",
+        settings={
+            "layer_types": _PATTERN,
+            "global_head_dim": 16,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "use_double_wide_mlp": True,
+        },
+    ),
     **{name: Family(model_type=name, settings=_LATENT) for name in _LATENT_TYPES.split()},
     "deepseek_v3-yarn": Family(
         model_type="deepseek_v3",

@@ -26,6 +26,7 @@ from kvferry.shared.history.rows import RowPrecision
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.stored_format import StoredShape
 from kvferry.shared.history.turn import StagedTurn
+from kvferry.shared.model.spec import Heads
 
 LAYERS, HEADS, DIM = 3, 2, 4
 TOKEN_BYTES = 2 * LAYERS * HEADS * DIM * 4
@@ -69,7 +70,8 @@ class Worker:
         self.misses: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         shape = StoredShape(
-            fingerprint=fingerprint, num_layers=num_layers, num_kv_heads=heads, head_dim=dim,
+            fingerprint=fingerprint,
+            heads=(Heads(num_kv_heads=heads, group_size=1, head_dim=dim),) * num_layers,
             precision=precision,
         )  # fmt: skip
         self.store = HistoryStore(

@@ -115,7 +115,7 @@ async def test_rows_on_the_wire_are_the_selection_of_a_plain_run(
             chosen = torch.zeros(num_tokens - protected, dtype=torch.bool)
             chosen[positions[head, :-protected]] = True
             assert scores[head][~chosen].max() <= scores[head][chosen].min() + 1e-4
-    rows_bytes = sum(layer.rows for layer in resolved.layers) * spec.num_kv_heads * spec.row_bytes * 2
+    rows_bytes = sum(layer.rows for layer in resolved.layers) * spec.num_kv_heads * spec.row_bytes(0) * 2
     assert done.bytes_by_kind["rows"] == rows_bytes
     assert done.bytes_by_kind["index"] == sum(layer.rows for layer in resolved.layers) * spec.num_kv_heads * 4
     assert done.bytes_by_kind["manifest"] > 0

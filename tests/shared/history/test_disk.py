@@ -30,6 +30,7 @@ from kvferry.shared.history.disk_history import DiskHistory
 from kvferry.shared.history.rows import RowPrecision, chunk_rows
 from kvferry.shared.history.storage import new_record
 from kvferry.shared.history.stored_format import StoredShape, TierRecord, read_record
+from kvferry.shared.model.spec import Heads
 
 A = SessionKey(owner="key-a", session_id="s")
 B = SessionKey(owner="key-b", session_id="s")
@@ -299,7 +300,9 @@ def test_a_folder_that_is_deleted_under_a_worker_is_made_anew(
 def test_a_folder_that_cannot_be_used_is_a_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     shape = StoredShape(
-        fingerprint="f", num_layers=1, num_kv_heads=1, head_dim=1, precision=RowPrecision(dtype=torch.float32)
+        fingerprint="f",
+        heads=(Heads(num_kv_heads=1, group_size=1, head_dim=1),) * 1,
+        precision=RowPrecision(dtype=torch.float32),
     )
     with pytest.raises(ConfigurationError, match="history_disk is"):
         DiskHistory(tmp_path / "file", max_bytes=1, shape=shape, ttl_s=1)
@@ -468,7 +471,9 @@ def test_any_part_of_any_segment_is_read_as_it_was_written(
     data: st.DataObject,
 ) -> None:
     precision = RowPrecision(bits=bits, dtype=torch.float32)
-    shape = StoredShape(fingerprint="f", num_layers=2, num_kv_heads=2, head_dim=3, precision=precision)
+    shape = StoredShape(
+        fingerprint="f", heads=(Heads(num_kv_heads=2, group_size=1, head_dim=3),) * 2, precision=precision
+    )
     folder = tmp_path_factory.mktemp("format")
     disk = DiskHistory(folder, max_bytes=1 << 30, shape=shape, ttl_s=1000, value_bytes=value_bytes)
     layers = [

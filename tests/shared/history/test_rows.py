@@ -22,6 +22,7 @@ from kvferry.shared.history.stored_format import (
     write_chunk,
     write_record,
 )
+from kvferry.shared.model.spec import Heads
 
 SEGMENT = bytes(range(16))
 BITS: tuple[Literal["16", "8", "4"], ...] = ("16", "8", "4")
@@ -109,7 +110,11 @@ def test_a_part_has_the_wholes_values_also_after_redis(
         start = data.draw(st.integers(0, chunk.num_tokens - 1))
         stop = data.draw(st.integers(start + 1, chunk.num_tokens))
         chunk, whole = chunk.part(start, stop), (whole[0][:, start:stop], whole[1][:, start:stop])
-        shape = StoredShape(fingerprint="m", num_layers=1, num_kv_heads=2, head_dim=dim, precision=precision)
+        shape = StoredShape(
+            fingerprint="m",
+            heads=(Heads(num_kv_heads=2, group_size=1, head_dim=dim),) * 1,
+            precision=precision,
+        )
         where = {"shape": shape, "segment_id": SEGMENT, "layer": 0, "first_token": 5}
         value = write_chunk(chunk, **where)  # type: ignore[arg-type]
         read = read_chunk(value, num_tokens=chunk.num_tokens, **where)  # type: ignore[arg-type]
@@ -123,7 +128,9 @@ def test_a_part_has_the_wholes_values_also_after_redis(
 @given(data=st.data())
 def test_any_other_bytes_are_a_miss(data: st.DataObject) -> None:
     precision = RowPrecision(bits="8", dtype=torch.float32)
-    shape = StoredShape(fingerprint="m", num_layers=1, num_kv_heads=2, head_dim=3, precision=precision)
+    shape = StoredShape(
+        fingerprint="m", heads=(Heads(num_kv_heads=2, group_size=1, head_dim=3),) * 1, precision=precision
+    )
     chunk = precision.encode(*random_kv(2, 5, 3))
     assert chunk.bits == 8
     value = write_chunk(chunk, shape=shape, segment_id=SEGMENT, layer=0, first_token=0)
