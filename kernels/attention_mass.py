@@ -19,7 +19,7 @@ from torch import Tensor
 from kvferry.kernels.dense_decode.triton_kernel import dot_dtype
 from kvferry.kernels.descriptors import MAX_SPLITS, choose_num_splits
 from kvferry.kernels.dispatch import interpreting
-from kvferry.kernels.split_attention import LOG2_E
+from kvferry.kernels.split_attention import _SPLITS_AT_ONCE, LOG2_E
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _row_lse_kernel(
     query_ptr, key_ptr, partial_ptr, counter_ptr, lse_ptr, scale_log2, num_rows, window, num_tokens,
     stride_head, stride_row,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, DOT: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     # blocks are on the grid's first axis, the only one that may exceed 65,535
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -60,12 +60,18 @@ def _row_lse_kernel(
     tl.debug_barrier()
     done = tl.atomic_add(counter_ptr + head * blocks + block, 1, sem="acq_rel")
     if done == num_splits - 1:
-        s = tl.arange(0, BLOCK_SPLITS)
-        at = first + s[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        parts = tl.load(partial_ptr + at, mask=s[:, None] < num_splits, other=float("-inf"))
-        highest = tl.max(parts, 0)
+        highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        for first_split in range(0, num_splits, _SPLITS_AT_ONCE):
+            s = first_split + tl.arange(0, _SPLITS_AT_ONCE)
+            at = first + s[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+            parts = tl.load(partial_ptr + at, mask=s[:, None] < num_splits, other=float("-inf"))
+            new_highest = tl.maximum(highest, tl.max(parts, 0))
+            base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+            total = total * tl.exp2(highest - base) + tl.sum(tl.exp2(parts - base[None, :]), 0)
+            highest = new_highest
         base = tl.where(highest == float("-inf"), 0.0, highest)
-        tl.store(lse_ptr + row, base + tl.log2(tl.sum(tl.exp2(parts - base[None, :]), 0)), mask=i < num_rows)
+        tl.store(lse_ptr + row, base + tl.log2(total), mask=i < num_rows)
 
 
 @triton.jit
@@ -127,7 +133,7 @@ def attention_mass(queries: Tensor, keys: Tensor, *, scaling: float, per_query_h
     options = {"DOT": dot_dtype(queries.dtype), "num_warps": 8 if block_m >= 64 else 4, "num_stages": 2}
     _row_lse_kernel[(num_blocks, num_kv_heads, num_splits)](
         queries, keys, partial, counters, lse, scaling * LOG2_E, num_rows, window, num_tokens,
-        keys.stride(0), keys.stride(1), **shape, BLOCK_SPLITS=triton.next_power_of_2(num_splits), **options,
+        keys.stride(0), keys.stride(1), **shape, **options,
     )  # fmt: skip
     units = group_size if per_query_head else 1
     sums = torch.empty(num_kv_heads, units, num_tokens, dtype=torch.float32, device=device)

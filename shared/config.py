@@ -103,6 +103,11 @@ class WorkerSettings(TracedSettings):
         True,
         description="run every Triton kernel against torch before serving; those that fail are not used",
     )
+    warm_up: Annotated[bool, PROCESS] = Field(
+        True,
+        description="compile kernels and capture steps of every batch size and method before serving, where "
+        "there is something to compile",
+    )
     max_model_len: Annotated[int, MODEL] = Field(
         0, ge=0, description="context window in tokens; 0: the model's own"
     )

@@ -81,6 +81,7 @@ class PrefillMetrics(_Families):
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         super().__init__(registry)
         by = ("model", "method")
+        self.warm_up = self._gauge("prefill_warm_up_ratio", "The part of the warm-up that is done")
         self.prefill = self._latency("prefill_seconds", "One prompt's pass, including compression", *by)
         self.compress = self._latency("compress_seconds", "One prompt's compression", *by)
         self.pack = self._latency("pack_seconds", "One prompt's serialization into blocks", *by)
@@ -128,6 +129,7 @@ class DecodeMetrics(_Families):
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         super().__init__(registry)
+        self.warm_up = self._gauge("decode_warm_up_ratio", "The part of the warm-up that is done")
         self.decode_step = self._steps("decode_step_seconds", "One step of the running batch", "model")
         self.decode_steps = self._counter(
             "decode_steps", "Steps by path, and why they did not use a CUDA graph", "path", "reason"

@@ -10,20 +10,21 @@ It runs one sequence at a time on plain Python lists of tensors, and recomputes 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling
-from kvferry.shared.compression.compress import WaitingLayer, allocate_waiting, measure_layer
+from kvferry.shared.compression.compress import WaitingLayer, measure_layer
 from kvferry.shared.compression.formats import compress_layer, make_formats
 from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.formats.state import stacked
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, is_measured
 from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.compression.whole_prompt import compress_prompt, compress_waiting, in_layer_order
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.grammar import TokenMatcher
@@ -166,7 +167,7 @@ class _Prefill:
         """After the last layer: the plan with each layer's own rows, and each layer's tensors."""
         if self._waiting:
             return compress_waiting(self._model.spec, self._resolved, self._waiting, states)
-        return self._resolved, _in_order(self._model.spec, self._compressed, states)
+        return self._resolved, in_layer_order(self._model.spec, self._compressed, states)
 
 
 class Continuation:
@@ -359,44 +360,6 @@ class OneProcessGenerator:
         )
         measured, compressed = compress_prompt(spec, resolved, captured.layers, captured.states)
         return Continuation(self._model, measured, compressed)
-
-
-def compress_prompt(
-    spec: ModelSpec, resolved: ResolvedPlan, layers: Iterable[LayerInputs], states: States | None = None
-) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
-    """Compress every layer of a prompt, given all of its layers.
-
-    Args: states: of the layers that have one.
-    Returns: the plan with each layer's own rows, and each layer's tensors.
-    """
-    if is_measured(resolved):
-        waiting = [measure_layer(resolved, inputs) for inputs in layers]
-        return compress_waiting(spec, resolved, waiting, states)
-    formats = make_formats(spec, resolved)
-    compressed = {its.layer: compress_layer(resolved, formats[its.layer], its) for its in layers}
-    return resolved, _in_order(spec, compressed, states)
-
-
-def compress_waiting(
-    spec: ModelSpec,
-    resolved: ResolvedPlan,
-    waiting: Sequence[WaitingLayer],
-    states: States | None = None,
-) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
-    """As `compress_prompt`, for measured layers."""
-    measured = allocate_waiting(resolved, waiting)
-    formats = make_formats(spec, measured)
-    compressed = {
-        its.inputs.layer: compress_layer(measured, formats[its.inputs.layer], its.inputs, scores=its.scores)
-        for its in waiting
-    }
-    return measured, _in_order(spec, compressed, states)
-
-
-def _in_order(spec: ModelSpec, compressed: dict[int, Tensors], states: States | None) -> tuple[Tensors, ...]:
-    """Each layer's tensors; none for a layer with neither rows nor a state."""
-    by_layer = {**compressed, **(states or {})}
-    return tuple(by_layer.get(layer, {}) for layer in range(spec.num_layers))
 
 
 def _common_prefix(recorded: list[int], prompt: list[int]) -> int:

@@ -19,7 +19,6 @@ from hsa_cases import HsaSize, hsa_cases
 from packed_cases import pack_case, trizone_case
 from score_cases import chunk_case, window_case
 
-from kvferry.kernels.descriptors import MAX_SPLITS
 from kvferry.kernels.hsa.batch import MAX_PAGES
 
 ARCHITECTURES = (80, 90)
@@ -71,14 +70,10 @@ def compile_cases(model: Model) -> list[Callable[[], Case]]:
 
 
 def launches_of(case: Case) -> list[Launch]:
-    """What a case launches, with splits as many as a batch of one has on a GPU."""
+    """What a case launches."""
     with caught(list(case.kernels)) as launches:
         case.launch()
-    splits = {"BLOCK_SPLITS": MAX_SPLITS}
-    return [
-        replace(launch, arguments=launch.arguments | splits) if splits.keys() & launch.arguments else launch
-        for launch in launches
-    ]
+    return launches
 
 
 def compile_all(only: str = "", model_names: tuple[str, ...] = ()) -> list[dict[str, Any]]:

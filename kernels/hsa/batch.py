@@ -42,7 +42,7 @@ MAX_PAGES = 8192
 """Pages of one head: one program selects among all of them."""
 BLOCK_PAGES = 128
 """Pages that one program scores."""
-_EMPTY = [int(column == PAGE_SIZE) for column in range(FIELDS)]
+EMPTY_HEAD = [int(column == PAGE_SIZE) for column in range(FIELDS)]
 """A head without rows. Its page size is 1, because kernels divide by it."""
 
 
@@ -148,7 +148,7 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
     """A `SlotBatch` by `hsa.append_row` and `hsa.attend`."""
 
     def __init__(self, shape: BatchShape, base: Tensor) -> None:
-        super().__init__("hsa", shape, base, empty=_EMPTY)
+        super().__init__("hsa", shape, base, empty=EMPTY_HEAD)
         self._sizes: dict[int, SparseSize] = {}
         self._views: dict[tuple[int, int], CacheViews] = {}
         self._ranked: dict[int, RankedQueries] = {}

@@ -66,6 +66,7 @@ class DecodeEngine:
         on_finished: takes a sequence whose completion has ended and whose generated KV is to be returned to
             prefill (RETURNING).
         device: runs the steps; by default, made for the model's device.
+        warm_up: what the thread runs before it takes sequences, with the runner of the steps.
     """
 
     def __init__(
@@ -78,8 +79,10 @@ class DecodeEngine:
         memory: SequenceMemory,
         on_finished: Callable[[Sequence], None],
         device: StepDevice | None = None,
+        warm_up: Callable[[StepRunner | StepLanes], None] | None = None,
     ) -> None:
         self._model = model
+        self._warm_up = warm_up
         device = device or step_device(model.device)
         self._runner = (StepLanes if device.captures else StepRunner)(
             model, device, max_batch_size=max_batch_size, warn=_warn_of_capture
@@ -132,9 +135,10 @@ class DecodeEngine:
         return len(self._running)
 
     def healthy(self, heartbeat_timeout_s: float) -> bool:
-        """Whether the loop has a recent heartbeat and not every recent step failed."""
+        """Whether the engine is warm, its loop has a recent heartbeat and not every recent step failed."""
         fresh = self._clock() - self.heartbeat.last_s < heartbeat_timeout_s
-        return self._thread.is_alive() and fresh and self._failed_steps < _MAX_FAILED_STEPS
+        works = fresh and self._failed_steps < _MAX_FAILED_STEPS
+        return self._thread.is_alive() and self._warm_up is None and works
 
     @property
     def is_wedged(self) -> bool:
@@ -150,6 +154,13 @@ class DecodeEngine:
     @torch.inference_mode()
     def _run(self) -> None:
         try:
+            if self._warm_up is not None:
+                try:
+                    self._warm_up(self._runner)
+                except Exception:  # requests will show whether anything is amiss
+                    _log.exception("the warm-up failed")
+                    self._runner.reset()
+                self._warm_up = None
             while self._await_work():
                 try:
                     self._iterate()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -25,6 +26,7 @@ from kvferry.services.decode.memory import Scheduler, SequenceMemory
 from kvferry.services.decode.receiver import CacheReceiver
 from kvferry.services.decode.retained import HistoryReturner, RetainedSelections
 from kvferry.services.decode.sequence import EventStream, Reservations, Sequence
+from kvferry.services.decode.warm_up import warm_up_steps
 from kvferry.shared.cache.arena import ByteArena, measured_limit_bytes
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, is_measured
@@ -55,6 +57,7 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.grammar import GrammarCompiler
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry import stage
+from kvferry.shared.warm_up import needs_warm_up, shown_progress
 from kvferry.shared.wire.messages import PROTOCOL_VERSION, TransferKey
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
 from kvferry.shared.wire.sender import BlockSender
@@ -132,6 +135,16 @@ class DecodeService:
             timeout_s=config.history_timeout_s,
             retained=self._retained,
         )
+        warm_up = None
+        if config.warm_up and needs_warm_up("decode", model):
+            warm_up = partial(
+                warm_up_steps,
+                model,
+                arena=self._arena,
+                max_batch_size=config.max_batch_size,
+                progress=shown_progress(metrics.warm_up),
+            )
+        metrics.warm_up.set(warm_up is None)
         self._engine = DecodeEngine(
             model,
             metrics,
@@ -139,6 +152,7 @@ class DecodeService:
             clock=clock,
             memory=self._memory,
             on_finished=self._returner.submit,
+            warm_up=warm_up,
         )
         self._sweep_interval_s = sweep_interval_s
         self._stop_sweeping = threading.Event()

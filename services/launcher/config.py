@@ -47,7 +47,10 @@ class ServeConfig(RouterConfig, DecodeConfig, PrefillConfig):
         "127.0.0.1:0", description="host:port of decode's metrics; port 0 picks a free one"
     )
     start_timeout_s: Annotated[Seconds, PROCESS] = Field(
-        300.0, gt=0, description="how long the services may take to become ready"
+        900.0,
+        gt=0,
+        description="how long the services may take to become ready; on a GPU, kernels are compiled at the "
+        "first start",
     )
     log_level: Annotated[LogLevel, PROCESS] = Field("warning", description="least severe messages to log")
     shutdown_timeout_s: Annotated[Seconds, PROCESS] = Field(

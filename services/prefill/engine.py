@@ -30,6 +30,7 @@ from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.telemetry import carrier, stage
+from kvferry.shared.warm_up import PROMPT_TOKENS, needs_warm_up, shown_progress, warm_prompts
 from kvferry.shared.wire.frames import model_fields
 from kvferry.shared.wire.messages import EndRecord, Manifest
 from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
@@ -171,6 +172,7 @@ class PrefillEngine:
     def _loop(self) -> None:
         try:
             with torch.inference_mode(), self._copies.scope():
+                self._warm_up()
                 self.heartbeat.waits = False
                 self._probe()
                 while (started := self._next()) is not None:
@@ -207,6 +209,16 @@ class PrefillEngine:
         if overtaking is not None:
             self._run(overtaking)
             job.check_cancelled()
+
+    def _warm_up(self) -> None:
+        """See `shared/warm_up.py`; the engine is not ready before its first probe."""
+        progress = shown_progress(self._metrics.warm_up)
+        if self._config.warm_up and needs_warm_up("prefill", self._model):
+            for num_tokens in PROMPT_TOKENS:
+                for _ in warm_prompts(self._model, num_tokens, progress):
+                    pass
+            progress(1.0, "")
+        self._metrics.warm_up.set(1)
 
     def _probe(self) -> None:
         token = torch.zeros(1, dtype=torch.int64, device=self._model.device)

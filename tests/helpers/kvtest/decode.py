@@ -17,6 +17,7 @@ from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, Part, is_measured, plan_digest
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.compression.whole_prompt import compress_prompt
 from kvferry.shared.control.messages import GenerateRequest, TicketIssued
 from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.spec import ModelSpec
@@ -25,7 +26,7 @@ from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
-from kvferry.tools.oracle import OneProcessGenerator, compress_prompt
+from kvferry.tools.oracle import OneProcessGenerator
 
 torch.set_num_threads(1)
 
@@ -246,7 +247,7 @@ class Harness:
         self.sender = self.hub.sender(buffer_bytes=1 << 24, timeout_s=20)
         self.prefill_sender = self.hub.sender(buffer_bytes=1 << 24, timeout_s=20)
         self.shipper = Shipper(prefill_model or SmallModel(), self.prefill_sender)
-        settings = {"arena_bytes": 1 << 20, "admission_wait_s": 0.2} | config
+        settings = {"arena_bytes": 1 << 20, "admission_wait_s": 0.2, "warm_up": False} | config
         self.service = DecodeService(
             DecodeConfig(**settings),
             model=self.model,

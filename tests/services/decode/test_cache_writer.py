@@ -27,6 +27,7 @@ from kvferry.shared.compression.formats.stored import StoredCache
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.compression.whole_prompt import compress_prompt
 from kvferry.shared.errors import ProtocolMismatch, TransferFailed
 from kvferry.shared.model.spec import TORCH_DTYPES, LayerSpec, StateSpec
 from kvferry.shared.wire.frames import TransferCursor
@@ -39,7 +40,6 @@ from kvferry.shared.wire.messages import (
     TensorHeader,
     TransferKey,
 )
-from kvferry.tools.oracle import compress_prompt
 
 DIM, PROMPT, NEW_ROWS = 6, 81, 3
 SPEC = make_spec(num_layers=2, head_dim=DIM)

@@ -35,8 +35,8 @@ from kvferry.shared.compression.plan import (
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import ALLOCATIONS, resolve_plan
 from kvferry.shared.compression.scorers import make_scorer
+from kvferry.shared.compression.whole_prompt import compress_prompt
 from kvferry.shared.errors import InvalidRequest, KvferryError
-from kvferry.tools.oracle import compress_prompt
 
 W, D, HEADS, LAYERS = 32, 8, 2, 5
 VARIANCE = Part(name="attention_variance", params={"normalisation": "mean"})

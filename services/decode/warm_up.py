@@ -1,0 +1,165 @@
+"""Decode's warm-up: steps of every batch size, greedy and drawn, over prompts of every kind of cache.
+
+Runs on the engine's thread before it takes sequences. What is compiled and captured here, no request waits
+for. See `shared/warm_up.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import structlog
+import torch
+
+from kvferry.kernels import dispatch
+from kvferry.kernels.decode_batch import in_buckets
+from kvferry.kernels.hsa.batch import BLOCK_PAGES, EMPTY_HEAD, MAX_PAGES, HsaScratch, SparseRows, SparseSize
+from kvferry.kernels.quarantine import attempt, is_lost
+from kvferry.services.decode.lanes import StepLanes
+from kvferry.services.decode.step import StepInput, StepRunner
+from kvferry.shared.cache.arena import ByteArena, sequence_layout
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.interface import LayerCache
+from kvferry.shared.errors import CapacityExceeded, InvalidRequest
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.sampling.sampler import SequenceSampler
+from kvferry.shared.self_test import model_shape
+from kvferry.shared.warm_up import NEW_TOKENS, PROMPT_TOKENS, Progress, WarmPrompt, warm_prompts
+
+_log = structlog.get_logger(__name__)
+
+_STEP_TIMEOUT_S = 300.0
+_OWNER = "warm-up"
+SAMPLING = (
+    SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0),
+    SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0),
+    SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0, top_p=0.9),
+)
+"""Greedy; drawn; drawn from a part of the vocabulary."""
+
+
+def batch_sizes(max_batch_size: int) -> list[int]:
+    """1, 2, 4 ... and the largest."""
+    sizes = [1 << i for i in range(in_buckets(max_batch_size).bit_length())]
+    return sorted({min(size, max_batch_size) for size in sizes})
+
+
+def warm_up_steps(
+    model: LanguageModel,
+    runner: StepRunner | StepLanes,
+    arena: ByteArena,
+    *,
+    max_batch_size: int,
+    progress: Progress,
+) -> None:
+    """Launch the steps. No other sequence may be placed; none is afterwards."""
+    seen: set[Hashable] = set()
+    for prompt in warm_prompts(model, PROMPT_TOKENS[0], progress):
+        try:
+            _warm_up_prompt(model, runner, arena, prompt, batch_sizes(max_batch_size), seen)
+        except (CapacityExceeded, InvalidRequest):
+            _log.warning("the arena has no room to warm up a method", method=prompt.method)
+        except Exception as error:
+            runner.reset()
+            if is_lost():
+                raise
+            _log.warning(
+                "steps of a method are not warmed up",
+                method=prompt.method,
+                error=f"{type(error).__name__}: {error}",
+            )
+    progress(1.0, "")
+
+
+def _warm_up_prompt(
+    model: LanguageModel,
+    runner: StepRunner | StepLanes,
+    arena: ByteArena,
+    prompt: WarmPrompt,
+    sizes: Sequence[int],
+    seen: set[Hashable],
+) -> None:
+    layout = sequence_layout(make_formats(model.spec, prompt.resolved))
+    allocation = arena.reserve(layout.size_bytes, owner=_OWNER, lease_s=_STEP_TIMEOUT_S, state="running")
+    try:
+        buffer = arena.buffer(allocation)
+        layers = zip(layout.layers, prompt.tensors, strict=True)
+        caches = tuple(layer.place(buffer, tensors) for layer, tensors in layers)
+        kinds = tuple(map(_kind, caches))
+        if kinds in seen:
+            return
+        seen.add(kinds)
+        for params in SAMPLING:
+            _warm_up_shapes(model, runner, caches, params, prompt.resolved.num_prompt_tokens, sizes)
+        for cache in caches:
+            rows = cache.batched(0)
+            if isinstance(rows, SparseRows):
+                _warm_up_selection(model, rows)
+                break
+    finally:
+        arena.free(allocation)
+
+
+def _kind(cache: LayerCache) -> Hashable:
+    """Caches of equal kinds have the same launches."""
+    rows = cache.batched(0)
+    if rows is None:
+        return cache.name
+    return type(rows), SparseSize.of(rows) if isinstance(rows, SparseRows) else None
+
+
+def _warm_up_shapes(
+    model: LanguageModel,
+    runner: StepRunner | StepLanes,
+    caches: tuple[LayerCache, ...],
+    params: SamplingParams,
+    num_tokens: int,
+    sizes: Sequence[int],
+) -> None:
+    """Take a step at each size. All sequences have the same memory, to which they write the same."""
+    slots: list[int] = []
+    try:
+        for size in sizes:
+            while len(slots) < size:
+                given = StepInput(
+                    caches=caches,
+                    num_appended=0,
+                    token_id=0,
+                    position=num_tokens,
+                    num_left=NEW_TOKENS,
+                    stop_ids=frozenset(model.spec.eos_token_ids),
+                    sampler=SequenceSampler(params, (0,), model.spec.vocab_size),
+                )
+                slots.append(runner.join(given))
+            runner.launch().wait(_STEP_TIMEOUT_S)
+            # the next size begins at the first row again
+            for slot in reversed(slots):
+                runner.leave(slot)
+            slots.clear()
+    finally:
+        for slot in reversed(slots):
+            with suppress(KeyError):
+                runner.leave(slot)
+
+
+def _warm_up_selection(model: LanguageModel, rows: SparseRows) -> None:
+    """Hybrid sparse attention selects by another kernel for each power of two of pages: run them all over a
+    head without rows."""
+    spec = model.spec
+    if dispatch.planned_path("hsa", model.device) == "torch":
+        return
+    # a CPU install has no Triton
+    from kvferry.kernels.hsa.triton_kernel import select_tokens
+
+    shape = model_shape(spec, model.device)
+    output = torch.zeros(1, shape.group_size, shape.head_dim, dtype=shape.dtype, device=shape.device)
+    heads = torch.tensor([EMPTY_HEAD], device=shape.device)
+    most = min(in_buckets(-(-spec.max_model_len // rows.page_size), least=BLOCK_PAGES), MAX_PAGES)
+    pages = BLOCK_PAGES
+    while pages <= most:
+        scratch = HsaScratch.of(SparseSize.of(rows)._replace(max_pages=pages), output)
+        attempt("hsa", partial(select_tokens, heads, scratch), lambda: None)
+        pages *= 2

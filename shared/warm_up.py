@@ -1,0 +1,115 @@
+"""What a worker runs before it is ready, so that no request waits for a compiler or a first allocation.
+
+A prompt of its own goes through the model and through every method that the model can use. Prefill stops
+there; decode takes steps over the compressed prompts (`services/decode/warm_up.py`). Only where kernels are
+compiled, which is not so on a CPU; a model with states has no batched steps, and is not warmed up either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import structlog
+import torch
+from prometheus_client import Gauge
+from torch import Tensor
+
+from kvferry.kernels.quarantine import is_lost
+from kvferry.shared.compression.applicable import applicable_methods
+from kvferry.shared.compression.formats.interface import Tensors
+from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.plan import Budget, ResolvedPlan
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.compression.whole_prompt import compress_prompt
+from kvferry.shared.kernel_paths import Role
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.self_test import model_shape, ops_with_kernels
+
+_log = structlog.get_logger(__name__)
+
+PROMPT_TOKENS = (528, 531)
+"""Longer than a chunk and a window of any method. Kernels are compiled once for sizes that 16 divides, and
+once for others."""
+NEW_TOKENS = 8
+Progress = Callable[[float, str], None]
+"""Called with the part that is done, 0 to 1, and what is done now."""
+
+
+def shown_progress(gauge: Gauge) -> Progress:
+    """Shows progress in a metric and in the log. Where nothing is to be warmed up, it is 1 at once."""
+
+    def show(done: float, what: str) -> None:
+        gauge.set(done)
+        _log.info("warm-up", done=f"{done:.0%}", method=what)
+
+    return show
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmPrompt:
+    """A prompt that a method has compressed."""
+
+    method: str
+    resolved: ResolvedPlan
+    tensors: tuple[Tensors, ...]
+
+
+def needs_warm_up(role: Role, model: LanguageModel) -> bool:
+    """Whether a worker has kernels to compile."""
+    spec = model.spec
+    return not spec.state_layers and bool(ops_with_kernels(role, model_shape(spec, model.device)))
+
+
+def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> Iterator[WarmPrompt]:
+    """Run a prompt through the model once, and compress it by every method. A method that fails is left out:
+    requests will have its error."""
+    spec = model.spec
+    num_tokens = max(min(num_tokens, spec.max_model_len - 2 * NEW_TOKENS), 1)
+    methods = applicable_methods(spec.layers)
+    pass_ = _Pass(model)
+    token_ids = torch.arange(num_tokens, device=model.device) % spec.vocab_size
+    model.prefill(token_ids, start=0, observer=pass_)
+    for number, method in enumerate(methods):
+        progress(number / len(methods), method)
+        try:
+            resolved = resolve_plan(
+                # the whole prompt would be retained as it is
+                plan_for(method, budget=None if method == "full" else Budget(tokens=num_tokens // 4)),
+                num_prompt_tokens=num_tokens,
+                max_new_tokens=NEW_TOKENS,
+                num_layers=spec.num_layers,
+                head_dim=spec.head_dim,
+                layers=spec.layers,
+            )
+            resolved, tensors = compress_prompt(spec, resolved, pass_.layers)
+        except Exception as error:
+            if is_lost():
+                raise
+            _log.warning("a method is not warmed up", method=method, error=f"{type(error).__name__}: {error}")
+            continue
+        yield WarmPrompt(method=method, resolved=resolved, tensors=tensors)
+
+
+@dataclass
+class _Pass:
+    """Implements `PrefillObserver`: collects the layers of a prompt without history."""
+
+    model: LanguageModel
+    layers: list[LayerInputs] = field(default_factory=list)
+
+    def history(self, layer: int) -> None:
+        return None
+
+    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        self.layers.append(
+            LayerInputs(
+                layer=layer,
+                queries=queries,
+                keys=keys,
+                values=values,
+                scaling=scaling,
+                unrotate=lambda rows: self.model.pre_rope_keys(layer, rows),
+            )
+        )

@@ -1,0 +1,101 @@
+"""Before a worker is ready, every batch size, way of sampling and kind of cache has had its step."""
+
+import asyncio
+import time
+
+import pytest
+import torch
+from kvtest.faulty_kernels import install
+from kvtest.steps import ReplayingDevice
+
+from kvferry.kernels import quarantine
+from kvferry.kernels.hsa import triton_kernel
+from kvferry.services.decode import engine
+from kvferry.services.decode.warm_up import batch_sizes
+from kvferry.shared import warm_up
+from kvferry.tools.oracle import OneProcessGenerator
+
+METHODS = ("full", "snapkv", "rocketkv", "rdkv", "h2o")
+READY_S = 600.0
+
+
+class CountingDevice(ReplayingDevice):
+    """Counts captures."""
+
+    def __init__(self):
+        self.num_captures = 0
+
+    def capture(self, run):
+        self.num_captures += 1
+        return super().capture(run)
+
+
+@pytest.fixture
+def device(interpreter, monkeypatch):
+    device = CountingDevice()
+    monkeypatch.setattr(engine, "step_device", lambda _: device)
+    monkeypatch.setattr(warm_up, "applicable_methods", lambda layers: METHODS)
+    monkeypatch.setattr(warm_up, "PROMPT_TOKENS", (64, 67))
+    monkeypatch.setattr("kvferry.services.decode.warm_up.PROMPT_TOKENS", (64, 67))
+    yield device
+    quarantine.release_all()
+
+
+async def until_ready(made):
+    deadline_s = time.monotonic() + READY_S
+    while not made.service.is_ready:
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.05)
+
+
+def test_batch_sizes_are_the_powers_of_two_and_the_largest():
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(6) == [1, 2, 4, 6]
+    assert batch_sizes(32) == [1, 2, 4, 8, 16, 32]
+
+
+@pytest.mark.timeout(900)
+async def test_requests_need_no_capture_that_the_warm_up_has_not_made(
+    device, monkeypatch, harness, request_of, small_model
+):
+    selections = []
+    select = triton_kernel.select_tokens
+    monkeypatch.setattr(
+        triton_kernel,
+        "select_tokens",
+        lambda heads, scratch: (selections.append(scratch.size.max_pages), select(heads, scratch)),
+    )
+    made = await harness(warm_up=True, max_batch_size=2)
+    assert not made.service.is_ready, "it is warming up"
+    assert not (await made.service.status(timeout_s=1)).ready
+    await until_ready(made)
+    assert made.value("decode_warm_up_ratio") == 1
+    assert await made.arena_is_free(within_s=5)
+    # dense, sparse and packed; greedy, drawn, drawn from a part; one and two slots
+    assert device.num_captures == 3 * 3 * 2
+    assert 128 in selections
+    for changes in ({}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}):
+        request = request_of(max_tokens=4, **changes)
+        generated = OneProcessGenerator(small_model()).generate(
+            list(request.prompt_token_ids), plan=request.plan, sampling=request.sampling
+        )
+        assert await made.tokens(request) == [token.token_id for token in generated]
+    assert device.num_captures == 3 * 3 * 2
+
+
+@pytest.mark.timeout(900)
+async def test_a_kernel_that_fails_in_the_warm_up_is_quarantined_and_the_worker_becomes_ready(
+    device, monkeypatch, harness, request_of
+):
+    install("hsa", "out_of_resources", monkeypatch.setattr)
+    made = await harness(warm_up=True, max_batch_size=1)
+    await until_ready(made)
+    assert set(quarantine.quarantined()) == {"hsa"}
+    assert len(await made.tokens(request_of(method="rocketkv", tokens=16, max_tokens=3))) == 3
+
+
+async def test_nothing_is_warmed_up_on_a_cpu(harness, monkeypatch):
+    monkeypatch.setattr(torch, "arange", None)
+    made = await harness(warm_up=True)
+    await until_ready(made)
+    assert made.value("decode_warm_up_ratio") == 1
