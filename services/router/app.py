@@ -25,7 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvferry.services.router.api import completions, operations, responses, sessions
+from kvferry.services.router.api import completions, messages, operations, responses, sessions, tokens
 from kvferry.services.router.completion.inputs import PlanChooser, PromptBuilder
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.config import RouterConfig, split_list
@@ -156,6 +156,8 @@ def create_app(
     for router in (
         completions.router,
         responses.router,
+        messages.router,
+        tokens.router,
         operations.keyed,
         sessions.router,
         operations.unkeyed,
@@ -202,7 +204,7 @@ async def _refuse(request: Request, refusal: Exception) -> Response:
     """Answer what the framework refuses: unknown routes and methods, wrong fields."""
     error = from_framework(refusal, request.method, request.url.path)
     request.state.record.fail(error)
-    response = error_response(error)
+    response = error_response(error, request.url.path)
     for name, value in (getattr(refusal, "headers", None) or {}).items():
         response.headers[name] = value
     return response

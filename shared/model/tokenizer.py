@@ -144,17 +144,25 @@ class ChatTokenizer:
         """The contents of `tokenizer.json`, with all added tokens."""
         return str(self._backend.to_str())
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of a plain prompt (/v1/completions): the tokenizer parses special tokens and adds its own.
 
         Raises: InvalidRequest if the text is not valid Unicode.
         """
         _check_unicode(text, "prompt")
-        return self._ids(text, add_special_tokens=True)
+        return self._ids(text, add_special_tokens=add_special)
+
+    def spelling(self, token_id: int) -> str:
+        """The id's entry in the vocabulary; empty for ids of a padded one."""
+        return self._backend.id_to_token(token_id) or ""
 
     def decode(self, token_ids: Sequence[int], *, shows_special: bool = False) -> str:
         """Text of ids, by default without special tokens; spaces are not cleaned up."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=not shows_special))
+
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
 
     def knows(self, name: str) -> bool:
         """Whether the chat template has a variable of this name, `tools` for example."""

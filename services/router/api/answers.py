@@ -29,15 +29,28 @@ class Version(TypedDict):
     kernels: dict[str, dict[str, list[str]]]
 
 
+class Capability(TypedDict):
+    supported: bool
+
+
 class Model(TypedDict):
-    """`methods`: the compression methods that go with this model and that requests may name; `weights`: how
-    its weights are stored, a dtype or a quantisation."""
+    """A model as OpenAI and as Anthropic describe one.
+
+    `methods`: the compression methods that go with this model and that requests may name; `weights`: how its
+    weights are stored, a dtype or a quantisation; `capabilities`: `chat`, `tools`, `required_tools` (calls
+    that a request demands), `thinking` and `structured_outputs`.
+    """
 
     id: str
     object: Literal["model"]
+    type: Literal["model"]
+    display_name: str
     created: int
+    created_at: str
     owned_by: str
     max_model_len: int
+    max_input_tokens: int
+    capabilities: dict[str, Capability]
     weights: str
     methods: list[str]
 
@@ -162,6 +175,34 @@ class ResponseObject(TypedDict):
     store: bool
     usage: ResponseUsage | None
     kv: KvReport
+
+
+class AnthropicUsage(TypedDict):
+    """`input_tokens` are those that were not cached."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessage(TypedDict):
+    """Anthropic's message: `content` has blocks of type `thinking`, `text` and `tool_use`. Streams send
+    Anthropic's events."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+    kv: KvReport
+
+
+class TokensCount(TypedDict):
+    input_tokens: int
 
 
 class DeletedResponse(TypedDict):

@@ -55,11 +55,11 @@ async def _services(request: Request) -> Services:
 Shared = Annotated[Services, Depends(_services)]
 
 
-def keyed_router() -> APIRouter:
+def keyed_router(errors: dict[int | str, dict[str, Any]] = ERRORS) -> APIRouter:
     """A router of routes that need a key."""
     described = Depends(HTTPBearer(auto_error=False, scheme_name="key"))
     return APIRouter(
-        redirect_slashes=False, route_class=KeyedRoute, dependencies=[described], responses=ERRORS
+        redirect_slashes=False, route_class=KeyedRoute, dependencies=[described], responses=errors
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from importlib.metadata import version
 
 from fastapi import APIRouter, Depends, Request
@@ -31,13 +32,20 @@ def _check_access(request: Request, services: Shared) -> None:
 restricted = APIRouter(redirect_slashes=False, responses=ERRORS, dependencies=[Depends(_check_access)])
 
 
-def _model(request: Request, services: Shared, spec: ModelSpec) -> Model:
+async def _model(request: Request, services: Shared, spec: ModelSpec) -> Model:
+    started_at = request.app.state.started_at
+    capabilities = await services.prompts.capabilities(spec)
     return {
         "id": spec.name,
         "object": "model",
-        "created": request.app.state.started_at,
+        "type": "model",
+        "display_name": spec.name,
+        "created": started_at,
+        "created_at": datetime.fromtimestamp(started_at, UTC).isoformat(),
         "owned_by": "kvferry",
         "max_model_len": spec.max_model_len,
+        "max_input_tokens": spec.max_model_len - 1,
+        "capabilities": {name: {"supported": supported} for name, supported in capabilities.items()},
         "weights": spec.weights,
         "methods": [name for name in applicable_methods(spec.layers) if name in services.plans.allowed],
     }
@@ -45,12 +53,12 @@ def _model(request: Request, services: Shared, spec: ModelSpec) -> Model:
 
 @keyed.get("/v1/models", summary="The model that is served")
 async def list_models(request: Request, services: Shared) -> Listing[Model]:
-    return {"object": "list", "data": [_model(request, services, services.runner.model())]}
+    return {"object": "list", "data": [await _model(request, services, services.runner.model())]}
 
 
 @keyed.get("/v1/models/{model:path}", summary="One model")
 async def get_model(request: Request, services: Shared, model: str) -> Model:
-    return _model(request, services, named_model(services, model))
+    return await _model(request, services, named_model(services, model))
 
 
 @keyed.get("/v1/methods", summary="The methods that requests may name")

@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.services.router.completion.engine_fields import KvCompression
-from kvferry.services.router.completion.inputs import Preamble
-from kvferry.services.router.completion.requests import DocumentRequest
+from kvferry.services.router.completion.inputs import Preamble, Prompt
+from kvferry.services.router.completion.requests import ChatRequest, DocumentRequest
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.sessions.record import SessionRecord
 from kvferry.services.router.sessions.store import document_key
 from kvferry.services.router.turn.attempt import TurnRequest
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import ContextLengthExceeded, DocumentNotFound, InvalidRequest
+from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SamplingParams
 
 
@@ -104,3 +105,13 @@ async def named(services: Services, owner: str, document_ids: Sequence[str]) -> 
         prefill_addresses=records[0].prefill_addresses,
         compression=KvCompression(**compressions[0]) if compressions else None,
     )
+
+
+async def first_prompt(services: Services, owner: str, request: ChatRequest, model: ModelSpec) -> Prompt:
+    """The prompt of a chat without a session.
+
+    Raises: InvalidRequest with `param`.
+    """
+    named_ones = await named(services, owner, request.document_ids) if request.document_ids else None
+    preamble = named_ones.preamble if named_ones is not None else None
+    return await services.prompts.build(request, None, model, preamble)

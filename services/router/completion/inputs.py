@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvferry.models import SHIPPED_CALIBRATION
 from kvferry.services.router.completion.engine_fields import KvCompression
 from kvferry.services.router.completion.requests import ChatRequest, Message, TextRequest
-from kvferry.services.router.completion.structured import calls_grammar, grammar_of
+from kvferry.services.router.completion.structured import JSON_OBJECT, calls_grammar, grammar_of
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.errors import describe
 from kvferry.services.router.sessions.record import SessionRecord
@@ -150,8 +150,7 @@ class PromptBuilder:
         if asked is not None and tools:
             raise InvalidRequest(f"{asked[0]} is given; with tool_choice it must not be", param=asked[0])
         name, grammar = asked or ("tools", None)
-        key = model.vocab_size, model.eos_token_ids
-        compiler = self._grammars.setdefault(key, GrammarCompiler(lambda: self._tokenizer, *key))
+        compiler = self._compiler(model)
         try:
             if tools and isinstance(request, ChatRequest):
                 parallel = request.tool_choice == "required" and request.parallel_tool_calls is not False
@@ -165,6 +164,40 @@ class PromptBuilder:
             if getattr(request, other):
                 raise InvalidRequest(f"{other} is given; with {name} it must not be", param=other)
         return grammar
+
+    async def encode(self, text: str, *, add_special: bool) -> list[int]:
+        """The ids of a text. Raises: InvalidRequest where it is not valid Unicode."""
+        return await asyncio.to_thread(self._tokenizer.encode, text, add_special=add_special)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, with special tokens."""
+        return await asyncio.to_thread(self._tokenizer.decode, token_ids, shows_special=True)
+
+    def spellings(self, token_ids: Sequence[int]) -> list[str]:
+        """The entries of the vocabulary."""
+        return list(map(self._tokenizer.spelling, token_ids))
+
+    async def capabilities(self, model: ModelSpec) -> dict[str, bool]:
+        """What clients can ask of the model, by its tokenizer and chat template."""
+        tokenizer = self._tokenizer
+        template = await asyncio.to_thread(lambda: tokenizer.response_template) or {"fields": {}}
+        try:
+            await asyncio.to_thread(self._compiler(model).check, JSON_OBJECT)
+            has_grammars = True
+        except InvalidRequest:
+            has_grammars = False
+        has_tools = tokenizer.knows("tools")
+        return {
+            "chat": tokenizer.has_template,
+            "tools": has_tools,
+            "required_tools": has_tools and has_grammars and tokenizer.tool_format is not None,
+            "thinking": bool({"reasoning_content", "thinking"} & set(template["fields"])),
+            "structured_outputs": has_grammars,
+        }
+
+    def _compiler(self, model: ModelSpec) -> GrammarCompiler:
+        key = model.vocab_size, model.eos_token_ids
+        return self._grammars.setdefault(key, GrammarCompiler(lambda: self._tokenizer, *key))
 
     def answer_parser(self, request: ChatRequest | TextRequest, prompt: Prompt) -> AnswerParser | None:
         """Finds thoughts and tool calls in an answer; None where there are none."""

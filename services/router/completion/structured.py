@@ -17,7 +17,7 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import Grammar
 
 _NAMED = "response_format.json_schema.schema"
-_JSON_OBJECT = Grammar(kind="json_schema", text='{"type":"object"}')
+JSON_OBJECT = Grammar(kind="json_schema", text='{"type":"object"}')
 _Text = Annotated[str, StringConstraints(min_length=1)]
 _Schema = dict[str, Any]
 _Choices = Annotated[list[_Text], Field(min_length=1, max_length=4096)]
@@ -111,7 +111,7 @@ def calls_grammar(tokenizer: ChatTokenizer, tools: list[Tool], *, parallel: bool
 def _asked(request: StructuredFields) -> Iterator[tuple[str, Grammar]]:
     match request.response_format:
         case ResponseFormat(type="json_object"):
-            yield "response_format", _JSON_OBJECT
+            yield "response_format", JSON_OBJECT
         case ResponseFormat(type="json_schema", json_schema=named):
             if named is None or named.schema_ is None:
                 raise InvalidRequest(
@@ -121,7 +121,7 @@ def _asked(request: StructuredFields) -> Iterator[tuple[str, Grammar]]:
             yield "response_format.json_schema.schema", _schema(named.schema_)
     given = request.structured_outputs or StructuredOutputs()
     if given.json_object:
-        yield "structured_outputs.json_object", _JSON_OBJECT
+        yield "structured_outputs.json_object", JSON_OBJECT
     for name, schema in (
         ("structured_outputs.json", given.json_),
         ("guided_json", request.guided_json),

@@ -91,6 +91,6 @@ def ignored_fields(body: EngineFields, names: Names, chat_ignores: Sequence[str]
     return sorted(own | {names.name(name) for name in chat_ignores})
 
 
-def texts_of(content: Any) -> str:
+def texts_of(content: Any, *, between: str = "") -> str:
     """The text of a content: a string, or parts with texts."""
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+    return content if isinstance(content, str) else between.join(part.text for part in content or ())

@@ -28,7 +28,8 @@ from kvferry.shared.errors import AuthenticationFailed, InvalidRequest, Permissi
 
 
 class Authenticator:
-    """Checks `Authorization: Bearer KEY`. A caller is known to the rest of the system by a digest of the key.
+    """Checks `Authorization: Bearer KEY`, or `X-API-Key: KEY` where there is none. A caller is known to the
+    rest of the system by a digest of the key.
 
     Without keys that may chat anyone may, but sessions still belong to the key that was sent.
 
@@ -60,11 +61,13 @@ class Authenticator:
         """
         scheme, _, key = headers.get("authorization", "").strip().partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
+        if not scheme:
+            key = headers.get("x-api-key", "").strip()
         digest = _digest(key)
         if self.is_open(scope):
             return digest
         if not key:
-            message = "No API key was given; send it as 'Authorization: Bearer KEY'"
+            message = "No API key was given; send it as 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
             raise AuthenticationFailed(message, reason="no_key")
         # Every key is compared, in constant time, so that timing reveals nothing about any of them.
         if any([hmac.compare_digest(digest, known) for known in self._digests]):

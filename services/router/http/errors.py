@@ -1,4 +1,5 @@
-"""Errors as HTTP answers in the OpenAI shape: which field, its value, and what is allowed.
+"""Errors as HTTP answers in the shape of OpenAI's or Anthropic's API: which field, its value, and what is
+allowed.
 
 `KvferryError`s become bodies and headers here, and the framework's own refusals become `KvferryError`s.
 Raises and logs nothing.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, Literal
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -48,8 +49,39 @@ class ErrorBody(TypedDict):
     error: ErrorDetail
 
 
+class MessagesErrorDetail(TypedDict):
+    type: str
+    message: str
+
+
+class MessagesErrorBody(TypedDict):
+    """Anthropic's error object, of `/v1/messages`."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+
+
+_MESSAGES_PATH = "/v1/messages"
+_MESSAGES_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
 def error_body(error: KvferryError) -> ErrorBody:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def messages_error_body(error: KvferryError) -> MessagesErrorBody:
+    other = "invalid_request_error" if error.http_status < 500 else "api_error"
+    kind = _MESSAGES_TYPES.get(error.http_status, other)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def error_headers(error: KvferryError) -> dict[str, str]:
@@ -66,8 +98,11 @@ def error_headers(error: KvferryError) -> dict[str, str]:
     return headers
 
 
-def error_response(error: KvferryError) -> JSONResponse:
-    return JSONResponse(error_body(error), status_code=error.http_status, headers=error_headers(error))
+def error_response(error: KvferryError, path: str) -> JSONResponse:
+    """The answer to a request of this path."""
+    is_messages = path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/")
+    body = messages_error_body(error) if is_messages else error_body(error)
+    return JSONResponse(body, status_code=error.http_status, headers=error_headers(error))
 
 
 def internal_error() -> KvferryError:

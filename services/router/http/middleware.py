@@ -119,7 +119,7 @@ class RequestMiddleware:
     ) -> None:
         record.fail(error)
         if record.status == 0 and not isinstance(error, Cancelled):
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
 
     def _finish(self, scope: Scope, record: RequestRecord, elapsed_s: float) -> None:
         error = record.error

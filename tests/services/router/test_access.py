@@ -182,3 +182,24 @@ async def test_routers_of_one_redis_count_together_and_alone_without_it(
     assert [await ask(one) for _ in range(4)] == [True, True, True, False]
     for limits in (one, other):
         await limits.close()
+
+
+async def test_every_api_takes_the_same_keys_scopes_and_limits(start_stack: Any, write: Any) -> None:
+    path = write(entry("a", "a", requests_per_minute=5), entry("p", "p", scopes=["metrics"]))
+    stack = await start_stack(api_keys_file=path)
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/messages": BODY,
+        "/v1/messages/count_tokens": {name: BODY[name] for name in ("model", "messages")},
+        "/v1/responses": {"model": "demo", "input": "the red castle .", "max_output_tokens": 2},
+        "/tokenize": {"prompt": "the red castle ."},
+        "/detokenize": {"tokens": [101]},
+    }
+    for key, status in (("x", 401), ("p", 403), ("", 401), ("a", 200), ("a", 429)):
+        for url, body in bodies.items():
+            reply = await stack.http.post(url, json=body, headers={"x-api-key": key})
+            assert reply.status_code == status, (url, key, reply.text)
+            if status != 200:
+                assert (reply.json().get("type") == "error") == url.startswith("/v1/messages")
+    both = {"x-api-key": "a", "authorization": "Bearer x"}
+    assert (await stack.http.get("/v1/models", headers=both)).status_code == 401
+    assert (await stack.http.get("/v1/models", headers={"x-api-key": "a"})).status_code == 200

@@ -1,0 +1,167 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API over the completion that chats
+use."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from kvferry.services.router.api.answers import AnthropicMessage, TokensCount
+from kvferry.services.router.api.completions import (
+    CompletionResponse,
+    Shared,
+    begin,
+    keyed_router,
+    named_model,
+    server_event,
+    session_of,
+)
+from kvferry.services.router.api.parts import AnswerParts, Part, Step, parts_of
+from kvferry.services.router.completion.choice import Choice, ChoiceDelta
+from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
+from kvferry.services.router.completion.documents import first_prompt
+from kvferry.services.router.completion.messages import CountTokensRequest, MessagesRequest, translate
+from kvferry.services.router.completion.translation import Names, ignored_fields
+from kvferry.services.router.http.errors import MessagesErrorBody, messages_error_body
+from kvferry.shared.errors import InvalidRequest, KvferryError
+
+router: APIRouter = keyed_router({"default": {"model": MessagesErrorBody, "description": "error"}})
+
+_KINDS = {"reasoning": "thinking", "text": "text", "call": "tool_use"}
+
+
+@router.post(
+    "/v1/messages", response_model=AnthropicMessage, summary="Answer as Anthropic's Messages API does"
+)
+async def create_message(request: Request, services: Shared, body: MessagesRequest) -> Response:
+    translation = translate(body)
+    chat, names = translation.chat, translation.names
+    completion = begin(request, services, chat, session_of(request, chat))
+    assert isinstance(completion, Completion), "a message has one prompt"
+    ignored = ignored_fields(body, names, services.prompts.ignored_fields(chat))
+    if body.thinking is not None and body.thinking.budget_tokens is not None:
+        ignored.append("thinking.budget_tokens")
+    return MessagesAnswer(
+        completion,
+        names=names,
+        record=request.state.record,
+        keepalive_s=services.config.keepalive_s,
+        ignored=ignored,
+    )
+
+
+@router.post("/v1/messages/count_tokens", summary="Count the tokens of a prompt")
+async def count_tokens(request: Request, services: Shared, body: CountTokensRequest) -> TokensCount:
+    translation = translate(body)
+    model = named_model(services, body.model)
+    try:
+        prompt = await first_prompt(services, request.state.owner, translation.chat, model)
+    except InvalidRequest as error:
+        raise translation.names.told(error) from None
+    return {"input_tokens": len(prompt.token_ids)}
+
+
+class MessagesAnswer(CompletionResponse):
+    """Of the Messages API. Args: names: what the fields of the chat request are called in the client's."""
+
+    def __init__(self, completion: Completion, *, names: Names, **options: Any) -> None:
+        super().__init__(completion, **options)
+        self._names = names
+        self._parts = AnswerParts()
+        self._has_begun = False
+        self._head: dict[str, Any] = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": completion.model.name,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+
+    def told(self, error: KvferryError) -> KvferryError:
+        return self._names.told(error)
+
+    def whole(self, deltas: list[ChoiceDelta], end: CompletionEnd) -> dict[str, Any]:
+        choice = self.completion.choices[0]
+        content = [_block(part) for part in parts_of(deltas)]
+        return {**self._head, "content": content, **_stop(choice), "usage": self._usage(), "kv": end["kv"]}
+
+    def piece(self, event: CompletionEvent) -> bytes:
+        if isinstance(event, KvferryError):
+            return _event(messages_error_body(event))
+        if isinstance(event, dict):
+            delta = {"type": "message_delta", "delta": _stop(self.completion.choices[0])}
+            return _event({**delta, "usage": self._usage(), "kv": event["kv"]}) + _event(
+                {"type": "message_stop"}
+            )
+        begun = b""
+        if not self._has_begun:
+            self._has_begun = True
+            begun = _event({"type": "message_start", "message": {**self._head, "usage": self._usage()}})
+        return begun + b"".join(
+            _event(its) for step, part, delta in self._parts.steps(event) for its in _steps(step, part, delta)
+        )
+
+    def _usage(self) -> dict[str, Any]:
+        """Of what is known so far. Anthropic's `input_tokens` are those that were not cached."""
+        usage = self.completion.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+
+def _stop(choice: Choice) -> dict[str, Any]:
+    """Why an answer ended."""
+    reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+    reason = reasons.get(choice.finish_reason or "")
+    if reason == "end_turn" and choice.stop_string is not None:
+        reason = "stop_sequence"
+    sequence = choice.stop_string if reason == "stop_sequence" else None
+    return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _block(part: Part, *, is_empty: bool = False) -> dict[str, Any]:
+    """A part as a content block. Args: is_empty: as a stream begins it."""
+    kind = {"type": _KINDS[part.kind]}
+    if part.call is not None:
+        arguments = json.loads(part.call["function"]["arguments"])
+        shown = arguments if isinstance(arguments, dict) else {"arguments": arguments}
+        name = part.call["function"]["name"]
+        return {**kind, "id": part.call["id"], "name": name, "input": {} if is_empty else shown}
+    text = "" if is_empty else part.text
+    if part.kind == "reasoning":
+        return {**kind, "thinking": text, "signature": ""}
+    return {**kind, "text": text, "citations": None}
+
+
+def _steps(step: Step, part: Part, delta: ChoiceDelta) -> Iterator[dict[str, Any]]:
+    index = {"index": part.index}
+    if step == "begin":
+        block = _block(part, is_empty=True)
+        yield {"type": "content_block_start", **index, "content_block": block}
+        if part.call is not None:
+            added = {"type": "input_json_delta", "partial_json": json.dumps(_block(part)["input"])}
+            yield {"type": "content_block_delta", **index, "delta": added}
+    elif step == "end":
+        yield {"type": "content_block_stop", **index}
+    elif part.kind == "reasoning":
+        thought = {"type": "thinking_delta", "thinking": delta.reasoning}
+        yield {"type": "content_block_delta", **index, "delta": thought}
+    else:
+        text = {"type": "text_delta", "text": delta.text}
+        yield {"type": "content_block_delta", **index, "delta": text}
+
+
+def _event(data: Any) -> bytes:
+    kind: str = data["type"]
+    return b"event: " + kind.encode() + b"\n" + server_event(data)

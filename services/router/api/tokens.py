@@ -1,0 +1,110 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, NotRequired
+
+from fastapi import Request
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from kvferry.services.router.api.completions import Shared, keyed_router, named_model
+from kvferry.services.router.completion.documents import first_prompt
+from kvferry.services.router.completion.engine_fields import ChatFields
+from kvferry.services.router.completion.requests import ChatRequest, Message, TokenId
+from kvferry.services.router.completion.services import Services
+from kvferry.services.router.completion.tools import Tool
+from kvferry.services.router.http.body import Ignored, StrictModel, Unsupported
+from kvferry.shared.errors import InvalidRequest
+from kvferry.shared.model.spec import ModelSpec
+
+router = keyed_router()
+
+
+class TokenizeRequest(ChatFields):
+    """POST /tokenize: a `prompt`, or the `messages` of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: Annotated[Any, Unsupported(True)] = None
+    continue_final_message: Annotated[Any, Unsupported(False)] = None
+    chat_template: Annotated[Any, Unsupported()] = None
+    mm_processor_kwargs: Ignored = None
+
+    @field_validator("messages")
+    @classmethod
+    def _or_prompt(cls, value: list[Message] | None, info: Any) -> list[Message] | None:
+        if value is not None and info.data.get("prompt") is not None:
+            raise PydanticCustomError("rule", "must not be given beside prompt")
+        return value
+
+    @field_validator("add_special_tokens")
+    @classmethod
+    def _as_completions_have_it(cls, value: bool | None, info: Any) -> bool | None:
+        if value and info.data.get("messages") is not None:
+            raise PydanticCustomError("rule", "must be false for messages, as the chat template writes them")
+        return value
+
+
+class DetokenizeRequest(StrictModel):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+class Tokens(TypedDict):
+    """`token_strs` where the request wants them."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: NotRequired[list[str]]
+
+
+class Detokenized(TypedDict):
+    prompt: str
+
+
+def _model(services: Services, name: str | None) -> ModelSpec:
+    return services.runner.model() if name is None else named_model(services, name)
+
+
+@router.post("/tokenize", summary="The token ids of a prompt", response_model=Tokens)
+async def tokenize(request: Request, services: Shared, body: TokenizeRequest) -> Any:
+    model = _model(services, body.model)
+    if body.messages is not None:
+        chat = ChatRequest(
+            model=model.name,
+            messages=body.messages,
+            tools=body.tools,
+            document_ids=body.document_ids,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        prompt = await first_prompt(services, request.state.owner, chat, model)
+        ids = list(prompt.token_ids)
+    elif body.prompt is not None:
+        ids = await services.prompts.encode(body.prompt, add_special=body.add_special_tokens is not False)
+    else:
+        raise InvalidRequest("prompt is missing; give it or messages", param="prompt")
+    answer = Tokens(count=len(ids), max_model_len=model.max_model_len, tokens=ids)
+    if body.return_token_strs:
+        answer["token_strs"] = await asyncio.to_thread(services.prompts.spellings, ids)
+    return answer
+
+
+@router.post("/detokenize", summary="The text of token ids")
+async def detokenize(services: Shared, body: DetokenizeRequest) -> Detokenized:
+    model = _model(services, body.model)
+    highest = max(body.tokens, default=0)
+    if highest >= model.vocab_size:
+        raise InvalidRequest(
+            f"tokens has token {highest}; the vocabulary has ids 0 to {model.vocab_size - 1}", param="tokens"
+        )
+    return {"prompt": await services.prompts.decode(body.tokens)}
