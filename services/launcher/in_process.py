@@ -26,6 +26,7 @@ from kvferry.services.router.http.server import http_server
 from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.config import ServiceSettings
+from kvferry.shared.model.generation_config import sampling_defaults
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.telemetry import setup_tracing
 from kvferry.shared.wire.in_process import InProcessHub
@@ -70,6 +71,9 @@ class InProcessStack:
             prefill=WorkerPool.of_clients("prefill", {_WORKER: prefill}, status_interval_s=interval_s),
             decode=WorkerPool.of_clients("decode", {_WORKER: decode}, status_interval_s=interval_s),
             tokenizer=await asyncio.to_thread(ChatTokenizer.load, config.model),
+            sampling_defaults=await asyncio.to_thread(
+                sampling_defaults, router_config.generation_config, config.model
+            ),
         )
         address = await self._open.enter_async_context(http_server(app, router_config))
         self.addresses = {"address": address, **metrics}

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -72,6 +73,7 @@ def create_app(
     prefill: WorkerPool[PrefillControl],
     decode: WorkerPool[DecodeControl],
     tokenizer: ChatTokenizer,
+    sampling_defaults: Mapping[str, float] = MappingProxyType({}),
     metrics: RouterMetrics | None = None,
     clock: Callable[[], float] = time.time,
     timing: Timing = Timing(),
@@ -79,6 +81,7 @@ def create_app(
     """Build the application. Its lifespan starts and closes the pools.
 
     Args:
+        sampling_defaults: fields of `SamplingParams` for requests that do not give them.
         clock: Unix time in seconds, for sessions' expiry.
     """
     metrics = metrics or RouterMetrics()
@@ -115,6 +118,7 @@ def create_app(
         prompts=PromptBuilder(tokenizer),
         plans=plans,
         limits=limits,
+        sampling_defaults=sampling_defaults,
     )
 
     @asynccontextmanager

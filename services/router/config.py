@@ -49,6 +49,11 @@ class RouterConfig(TracedSettings):
     model: Annotated[str, MODEL] = Field(
         "demo", description="model whose tokenizer is used: local folder, hub id, or demo"
     )
+    generation_config: Annotated[str, MODEL] = Field(
+        "auto",
+        description="sampling of requests that say nothing: auto (the model's generation_config.json), none, "
+        "or a folder that has one",
+    )
     api_keys: Annotated[str, ACCESS] = Field(
         "", repr=False, description="accepted keys, comma-separated; empty accepts anyone"
     )

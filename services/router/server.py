@@ -16,6 +16,7 @@ from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
 from kvferry.shared.control.messages import DecodeControl, PrefillControl
 from kvferry.shared.logging import setup_logging
+from kvferry.shared.model.generation_config import sampling_defaults
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.serving import serve_until_signal
 from kvferry.shared.telemetry import setup_tracing
@@ -30,8 +31,9 @@ async def run(config: RouterConfig) -> None:
     install_tables(config.epsilon_tables)
     stop_tracing = setup_tracing(config.otlp_endpoint, "router")
     tokenizer = await asyncio.to_thread(ChatTokenizer.load, config.model)
+    sampling = await asyncio.to_thread(sampling_defaults, config.generation_config, config.model)
     prefill, decode = grpc_pools(config)
-    app = create_app(config, prefill=prefill, decode=decode, tokenizer=tokenizer)
+    app = create_app(config, prefill=prefill, decode=decode, tokenizer=tokenizer, sampling_defaults=sampling)
     async with AsyncExitStack() as stack:
         stack.callback(stop_tracing)
         address = await stack.enter_async_context(http_server(app, config))

@@ -217,6 +217,7 @@ class Completion:
                 self.model,
                 self.services.config.default_max_tokens,
                 grammar,
+                defaults=self.services.sampling_defaults,
             ),
             deadline_s=self._deadline_s,
             owner=self.owner,

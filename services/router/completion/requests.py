@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, field_validator
@@ -316,8 +318,12 @@ def sampling_params(
     model: ModelSpec,
     default_max_tokens: int,
     grammar: Grammar | None = None,
+    *,
+    defaults: Mapping[str, float] = MappingProxyType({}),
 ) -> SamplingParams:
     """The request's sampling, with its exact length, and a random seed where it gives none.
+
+    Args: defaults: fields of the result for a request that does not give them.
 
     Raises: ContextLengthExceeded; InvalidRequest where an id is not in the vocabulary.
     """
@@ -364,11 +370,13 @@ def sampling_params(
     given = {
         name: value
         for name in (
-            *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
+            *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
             *("repetition_penalty", "seed", "ignore_eos"),
         )
         if (value := getattr(request, name)) is not None
     }
+    if "top_k" in given:
+        given["top_k"] = max(0, given["top_k"])  # -1 is vLLM's value for off
     if is_prompt_alone:
         # Prefill draws a token in any case; the answer leaves it out.
         given["ignore_eos"], stop_ids = True, ()
@@ -376,12 +384,11 @@ def sampling_params(
         max_tokens=most,
         grammar=grammar if not is_prompt_alone else None,
         min_tokens=0 if is_prompt_alone else min_tokens,
-        top_k=max(0, request.top_k or 0),  # -1 is vLLM's value for off
         logprobs=request.num_alternatives,
         stop=() if is_prompt_alone else request.stop_strings,
         stop_token_ids=stop_ids,
         logit_bias=bias,
-        **{"seed": secrets.randbits(63), **given},
+        **{"seed": secrets.randbits(63), **defaults, **given},
     )
 
 

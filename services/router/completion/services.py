@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvferry.services.router.completion.inputs import PlanChooser, PromptBuilder
@@ -17,7 +17,8 @@ from kvferry.shared.metrics import RouterMetrics
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """Attributes: clock: Unix time in seconds; limits: of the key file's keys."""
+    """Attributes: clock: Unix time in seconds; limits: of the key file's keys; sampling_defaults: fields of
+    `SamplingParams` for requests that do not give them."""
 
     config: RouterConfig
     metrics: RouterMetrics
@@ -29,3 +30,4 @@ class Services:
     prompts: PromptBuilder
     plans: PlanChooser
     limits: KeyLimits | None
+    sampling_defaults: Mapping[str, float]
