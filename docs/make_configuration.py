@@ -20,8 +20,9 @@ SECTIONS = {
     "Services": ("router", "prefill", "decode", "serve"),
     "Chat": ("chat",),
     "Load": ("bench",),
+    "Plan": ("plan",),
     "Evaluation": ("eval",),
-    "Calibration": ("calibrate epsilon", "calibrate quality"),
+    "Calibration": ("calibrate epsilon", "calibrate quality", "calibrate machine"),
 }
 KINDS = {"BYTES": "bytes", "TIME": "time", str: "text", int: "integer", float: "number", bool: "on or off"}
 

@@ -1,6 +1,6 @@
 """The `kvferry` command and its subcommands.
 
-    kvferry serve | router | prefill | decode | chat | bench | eval | calibrate | train-demo | certs | new-key
+    kvferry serve | router | prefill | decode | chat | bench | plan | eval | calibrate | train-demo | ...
 
 Exit codes: 0 done, 1 failed, 2 wrong options or configuration.
 """
@@ -23,12 +23,15 @@ from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
 from kvferry.tools.evaluation.config import HIDDEN_OPTIONS, EvalConfig
+from kvferry.tools.plan.config import PLAN_HIDDEN, CalibrateMachineConfig, PlanConfig
 
 TOOLS = "Measuring and training"
 SERVICES = "Single services"
 
 app = make_app("kvferry", "Long-context chat whose KV cache is compressed before it travels.", KNOWN_CONFIGS)
-calibrate = App(name="calibrate", help="Measure epsilon tables or quality curves of a model.", group=TOOLS)
+calibrate = App(
+    name="calibrate", help="Measure epsilon tables or quality curves of a model, or a machine.", group=TOOLS
+)
 app.command(calibrate)
 app.register_install_completion_command()
 
@@ -65,6 +68,14 @@ def bench(config: BenchConfig) -> int:
     return asyncio.run(bench(config))
 
 
+@command(app, PlanConfig, group=TOOLS, hidden=PLAN_HIDDEN)
+def plan(config: PlanConfig) -> int:
+    """Predict memory, bytes, times and workers for a load, and whether to disaggregate and compress."""
+    from kvferry.tools.plan.command import run
+
+    return run(config)
+
+
 @command(app, EvalConfig, group=TOOLS, hidden=HIDDEN_OPTIONS)
 def eval(config: EvalConfig) -> int:
     """Measure what compression costs in accuracy; lists are comma-separated."""
@@ -87,6 +98,14 @@ def quality(config: CalibrateQualityConfig) -> int:
     from kvferry.tools.evaluation.calibrate import calibrate_quality
 
     return calibrate_quality(config)
+
+
+@command(calibrate, CalibrateMachineConfig)
+def machine(config: CalibrateMachineConfig) -> int:
+    """Measure how long this machine takes with a model, for kvferry plan --machine."""
+    from kvferry.tools.plan.measure import calibrate_machine
+
+    return asyncio.run(calibrate_machine(config))
 
 
 @app.command(group=TOOLS, help_flags=(), version_flags=())

@@ -15,6 +15,7 @@ from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
 from kvferry.tools.evaluation.config import EvalConfig
+from kvferry.tools.plan.config import CalibrateMachineConfig, PlanConfig
 
 Role = Literal["prefill", "decode", "router"]
 
@@ -78,8 +79,10 @@ KNOWN_CONFIGS: tuple[type[Settings], ...] = (
     ServeConfig,
     ChatConfig,
     BenchConfig,
+    PlanConfig,
     EvalConfig,
     CalibrateEpsilonConfig,
     CalibrateQualityConfig,
+    CalibrateMachineConfig,
 )
 """One environment may hold variables of all of these."""

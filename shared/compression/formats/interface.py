@@ -312,6 +312,10 @@ class LayerFormat(ABC):
         index = self.tensors().get("index")
         return self.used_bytes(0, prompt_bytes) + (index.size_bytes if index is not None else 0)
 
+    def shipped_bytes(self) -> int:
+        """Bytes of the tensors on the wire; the most that they may be where they depend on the content."""
+        return sum(its.size_bytes for its in self.tensors().values())
+
     @abstractmethod
     def read_bytes(self, prompt_bytes: int | None = None) -> int:
         """Bytes of the prompt that a decode step reads, including those read to choose rows."""

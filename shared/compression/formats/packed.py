@@ -157,6 +157,9 @@ class PackedFormat(LayerFormat):
         auxiliary = [its.size_bytes for its in self._auxiliary(num_appended).values()]
         return packed_bytes + self.shape.rows_bytes(num_appended) + sum(auxiliary)
 
+    def shipped_bytes(self) -> int:
+        return super().shipped_bytes() + self.limit_bytes
+
     def kept_bytes(self, prompt_bytes: int | None = None) -> int:
         return self.used_bytes(0, prompt_bytes)
 

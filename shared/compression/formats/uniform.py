@@ -91,6 +91,10 @@ class Uniform(PackedFormat):
             specs[name] = TensorSpec(shape=(size_bytes,), dtype=torch.uint8)
         return specs
 
+    def shipped_bytes(self) -> int:
+        """Exact, since every layout is the expected one."""
+        return sum(its.size_bytes for its in self.tensors().values())
+
     def _layout(self, tensors: Tensors) -> PackedLayout:
         layout = super()._layout(tensors)
         if layout != self._expected:

@@ -1,0 +1,75 @@
+"""Fits a measured machine's coefficients, all of them at least 0, to measured times."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.tools.plan.hardware import MethodTimes
+from kvferry.tools.plan.sizes import Sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Medians of one measured setting.
+
+    Attributes:
+        batch: requests that were answered together.
+        first_s: to the first token, of a request alone; None of a batch.
+        second_s: from the first to the second token; step_s: between later ones.
+    """
+
+    num_tokens: int
+    batch: int
+    sizes: Sizes
+    first_s: float | None
+    second_s: float
+    step_s: float
+
+
+def fit_prefill(points: Sequence[Point]) -> tuple[float, float, float]:
+    """Args: points: of method full."""
+    alone = [(its.num_tokens, its.first_s) for its in points if its.first_s is not None]
+    fixed, linear, quadratic = fit([(1.0, n, n * n) for n, _ in alone], [first_s for _, first_s in alone])
+    return fixed, linear, quadratic
+
+
+def fit_method(points: Sequence[Point], full: Mapping[int, float]) -> MethodTimes:
+    """Args: full: method full's time to the first token, by prompt tokens."""
+    alone = [its for its in points if its.batch == 1 and its.first_s is not None]
+    extra = [max(0.0, (its.first_s or 0.0) - full[its.num_tokens]) for its in alone]
+    after = [max(0.0, its.second_s - its.step_s) for its in alone]
+    compress = fit([(1.0, its.num_tokens) for its in alone], extra)
+    handover = fit([(1.0, its.sizes.shipped) for its in alone], after)
+    step = fit(
+        [(1.0, its.batch, its.batch * its.sizes.read) for its in points], [its.step_s for its in points]
+    )
+    return MethodTimes(
+        compress=(compress[0], compress[1]),
+        handover=(handover[0], handover[1]),
+        step=(step[0], step[1], step[2]),
+    )
+
+
+def fit(rows: Sequence[Sequence[float]], times_s: Sequence[float]) -> list[float]:
+    """Coefficients of at least 0 with the least squares of relative errors: the best of all choices of
+    columns whose solution has none below 0."""
+    target = np.asarray(times_s, dtype=float)
+    weights = 1 / np.maximum(target, 1e-4)
+    columns = np.asarray(rows, dtype=float)
+    scale = columns.max(axis=0)
+    weighted = columns / scale * weights[:, None]
+    number = columns.shape[1]
+    best, best_error = np.zeros(number), float("inf")
+    for size in range(1, number + 1):
+        for chosen in itertools.combinations(range(number), size):
+            part = weighted[:, chosen]
+            found, *_ = np.linalg.lstsq(part, target * weights, rcond=None)
+            error = float(((part @ found - target * weights) ** 2).sum())
+            if (found >= 0).all() and error < best_error - 1e-12:
+                best, best_error = np.zeros(number), error
+                best[list(chosen)] = found
+    return [float(value) for value in best / scale]
