@@ -1,7 +1,8 @@
 """TriZone's first launch: queries in the packed channels' order and scale.
 
     _prologue_kernel  (entry): permutes the queries to the packed channels' order, folds the K scales in,
-                      rounds to float16 at a power of two per query head, and sums what the codes' "1" adds
+                      rounds to float16 at a power of two per query head, and sums what the codes' "1" adds;
+                      clears the output of as many heads, because no item writes that of an empty slot
 
 Imported only by the Triton modules of this folder, because it imports Triton.
 """
@@ -30,7 +31,8 @@ def _exponent_to(size, TARGET: tl.constexpr):
 
 @triton.jit
 def _prologue_kernel(
-    query_ptr, half_words_ptr, floats_ptr, entries_ptr, scaled_ptr, statistics_ptr, scale_log2,
+    query_ptr, half_words_ptr, floats_ptr, entries_ptr, scaled_ptr, statistics_ptr, out_ptr, scale_log2,
+    num_heads,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0)
@@ -43,6 +45,10 @@ def _prologue_kernel(
     channel = tl.load(half_words_ptr + tl.load(row + 10) + c, mask=c < kept, other=0).to(tl.int32)
     # a packed index is checked when it is received; this keeps reads in bounds whatever the bytes are
     channel = tl.minimum(tl.maximum(channel, 0), D - 1)
+    # heads have one entry or more: one program clears the head of its own number
+    nothing = tl.zeros([BLOCK_G, BLOCK_D], out_ptr.dtype.element_ty)
+    there = (g[:, None] < G) & (c[None, :] < D) & (entry < num_heads)
+    tl.store(out_ptr + (entry * G + g[:, None]) * D + c[None, :], nothing, mask=there)
     mask = (g[:, None] < G) & (c[None, :] < kept)
     q = tl.load(query_ptr + (bh * G + g[:, None]) * D + channel[None, :], mask=mask, other=0.0)
     q = q.to(tl.float32) * scale_log2

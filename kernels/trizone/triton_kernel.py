@@ -144,7 +144,8 @@ def trizone_decode_batch(
         heads: int64 `[B * H_kv, F]`, the new rows; see `kernels/descriptors.py`.
         codes: uint8, the buffer that the work list's offsets count from; 16-byte aligned.
         scratch: for at least as many entries and items as the list has.
-        output: out, contiguous `[B, H_kv, G, D]` in the queries' dtype.
+        output: out, contiguous `[B, H_kv, G, D]` in the queries' dtype; zero of a head without items, if
+            there are entries.
     """
     group_size, head_dim = queries.shape[2:]
     block_d = max(triton.next_power_of_2(head_dim), 16)
@@ -155,8 +156,8 @@ def trizone_decode_batch(
     shape = {"G": group_size, "BLOCK_G": MIN_BLOCK_G, "D": head_dim, "BLOCK_D": block_d}
     shape["FIELDS"] = ENTRY_FIELDS
     _prologue_kernel[(entries.shape[0],)](
-        queries, words, halves, entries, scratch.scaled, scratch.statistics, scale_log2,
-        **shape, num_warps=4 if block_d <= 128 else 8, num_stages=1,
+        queries, words, halves, entries, scratch.scaled, scratch.statistics, output, scale_log2,
+        heads.shape[0], **shape, num_warps=4 if block_d <= 128 else 8, num_stages=1,
     )  # fmt: skip
     _trizone_kernel[(work.items.shape[0],)](
         queries, keys, values, heads, halves, words, codes, halves, entries, work.items, scratch.scaled,

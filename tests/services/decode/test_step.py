@@ -172,6 +172,37 @@ def test_a_packed_sequence_joins_with_as_many_writes_however_many_others_there_a
     assert written[0] == written[1]
 
 
+KINDS = {
+    "dense": {},
+    "hsa": {"method": "rocketkv", "tokens": 24},
+    "trizone": {"method": "rdkv", "tokens": 24, "overrides": {"window": 4, "rebudget_tokens": 0}},
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("former", KINDS)
+def test_a_slot_has_nothing_of_the_sequence_before_it(interpreter, small_model, request_of, former):
+    """Another of the former's kind stays in the batch, so that its kernels run; the next is of each kind."""
+    model = small_model()
+    greedy = SamplingParams(max_tokens=8, temperature=0.0)
+    methods = [KINDS[former], KINDS[former], *KINDS.values()]
+    first, stays, *others = sequences_of(model, request_of, methods, [greedy] * len(methods))
+    for given in others:
+        alone = BatchSlots(model, 2, given.caches[0].regions["keys"])
+        alone.place(0, given)
+        alone_step = DecodeStep(model, alone, 1)
+        alone_step.launch()
+        slots = BatchSlots(model, 2, given.caches[0].regions["keys"])
+        slots.place(0, first)
+        slots.place(1, stays)
+        DecodeStep(model, slots, 2).launch()
+        slots.remove(0)
+        slots.place(0, given)
+        step = DecodeStep(model, slots, 2)
+        step.launch()
+        assert (step.logits[0] - alone_step.logits[0]).abs().max() < 1e-3
+
+
 def test_what_refuses_waits_refuses_them():
     values = torch.tensor([1.0, 2.0])
     for wait in (
