@@ -1,7 +1,9 @@
 # kvferry's services on NVIDIA GPUs; build context: the repository's root.
 
 # The smallest CUDA base: torch's wheels bring the libraries (cuBLAS, cuDNN, NCCL) of larger ones.
-FROM nvidia/cuda:12.8.1-base-ubuntu24.04 AS runtime
+FROM nvidia/cuda:13.0.1-base-ubuntu24.04 AS runtime
+# What constraints-gpu.txt needs: on a driver older than 580 the container toolkit does not start the container.
+ENV NVIDIA_REQUIRE_CUDA="cuda>=13.0"
 # Triton compiles a launcher for each kernel when it is first used, so a C compiler, libc's and Python's headers
 # belong to what runs. The versions are those of the base's release.
 # hadolint ignore=DL3008
@@ -12,15 +14,13 @@ RUN apt-get update \
 FROM runtime AS build
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends python3-venv && rm -rf /var/lib/apt/lists/*
-# This torch pins the Triton that constraints.txt names.
-ARG TORCH_VERSION=2.11.0
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_INPUT=1
 WORKDIR /src
-COPY pyproject.toml constraints.txt docker/requirements.py ./
+COPY pyproject.toml constraints.txt constraints-gpu.txt docker/requirements.py ./
 RUN python3 -m venv /opt/kvferry \
     && python3 requirements.py gpu > requirements.txt \
-    && sed "s/^torch==.*/torch==$TORCH_VERSION/" constraints.txt > constraints-gpu.txt \
-    && /opt/kvferry/bin/pip install --quiet -c constraints-gpu.txt -r requirements.txt
+    && grep -v -E '^(torch|triton)==' constraints.txt > constraints-others.txt \
+    && /opt/kvferry/bin/pip install --quiet -c constraints-gpu.txt -c constraints-others.txt -r requirements.txt
 COPY README.md LICENSE ./
 COPY kernels kernels
 COPY models models
@@ -35,7 +35,8 @@ RUN /opt/kvferry/bin/pip install --quiet --no-deps --no-build-isolation . \
 FROM runtime
 LABEL org.opencontainers.image.title="kvferry" \
       org.opencontainers.image.description="Router, prefill and decode services, NVIDIA GPUs" \
-      org.opencontainers.image.licenses="Apache-2.0"
+      org.opencontainers.image.licenses="Apache-2.0" \
+      kvferry.least-nvidia-driver="580"
 # /models is the cache of downloaded models. The folders exist so that volumes mounted there belong to the user.
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /models kvferry \
     && install -d -o kvferry -g kvferry /models /run/kvferry /run/kvferry/places /run/kvferry/worker \

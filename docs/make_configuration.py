@@ -21,6 +21,7 @@ SECTIONS = {
     "Chat": ("chat",),
     "Load": ("bench",),
     "Plan": ("plan",),
+    "Machine": ("doctor",),
     "Evaluation": ("eval",),
     "Calibration": ("calibrate epsilon", "calibrate quality", "calibrate machine"),
 }

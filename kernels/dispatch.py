@@ -125,7 +125,7 @@ def planned_path(op: str, device: torch.device, unsupported: Problem | str | Non
         return "torch"
     if is_quarantined(op):
         return "torch"
-    if _state.mode == "auto" and not _triton_installed():
+    if _state.mode == "auto" and not triton_installed():
         return "torch"
     path = _triton_path(device)
     problem = unsupported() if callable(unsupported) else unsupported
@@ -170,19 +170,20 @@ def planned_step_path(device: torch.device) -> StepPathName:
 
 def interpreting() -> bool:
     """Whether Triton runs kernels in its CPU interpreter in this process."""
-    if not _triton_installed():
+    if not triton_installed():
         return False
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
 
 
-def _triton_installed() -> bool:
+def triton_installed() -> bool:
+    """Whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
 
 
 def _triton_path(device: torch.device) -> KernelPath:
-    if not _triton_installed():
+    if not triton_installed():
         raise KernelUnavailable("kernels is 'triton', and Triton is not installed; install kvferry[gpu]")
     if interpreting():
         return "interpreter"

@@ -63,17 +63,20 @@ class Finding:
     seconds: float
 
 
-def model_shape(spec: ModelSpec, device: torch.device) -> BatchShape:
-    """The shape that a model's kernels have."""
-    return BatchShape(
-        num_layers=1,
-        num_slots=1,
-        num_kv_heads=spec.num_kv_heads,
-        group_size=spec.group_size,
-        head_dim=spec.head_dim,
-        dtype=TORCH_DTYPES[spec.dtype],
-        device=device,
-    )
+def model_shapes(spec: ModelSpec, device: torch.device) -> list[BatchShape]:
+    """The shapes that a model's kernels have: one for all layers with equal heads."""
+    return [
+        BatchShape(
+            num_layers=1,
+            num_slots=1,
+            num_kv_heads=heads.num_kv_heads,
+            group_size=heads.group_size,
+            head_dim=heads.head_dim,
+            dtype=TORCH_DTYPES[spec.dtype],
+            device=device,
+        )
+        for heads in dict.fromkeys(map(spec.heads, spec.row_layers))
+    ]
 
 
 def ops_with_kernels(role: Role, shape: BatchShape) -> list[str]:

@@ -25,7 +25,7 @@ from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.whole_prompt import compress_prompt
 from kvferry.shared.kernel_paths import Role
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.self_test import model_shape, ops_with_kernels
+from kvferry.shared.self_test import model_shapes, ops_with_kernels
 
 _log = structlog.get_logger(__name__)
 
@@ -59,7 +59,8 @@ class WarmPrompt:
 def needs_warm_up(role: Role, model: LanguageModel) -> bool:
     """Whether a worker has kernels to compile."""
     spec = model.spec
-    return not spec.state_layers and bool(ops_with_kernels(role, model_shape(spec, model.device)))
+    shapes = model_shapes(spec, model.device)
+    return not spec.state_layers and any(ops_with_kernels(role, shape) for shape in shapes)
 
 
 def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> Iterator[WarmPrompt]:

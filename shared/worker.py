@@ -20,12 +20,13 @@ from kvferry.shared.certs import Certs
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.config import WorkerSettings
 from kvferry.shared.control.server import serve_control
+from kvferry.shared.cuda_driver import check_device
 from kvferry.shared.kernel_paths import KernelCalls, KernelQuarantine, Role, choose_kernels
 from kvferry.shared.logging import setup_logging
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.self_test import model_shape, self_test
+from kvferry.shared.self_test import model_shapes, self_test
 from kvferry.shared.serving import close_within, serve_metrics, serve_until_signal
 from kvferry.shared.telemetry import setup_tracing
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
@@ -109,8 +110,9 @@ async def run_worker(settings: WorkerSettings, role: Role, build: Build[ServiceT
 async def load_workers_model(settings: WorkerSettings) -> TransformersModel:
     """The model that a worker's settings name.
 
-    Raises: ConfigurationError, UnsupportedModel: see `load_model`.
+    Raises: ConfigurationError, UnsupportedModel: see `check_device` and `load_model`.
     """
+    check_device(settings.device)
     return await asyncio.to_thread(
         load_model,
         settings.model,
@@ -141,6 +143,7 @@ async def start_service(
     server = serve_metrics(registry, settings.metrics_listen, is_ready=lambda: service.is_ready)
     stack.callback(server.close)
     if settings.self_test:
-        await asyncio.to_thread(self_test, role, model_shape(model.spec, model.device))
+        for shape in model_shapes(model.spec, model.device):
+            await asyncio.to_thread(self_test, role, shape)
     await service.start()
     return service, server.address

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 
@@ -40,15 +41,22 @@ class CudaDevice(StepDevice):
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph, which first synchronizes the device and empties the memory caches: new shapes
         # are captured while requests run. thread_local: other threads copy blocks into the arena.
+        # Python must not collect garbage meanwhile: tensors and graphs that end make calls that break a
+        # capture.
+        was_enabled = gc.isenabled()
+        gc.disable()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             try:
                 run()
             finally:
                 graph.capture_end()
-        except RuntimeError:
+        except Exception:  # Triton's compiler has its own errors
             self._abandon(graph)
             raise
+        finally:
+            if was_enabled:
+                gc.enable()
         return graph.replay
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import structlog
 import torch
 
+from kvferry.kernels.quarantine import is_lost
 from kvferry.services.decode.cuda_device import step_device
 from kvferry.services.decode.lanes import LaunchedSteps, StepLanes
 from kvferry.services.decode.memory import SequenceMemory
@@ -67,6 +68,7 @@ class DecodeEngine:
             prefill (RETURNING).
         device: runs the steps; by default, made for the model's device.
         warm_up: what the thread runs before it takes sequences, with the runner of the steps.
+        on_device_lost: called once if the device no longer works; all sequences have been closed.
     """
 
     def __init__(
@@ -80,9 +82,11 @@ class DecodeEngine:
         on_finished: Callable[[Sequence], None],
         device: StepDevice | None = None,
         warm_up: Callable[[StepRunner | StepLanes], None] | None = None,
+        on_device_lost: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self._model = model
         self._warm_up = warm_up
+        self._on_device_lost = on_device_lost
         device = device or step_device(model.device)
         self._runner = (StepLanes if device.captures else StepRunner)(
             model, device, max_batch_size=max_batch_size, warn=_warn_of_capture
@@ -167,9 +171,21 @@ class DecodeEngine:
                 except Exception as error:  # a failed step must not end the engine
                     _log.exception("decode step failed", batch_size=len(self._running))
                     self._failed_steps += 1
+                    if self._has_lost_device(error):
+                        self._in_flight = None
+                        self._close_all(
+                            WorkerUnavailable(f"the device is lost: {error}", reason="device_lost")
+                        )
+                        self._on_device_lost(error)
+                        return
                     self._close_all(KvferryError(f"the decode step failed: {error}", reason="step_failed"))
         finally:
             self._close_all(_closed())
+
+    def _has_lost_device(self, error: Exception) -> bool:
+        """Whether no later step can succeed in this process; a kernel that does not end counts as well."""
+        is_stuck = isinstance(error, KvferryError) and error.reason == "step_timeout"
+        return (is_stuck and self._model.device.type == "cuda") or is_lost()
 
     def _await_work(self) -> bool:
         """Wait until there is something to do. Returns False when the engine must stop."""

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
+from kvferry.shared.device_loss import end_process
 from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
@@ -30,6 +31,7 @@ async def build_service(
         model=model,
         tokenizer=await asyncio.to_thread(ChatTokenizer.load, config.model),
         metrics=metrics,
+        on_device_lost=end_process,
         server_factory=partial(transport.server, on_late_block=metrics.late_blocks.inc),
         sender=transport.sender(
             buffer_bytes=config.send_buffer_bytes,

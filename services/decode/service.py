@@ -77,6 +77,7 @@ class DecodeService:
         model: loaded; after `start`, only the engine's thread uses it.
         server_factory: makes the block server when the service starts.
         sender: returns generated KV to prefill; closed with the service.
+        on_device_lost: see `DecodeEngine`.
         sweep_interval_s: interval between checks for expired leases.
     """
 
@@ -91,6 +92,7 @@ class DecodeService:
         sender: BlockSender,
         clock: Callable[[], float] = time.monotonic,
         sweep_interval_s: float = SWEEP_INTERVAL_S,
+        on_device_lost: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self._config = config
         self._clock = clock
@@ -153,6 +155,7 @@ class DecodeService:
             memory=self._memory,
             on_finished=self._returner.submit,
             warm_up=warm_up,
+            on_device_lost=on_device_lost,
         )
         self._sweep_interval_s = sweep_interval_s
         self._stop_sweeping = threading.Event()

@@ -26,7 +26,7 @@ from kvferry.shared.errors import CapacityExceeded, InvalidRequest
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
-from kvferry.shared.self_test import model_shape
+from kvferry.shared.self_test import model_shapes
 from kvferry.shared.warm_up import NEW_TOKENS, PROMPT_TOKENS, Progress, WarmPrompt, warm_prompts
 
 _log = structlog.get_logger(__name__)
@@ -148,18 +148,17 @@ def _warm_up_shapes(
 def _warm_up_selection(model: LanguageModel, rows: SparseRows) -> None:
     """Hybrid sparse attention selects by another kernel for each power of two of pages: run them all over a
     head without rows."""
-    spec = model.spec
     if dispatch.planned_path("hsa", model.device) == "torch":
         return
     # a CPU install has no Triton
     from kvferry.kernels.hsa.triton_kernel import select_tokens
 
-    shape = model_shape(spec, model.device)
-    output = torch.zeros(1, shape.group_size, shape.head_dim, dtype=shape.dtype, device=shape.device)
-    heads = torch.tensor([EMPTY_HEAD], device=shape.device)
-    most = min(in_buckets(-(-spec.max_model_len // rows.page_size), least=BLOCK_PAGES), MAX_PAGES)
-    pages = BLOCK_PAGES
-    while pages <= most:
-        scratch = HsaScratch.of(SparseSize.of(rows)._replace(max_pages=pages), output)
-        attempt("hsa", partial(select_tokens, heads, scratch), lambda: None)
-        pages *= 2
+    heads = torch.tensor([EMPTY_HEAD], device=model.device)
+    most = min(in_buckets(-(-model.spec.max_model_len // rows.page_size), least=BLOCK_PAGES), MAX_PAGES)
+    for shape in model_shapes(model.spec, model.device):
+        output = torch.zeros(1, shape.group_size, shape.head_dim, dtype=shape.dtype, device=shape.device)
+        pages = BLOCK_PAGES
+        while pages <= most:
+            scratch = HsaScratch.of(SparseSize.of(rows)._replace(max_pages=pages), output)
+            attempt("hsa", partial(select_tokens, heads, scratch), lambda: None)
+            pages *= 2

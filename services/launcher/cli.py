@@ -1,6 +1,6 @@
 """The `kvferry` command and its subcommands.
 
-    kvferry serve | router | prefill | decode | chat | bench | plan | eval | calibrate | train-demo | ...
+    kvferry serve | router | prefill | decode | chat | bench | plan | doctor | eval | calibrate | ...
 
 Exit codes: 0 done, 1 failed, 2 wrong options or configuration.
 """
@@ -21,6 +21,7 @@ from kvferry.services.router.config import RouterConfig
 from kvferry.shared.command_line import command, make_app, run_app
 from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.chat.config import ChatConfig
+from kvferry.tools.doctor.config import DoctorConfig
 from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
 from kvferry.tools.evaluation.config import HIDDEN_OPTIONS, EvalConfig
 from kvferry.tools.plan.config import PLAN_HIDDEN, CalibrateMachineConfig, PlanConfig
@@ -72,6 +73,14 @@ def bench(config: BenchConfig) -> int:
 def plan(config: PlanConfig) -> int:
     """Predict memory, bytes, times and workers for a load, and whether to disaggregate and compress."""
     from kvferry.tools.plan.command import run
+
+    return run(config)
+
+
+@command(app, DoctorConfig, group=TOOLS)
+def doctor(config: DoctorConfig) -> int:
+    """Check this machine for the workers: device, memory, kernels, links; says what to change."""
+    from kvferry.tools.doctor.command import run
 
     return run(config)
 

@@ -13,6 +13,7 @@ from kvferry.shared.config import LogLevel, ServiceSettings, Settings
 from kvferry.shared.options import CAPACITY, MODEL, NETWORK, PROCESS, Seconds
 from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.chat.config import ChatConfig
+from kvferry.tools.doctor.config import DoctorConfig
 from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
 from kvferry.tools.evaluation.config import EvalConfig
 from kvferry.tools.plan.config import CalibrateMachineConfig, PlanConfig
@@ -80,6 +81,7 @@ KNOWN_CONFIGS: tuple[type[Settings], ...] = (
     ChatConfig,
     BenchConfig,
     PlanConfig,
+    DoctorConfig,
     EvalConfig,
     CalibrateEpsilonConfig,
     CalibrateQualityConfig,

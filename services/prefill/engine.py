@@ -16,6 +16,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from kvferry.kernels.quarantine import is_lost
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.host_copies import host_copies
 from kvferry.services.prefill.job import PrefillJob, SessionTurns
@@ -85,7 +86,9 @@ class PrefillEngine:
         metrics: PrefillMetrics,
         config: PrefillConfig,
         clock: Callable[[], float],
+        on_device_lost: Callable[[Exception], None] = lambda error: None,
     ) -> None:
+        self._on_device_lost = on_device_lost
         self._model = model
         self._sender = sender
         self._receiver = receiver
@@ -252,9 +255,13 @@ class PrefillEngine:
             job.check_cancelled()
         except KvferryError as error:
             self._give_up(job, error)
-        except Exception:
+        except Exception as error:
             log.exception("prefill failed", request_id=job.request.request_id)
-            self._give_up(job, KvferryError(f"request {job.request.request_id} failed in prefill"))
+            if is_lost():
+                self._give_up(job, WorkerUnavailable(f"the device is lost: {error}", reason="device_lost"))
+                self._on_device_lost(error)
+            else:
+                self._give_up(job, KvferryError(f"request {job.request.request_id} failed in prefill"))
         else:
             with contextlib.suppress(InvalidStateError):  # given up as wedged
                 job.first.set_result(first)

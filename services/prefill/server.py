@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from kvferry.services.prefill.config import PrefillConfig, history_size_bytes
 from kvferry.services.prefill.service import PrefillService
+from kvferry.shared.device_loss import end_process
 from kvferry.shared.history.disk_history import DiskHistory
 from kvferry.shared.history.redis_client import RedisLink, RedisOptions
 from kvferry.shared.history.redis_history import RedisHistory
@@ -52,6 +53,7 @@ async def build_service(
         metrics=metrics,
         config=config,
         clock=time.monotonic,
+        on_device_lost=end_process,
     )
     return service, metrics.registry
 

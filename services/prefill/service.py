@@ -85,10 +85,12 @@ class PrefillService:
         metrics: PrefillMetrics,
         config: PrefillConfig,
         clock: Callable[[], float],
+        on_device_lost: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         """Args:
         server_factory: makes the block server on which decode returns generated KV.
         clock: monotonic seconds.
+        on_device_lost: called once if the device no longer works.
         """
         self._model = model
         self._device = model.device
@@ -106,7 +108,7 @@ class PrefillService:
         self._receiver = HistoryReceiver(spec=model.spec, store=store)
         self._engine = PrefillEngine(
             model=model, store=store, sender=sender, receiver=self._receiver, metrics=metrics, config=config,
-            clock=clock,
+            clock=clock, on_device_lost=on_device_lost,
         )  # fmt: skip
         self._server: BlockServer | None = None
         self._is_wedged = False

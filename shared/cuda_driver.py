@@ -1,0 +1,68 @@
+"""Whether the NVIDIA driver is new enough for the CUDA of torch's build, and what a worker does if not.
+
+torch tells only that there is no CUDA device. With device auto that means a model on the CPU, which is what
+nobody wants on a machine with a GPU; so the reason is found here, before the model is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import structlog
+import torch
+
+from kvferry.shared.errors import ConfigurationError
+
+_log = structlog.get_logger(__name__)
+
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""The first driver branch that runs each major version of CUDA, as NVIDIA documents it."""
+
+
+def driver_version(path: Path = DRIVER_FILE) -> str | None:
+    """The version of the loaded NVIDIA driver; None without one."""
+    try:
+        found = re.search(r"Kernel Module.*?\b(\d+\.\d+(?:\.\d+)?)\b", path.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def driver_problem(driver: str | None, cuda: str | None) -> str | None:
+    """Why torch cannot use a GPU with this driver; None if that is not the reason.
+
+    Args: cuda: of torch's build, None for one without.
+    """
+    if cuda is None:
+        return "this torch is a build for CPUs; install one for CUDA"
+    if driver is None:
+        return "no NVIDIA driver is loaded; in a container, give it a GPU (the NVIDIA container toolkit)"
+    major = int(cuda.partition(".")[0])
+    least = LEAST_DRIVERS.get(major, max(LEAST_DRIVERS.values()))
+    if int(driver.partition(".")[0]) < least:
+        return (
+            f"the NVIDIA driver is {driver}, and torch's CUDA {cuda} needs {least} or newer; update the "
+            "driver, or install a torch for an older CUDA"
+        )
+    return None
+
+
+def check_device(device: str) -> None:
+    """Refuse a CUDA device that torch cannot use, with the reason; warn if `auto` is a GPU machine's CPU.
+
+    Args: device: as a worker's option.
+    Raises: ConfigurationError.
+    """
+    if torch.cuda.is_available() or not device.startswith(("cuda", "auto")):
+        return
+    driver = driver_version()
+    problem = driver_problem(driver, torch.version.cuda)
+    if device.startswith("cuda"):
+        reason = (
+            problem or "the driver fits, so look at nvidia-smi, CUDA_VISIBLE_DEVICES and the devices' state"
+        )
+        raise ConfigurationError(f"device is {device!r}, and torch finds no CUDA device: {reason}")
+    if driver is not None:
+        _log.warning("this machine has an NVIDIA driver, and the model runs on the CPU", reason=problem or "")
