@@ -10,6 +10,8 @@ sessions/    records, leases, quotas; in memory or in Redis
 from __future__ import annotations
 
 import asyncio
+import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -197,11 +199,17 @@ def session_store(
         return SessionStore(**options)
     redis = RedisOptions(url=config.history_redis, timeout_s=config.history_redis_timeout_s)
     return RedisSessionStore(
-        RedisRecords(AsyncRedisLink(redis), clock=clock),
+        RedisRecords(AsyncRedisLink(redis), clock=clock, name=_router_name(config)),
         lease_s=timing.session_lease_s,
         on_event=lambda event: metrics.session_store_events.labels(event=event).inc(),
         **options,
     )
+
+
+def _router_name(config: RouterConfig) -> str:
+    """The same after a restart, where the address is."""
+    number = secrets.token_hex(4) if config.listen.endswith(":0") else ""
+    return f"{socket.gethostname()} {config.listen} {number}"
 
 
 async def _refuse(request: Request, refusal: Exception) -> Response:

@@ -8,6 +8,7 @@ a hash slot, so that it runs on a cluster as well.
     index    zset   session id by expiry (Unix ms)
     tokens   hash   session id -> tokens of its record
     owners   set    every API key's owner, so that any router finds all indexes; one for all
+    routers  zset   router by when it last had nothing that Redis lacks (Unix ms); one for all
 
 `holder` is the token of the lease. A commit needs it, and a delete or another router's lease removes it, so
 two turns never both commit; `until` only says when others may take the session. The token begins with its
@@ -21,9 +22,10 @@ which has one. Routers remove what has expired by the index.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -37,11 +39,14 @@ from kvferry.services.router.sessions.record import (
 )
 from kvferry.services.router.sessions.store import is_document
 from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.errors import StoreUnavailable
 from kvferry.shared.history.redis_client import AsyncRedisLink
 
-_WRITE_BACKS: dict[int, Literal["conflict", "written", "held"]] = {0: "conflict", 1: "written", 2: "held"}
+_Result = TypeVar("_Result")
 
 
+DELETED = "deleted-"
+"""What a deletion's marker begins with."""
 _PRELUDE = """
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -104,16 +109,14 @@ return put(2)
 """
 
 _WRITE_BACK = """
--- KEYS session, index, tokens; ARGV the commit that the record builds on ('' for none), the router, then as
--- `put`. Returns 1, 0 where the session has a newer commit, 2 while another router has it. The router that
--- writes back has no turn of the session: a lease of its own is left over from a call that arrived late.
-local fields = redis.call('HMGET', KEYS[1], 'holder', 'until', 'committed')
-if fields[3] == ARGV[5] then return 1 end
-local ours = fields[1] and router_of(fields[1]) == ARGV[2]
-if fields[1] and not ours and tonumber(fields[2]) > now_ms then return 2 end
-if fields[3] and fields[3] ~= ARGV[1] then return 0 end
-if ours then redis.call('HDEL', KEYS[1], 'holder', 'until') end
-return put(3)
+-- KEYS session, index, tokens; ARGV the commits that the record may follow ('' for none), each between two
+-- bars, then as `put`. Returns 0 where the session has another commit. Whoever leased the session began from
+-- an older record, or with a call that arrived late: that lease ends.
+local committed = redis.call('HGET', KEYS[1], 'committed')
+if committed == ARGV[4] then return 1 end
+if committed and not string.find(ARGV[1], '|' .. committed .. '|', 1, true) then return 0 end
+redis.call('HDEL', KEYS[1], 'holder', 'until')
+return put(2)
 """
 
 _DELETE = """
@@ -143,6 +146,23 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms, '+inf'))
   end
 end
 return {records, tokens}
+"""
+
+_REGISTER = """
+-- KEYS routers; ARGV name, forget_ms. Returns the other routers.
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now_ms - ARGV[2])
+local others = redis.call('ZRANGE', KEYS[1], 0, -1)
+redis.call('ZADD', KEYS[1], now_ms, ARGV[1])
+return others
+"""
+
+_BEHIND = """
+-- KEYS routers; ARGV name, forget_ms, since_ms. Returns how many others have not registered for `since_ms`.
+local behind = 0
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], now_ms - ARGV[2], now_ms - ARGV[3])) do
+  if name ~= ARGV[1] then behind = behind + 1 end
+end
+return behind
 """
 
 _EXPIRED = """
@@ -177,13 +197,24 @@ class Stored:
     record: SessionRecord | None
     lost: bool = False
 
+    @property
+    def is_deleted(self) -> bool:
+        return self.commit_id.startswith(DELETED)
+
 
 class RedisRecords:
-    """Args: clock: Unix time in seconds."""
+    """Args:
+    clock: Unix time in seconds.
+    name: of this router; one that starts again with the same name takes the former's place.
 
-    def __init__(self, link: AsyncRedisLink, *, clock: Callable[[], float]) -> None:
+    Attributes: failed_s: when Redis last failed, or this router began; on the clock of `time.monotonic`.
+    """
+
+    def __init__(self, link: AsyncRedisLink, *, clock: Callable[[], float], name: str) -> None:
         self._link = link
         self._clock = clock
+        self._name = name
+        self.failed_s = time.monotonic()
         self._known_owners: set[str] = set()
 
     # ---- leases ------------------------------------------------------------------------------------------
@@ -205,22 +236,34 @@ class RedisRecords:
         """Returns whether the lease was still current; nothing is written otherwise."""
         return bool(await self._put(_COMMIT, [token], key, record))
 
-    async def write_back(
-        self, key: SessionKey, base: str, router: str, record: SessionRecord
-    ) -> Literal["conflict", "written", "held"]:
-        """Write a record that this router committed in its memory, on top of the commit `base`."""
-        return _WRITE_BACKS[await self._put(_WRITE_BACK, [base, router], key, record)]
+    async def write_back(self, key: SessionKey, bases: Sequence[str], record: SessionRecord) -> bool:
+        """Write a record that this router committed in its memory, on top of one of these commits. Returns
+        False where there is another."""
+        return bool(await self._put(_WRITE_BACK, [f"|{'|'.join(bases)}|"], key, record))
 
     async def delete(self, key: SessionKey, marker: str, ttl_s: float) -> bool:
         """Leave only a marker; returns whether there was anything else."""
         return bool(await self._run(_DELETE, _keys(key), marker, _ms(ttl_s), key.session_id))
 
+    # ---- routers -----------------------------------------------------------------------------------------
+
+    async def register(self) -> bool:
+        """Say that Redis has all of this router's turns; returns whether there are other routers."""
+        others = await self._run(_REGISTER, [_ROUTERS], self._name, _ms(_FORGET_ROUTER_S))
+        return any(name.decode() != self._name for name in others)
+
+    async def leave(self) -> None:
+        await self._call(lambda client: client.zrem(_ROUTERS, self._name))
+
+    async def num_behind(self) -> int:
+        """How many other routers may have turns that Redis has missed, since it last failed here."""
+        since_ms = _ms(time.monotonic() - self.failed_s)
+        return int(await self._run(_BEHIND, [_ROUTERS], self._name, _ms(_FORGET_ROUTER_S), since_ms))
+
     # ---- reading -----------------------------------------------------------------------------------------
 
     async def read(self, key: SessionKey) -> Stored:
-        data, commit_id = await self._link.call(
-            lambda client: client.hmget(_session(key), "record", "committed")
-        )
+        data, commit_id = await self._call(lambda client: client.hmget(_session(key), "record", "committed"))
         return self._stored(data, commit_id)
 
     async def commit_ids(self, keys: Sequence[SessionKey]) -> list[str]:
@@ -240,7 +283,7 @@ class RedisRecords:
 
     async def remove_expired(self) -> None:
         """Remove what has expired, of every API key."""
-        owners = [name.decode() for name in await self._link.call(lambda client: client.smembers(_OWNERS))]
+        owners = [name.decode() for name in await self._call(lambda client: client.smembers(_OWNERS))]
         for owner in owners:
             for documents in (False, True):
                 index = _index(owner, documents)
@@ -250,7 +293,7 @@ class RedisRecords:
 
     async def evicts_records(self) -> bool:
         """Whether Redis may evict records to make room for KV, by its configuration."""
-        info = await self._link.call(lambda client: client.info("memory"))
+        info = await self._call(lambda client: client.info("memory"))
         return str(info.get("maxmemory_policy", "")).startswith("allkeys")
 
     async def close(self) -> None:
@@ -266,7 +309,7 @@ class RedisRecords:
 
     async def _put(self, script: str, first: list[str], key: SessionKey, record: SessionRecord) -> int:
         if key.owner not in self._known_owners:
-            await self._link.call(lambda client: client.sadd(_OWNERS, key.owner))
+            await self._call(lambda client: client.sadd(_OWNERS, key.owner))
             self._known_owners.add(key.owner)
         return int(
             await self._run(
@@ -282,9 +325,16 @@ class RedisRecords:
             )
         )
 
+    async def _call(self, operation: Callable[[Any], Awaitable[_Result]]) -> _Result:
+        try:
+            return await self._link.call(operation)
+        except StoreUnavailable:
+            self.failed_s = time.monotonic()
+            raise
+
     async def _run(self, script: str, keys: list[str], *arguments: str | bytes | int) -> Any:
         whole = _PRELUDE + script
-        return await self._link.call(lambda client: client.eval(whole, len(keys), *keys, *arguments))
+        return await self._call(lambda client: client.eval(whole, len(keys), *keys, *arguments))
 
     async def _fields(self, keys: Sequence[SessionKey], field: str) -> list[bytes | None]:
         """One field of many sessions."""
@@ -295,10 +345,13 @@ class RedisRecords:
                 pipeline.hget(_session(key), field)
             return list(await pipeline.execute())
 
-        return await self._link.call(read) if keys else []
+        return await self._call(read) if keys else []
 
 
 _OWNERS = "kvferry:router:owners"
+_ROUTERS = "kvferry:router:routers"
+_FORGET_ROUTER_S = 300.0
+"""A router that has not registered for so long is gone."""
 _EXPIRED_AT_ONCE = 1000
 
 

@@ -3,9 +3,11 @@
 Records are in Redis and, for sessions that this router has served, copied in its memory. Guarantees:
 
 - Of two turns that started from one record, one commits. DELETE wins over a running turn on any router.
-- While Redis is down, a session with a copy here continues; its turns are written back when Redis returns. If
-  another router has committed since, that commit stands, and the turns made here are dropped and counted. A
-  session without a copy here is refused where its record matters.
+- A turn that ends while Redis is down is written back when Redis returns. Until then, other routers neither
+  show nor continue sessions: they wait for every router that was there, for at most the time of a lease.
+- While Redis is down, a session continues whose last turn is known to be here: its turns wait to be written
+  back, or there is no other router. Any other session is refused where its record matters.
+- A turn that another router's commit has overtaken ends with an error, unless it was a whole conversation.
 - A session that Redis has lost and nobody has a copy of is refused where its record matters.
 - A Redis that lost its data gets it back from the copies. Copies of sessions deleted through another router
   are dropped within one sweep; only data lost within that time could bring such a session back.
@@ -18,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -26,13 +29,15 @@ from typing import Any
 import structlog
 
 from kvferry.services.router.sessions.record import KeyUsage, SessionRecord, SessionSummary
-from kvferry.services.router.sessions.redis_records import RedisRecords, Stored
+from kvferry.services.router.sessions.redis_records import DELETED, RedisRecords, Stored
 from kvferry.services.router.sessions.store import SessionLease, SessionStore, is_document, not_found
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.errors import StoreUnavailable
+from kvferry.shared.errors import SessionBusy, StoreUnavailable
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 _CLEANING_INTERVAL_S = 60.0
+_RETURNING = "returning"
+"""Redis is back, and may not have every router's turns yet."""
 
 _log = structlog.get_logger(__name__)
 
@@ -40,10 +45,13 @@ _log = structlog.get_logger(__name__)
 class RedisLease(SessionLease):
     """A lease that Redis granted under `token`; with None it is valid in this router alone."""
 
-    def __init__(self, store: RedisSessionStore, local: SessionLease, token: str | None) -> None:
+    def __init__(
+        self, store: RedisSessionStore, local: SessionLease, token: str | None, *, needs_record: bool
+    ) -> None:
         super().__init__(store, local.key, local._entry)
         self._redis_store = store
         self.token = token
+        self.needs_record = needs_record
 
     async def is_current(self) -> bool:
         return self.is_valid and (self.token is None or await self._redis_store.renew(self.key, self.token))
@@ -72,8 +80,14 @@ class RedisSessionStore(SessionStore):
         self._lease_s = lease_s
         self._on_event = on_event
         self._instance = secrets.token_hex(8)
-        self._pending: dict[SessionKey, str] = {}
-        """Sessions with turns that are not in Redis yet, and the commit there that they build on."""
+        self._pending: dict[SessionKey, tuple[str, ...]] = {}
+        """Sessions with turns that are not in Redis yet, and the commits that may be there: the one that they
+        build on, and their own, because a call that was given up may still arrive."""
+        self._offline: set[SessionKey] = set()
+        """Sessions with a turn that began without Redis."""
+        self._has_peers = False
+        self._settled_s = 0.0
+        """A time at which Redis had every router's turns; as `RedisRecords.failed_s`."""
         self._releases: set[asyncio.Task[None]] = set()
         self._next_cleaning_s = 0.0
 
@@ -86,7 +100,11 @@ class RedisSessionStore(SessionStore):
             token = f"{self._instance}.{secrets.token_hex(8)}"
             grant = await self._grant(local, token, deadline_s, needs_record)
             if grant is None:
-                yield RedisLease(self, local, None)
+                self._offline.add(key)
+                try:
+                    yield RedisLease(self, local, None, needs_record=needs_record)
+                finally:
+                    self._offline.discard(key)
                 return
             renewing = asyncio.create_task(self._keep_renewing(key, token))
             try:
@@ -97,7 +115,7 @@ class RedisSessionStore(SessionStore):
                         "session_mode 'replace', or delete the session",
                         reason="lost",
                     )
-                yield RedisLease(self, local, token)
+                yield RedisLease(self, local, token, needs_record=needs_record)
             finally:
                 renewing.cancel()
                 release = asyncio.create_task(self._release(key, token))
@@ -109,14 +127,41 @@ class RedisSessionStore(SessionStore):
         self, local: SessionLease, token: str, deadline_s: float, needs_record: bool
     ) -> Stored | None:
         """Lease the session in Redis; None where Redis is down and the turn can run without it."""
+        key = local.key
         try:
-            return await self._acquire(local.key, token, deadline_s)
+            await self._others_settle(key, deadline_s)
+            return await self._acquire(key, token, deadline_s)
         except StoreUnavailable as error:
-            if error.reason == "format" or (needs_record and local.record is None):
+            is_known = key in self._pending or (local.record is not None and not self._has_peers)
+            if error.reason in ("format", _RETURNING) or (needs_record and not is_known):
                 raise
             self._on_event("offline")
             _log.warning("session continues without Redis", error=error.message)
             return None
+
+    async def _others_settle(self, key: SessionKey, deadline_s: float) -> None:
+        """Wait until Redis has what other routers committed without it. Raises: StoreUnavailable."""
+        loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
+        while not await self._is_settled(key):
+            if loop.time() >= deadline_s:
+                raise StoreUnavailable(
+                    "Redis was away, and another router may still have turns to write back",
+                    reason=_RETURNING,
+                    retry_after_s=1.0,
+                )
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _is_settled(self, key: SessionKey) -> bool:
+        """Whether no other router has a turn of the session that Redis lacks."""
+        records = self._records
+        if key in self._pending or self._settled_s > records.failed_s:
+            return True
+        now_s = time.monotonic()
+        if now_s - records.failed_s < self._lease_s and await records.num_behind():
+            return False
+        self._settled_s = now_s
+        return True
 
     async def _acquire(self, key: SessionKey, token: str, deadline_s: float) -> Stored:
         loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
@@ -133,16 +178,16 @@ class RedisSessionStore(SessionStore):
     async def _reconcile(self, local: SessionLease, token: str, grant: Stored) -> None:
         """Bring the copy here up to date with Redis, or Redis with the copy."""
         key, ours = local.key, local.record
-        base = self._pending.get(key)
+        bases = self._pending.get(key)
         lost = not grant.commit_id
-        if ours is not None and (lost or (base is not None and grant.commit_id == base)):
+        if ours is not None and (lost or (bases is not None and grant.commit_id in bases)):
             self._on_event("restored" if lost else "written_back")
-            self._pending.setdefault(key, ours.commit_id)
+            self._pending.setdefault(key, (ours.commit_id,))
             with suppress(StoreUnavailable):
                 await self._records.commit(key, token, ours)
                 self._pending.pop(key, None)
             return
-        if base is not None and (ours is None or grant.commit_id != ours.commit_id):
+        if bases is not None:
             self._conflict(key)
         self._pending.pop(key, None)
         local.put(grant.record)
@@ -155,18 +200,25 @@ class RedisSessionStore(SessionStore):
         )
         if not lease.is_valid:
             return False
-        if lease.token is not None:
-            try:
+        bases = self._pending.get(key, (before.commit_id if before is not None else "",))
+        try:
+            if lease.token is not None:
                 committed = await self._records.commit(key, lease.token, written)
-            except StoreUnavailable as error:
-                _log.warning("session stays in memory until Redis is back", error=error.message)
             else:
-                self._pending.pop(key, None)
-                return lease.put(written if committed else None) and committed
-        if not lease.put(written):
-            return False
-        self._pending.setdefault(key, before.commit_id if before is not None else "")
-        return True
+                committed = await self._records.write_back(key, bases, written)
+        except StoreUnavailable as error:
+            _log.warning("session stays in memory until Redis is back", error=error.message)
+            if not lease.put(written):
+                return False
+            self._pending[key] = (*bases, written.commit_id)
+            return True
+        self._pending.pop(key, None)
+        if committed:
+            return lease.put(written)
+        lease.put(None)
+        if lease.needs_record and not (await self._records.read(key)).is_deleted:
+            raise SessionBusy(f"Session {key.session_id!r} was continued by another router meanwhile")
+        return False
 
     async def renew(self, key: SessionKey, token: str) -> bool:
         """Extend a lease; returns whether it is current, as far as this router can know."""
@@ -193,9 +245,10 @@ class RedisSessionStore(SessionStore):
         """As in memory; the copy here where Redis is down or has lost it."""
         copy = self.peek(key)
         try:
+            await self._others_settle(key, asyncio.get_running_loop().time() + self._wait_s)
             stored = await self._records.read(key)
-        except StoreUnavailable:
-            if copy is None:
+        except StoreUnavailable as error:
+            if copy is None or error.reason == _RETURNING:
                 raise
             return copy
         record = stored.record
@@ -223,7 +276,7 @@ class RedisSessionStore(SessionStore):
 
     async def delete(self, key: SessionKey) -> None:
         """As in memory; deletes nothing where Redis is down, since the session would come back."""
-        marker = f"deleted-{secrets.token_hex(16)}"
+        marker = f"{DELETED}{secrets.token_hex(16)}"
         deleted = await self._records.delete(key, marker, self.ttl_s(key))
         was_pending, was_used = key in self._pending, self._is_used(key)
         self._pending.pop(key, None)
@@ -234,6 +287,9 @@ class RedisSessionStore(SessionStore):
     async def remove_stale(self) -> list[SessionKey]:
         """Writes turns back, drops outdated copies, and now and then removes what has expired in Redis."""
         await self._write_back()
+        with suppress(StoreUnavailable):
+            if not self._pending:
+                self._has_peers = await self._records.register()
         await self._clean()
         stale = [key for key in self._stale() if key not in self._pending]
         copies = [(key, record) for key, record in self._idle().items() if key not in self._pending]
@@ -265,26 +321,29 @@ class RedisSessionStore(SessionStore):
         if self._releases:
             await asyncio.wait(self._releases)
         await self._write_back()
+        if not self._pending:
+            with suppress(StoreUnavailable):
+                await self._records.leave()
         await self._records.close()
 
     async def _write_back(self) -> None:
-        """Write the turns that Redis has missed, of sessions that no request has or waits for."""
+        """Write the turns that Redis has missed, but not of sessions whose turn has a lease in Redis."""
         idle = self._idle()
-        for key, base in list(self._pending.items()):
-            record = idle.get(key)
+        for key, bases in list(self._pending.items()):
+            record = idle.get(key) or (self.peek(key) if key in self._offline else None)
             if record is None:
                 if self.peek(key) is None and not self._is_used(key):
                     self._pending.pop(key, None)
                 continue
             try:
-                outcome = await self._records.write_back(key, base, self._instance, record)
+                written = await self._records.write_back(key, bases, record)
             except StoreUnavailable:
                 return
-            if outcome == "written":
+            if written:
                 self._on_event("written_back")
                 if self.peek(key) is record:
                     self._pending.pop(key, None)
-            elif outcome == "conflict":
+            else:
                 self._conflict(key)
                 self._pending.pop(key, None)
                 self._forget_idle(key, record)

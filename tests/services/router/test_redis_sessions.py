@@ -57,7 +57,7 @@ class Router:
             RedisOptions(url=url, timeout_s=settings.get("timeout_s", 30.0), breaker_open_s=0.001)
         )
         self.store = RedisSessionStore(
-            RedisRecords(link, clock=self.clock),
+            RedisRecords(link, clock=self.clock, name=options.get("name", f"router {id(self)}")),
             lease_s=settings["lease_s"],
             on_event=self.events.append,
             ttl_s=settings["ttl_s"],
@@ -164,7 +164,8 @@ async def test_a_turn_whose_lease_ran_out_does_not_commit_over_its_successor(
             client.hset(name, "until", 0)
         await other.turn(TURN_2)
         assert not await late.is_current()
-        assert not await late.commit(replace(RECORD, turns=99))
+        with pytest.raises(SessionBusy, match="continued by another router"):
+            await late.commit(replace(RECORD, turns=99))
     assert await one.turns() == 2
     assert (await one.turn(replace(RECORD, turns=3))) is not None
 
@@ -189,7 +190,8 @@ async def test_delete_at_another_router_wins_over_a_turn_under_way(router: Calla
         await other.store.delete(KEY)
         assert not await lease.is_current()
         assert await other.turn() is None  # a new session of that name need not wait
-        assert not await lease.commit(TURN_2)
+        with pytest.raises(SessionBusy):  # of the new session
+            await lease.commit(TURN_2)
     assert await one.turns() == 1
     await one.store.delete(KEY)
     for store in (one.store, other.store):
@@ -267,8 +269,8 @@ async def test_a_session_goes_on_while_redis_is_dead_and_is_written_back(
         await one.store.delete(KEY)
     assert "offline" in one.events
     redis_server.start()  # empty: it keeps nothing on disk
-    await one.store.remove_stale()
     other = router()
+    await one.store.remove_stale()
     assert await other.turns() == 2
     assert await other.turns(replace(KEY, session_id="whole")) == 1
     assert one.events.count("written_back") == 2
@@ -303,10 +305,12 @@ async def test_a_redis_that_is_paused_holds_a_turn_up_for_a_bounded_time(
     finally:
         redis_server.resume()
     one.store._records._link._options = patient
+    other = router()
     async with asyncio.timeout(60.0):
-        while await router().turns() != 2:
+        while "written_back" not in one.events:
             await one.store.remove_stale()
             await asyncio.sleep(0.05)
+    assert await other.turns() == 2
 
 
 @pytest.mark.parametrize("during_turn", [False, True])
@@ -349,6 +353,74 @@ async def test_turns_made_without_redis_yield_to_those_made_with_it(
     found = await one.turn(replace(RECORD, turns=8))
     assert found is not None
     assert found.turns == 7
+
+
+@pytest.mark.parametrize("outage_s", [0.0, 3.0])
+async def test_a_turn_that_ended_without_redis_is_not_overtaken(
+    router: Callable[..., Router], redis_server: Any, outage_s: float
+) -> None:
+    one, other = router(), router()
+    await one.turn()
+    assert await other.turns() == 1
+    for each in (one, other, one):
+        await each.store.remove_stale()
+    redis_server.pause()
+    options = [(each, each.store._records._link._options) for each in (one, other)]
+    for each, patient in options:
+        each.store._records._link._options = replace(patient, timeout_s=0.2)
+    # the turn's lease is over before Redis is back, as after a long outage
+    lease_s, one.store._lease_s = one.store._lease_s, 0.1
+    redis_server.resume()
+    async with one.store.lease(KEY) as lease:
+        redis_server.pause()
+        assert await lease.commit(TURN_2)
+    one.store._lease_s = lease_s
+    with pytest.raises(StoreUnavailable):
+        await other.turn(replace(RECORD, turns=7))
+    assert (await one.turn(replace(TURN_2, turns=3))) is not None  # its own turns wait here: it is the last
+    await asyncio.sleep(outage_s)
+    redis_server.resume()
+    for each, patient in options:
+        each.store._records._link._options = patient
+    reading = asyncio.create_task(other.turns())
+    await asyncio.sleep(0.5)
+    assert not reading.done()
+    async with asyncio.timeout(60.0):
+        while "written_back" not in one.events:
+            await one.store.remove_stale()
+            await asyncio.sleep(0.05)
+    assert await reading == 3
+    found = await other.turn(replace(RECORD, turns=4))
+    assert found is not None
+    assert found.turns == 3
+    assert "conflict" not in one.events
+
+
+async def test_with_another_router_a_session_does_not_go_on_from_an_old_copy(
+    router: Callable[..., Router], redis_server: Any
+) -> None:
+    one, other = router(), router()
+    await one.turn()
+    for each in (other, one):
+        await each.store.remove_stale()
+    await other.turn(TURN_2)
+    redis_server.kill()
+    with pytest.raises(StoreUnavailable):  # the copy here is of the first turn
+        await one.turn(replace(RECORD, turns=7))
+    async with one.store.lease(KEY, needs_record=False) as lease:  # the whole conversation
+        assert await lease.commit(replace(RECORD, turns=3))
+
+
+async def test_a_router_that_is_gone_is_waited_for_as_long_as_a_lease(
+    router: Callable[..., Router], redis_server: Any
+) -> None:
+    gone = router()
+    await gone.turn()
+    await gone.store.remove_stale()
+    one = router(lease_s=1.0)
+    begin_s = time.monotonic()
+    assert (await one.turn(TURN_2)) is not None
+    assert 0.5 < time.monotonic() - begin_s < 20.0
 
 
 async def test_a_copy_of_what_was_deleted_elsewhere_is_dropped_at_the_next_sweep(

@@ -124,7 +124,8 @@ class Conversation:
 
     def __init__(self, script: Script, session_id: str, urls: list[str], *, changes_router: bool) -> None:
         self.script = script
-        self.session_id = session_id
+        self.session_id = self._name = session_id
+        self._num_repeated = 0
         self.outcome = Outcome()
         self._urls = urls
         self._changes_router = changes_router
@@ -150,7 +151,8 @@ class Conversation:
             await asyncio.sleep(PAUSE_S)
             if index == 0:
                 # Repeated in the same session, a turn continues from its own history, and selects from that.
-                self.session_id += "-again"
+                self._num_repeated += 1
+                self.session_id = f"{self._name}-again-{self._num_repeated}"
             elif await self._is_in_session(client, deadline_s):
                 return True
         self._violate(index, f"no answer within {PATIENCE_S:.0f} s: {dict(errors)}")
