@@ -9,7 +9,7 @@
 
 A worker's certificate is for servers only and the router's for clients only, so a stolen worker's key cannot
 call anybody. Peers are known by their role's name, not by their address: all workers of a role share a key.
-Reading them needs no library; making them does (`tools/certs.py`).
+`tools/certs.py` makes them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 import grpc
+from cryptography import x509
 
 from kvferry.shared.errors import ConfigurationError
 
@@ -59,6 +60,19 @@ class Certs:
         of_role = Path(folder) / role
         self._folder = of_role if of_role.is_dir() else Path(folder)
         self._authority, self._chain, self._key = (self._read(f) for f in ("ca.pem", "tls.pem", "tls.key"))
+
+    @property
+    def expires_at_s(self) -> float:
+        """Unix time at which the role's certificate ends.
+
+        Raises: ConfigurationError: tls.pem has no certificate.
+        """
+        try:
+            return x509.load_pem_x509_certificate(self._chain).not_valid_after_utc.timestamp()
+        except ValueError as error:
+            raise ConfigurationError(
+                f"certs has no certificate in {str(self._folder / 'tls.pem')!r}: {error}"
+            ) from None
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Of a worker; clients must have a certificate too."""

@@ -18,6 +18,7 @@ STEP_BUCKETS_S = (
 )  # fmt: skip
 RATIO_BUCKETS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0)
 
+CERTIFICATE_EXPIRY = "kvferry_certificate_expiry_timestamp_seconds"
 ARENA_STATES = ("free", "reserved", "in_transfer", "running", "retained")
 
 
@@ -38,6 +39,12 @@ class _Families:
 
     def _steps(self, name: str, doc: str, *labels: str) -> Histogram:
         return Histogram(f"kvferry_{name}", doc, labels, registry=self.registry, buckets=STEP_BUCKETS_S)
+
+
+def certificate_expiry(registry: CollectorRegistry, expires_at_s: float) -> None:
+    """Have a service with a certificate say when it ends. The service reads its files at start."""
+    gauge = Gauge(CERTIFICATE_EXPIRY, "Unix time at which the service's certificate ends", registry=registry)
+    gauge.set(expires_at_s)
 
 
 class RouterMetrics(_Families):

@@ -23,6 +23,7 @@ from kvferry.shared.control.server import serve_control
 from kvferry.shared.cuda_driver import check_device
 from kvferry.shared.kernel_paths import KernelCalls, KernelQuarantine, Role, choose_kernels
 from kvferry.shared.logging import setup_logging
+from kvferry.shared.metrics import certificate_expiry
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
@@ -97,7 +98,7 @@ async def run_worker(settings: WorkerSettings, role: Role, build: Build[ServiceT
         if settings.threads:
             torch.set_num_threads(settings.threads)
         model = await load_workers_model(settings)
-        service, metrics = await start_service(settings, role, model, build, transport, stack)
+        service, metrics = await start_service(settings, role, model, build, transport, stack, certs=certs)
         interface: dict[str, Any] = {role: service}
         control = await serve_control(
             listen=settings.listen, certs=certs, with_reflection=settings.grpc_reflection, **interface
@@ -130,15 +131,20 @@ async def start_service(
     build: Build[ServiceT],
     transport: BlockTransport,
     stack: AsyncExitStack,
+    *,
+    certs: Certs | None = None,
 ) -> tuple[ServiceT, str]:
     """Start a service and its metrics server; the stack closes both.
 
+    Args: certs: the service's, whose end its metrics tell.
     Returns: the service and the address of its metrics.
     """
     choose_kernels(settings.kernels, model.device)
     service, registry = await build(model, transport)
     registry.register(KernelCalls(role, model.device))
     registry.register(KernelQuarantine(role))
+    if certs is not None:
+        certificate_expiry(registry, certs.expires_at_s)
     stack.push_async_callback(lambda: close_within(_CLOSE_TIMEOUT_S, f"{role} service", service.close()))
     server = serve_metrics(registry, settings.metrics_listen, is_ready=lambda: service.is_ready)
     stack.callback(server.close)

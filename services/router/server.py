@@ -16,6 +16,7 @@ from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
 from kvferry.shared.control.messages import DecodeControl, PrefillControl
 from kvferry.shared.logging import setup_logging
+from kvferry.shared.metrics import RouterMetrics, certificate_expiry
 from kvferry.shared.model.generation_config import sampling_defaults
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.serving import serve_until_signal
@@ -33,7 +34,17 @@ async def run(config: RouterConfig) -> None:
     tokenizer = await asyncio.to_thread(ChatTokenizer.load, config.model)
     sampling = await asyncio.to_thread(sampling_defaults, config.generation_config, config.model)
     prefill, decode = grpc_pools(config)
-    app = create_app(config, prefill=prefill, decode=decode, tokenizer=tokenizer, sampling_defaults=sampling)
+    metrics = RouterMetrics()
+    if config.certs:
+        certificate_expiry(metrics.registry, Certs(config.certs, "router").expires_at_s)
+    app = create_app(
+        config,
+        prefill=prefill,
+        decode=decode,
+        tokenizer=tokenizer,
+        sampling_defaults=sampling,
+        metrics=metrics,
+    )
     async with AsyncExitStack() as stack:
         stack.callback(stop_tracing)
         address = await stack.enter_async_context(http_server(app, config))

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from kvferry.shared.kernel_paths import KernelQuarantine
-from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics, RouterMetrics
+from kvferry.shared.metrics import CERTIFICATE_EXPIRY, DecodeMetrics, PrefillMetrics, RouterMetrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
@@ -61,7 +61,7 @@ def known_series() -> set[str]:
         for family in metrics.registry.collect():
             suffixes = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
             names |= {family.name + suffix for suffix in suffixes[family.type]}
-    names |= {family.name for family in KernelQuarantine("decode").collect()}
+    names |= {family.name for family in KernelQuarantine("decode").collect()} | {CERTIFICATE_EXPIRY}
     return names
 
 

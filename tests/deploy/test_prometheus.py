@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -48,6 +49,13 @@ def test_configuration_and_rules_are_valid() -> None:
     assert "FAILED" not in promtool("check", "rules", *sorted((FOLDER / "rules").glob("*.yml")))
 
 
+def test_every_alert_has_a_section_of_the_runbook_and_names_it() -> None:
+    text = (FOLDER.parents[1] / "docs" / "runbook.md").read_text(encoding="utf-8")
+    alerts = {rule["alert"]: rule["annotations"]["runbook"] for rule in rules() if "alert" in rule}
+    assert alerts == {name: f"docs/runbook.md#{name.lower()}" for name in alerts}
+    assert re.findall(r"^## (\w+)$", text, re.MULTILINE) == [*alerts]
+
+
 def test_unit_tests_of_the_rules_pass() -> None:
     promtool("test", "rules", *sorted((FOLDER / "tests").glob("*.yml")))
 
@@ -69,4 +77,4 @@ def test_every_alert_has_a_severity_a_summary_and_what_to_do() -> None:
     for rule in rules():
         if "alert" in rule:
             assert rule["labels"]["severity"] in {"page", "ticket"}, rule["alert"]
-            assert set(rule["annotations"]) == {"summary", "description"}, rule["alert"]
+            assert set(rule["annotations"]) == {"summary", "description", "runbook"}, rule["alert"]

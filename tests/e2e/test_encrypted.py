@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvferry.shared.metrics import CERTIFICATE_EXPIRY
 from kvferry.tools.certs import make_certs
 
 pytestmark = pytest.mark.xdist_group("stack")
@@ -21,6 +23,8 @@ def test_a_stack_with_certs_answers_as_one_without(
     make_certs(tmp_path, days=2, everything=False)
     body = {"model": "demo", "max_tokens": 12, "temperature": 0, "session_id": "encrypted"}
     with start_stack("--certs", str(tmp_path)) as encrypted:
+        for metric in (encrypted.router_metric, encrypted.prefill_metric, encrypted.decode_metric):
+            assert metric(CERTIFICATE_EXPIRY) == pytest.approx(time.time() + 2 * 86_400, abs=300)
         for question in (f"{document.text} {document.questions[0][0]}", document.questions[1][0]):
             messages = [{"role": "user", "content": question}]
             answers = [

@@ -83,6 +83,15 @@ def test_a_missing_file_is_a_named_error(tmp_path: Path) -> None:
         Certs(str(tmp_path), "decode")
 
 
+def test_the_end_of_a_certificate_is_known(folder: Path, tmp_path: Path) -> None:
+    make_certs(tmp_path, days=3, everything=False)
+    for role in ROLES:
+        assert Certs(str(tmp_path), role).expires_at_s == pytest.approx(time.time() + 3 * 86_400, abs=120)
+    (tmp_path / "router" / "tls.pem").write_text("none")
+    with pytest.raises(ConfigurationError, match=r"no certificate in .*tls\.pem"):
+        _ = Certs(str(tmp_path), "router").expires_at_s
+
+
 # ---- control ---------------------------------------------------------------------------------------------
 
 
