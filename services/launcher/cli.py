@@ -49,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def serve(config: ServeConfig) -> int:
     """Run router, prefill and decode on this machine; takes the options of all three."""
     from kvferry.services.launcher.serve import serve
+    from kvferry.shared.model.checkpoint import resolve_model_path
 
+    # Not in the services, which have less time to start than a download may take, nor in the event loop.
+    resolve_model_path(config.model, weights=True)
     return asyncio.run(serve(config))
 
 

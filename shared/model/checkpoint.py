@@ -1,7 +1,6 @@
 """The local folder of a model: where it is, which files it has, and its fingerprint.
 
-A folder is the included demo, a given one, or a download from the Hugging Face hub, of safetensors,
-configuration and tokenizer files only: no pickled weights and no code.
+A folder is the included demo, a given one, or a download from the Hugging Face hub (`download.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from typing import Any
 
 from kvferry.models import DEMO_MODEL
 from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.model.download import download
 
 DEMO_NAME = "demo"
-_TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
-_WEIGHT_FILES = ("*.safetensors",)
 _WHOLE_FILE_BYTES = 256 << 20
 _CHUNK_BYTES = 1 << 20
 _NUM_CHUNKS = 64
@@ -43,20 +41,7 @@ def resolve_model_path(path_or_id: str | Path, *, weights: bool) -> Path:
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         return path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        with quiet_libraries():
-            snapshot = snapshot_download(
-                str(path_or_id), allow_patterns=[*_TEXT_FILES, *(_WEIGHT_FILES if weights else ())]
-            )
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigurationError(
-            f"model is {str(path_or_id)!r}; it must be {DEMO_NAME!r}, a folder, or a hub id that can be "
-            f"downloaded ({type(error).__name__})"
-        ) from error
-    return Path(snapshot)
+    return download(str(path_or_id), weights=weights)
 
 
 @contextmanager
