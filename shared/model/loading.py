@@ -72,20 +72,20 @@ def load_model(
         if quantised is not None and quantised.method == "compressed-tensors":
             keep_compressed(model)
         adapt(model)
-        dtype_name = _dtype_name(model.dtype)
+        loaded_dtype = dtype_name(model.dtype)
         spec = ModelSpec(
             name=name or Path(path_or_id).name,
-            fingerprint=model_fingerprint(folder, dtype=dtype_name, rope=rope),
+            fingerprint=model_fingerprint(folder, dtype=loaded_dtype, rope=rope),
             num_layers=len(layers) or int(text_config.num_hidden_layers),
             num_heads=0,
             num_kv_heads=0,
             head_dim=0,
             vocab_size=int(text_config.vocab_size),
             max_model_len=max_model_len,
-            dtype=dtype_name,
+            dtype=loaded_dtype,
             eos_token_ids=_eos_token_ids(folder),
             layers=layers,
-            weights=dtype_name if quantised is None else quantised.kind,
+            weights=loaded_dtype if quantised is None else quantised.kind,
         )
         spec, keys = probe_attention(TransformersModel(model, spec))
         return TransformersModel(model, spec, find_key_rotation(model, keys, first_channel=spec.latent_dim))
@@ -100,7 +100,7 @@ def checkpoint_dtype(path_or_id: str | Path) -> DTypeName:
     folder = resolve_model_path(path_or_id, weights=False)
     with quiet_libraries():
         config = _load_config(folder, str(path_or_id))
-    return _dtype_name(config.dtype or config.get_text_config().dtype)
+    return dtype_name(config.dtype or config.get_text_config().dtype)
 
 
 def _load_config(folder: Path, path_or_id: str) -> Any:
@@ -212,7 +212,11 @@ def _resolve_max_model_len(config: Any, requested: int, own: int) -> int:
     return requested or own
 
 
-def _dtype_name(dtype: torch.dtype | str | None) -> DTypeName:
+def dtype_name(dtype: torch.dtype | str | None) -> DTypeName:
+    """The name of a dtype that models may have.
+
+    Raises: ConfigurationError for any other.
+    """
     for name in get_args(DTypeName):
         if str(dtype).removeprefix("torch.") == name:
             return cast(DTypeName, name)
