@@ -19,6 +19,7 @@ from functools import partial
 import structlog
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from kvferry.services.decode.config import DecodeConfig, arena_size_bytes
 from kvferry.services.decode.engine import DecodeEngine
@@ -426,6 +427,10 @@ class _ArenaRegistry(CollectorRegistry):
         super().__init__()
         self._inner = inner
         self._arena = arena
+
+    def register(self, collector: Collector) -> None:
+        """Have the other registry collect it, too."""
+        self._inner.register(collector)
 
     def collect(self) -> Iterable[Metric]:
         with self._arena.lock:

@@ -67,3 +67,8 @@ def test_two_turns_move_every_family_of_their_path(stack: Any) -> None:
     assert [name for name in after if after[name] <= before[name]] == []
     everything = httpx.get(f"{stack.base_url}/metrics?all=1", timeout=10).text
     assert all(f"kvferry_{name}" in everything for name in after)
+
+
+def test_each_worker_says_which_kernels_it_calls(stack: Any) -> None:
+    for role, url in (("prefill", stack.prefill_metrics_url), ("decode", stack.decode_metrics_url)):
+        assert f"# TYPE kvferry_{role}_kernel_calls_total counter" in httpx.get(url, timeout=10).text
