@@ -81,6 +81,16 @@ class _Recording(threading.local):
 _recording = _Recording()
 
 
+class _TorchOnly(threading.local):
+    """Whether one thread's calls take the torch path."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+
+_torch_only = _TorchOnly()
+
+
 def configure(mode: KernelMode, device: torch.device) -> None:
     """Set the process's mode, at its start.
 
@@ -123,7 +133,7 @@ def planned_path(op: str, device: torch.device, unsupported: Problem | str | Non
     """As `path_for`, without counting."""
     if op in TORCH_OPS or _state.mode == "torch" or (_state.mode == "auto" and device.type != "cuda"):
         return "torch"
-    if is_quarantined(op):
+    if _torch_only.is_on or is_quarantined(op):
         return "torch"
     if _state.mode == "auto" and not triton_installed():
         return "torch"
@@ -161,6 +171,16 @@ def recording() -> Iterator[Counter[tuple[str, KernelPath]]]:
         yield calls
     finally:
         _recording.calls = None
+
+
+@contextmanager
+def torch_only() -> Iterator[None]:
+    """Every op takes the torch path on this thread in the context."""
+    _torch_only.is_on = True
+    try:
+        yield
+    finally:
+        _torch_only.is_on = False
 
 
 def planned_step_path(device: torch.device) -> StepPathName:

@@ -141,6 +141,9 @@ class DecodeMetrics(_Families):
         self.decode_steps = self._counter(
             "decode_steps", "Steps by path, and why they did not use a CUDA graph", "path", "reason"
         )
+        self.shadow_checks = self._counter(
+            "decode_shadow_checks", "Steps that were repeated on the torch path, by what was found", "result"
+        )
         self.admit = self._latency(
             "admission_seconds", "From the last block's verification to the first step", "model"
         )

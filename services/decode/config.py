@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from kvferry.shared.config import WorkerSettings
-from kvferry.shared.options import CAPACITY, HISTORY, TIMEOUTS, Bytes, Seconds
+from kvferry.shared.options import CAPACITY, HISTORY, PROCESS, TIMEOUTS, Bytes, Seconds
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +61,12 @@ class DecodeConfig(WorkerSettings):
         64 << 20,
         ge=2,
         description="host memory for blocks that are being returned; one prefill worker's may take half",
+    )
+    shadow_check: Annotated[int, PROCESS] = Field(
+        0,
+        ge=0,
+        description="every so many steps, one sequence's logits are compared with those of the torch path, "
+        "and kernels that differ are not used any more; such a step takes several times as long; 0: never",
     )
     heartbeat_timeout_s: Annotated[Seconds, TIMEOUTS] = Field(
         30.0, gt=0, description="not ready once the engine's loop has made no iteration for this long"

@@ -17,12 +17,14 @@ from typing import NamedTuple
 
 import structlog
 import torch
+from torch import Tensor
 
 from kvferry.kernels.quarantine import is_lost
 from kvferry.services.decode.cuda_device import step_device
 from kvferry.services.decode.lanes import LaunchedSteps, StepLanes
 from kvferry.services.decode.memory import SequenceMemory
 from kvferry.services.decode.sequence import EventStream, Sequence, SequenceState, deliver
+from kvferry.services.decode.shadow import ShadowStep
 from kvferry.services.decode.step import LaunchedStep, StepDevice, StepInput, StepRunner
 from kvferry.shared.cache.arena import Allocation
 from kvferry.shared.control.messages import (
@@ -46,10 +48,11 @@ _MEMORY_POLL_S = 0.005
 
 
 class _LaunchedBatch(NamedTuple):
-    """A step, and the slots of the sequences that it was launched with."""
+    """A step, and the slots of the sequences that it was launched with; one of them may be shadowed."""
 
     step: LaunchedStep | LaunchedSteps
     slots: dict[Sequence, int]
+    shadowed: Sequence | None
 
 
 class DecodeEngine:
@@ -68,6 +71,7 @@ class DecodeEngine:
             prefill (RETURNING).
         device: runs the steps; by default, made for the model's device.
         warm_up: what the thread runs before it takes sequences, with the runner of the steps.
+        shadow_check: every so many steps one sequence's logits are compared with the torch path's; 0: never.
         on_device_lost: called once if the device no longer works; all sequences have been closed.
     """
 
@@ -82,14 +86,17 @@ class DecodeEngine:
         on_finished: Callable[[Sequence], None],
         device: StepDevice | None = None,
         warm_up: Callable[[StepRunner | StepLanes], None] | None = None,
+        shadow_check: int = 0,
         on_device_lost: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self._model = model
         self._warm_up = warm_up
         self._on_device_lost = on_device_lost
-        device = device or step_device(model.device)
-        self._runner = (StepLanes if device.captures else StepRunner)(
-            model, device, max_batch_size=max_batch_size, warn=_warn_of_capture
+        self._shadow_check = shadow_check
+        self._num_steps = 0
+        self._device = device or step_device(model.device)
+        self._runner = (StepLanes if self._device.captures else StepRunner)(
+            model, self._device, max_batch_size=max_batch_size, warn=_warn_of_capture
         )
         self._metrics = metrics
         self._max_batch_size = max_batch_size
@@ -303,6 +310,11 @@ class DecodeEngine:
 
         If steps run ahead, handle the previous step's tokens instead, while the new step runs.
         """
+        if self._in_flight is not None and self._in_flight.shadowed is not None:
+            self._finish_step()  # no later step may be launched before it is repeated
+            self._running = [its for its in self._running if its.state is SequenceState.RUNNING]
+            if not self._running:
+                return
         self._make_room()
         self._place()
         if not self._running:
@@ -326,16 +338,20 @@ class DecodeEngine:
             self._vacate(spare)
         for sequence in self._running:
             if sequence not in self._slots:
-                given = StepInput(
-                    caches=sequence.caches,
-                    num_appended=sequence.num_appended,
-                    token_id=sequence.last_token_id,
-                    position=sequence.position,
-                    num_left=sequence.num_left,
-                    stop_ids=sequence.stop_token_ids,
-                    sampler=sequence.sampler,
-                )
+                given = self._input(sequence, sequence.num_appended)
                 self._slots[sequence] = self._runner.join(given), sequence.allocation
+
+    def _input(self, sequence: Sequence, num_appended: int) -> StepInput:
+        """Args: num_appended: rows of new tokens before the step."""
+        return StepInput(
+            caches=sequence.caches,
+            num_appended=num_appended,
+            token_id=sequence.last_token_id,
+            position=sequence.position,
+            num_left=sequence.num_left,
+            stop_ids=sequence.stop_token_ids,
+            sampler=sequence.sampler,
+        )
 
     def _vacate(self, spare: int | None = None) -> None:
         """Empty the slots of sequences that have ended or moved, and the spare one."""
@@ -351,7 +367,15 @@ class DecodeEngine:
         step = self._runner.launch()
         for path in step.paths:
             self._metrics.decode_steps.labels(path.name, path.reason).inc()
-        return _LaunchedBatch(step, {sequence: slot for sequence, (slot, _) in self._slots.items()})
+        slots = {sequence: slot for sequence, (slot, _) in self._slots.items()}
+        return _LaunchedBatch(step, slots, self._next_shadowed(slots))
+
+    def _next_shadowed(self, slots: dict[Sequence, int]) -> Sequence | None:
+        """The sequence whose step is repeated, in turn, if this step's turn has come."""
+        self._num_steps += 1
+        if not self._shadow_check or self._num_steps % self._shadow_check:
+            return None
+        return list(slots)[self._num_steps // self._shadow_check % len(slots)]
 
     def _await_step(self) -> None:
         """Wait for the in-flight step; its tokens are handled later."""
@@ -376,7 +400,7 @@ class DecodeEngine:
         for sequence, slot in launched.slots.items():
             if sequence.state is not SequenceState.RUNNING:
                 continue
-            drawn = self._take(sequence, step, slot, *slots[slot])
+            drawn = self._take(sequence, launched, slot, *slots[slot])
             if drawn is not None:
                 token, reason = drawn
                 taken.append((sequence, reason))
@@ -395,7 +419,7 @@ class DecodeEngine:
     def _take(
         self,
         sequence: Sequence,
-        step: LaunchedStep | LaunchedSteps,
+        launched: _LaunchedBatch,
         slot: int,
         token_id: int,
         is_valid: int,
@@ -403,10 +427,17 @@ class DecodeEngine:
     ) -> tuple[SampledToken, FinishReason | None] | None:
         """The sequence's next token, and why the completion ends with it if it does; None if it failed."""
         assert is_active, f"the step ended sequence {sequence.request.request_id} and the host did not"
+        step = launched.step
         sequence.num_appended += 1
         try:
             if (error := step.error(slot)) is not None:
                 raise error
+            if not is_valid or launched.shadowed is sequence:
+                logits = self._second_opinion(sequence, slot, bool(is_valid))
+                if logits is not None:
+                    token = sequence.sampler.sample(logits)
+                    self._place_again(sequence)
+                    return token, sequence.take(token)
             if not is_valid:
                 raise sequence.sampler.refusal()
             token = sequence.sampler.accept(token_id, step.logits(slot))
@@ -414,6 +445,26 @@ class DecodeEngine:
         except Exception as failure:  # an error of one sequence must not fail the batch
             self._fail(sequence, failure)
             return None
+
+    def _second_opinion(self, sequence: Sequence, slot: int, is_valid: bool) -> Tensor | None:
+        """Repeat the step on the torch path (`shadow.py`). Returns logits to use instead; None if the step's
+        stand, or nothing better can be had."""
+        shadow = ShadowStep(self._model, self._input(sequence, sequence.num_appended - 1))
+        if not shadow.is_possible or not (shadow.ops if is_valid else shadow.has_kernels):
+            return None
+        with self._device.scope():
+            opinion, logits = shadow.judge(self._runner.last_logits(slot) if is_valid else None)
+        self._metrics.shadow_checks.labels(opinion).inc()
+        return logits if opinion == "kernel_wrong" else None
+
+    def _place_again(self, sequence: Sequence) -> None:
+        """Let a sequence leave the batch until the next step, which then begins with what the host knows."""
+        slot, _ = self._slots.pop(sequence)
+        self._runner.leave(slot)
+        if (
+            self._in_flight is not None
+        ):  # it was launched without this sequence, which had ended for the device
+            self._in_flight.slots.pop(sequence, None)
 
     def _count(self, sequence: Sequence, reason: FinishReason | None) -> None:
         """Count a delivered token, which may end the completion."""

@@ -68,6 +68,11 @@ class StepLanes:
         lane = int(any(cache.batched(given.num_appended) is None for cache in given.caches))
         return self._lanes[lane].join(given) * _NUM_LANES + lane
 
+    def last_logits(self, slot: int) -> Tensor:
+        """See `StepRunner.last_logits`."""
+        its_slot, lane = divmod(slot, _NUM_LANES)
+        return self._lanes[lane].last_logits(its_slot)
+
     def leave(self, slot: int) -> None:
         """Remove a sequence, and drop all references to it."""
         its_slot, lane = divmod(slot, _NUM_LANES)

@@ -156,6 +156,7 @@ class DecodeService:
             memory=self._memory,
             on_finished=self._returner.submit,
             warm_up=warm_up,
+            shadow_check=config.shadow_check,
             on_device_lost=on_device_lost,
         )
         self._sweep_interval_s = sweep_interval_s

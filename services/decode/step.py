@@ -371,6 +371,12 @@ class StepRunner:
         self._step = None
         return slot
 
+    def last_logits(self, slot: int) -> Tensor:
+        """float32 `[V]` on the host, of the last step, which must be done; no later one may be launched."""
+        assert self._slots is not None, "nothing has been placed"
+        with self._device.scope():
+            return self._slots.logits[slot].cpu()
+
     def leave(self, slot: int) -> None:
         """Remove a sequence, and drop all references to it."""
         assert self._slots is not None, "nothing has been placed"

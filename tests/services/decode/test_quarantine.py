@@ -9,6 +9,7 @@ from kvtest.steps import ReplayingDevice
 from kvferry.kernels import quarantine
 from kvferry.services.decode import engine, step
 from kvferry.shared.control.messages import TokenGenerated
+from kvferry.shared.errors import KvferryError
 from kvferry.tools.oracle import OneProcessGenerator
 
 LAUNCHES = {
@@ -165,3 +166,77 @@ async def test_a_capture_that_fails_twice_is_not_tried_again(interpreter, monkey
     assert len(await made.tokens(request_of(max_tokens=9))) == 9
     assert len(captures) == 2
     assert made.value("decode_steps_total", path="eager", reason="capture_failed") == 8
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("op", sorted(LAUNCHES))
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
+async def test_a_kernel_that_returns_nan_is_found_and_its_tokens_are_torch_s(
+    interpreter, monkeypatch, harness, request_of, small_model, op, is_captured
+):
+    """From the fourth launch on; what later layers have written by then is not finite either."""
+    if is_captured:
+        monkeypatch.setattr(engine, "step_device", lambda device: ReplayingDevice())
+    request = request_of(**LAUNCHES[op][1], max_tokens=9)
+    expected = expected_of(small_model(), request)
+    spoil_output(monkeypatch, op, value=float("nan"), after=6)
+    made = await harness()
+    assert await made.tokens(request) == expected
+    assert quarantine.quarantined()[op].reason == "nan"
+    assert made.value("decode_shadow_checks_total", result="kernel_wrong") == 1
+    assert await made.arena_is_free(within_s=30)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("op", sorted(LAUNCHES))
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
+async def test_a_kernel_that_becomes_wrong_is_found_by_the_shadow_check(
+    interpreter, monkeypatch, harness, request_of, small_model, op, is_captured
+):
+    if is_captured:
+        monkeypatch.setattr(engine, "step_device", lambda device: ReplayingDevice())
+    request = request_of(**LAUNCHES[op][1], max_tokens=9)
+    expected = expected_of(small_model(), request)
+    spoil_output(monkeypatch, op, value=3.0, after=6)
+    made = await harness(shadow_check=1)
+    assert await made.tokens(request) == expected
+    assert quarantine.quarantined()[op].reason == "wrong_result"
+    assert made.value("decode_shadow_checks_total", result="same") >= 1
+    assert made.value("decode_shadow_checks_total", result="kernel_wrong") == 1
+
+
+@pytest.mark.timeout(900)
+async def test_a_shadow_check_of_right_kernels_changes_nothing(runs_ahead, harness, request_of, small_model):
+    requests = [request_of(request_id=op, **LAUNCHES[op][1], max_tokens=7) for op in sorted(LAUNCHES)]
+    made = await harness(shadow_check=2)
+    for request in requests:
+        assert await made.tokens(request) == expected_of(small_model(), request)
+    assert not quarantine.quarantined()
+    assert made.value("decode_shadow_checks_total", result="same") == 9
+    assert made.value("decode_shadow_checks_total") == 9
+
+
+async def test_a_model_that_is_not_finite_blames_no_kernel(interpreter, harness, request_of):
+    made = await harness()
+    made.model.edit_logits = lambda positions, logits: logits * float("nan")
+    with pytest.raises(KvferryError, match="logits"):
+        await made.tokens(request_of(max_tokens=5))
+    assert not quarantine.quarantined()
+    assert made.value("decode_shadow_checks_total", result="model_wrong") == 1
+
+
+def spoil_output(monkeypatch, op, *, value, after):
+    """The op's launches add a value to some of the output, but for the first ones."""
+    path = f"kvferry.kernels.{LAUNCHES[op][0]}"
+    module, _, name = path.rpartition(".")
+    kernel = getattr(__import__(module, fromlist=[name]), name)
+    calls = []
+
+    def launch(queries, *args, **kwargs):
+        kernel(queries, *args, **kwargs)
+        calls.append(1)
+        if len(calls) > after:
+            kwargs["output"].view(-1)[::3] += value
+
+    monkeypatch.setattr(path, launch)
