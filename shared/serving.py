@@ -13,6 +13,7 @@ import signal
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -203,6 +204,17 @@ async def serve_until_signal(role: str, addresses: Mapping[str, str], ready_file
     logger.info(f"{role} listens", **addresses)
     await wait_for_signal()
     logger.info(f"{role} stops")
+
+
+def end_within(timeout_s: float) -> None:
+    """End the process if it has not ended by then, whatever its threads wait for."""
+
+    def end() -> None:
+        time.sleep(timeout_s)
+        logger.error("the process did not stop in time and is ended", timeout_s=timeout_s)
+        os._exit(1)
+
+    threading.Thread(target=end, name="end-within", daemon=True).start()
 
 
 async def close_within(timeout_s: float, what: str, closing: Awaitable[object]) -> bool:

@@ -28,7 +28,7 @@ from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.self_test import model_shapes, self_test
-from kvferry.shared.serving import close_within, serve_metrics, serve_until_signal
+from kvferry.shared.serving import close_within, end_within, serve_metrics, serve_until_signal
 from kvferry.shared.telemetry import setup_tracing
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
 from kvferry.shared.wire.sender import BlockSender
@@ -36,6 +36,7 @@ from kvferry.shared.wire.shared_memory import SharedMemoryConnectingChannel, Sha
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 
 _CLOSE_TIMEOUT_S = 30.0
+_END_MARGIN_S = 2.0
 
 
 class BlockTransport(Protocol):
@@ -83,8 +84,12 @@ Build = Callable[[LanguageModel, BlockTransport], Awaitable[tuple[ServiceT, Coll
 """Builds a service and the registry of its metrics. The model is used by that service alone."""
 
 
-async def run_worker(settings: WorkerSettings, role: Role, build: Build[ServiceT]) -> None:
+async def run_worker(
+    settings: WorkerSettings, role: Role, build: Build[ServiceT], *, ends_process: bool = False
+) -> None:
     """Serve until SIGINT or SIGTERM.
+
+    Args: ends_process: after the signal, end the process in bounded time even if a thread is stuck.
 
     Raises: ConfigurationError, UnsupportedModel: the worker cannot start.
     """
@@ -106,6 +111,8 @@ async def run_worker(settings: WorkerSettings, role: Role, build: Build[ServiceT
         stack.push_async_callback(control.close, settings.shutdown_timeout_s)
         info = {"address": control.address, "metrics": metrics, "blocks": service.block_endpoint}
         await serve_until_signal(role, info, settings.ready_file)
+        if ends_process:
+            end_within(settings.shutdown_timeout_s + _CLOSE_TIMEOUT_S + _END_MARGIN_S)
 
 
 async def load_workers_model(settings: WorkerSettings) -> TransformersModel:

@@ -16,9 +16,9 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.worker import BlockTransport, run_worker
 
 
-async def run(config: DecodeConfig) -> None:
+async def run(config: DecodeConfig, *, ends_process: bool = False) -> None:
     """Serve until SIGINT or SIGTERM; see `run_worker`."""
-    await run_worker(config, "decode", partial(build_service, config))
+    await run_worker(config, "decode", partial(build_service, config), ends_process=ends_process)
 
 
 async def build_service(

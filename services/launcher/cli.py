@@ -176,7 +176,7 @@ def prefill(config: PrefillConfig) -> int:
     """Run prompts, compress and ship their KV, and keep sessions' history."""
     from kvferry.services.prefill.server import run
 
-    asyncio.run(run(config))
+    asyncio.run(run(config, ends_process=True))
     return 0
 
 
@@ -185,5 +185,5 @@ def decode(config: DecodeConfig) -> int:
     """Receive compressed KV and generate."""
     from kvferry.services.decode.server import run
 
-    asyncio.run(run(config))
+    asyncio.run(run(config, ends_process=True))
     return 0

@@ -12,7 +12,7 @@ import json
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -44,8 +44,9 @@ class Script:
     Attributes:
         questions: of the two turns; the first has a document before it.
         prompts: token ids of both turns' prompts.
-        answers: allowed token ids of each turn. A second turn whose history was lost continues from exact KV
-            instead of what decode computed.
+        answers: allowed token ids of each turn. A second turn continues from all of the first one, from its
+            prompt alone where decode's KV was lost, or from nothing where prefill's was lost as well. Methods
+            that look at the queries of all new tokens then select something else.
     """
 
     method: str
@@ -67,16 +68,20 @@ def make_script(
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, logit_bias={end: -100.0})
     takes_budget = preset(method).takes_budget
     plan = plan_for(method, budget=Budget(tokens=TOKEN_BUDGET) if takes_budget else None)
-    generator, session = OneProcessGenerator(model), OracleSession()
+    generator, session, prompt_only = OneProcessGenerator(model), OracleSession(), OracleSession()
 
-    def generate(prompt: list[int], session: OracleSession | None) -> tuple[int, ...]:
-        tokens = generator.generate(prompt, plan=plan, sampling=sampling, session=session)
+    def generate(
+        prompt: list[int], session: OracleSession | None, count: int = max_tokens
+    ) -> tuple[int, ...]:
+        limited = replace(sampling, max_tokens=count)
+        tokens = generator.generate(prompt, plan=plan, sampling=limited, session=session)
         return tuple(token.token_id for token in tokens)
 
     prompt = list(tokenizer.render([{"role": "user", "content": first}]))
     answer = generate(prompt, session)
     next_prompt = [*prompt, *answer, end, *tokenizer.render([{"role": "user", "content": second}])[1:]]
-    answers = (generate(next_prompt, session), generate(next_prompt, None))
+    generate(prompt, prompt_only, 1)
+    answers = tuple(generate(next_prompt, its) for its in (session, prompt_only, None))
     return Script(
         method=method,
         questions=(first, second),
