@@ -1,7 +1,7 @@
 """Decode step time on the CPU: our methods against our own `full` and against transformers' SDPA.
 
     python benchmarks/cpu_decode.py [--models demo wide] [--contexts 2048 4096 8192] [--batch-sizes 1 4]
-        [--steps 15] [--threads N] [--clock wall|cpu] [--output FILE]
+        [--methods rocketkv rdkv] [--steps 15] [--threads N] [--clock wall|cpu] [--output FILE]
 
 All variants of one model, context and batch size alternate, a few steps at a time, so that other work of the
 machine slows all of them alike. The first step after a change of variant, which finds another variant's code
@@ -43,7 +43,8 @@ from kvferry.shared.model.loading import load_model
 from kvferry.tools.oracle import OneProcessGenerator, compress_prompt
 from kvferry.tools.recall.tasks import TASKS
 
-METHODS = ("full", "rocketkv", "rdkv")
+METHODS = ("rocketkv", "rdkv")
+"""Beside `full`."""
 TRANSFORMERS = "transformers"
 TURN_STEPS = 5
 """Steps of a variant that are counted before the next variant's."""
@@ -200,7 +201,7 @@ def measure_model(name: str, folder: Path, arguments: argparse.Namespace) -> lis
         for batch_size in arguments.batch_sizes:
             ours = {
                 method: our_step(model, prompt, method, batch_size=batch_size, steps=total_steps)
-                for method in METHODS
+                for method in ("full", *arguments.methods)
             }
             variants = {method: step for method, (step, _) in ours.items()}
             variants[TRANSFORMERS] = transformers_step(
@@ -212,7 +213,7 @@ def measure_model(name: str, folder: Path, arguments: argparse.Namespace) -> lis
                 "context": num_tokens,
                 "batch_size": batch_size,
                 "step_ms": medians_ms,
-                "speedup_over_full": {m: medians_ms["full"] / medians_ms[m] for m in METHODS[1:]},
+                "speedup_over_full": {m: medians_ms["full"] / medians_ms[m] for m in arguments.methods},
                 "full_speedup_over_transformers": medians_ms[TRANSFORMERS] / medians_ms["full"],
                 "cache_bytes": {method: size_bytes for method, (_, size_bytes) in ours.items()},
             }
@@ -257,6 +258,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=("demo", "wide"), default=["demo", "wide"])
     parser.add_argument("--contexts", nargs="+", type=int, default=[2048, 4096, 8192], help="tokens")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), help="beside full")
     parser.add_argument("--steps", type=int, default=15, help="timed steps of each variant")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="torch's")
     parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall", help="cpu: the process's own time")
@@ -277,7 +279,8 @@ def main() -> int:
             "command": (
                 f"python benchmarks/cpu_decode.py --models {' '.join(arguments.models)} --contexts "
                 f"{' '.join(map(str, arguments.contexts))} --batch-sizes "
-                f"{' '.join(map(str, arguments.batch_sizes))} --steps {arguments.steps} --threads "
+                f"{' '.join(map(str, arguments.batch_sizes))} --methods {' '.join(arguments.methods)} "
+                f"--steps {arguments.steps} --threads "
                 f"{arguments.threads} --clock {arguments.clock}"
             ),
             "commit": commit(),

@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvferry.kernels.kivi import kivi_dequantise
+from kvferry.kernels.kivi.rows import kivi_dequantise
 from kvferry.kernels.packed.key_words import key_tiles
 from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.packed.value_rows import unpack_value_rows

@@ -1,10 +1,10 @@
 """Base of the batched decode attentions: a batch's shape, its sequences' rows, and descriptors that grow.
 
-A batch is a number of slots, each a sequence or empty, in every layer. `DenseBatch`, `HsaBatch` and
-`TriZoneBatch` attend for all slots of their kind in a layer: by one launch through descriptors if a Triton
-kernel supports them, else one slot after another in torch. A step never reads a number from the device, so it
-can be captured: lengths are stored on the device and grow there. A sequence joins and leaves alone: the other
-slots' descriptors stay as they are.
+A batch is a number of slots, each a sequence or empty, in every layer. `DenseBatch`, `HsaBatch`,
+`TriZoneBatch` and `KiviBatch` attend for all slots of their kind in a layer: by launches through descriptors
+if a Triton kernel supports them, else one slot after another in torch. A step never reads a number from the
+device, so it can be captured: lengths are stored on the device and grow there. A sequence joins and leaves
+alone: the other slots' descriptors stay as they are.
 """
 
 from __future__ import annotations

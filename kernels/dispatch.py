@@ -35,12 +35,20 @@ Problem = Callable[[], str | None]
 StepPathName = Literal["graph", "eager"]
 KERNEL_MODES: tuple[KernelMode, ...] = get_args(KernelMode)
 
-TRITON_OPS = ("chunk_scores", "column_sums", "dense_decode", "hsa", "pack", "trizone", "window_scores")
+TRITON_OPS = (
+    "chunk_scores",
+    "column_sums",
+    "dense_decode",
+    "hsa",
+    "kivi",
+    "pack",
+    "trizone",
+    "window_scores",
+)
 """Ops with a Triton kernel."""
 TORCH_OPS = (
     "exact_topk",
     "hsa_pages",
-    "kivi",
     "packed_hsa",
     "pruned_decode",
     "quantise",

@@ -8,7 +8,7 @@ because decode attention writes rows. Nothing here counts calls, falls back or q
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,14 @@ from kvferry.kernels.chunk_scores import chunk_scores_torch, shared_chunk_scores
 from kvferry.kernels.column_sums import column_sums_torch
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens, SlotBatch
 from kvferry.kernels.dense_decode.batch import DenseBatch
+from kvferry.kernels.descriptors import ALIGNMENT_BYTES
 from kvferry.kernels.dispatch import shape_problem
 from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
+from kvferry.kernels.kivi.batch import KiviBatch, QuantisedRows
+from kvferry.kernels.kivi.rows import WORD_BITS, kivi_quantise
 from kvferry.kernels.packed.layer import view_packed_layer
 from kvferry.kernels.packed.packing import fill_in_torch, indexed_layer
+from kvferry.kernels.quantise import WIDTHS
 from kvferry.kernels.quarantine import Reason
 from kvferry.kernels.trizone.batch import PackedRows, TriZoneBatch
 
@@ -237,6 +241,33 @@ def _trizone_cases(shape: BatchShape) -> Iterator[OpCheck]:
     yield from _decode_cases("trizone", shape, make, "packed prompts and new rows")
 
 
+def _kivi_cases(shape: BatchShape) -> Iterator[OpCheck]:
+    def make(inputs: _Inputs) -> tuple[KiviBatch, dict[int, QuantisedRows]]:
+        # of the widths with whole words a token; 8 bits always have them
+        widths = [bits for bits in WIDTHS if shape.head_dim * bits % WORD_BITS == 0]
+        rows = {}
+        for slot, length in enumerate(LENGTHS):
+            bits = widths[slot % len(widths)]
+            keys, values = inputs.keys_values(slot)
+            prompt = torch.randn(2, *keys[:, :length].shape, generator=torch.Generator().manual_seed(slot))
+            prompt_keys, prompt_values = prompt.to(shape.device, shape.dtype)
+            quantised = kivi_quantise(prompt_keys, prompt_values, bits)
+            rest, parts = inputs.rest(slot).view(torch.uint8), dict[str, Any]()
+            for name in ("codes", "scales", "keys", "values"):
+                of_prompt = getattr(quantised, name)
+                size = of_prompt.numel() * of_prompt.element_size()
+                parts[name] = rest[:size].view(of_prompt.dtype).view(of_prompt.shape).copy_(of_prompt)
+                rest = rest[-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES :]
+            # no new row, one and two before the first step
+            rows[slot] = QuantisedRows(
+                keys=keys, values=values, length=slot, quantised=replace(quantised, **parts)
+            )
+        arena = inputs.arena.view(-1)
+        return KiviBatch(inputs.shape, arena, arena.view(torch.uint8)), rows
+
+    yield from _decode_cases("kivi", shape, make, "quantised prompts of each width and new rows")
+
+
 def _bits(shape: BatchShape, length: int) -> tuple[Tensor, Tensor]:
     """Widths of channels and tokens, different from head to head."""
     generator = torch.Generator().manual_seed(length)
@@ -359,6 +390,7 @@ _CASES: dict[str, Callable[[BatchShape], Iterator[OpCheck]]] = {
     "column_sums": _column_cases,
     "dense_decode": _dense_cases,
     "hsa": _hsa_cases,
+    "kivi": _kivi_cases,
     "pack": _pack_cases,
     "trizone": _trizone_cases,
     "window_scores": _window_cases,

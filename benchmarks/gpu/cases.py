@@ -6,10 +6,12 @@ Run on a GPU, checked in the interpreter, or compiled for a GPU that is not ther
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from case import MODELS, TINY, Case, Device, Model
 from dense_cases import append_case, dense_case
 from hsa_cases import HsaSize, hsa_cases
+from kivi_cases import kivi_case
 from packed_cases import pack_case, trizone_case
 from score_cases import chunk_case, window_case
 
@@ -40,6 +42,8 @@ def tiny_cases(device: Device, seed: int) -> list[Case]:
         window_case(other, window=5, length=40, device=device, seed=seed, target=None),
         pack_case(small, length=20, device=device, seed=seed, target=None),
         chunk_case(small, chunk=20, length=33, device=device, seed=seed),
+        kivi_case(small, bits=4, batch_size=2, length=70, new=3, device=device, seed=seed),
+        kivi_case(other, bits=2, batch_size=1, length=33, new=1, device=device, seed=seed),
     ]
 
 
@@ -75,6 +79,9 @@ def gpu_cases(device: Device, seed: int, model: Model) -> list[Callable[[], list
         )  # fmt: skip
         return [case]
 
+    def quantised(bits: int) -> list[Case]:
+        return [kivi_case(model, bits=bits, batch_size=8, length=4096, new=64, device=device, seed=seed)]
+
     return [
         lambda: dense(32, 4096, 0.85),
         lambda: dense(1, 131072, 0.80),
@@ -89,4 +96,5 @@ def gpu_cases(device: Device, seed: int, model: Model) -> list[Callable[[], list
         lambda: [window_case(model, window=32, length=131072, device=device, seed=seed, target=0.50)],
         lambda: [pack_case(model, length=32768, device=device, seed=seed, target=0.60)],
         lambda: [chunk_case(model, chunk=512, length=32768, device=device, seed=seed)],
+        *(partial(quantised, bits) for bits in (2, 4)),
     ]

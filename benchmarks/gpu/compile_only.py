@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from compiler import Facts, Launch, caught, compile_launch, specialised
 from dense_cases import append_case, dense_case
 from gates import breaks
 from hsa_cases import HsaSize, hsa_cases
+from kivi_cases import kivi_case
 from packed_cases import pack_case, trizone_case
 from score_cases import chunk_case, window_case
 
 from kvferry.kernels.hsa.batch import MAX_PAGES
+from kvferry.kernels.quantise import WIDTHS
 
 ARCHITECTURES = (80, 90)
 HEAD_DIMS = (64, 96, 128, 256)
@@ -66,6 +69,10 @@ def compile_cases(model: Model) -> list[Callable[[], Case]]:
         lambda: window_case(model, window=32, length=64, device=_CPU, seed=0, target=None),
         lambda: pack_case(model, length=300, device=_CPU, seed=0, target=None),
         lambda: chunk_case(model, chunk=512, length=512, device=_CPU, seed=0),
+        *(
+            partial(kivi_case, model, bits=bits, batch_size=1, length=40, new=1, device=_CPU, seed=0)
+            for bits in WIDTHS
+        ),
     ]
 
 

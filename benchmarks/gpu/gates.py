@@ -32,6 +32,8 @@ _FOUR_WARPS = {256: 64}
 """K words of a tile are 1024 bytes: 128 bits for each thread of two warps, 64 of four."""
 _SHORT_ROWS = {96: 64}
 """A row of V at 2 bits has 24 bytes, so every other one begins between two pieces of 16."""
+_TWO_GROUPS = {64: 64}
+"""Two groups of K, or of V, at 2 bits are 1024 bytes; four of them spill."""
 _SCATTERED = {64: 32, 96: 32, 128: 32, 256: 16}
 """K channels kept at 16 bits are read field by field, 256 bytes at a time."""
 
@@ -51,6 +53,15 @@ GATES = {
         streams={
             "tl.load(arena_ptr + key_offset + at": _WIDE,
             "tl.load(arena_ptr + value_offset + at": _WIDE,
+        },
+    ),
+    "_kivi_decode_kernel": Gate(
+        registers=168,
+        streams={
+            "words = tl.load(word_ptr + at, ": _TWO_GROUPS,
+            "words = tl.load(word_ptr + at[:, None]": {**_TWO_GROUPS, **_SHORT_ROWS},
+            "k = tl.load(key_ptr + at": _WIDE,
+            "v = tl.load(value_ptr + at": _WIDE,
         },
     ),
     "_prologue_kernel": Gate(registers=128),

@@ -18,15 +18,21 @@ from torch import Tensor
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens, SlotBatch
 from kvferry.kernels.dense_decode.batch import DenseBatch
 from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
+from kvferry.kernels.kivi.batch import KiviBatch, QuantisedRows
 from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.kernels.trizone.batch import PackedRows, TriZoneBatch
 from kvferry.shared.compression.formats.interface import LayerCache, Tensors
 from kvferry.shared.compression.formats.state import State, StateLayer, stacked, unstack
 from kvferry.shared.model.spec import TORCH_DTYPES, Heads, ModelSpec
 
-_KINDS: tuple[type[CachedRows], ...] = (CachedRows, SparseRows, PackedRows)
+_KINDS: tuple[type[CachedRows], ...] = (CachedRows, SparseRows, PackedRows, QuantisedRows)
 _Kind = tuple[Heads, type[CachedRows]]
 """What one batched kernel runs: layers with equal heads and rows of one kind."""
+_CODED: Mapping[type[CachedRows], Callable[[BatchShape, Tensor, Tensor], SlotBatch[Any, Any]]] = {
+    PackedRows: TriZoneBatch,
+    QuantisedRows: KiviBatch,
+}
+"""Kinds whose batches read bytes of the arena beside rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +175,8 @@ class SlotAttention:
                 dtype=self._base.dtype,
                 device=self._base.device,
             )
-            if rows is PackedRows:
-                self._batches[kind] = TriZoneBatch(shape, self._base, self._codes)
+            if rows in _CODED:
+                self._batches[kind] = _CODED[rows](shape, self._base, self._codes)
             else:
                 batch = HsaBatch if rows is SparseRows else DenseBatch
                 self._batches[kind] = batch(shape, self._base)

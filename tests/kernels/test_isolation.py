@@ -14,6 +14,8 @@ from kvferry.kernels import dispatch, hsa
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens
 from kvferry.kernels.dense_decode.batch import DenseBatch
 from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
+from kvferry.kernels.kivi.batch import KiviBatch, QuantisedRows
+from kvferry.kernels.kivi.rows import KiviRows, kivi_quantise
 from kvferry.kernels.packed.layer import view_packed_layer
 from kvferry.kernels.packed.packing import pack_layer
 from kvferry.kernels.trizone.batch import PackedRows, TriZoneBatch
@@ -128,6 +130,27 @@ def packed_batch(arena: Tensor, fault: str) -> Any:
     return placed(TriZoneBatch(SHAPE, arena, arena.view(torch.uint8)), rows)
 
 
+def quantised_batch(arena: Tensor, fault: str) -> Any:
+    """The quantised groups are checked when they are received; their other rows and new ones are not."""
+    rows = {}
+    for slot, bits in enumerate((4, 4, 2)):
+        keys, values, rest = slot_rows(arena, slot)
+        made, start = kivi_quantise(keys[:, :LENGTH], values[:, :LENGTH], bits), 0
+        parts = []
+        for part in (made.codes, made.scales, made.keys, made.values):
+            place = rest.view(torch.uint8)[start : start + part.nbytes].view(part.dtype).view(part.shape)
+            place.copy_(part)
+            parts.append(place)
+            start += -(-part.nbytes // 64) * 64
+        codes, scales, left_keys, left_values = parts
+        spoil_rows(fault, slot, keys, values)
+        if slot == SPOILT and fault == "an infinity in K":
+            left_keys[0, 3, 5] = INF
+        quantised = KiviRows(bits=bits, codes=codes, scales=scales, keys=left_keys, values=left_values)
+        rows[slot] = QuantisedRows(keys=keys, values=values, length=50, quantised=quantised)
+    return placed(KiviBatch(SHAPE, arena, arena.view(torch.uint8)), rows)
+
+
 def run_alone(slot: int, attend: Callable[[], Tensor]) -> Tensor:
     return attend()
 
@@ -159,7 +182,7 @@ def outputs(make_batch: Callable[[Tensor, str], Any], num_steps: int, fault: str
 @pytest.mark.parametrize(
     ("make_batch", "num_steps"),
     # TriZone's launches are the slowest to interpret
-    [(pages_of_four, 2), (pages_of_one, 2), (dense_batch, 2), (packed_batch, 1)],
+    [(pages_of_four, 2), (pages_of_one, 2), (dense_batch, 2), (packed_batch, 1), (quantised_batch, 2)],
 )
 def test_a_spoilt_sequence_leaves_its_neighbours_bit_by_bit_as_they_are(
     make_batch: Callable[[Tensor, str], Any], num_steps: int, path: str, guard: int

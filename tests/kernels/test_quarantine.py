@@ -14,6 +14,8 @@ from kvferry.kernels.chunk_scores import chunk_scores
 from kvferry.kernels.column_sums import column_sums, window_scores
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.hsa import attend, page_extremes
+from kvferry.kernels.kivi import kivi_decode
+from kvferry.kernels.kivi.rows import kivi_quantise
 from kvferry.kernels.packed.packing import pack_layer
 from kvferry.kernels.trizone import trizone_decode_segments
 
@@ -47,6 +49,11 @@ def run_hsa() -> Tensor:
     return attend(rows(2, 3, 16), keys, values, page_max, page_min, **sizes, scaling=0.3)
 
 
+def run_kivi() -> Tensor:
+    quantised = kivi_quantise(*rows(2, 2, 37, 16), 4)
+    return kivi_decode(rows(2, 3, 16), quantised, *rows(2, 2, 5, 16), scaling=0.3)
+
+
 def run_pack() -> Tensor:
     keys, values = rows(2, 2, 37, 16)
     bits = [torch.full((2, units), 4, dtype=torch.uint8) for units in (16, 37)]
@@ -74,6 +81,7 @@ OPS: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: dense_decode(rows(2, 3, 16), *rows(2, 2, 37, 16), scaling=0.3),
     ),
     "hsa": ("hsa.triton_kernel.attend", run_hsa),
+    "kivi": ("kivi.triton_kernel.kivi_decode", run_kivi),
     "pack": ("packed.triton_kernel.fill", run_pack),
     "trizone": ("trizone.triton_kernel.trizone_decode_segments", run_trizone),
     "window_scores": (

@@ -9,7 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvferry.kernels.kivi import GROUP_TOKENS, KiviRows, kivi_decode, kivi_quantise, kivi_shapes
+from kvferry.kernels.decode_batch import CachedRows
+from kvferry.kernels.kivi import kivi_decode
+from kvferry.kernels.kivi.batch import QuantisedRows
+from kvferry.kernels.kivi.rows import GROUP_TOKENS, KiviRows, kivi_quantise, kivi_shapes
 from kvferry.kernels.quantise import WIDTHS
 from kvferry.shared.compression.formats.interface import InvalidTensors, Specs, Tensors, check_index
 from kvferry.shared.compression.formats.stored import PromptAttention, StoredFormat
@@ -112,3 +115,10 @@ class Kivi(StoredFormat):
         return lambda queries, keys, values, scaling: kivi_decode(
             queries, rows, keys, values, scaling=scaling
         )
+
+    def batched(self, prompt: Tensors, keys: Tensor, values: Tensor, *, length: int) -> CachedRows | None:
+        """See `StoredFormat.batched`. Latent rows, and V with codes of no whole words a token, run alone."""
+        rows = self.quantised(prompt)
+        if rows.problem is not None:
+            return None
+        return QuantisedRows(keys=keys, values=values, length=length, quantised=rows)

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvferry.kernels.decode_batch import CachedRows
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.hsa.batch import SparseRows, is_too_long
-from kvferry.kernels.kivi import kivi_dequantise
+from kvferry.kernels.kivi.rows import kivi_dequantise
 from kvferry.kernels.quantise import WIDTHS
 from kvferry.kernels.softmax import Scaling
 from kvferry.shared.compression.attention.interface import AttentionKind

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvferry.kernels.decode_batch import CachedRows
 from kvferry.kernels.softmax import Scaling, plain
 from kvferry.shared.compression.formats.interface import (
     SIZED_ALLOCATIONS,
@@ -88,6 +89,14 @@ class StoredFormat(LayerFormat):
     def attention(self, tensors: Tensors) -> PromptAttention:
         """Attention to the prompt that these tensors are; nothing is copied."""
 
+    def batched(self, prompt: Tensors, keys: Tensor, values: Tensor, *, length: int) -> CachedRows | None:
+        """The layer as an argument of a batched kernel; None if it must run alone.
+
+        Args: prompt: the prompt's tensors; keys, values: rows `[H_kv, cap, D]` of new tokens, `length` in
+            use.
+        """
+        return None
+
     def regions(self) -> Specs:
         prompt = {_PROMPT + name: its for name, its in self.tensors().items()}
         return {**prompt, **self.shape.row_specs(self.shape.num_new_rows)}
@@ -137,6 +146,11 @@ class StoredCache(LayerCache):
         self.values[:, num_appended] = value
         length = num_appended + 1
         return self._attend(queries, self.keys[:, :length], self.values[:, :length], plain(scaling))
+
+    def batched(self, num_appended: int) -> CachedRows | None:
+        if num_appended >= self.keys.shape[1]:
+            return None  # no room: `append_and_attend` then fails for this sequence only
+        return self.format.batched(self.prompt, self.keys, self.values, length=num_appended)
 
     def new_rows(self) -> tuple[Tensor, Tensor]:
         return self.keys, self.values

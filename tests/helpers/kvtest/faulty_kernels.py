@@ -19,6 +19,7 @@ LAUNCHES = {
     "column_sums": ("kvferry.kernels.attention_mass", "attention_mass"),
     "dense_decode": ("kvferry.kernels.dense_decode.triton_kernel", "dense_decode_batch"),
     "hsa": ("kvferry.kernels.hsa.triton_kernel", "append_and_attend_batch"),
+    "kivi": ("kvferry.kernels.kivi.triton_kernel", "kivi_decode_batch"),
     "pack": ("kvferry.kernels.packed.triton_kernel", "fill"),
     "trizone": ("kvferry.kernels.trizone.triton_kernel", "trizone_decode_batch"),
     "window_scores": ("kvferry.kernels.attention_mass", "attention_mass"),

@@ -7,14 +7,9 @@ from hypothesis import strategies as st
 from kvtest.reference.dense import dense_decode
 from kvtest.reference.scores import rounded
 
-from kvferry.kernels import kivi
-from kvferry.kernels.kivi import (
-    KiviRows,
-    kivi_decode,
-    kivi_dequantise,
-    kivi_quantise,
-    kivi_shapes,
-)
+from kvferry.kernels.kivi import kivi_decode
+from kvferry.kernels.kivi import rows as kivi_rows
+from kvferry.kernels.kivi.rows import KiviRows, kivi_dequantise, kivi_quantise, kivi_shapes
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 
@@ -67,7 +62,7 @@ def test_no_value_moves_by_more_than_half_a_step_of_its_group(num_rows, dim, bit
 def test_attention_on_codes_is_attention_on_what_they_stand_for(
     num_rows, num_new, group_size, dtype, monkeypatch
 ):
-    monkeypatch.setattr(kivi, "TILE_GROUPS", 2)  # several tiles, the last one short
+    monkeypatch.setattr(kivi_rows, "TILE_GROUPS", 2)  # several tiles, the last one short
     keys, values = make(num_rows, dim=7, seed=num_rows, dtype=dtype)
     rows = kivi_quantise(keys, values, 4)
     generator = torch.Generator().manual_seed(1)
@@ -121,7 +116,7 @@ def test_what_cannot_be_is_refused():
 def test_latent_rows_are_quantised_as_keys_and_their_values_are_read_from_the_same_codes(
     num_rows, num_new, group_size, bits, monkeypatch
 ):
-    monkeypatch.setattr(kivi, "TILE_GROUPS", 2)
+    monkeypatch.setattr(kivi_rows, "TILE_GROUPS", 2)
     latent = make(num_rows, dim=9, seed=num_rows)[0]
     rows = kivi_quantise(latent, latent[..., :6], bits, latent_dim=6)
     keys, values = kivi_dequantise(rows)

@@ -92,16 +92,17 @@ def sequences_of(model, request_of, methods, sampling):
 
 @torch.inference_mode()
 def test_a_step_waits_for_nothing_and_allocates_no_more_than_the_one_before(interpreter, demo, request_of):
-    methods = [{}, {"method": "rocketkv", "tokens": 24}]
+    methods = [{}, {"method": "rocketkv", "tokens": 24}, {"method": "kivi"}]
     sampling = [
         SamplingParams(max_tokens=8, temperature=0.0, repetition_penalty=1.2),
         SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=5),
+        SamplingParams(max_tokens=8, temperature=0.0),
     ]
     inputs = sequences_of(demo, request_of, methods, sampling)
-    slots = BatchSlots(demo, 2, inputs[0].caches[0].regions["keys"])
+    slots = BatchSlots(demo, 3, inputs[0].caches[0].regions["keys"])
     for slot, given in enumerate(inputs):
         slots.place(slot, given)
-    step = DecodeStep(demo, slots, 2)
+    step = DecodeStep(demo, slots, 3)
     assert step.attention.is_launched
     step.launch()  # what is imported and compiled at the first time is
     watched = []
@@ -134,7 +135,9 @@ class Written(TorchDispatchMode):
 
 @torch.inference_mode()
 @pytest.mark.parametrize(
-    ("method", "fields"), [({}, 3), ({"method": "rocketkv", "tokens": 24}, 9)], ids=["dense", "hsa"]
+    ("method", "fields"),
+    [({}, 3), ({"method": "rocketkv", "tokens": 24}, 9), ({"method": "kivi"}, 10)],
+    ids=["dense", "hsa", "kivi"],
 )
 def test_a_join_writes_one_sequence_s_descriptors_however_many_others_there_are(
     interpreter, demo, request_of, method, fields
@@ -176,6 +179,7 @@ KINDS = {
     "dense": {},
     "hsa": {"method": "rocketkv", "tokens": 24},
     "trizone": {"method": "rdkv", "tokens": 24, "overrides": {"window": 4, "rebudget_tokens": 0}},
+    "kivi": {"method": "kivi"},
 }
 
 
@@ -220,6 +224,8 @@ CASES = [
     {"method": "rocketkv", "tokens": 16, "prompt": [9] * 50, "max_tokens": 4},
     {"method": "rdkv", "tokens": 16, "overrides": {"window": 4, "rebudget_tokens": 0}, "max_tokens": 3},
     {"method": "compactor-kivi", "tokens": 12, "prompt": [i * 7 % 50 for i in range(60)], "max_tokens": 3},
+    {"method": "kivi", "overrides": {"bits": 8}, "prompt": [i * 7 % 50 for i in range(70)], "max_tokens": 4},
+    {"method": "snapkv-kivi", "tokens": 12, "prompt": [i * 5 % 50 for i in range(90)], "max_tokens": 3},
 ]
 
 

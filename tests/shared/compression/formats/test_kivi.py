@@ -10,7 +10,7 @@ from kvtest.compression import Placed, formats_for, make_inputs
 from kvtest.reference.scores import rounded
 from torch import Tensor
 
-from kvferry.kernels.kivi import kivi_dequantise, kivi_quantise
+from kvferry.kernels.kivi.rows import kivi_dequantise, kivi_quantise
 from kvferry.shared.compression.formats import compress_layer
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
 from kvferry.shared.compression.formats.kivi import Kivi

@@ -1,7 +1,7 @@
-"""KIVI: uniform quantisation of K per channel in groups of tokens, of V per token; attention on the codes.
+"""KIVI's rows: uniform quantisation of K per channel in groups of tokens, of V per token.
 
-Prefill quantises the selected rows; decode attends to the packed bytes as received, a tile of groups at a
-time, or dequantises them on arrival where only the wire is quantised. Rows after the last whole group are not
+Prefill quantises the selected rows; decode attends to the packed bytes as received (`__init__.py`), or
+dequantises them on arrival where only the wire is quantised. Rows after the last whole group are not
 quantised. Does not choose rows or widths.
 """
 
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvferry.kernels.dispatch import check_attention, path_for
 from kvferry.kernels.packed.value_rows import pack_value_rows, unpack_value_rows, value_row_bytes
 from kvferry.kernels.quantise import WIDTHS, dequantise_rows, quantise_rows
 
 GROUP_TOKENS = 32
 """Tokens that share one scale of a K channel (Liu et al. 2024, group size 32)."""
+WORD_BITS = 32
+"""Kernels load codes as words of this many bits."""
 TILE_GROUPS = 32
 """Groups of each head that are float32 at a time: 1,024 tokens."""
 
@@ -63,6 +64,16 @@ class KiviRows:
     def num_rows(self) -> int:
         """n."""
         return self.codes.shape[1] * GROUP_TOKENS + self.keys.shape[1]
+
+    @property
+    def problem(self) -> str | None:
+        """Why no batched kernel can attend to them, None if one can."""
+        if self.latent_dim:
+            return "rows are latent"
+        row_bits = self.keys.shape[2] * self.bits
+        if row_bits % WORD_BITS:
+            return f"the codes of a token's V have {row_bits} bits; they must be a multiple of {WORD_BITS}"
+        return None
 
 
 def kivi_shapes(
@@ -132,88 +143,43 @@ def kivi_dequantise(rows: KiviRows) -> tuple[Tensor, Tensor]:
     grouped = rows.num_rows - num_left
     keys = rows.scales.new_empty(num_kv_heads, grouped, head_dim)
     values = keys[:, :, : rows.latent_dim] if rows.latent_dim else torch.empty_like(keys)
-    for start, (key_codes, key_scales, key_minima, *of_values) in _tiles(rows):
-        stop = start + key_codes.shape[1] * GROUP_TOKENS
-        channels_first = dequantise_rows(key_codes, key_scales, key_minima)
-        keys[:, start:stop] = channels_first.transpose(2, 3).flatten(1, 2)
-        if of_values:
-            values[:, start:stop] = dequantise_rows(*of_values).flatten(1, 2)
+    for start, *of_keys in key_tiles(rows):
+        tile = dequantise_rows(*of_keys).transpose(2, 3).flatten(1, 2)
+        keys[:, start : start + tile.shape[1]] = tile
+    for start, *of_values in value_tiles(rows):
+        tile = dequantise_rows(*of_values).flatten(1, 2)
+        values[:, start : start + tile.shape[1]] = tile
     dtype = rows.keys.dtype
     return torch.cat([keys.to(dtype), rows.keys], dim=1), torch.cat([values.to(dtype), rows.values], dim=1)
 
 
-def kivi_decode(
-    queries: Tensor, rows: KiviRows, new_keys: Tensor, new_values: Tensor, *, scaling: float
-) -> Tensor:
-    """Softmax attention of one new token over quantised rows and the new tokens, itself included.
-
-    `q . k = sum_c (s_c q_c) code_c + sum_c min_c q_c` and `sum_t (p_t s_t) code_t + sum_t p_t min_t`: codes
-    are never scaled.
-
-    Args, returns, raises: as in `kernels`.
-    """
-    check_attention(queries, new_keys, new_values, least=0, prefix="new_", rows="m")
-    fits = (rows.keys.shape[0], rows.keys.shape[2]) == (queries.shape[0], queries.shape[2])
-    if not fits or rows.values.shape[2] != new_values.shape[2]:
-        raise ValueError(f"rows of {tuple(rows.keys.shape)} do not fit queries {tuple(queries.shape)}")
-    if rows.num_rows + new_keys.shape[1] == 0:
-        raise ValueError("there is neither a quantised row nor a new one; there must be one to attend to")
-    path_for("kivi", queries.device)
-    left_keys = torch.cat([rows.keys, new_keys], dim=1)
-    left_values = torch.cat([rows.values, new_values], dim=1)
-    scaled = queries.float() * scaling
-    grouped = rows.codes.shape[1] * GROUP_TOKENS
-    logits = scaled.new_empty(*queries.shape[:2], grouped + left_keys.shape[1])
-    for start, (key_codes, key_scales, key_minima, *_) in _tiles(rows):
-        # [H_kv, g, G, D] @ [H_kv, g, D, 32]
-        products = (scaled[:, None] * key_scales[:, :, None]) @ key_codes
-        products += (scaled[:, None] @ key_minima[..., None]).expand_as(products)
-        stop = start + key_codes.shape[1] * GROUP_TOKENS
-        logits[:, :, start:stop] = products.transpose(1, 2).flatten(2)
-    logits[:, :, grouped:] = scaled @ left_keys.float().mT
-    probabilities = logits.softmax(dim=-1)
-    output = probabilities[:, :, grouped:] @ left_values.float()
-    for start, (key_codes, key_scales, key_minima, *of_values) in _tiles(rows):
-        stop = start + key_codes.shape[1] * GROUP_TOKENS
-        tile = probabilities[:, :, start:stop]
-        if of_values:
-            value_codes, value_scales, value_minima = of_values
-            output += (tile * value_scales.flatten(1)[:, None]) @ value_codes.flatten(1, 2)
-            output += tile @ value_minima.flatten(1)[:, :, None]
-        else:
-            shared = (its[:, :, : rows.latent_dim] for its in (key_codes, key_scales, key_minima))
-            output += _latent_values(tile, *shared)
-    return output.to(queries.dtype)
-
-
-def _latent_values(probabilities: Tensor, codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
-    """`sum_t p_t (s_c code_ct + min_c)` of a tile of latent rows: float32 `[H_kv, G, R]`.
-
-    Args: probabilities `[H_kv, G, 32 t]`; codes `[H_kv, t, R, 32]`, their scales and minima `[H_kv, t, R]`.
-    """
-    num_kv_heads, group_size, _ = probabilities.shape
-    by_group = probabilities.reshape(num_kv_heads, group_size, -1, GROUP_TOKENS).transpose(1, 2)
-    products = (by_group @ codes.mT) * scales[:, :, None]
-    products += by_group.sum(-1, keepdim=True) * minima[:, :, None]
-    return products.sum(1)
-
-
-def _tiles(rows: KiviRows) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """A tile's first token; K codes float32 `[H_kv, t, D, 32]`, their scales and minima `[H_kv, t, D]`, and
-    unless rows are latent V codes `[H_kv, t, 32, D]`, their scales and minima `[H_kv, t, 32]`."""
-    bits, (num_kv_heads, _, head_dim) = rows.bits, rows.keys.shape
-    key_bytes, value_bytes = value_row_bytes(bits, GROUP_TOKENS), value_row_bytes(bits, head_dim)
+def key_tiles(rows: KiviRows) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """A tile's first token; K codes float32 `[H_kv, t, D, 32]`, their scales and minima `[H_kv, t, D]`."""
+    num_kv_heads, _, head_dim = rows.keys.shape
+    row_bytes = value_row_bytes(rows.bits, GROUP_TOKENS)
     for first in range(0, rows.codes.shape[1], TILE_GROUPS):
-        tile = rows.codes[:, first : first + TILE_GROUPS]
-        count = tile.shape[1]
-        keys = unpack_value_rows(
-            tile[:, :, : head_dim * key_bytes].reshape(-1, key_bytes), bits, GROUP_TOKENS
-        ).view(num_kv_heads, count, head_dim, GROUP_TOKENS)
-        scales, of_values = rows.scales[:, first : first + count], 2 * head_dim
-        tensors = (keys, *torch.split(scales[:, :, :of_values], head_dim, dim=2))
-        if not rows.latent_dim:
-            values = unpack_value_rows(
-                tile[:, :, head_dim * key_bytes :].reshape(-1, value_bytes), bits, head_dim
-            ).view(num_kv_heads, count, GROUP_TOKENS, head_dim)
-            tensors = (*tensors, values, *torch.split(scales[:, :, of_values:], GROUP_TOKENS, dim=2))
-        yield first * GROUP_TOKENS, tensors
+        tile = rows.codes[:, first : first + TILE_GROUPS, : head_dim * row_bytes]
+        codes = unpack_value_rows(tile.reshape(-1, row_bytes), rows.bits, GROUP_TOKENS)
+        scales, minima = torch.split(
+            rows.scales[:, first : first + TILE_GROUPS, : 2 * head_dim], head_dim, dim=2
+        )
+        shape = (num_kv_heads, tile.shape[1], head_dim, GROUP_TOKENS)
+        yield first * GROUP_TOKENS, codes.view(shape), scales, minima
+
+
+def value_tiles(rows: KiviRows) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """A tile's first token; V codes float32 `[H_kv, t, 32, D]`, their scales and minima `[H_kv, t, 32]`. Of
+    latent rows there are none."""
+    if rows.latent_dim:
+        return
+    num_kv_heads, _, head_dim = rows.keys.shape
+    row_bytes = value_row_bytes(rows.bits, head_dim)
+    before = head_dim * value_row_bytes(rows.bits, GROUP_TOKENS)
+    for first in range(0, rows.codes.shape[1], TILE_GROUPS):
+        tile = rows.codes[:, first : first + TILE_GROUPS, before:]
+        codes = unpack_value_rows(tile.reshape(-1, row_bytes), rows.bits, head_dim)
+        scales, minima = torch.split(
+            rows.scales[:, first : first + TILE_GROUPS, 2 * head_dim :], GROUP_TOKENS, dim=2
+        )
+        shape = (num_kv_heads, tile.shape[1], GROUP_TOKENS, head_dim)
+        yield first * GROUP_TOKENS, codes.view(shape), scales, minima

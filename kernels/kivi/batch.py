@@ -1,0 +1,120 @@
+"""KIVI attention of a batch: quantised prompts and the rows of their new tokens, in one launch per layer that
+appends and one per width that attends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvferry.kernels.decode_batch import (
+    BatchShape,
+    CachedRows,
+    Fields,
+    NewToken,
+    NewTokens,
+    SlotBatch,
+    row_fields,
+)
+from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_splits, split_workspace
+from kvferry.kernels.kivi.rows import KiviRows
+from kvferry.kernels.kivi.torch_path import attend
+
+FIELDS = ROW_FIELDS + 7
+LEFT_KEY_OFFSET, LEFT_VALUE_OFFSET, NUM_LEFT, CODE_OFFSET, SCALE_OFFSET, NUM_GROUPS, BITS = range(
+    ROW_FIELDS, FIELDS
+)
+"""Columns, after those of the new rows: the prompt's rows that are not quantised; codes, counted in int32,
+and scales, counted in float32, of the first group; groups; width of a code."""
+_OFFSETS = LEFT_KEY_OFFSET, LEFT_VALUE_OFFSET, CODE_OFFSET, SCALE_OFFSET
+WORD_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantisedRows(CachedRows):
+    """One sequence's quantised prompt in one layer, and the rows of its new tokens."""
+
+    quantised: KiviRows
+
+
+@dataclass(frozen=True, kw_only=True)
+class KiviScratch:
+    """What steps over some slots need. Attributes: widths: of their codes, a launch each."""
+
+    widths: tuple[int, ...]
+    splits: SplitWorkspace
+    num_splits: int
+
+
+def kivi_fields(base: Tensor, rows: QuantisedRows) -> Fields:
+    """As `row_fields`, for this kernel's descriptors."""
+    quantised, start = rows.quantised, base.data_ptr()
+    first, step = row_fields(base, rows, quantised.keys, quantised.values)
+    words = quantised.codes, quantised.scales
+    first += [quantised.keys.shape[1], *((its.data_ptr() - start) // WORD_BYTES for its in words)]
+    # tensors without elements have no address
+    for its, column in zip((quantised.keys, quantised.values, *words), _OFFSETS, strict=True):
+        first[column] = first[column] if its.numel() else 0
+    step += [0, *(its.stride(0) * its.element_size() // WORD_BYTES for its in words)]
+    return [*first, quantised.codes.shape[1], quantised.bits], [*step, 0, 0]
+
+
+class KiviBatch(SlotBatch[QuantisedRows, KiviScratch]):
+    """A `SlotBatch` by `kivi_decode`.
+
+    Args: codes: the arena as uint8.
+    """
+
+    def __init__(self, shape: BatchShape, base: Tensor, codes: Tensor) -> None:
+        super().__init__("kivi", shape, base, empty=[0] * FIELDS)
+        self._codes = codes[: len(codes) // WORD_BYTES * WORD_BYTES]
+        self._widths: dict[int, frozenset[int]] = {}
+
+    def place(self, slot: int, layers: Mapping[int, QuantisedRows]) -> None:
+        """See `SlotBatch.place`."""
+        super().place(slot, layers)
+        self._widths[slot] = frozenset(rows.quantised.bits for rows in layers.values())
+
+    def remove(self, slot: int) -> None:
+        """See `SlotBatch.remove`."""
+        super().remove(slot)
+        del self._widths[slot]
+
+    def size(self) -> tuple[int, ...]:
+        """See `SlotBatch.size`: the widths, rising."""
+        return tuple(sorted(frozenset[int]().union(*self._widths.values())))
+
+    def scratch(self, num_slots: int) -> KiviScratch:
+        """See `SlotBatch.scratch`."""
+        num_heads = num_slots * self._shape.num_kv_heads
+        num_splits = choose_num_splits(num_heads, self._shape.device)
+        splits = split_workspace(self._output[:num_slots], num_heads * num_splits)
+        return KiviScratch(widths=self.size(), splits=splits, num_splits=num_splits)
+
+    def _attend_one(self, layer: int, slot: int, rows: QuantisedRows, token: NewToken) -> Tensor:
+        return attend(token.queries, rows.quantised, *rows.append(token), scaling=token.scaling)
+
+    def _fields(self, rows: QuantisedRows) -> Fields:
+        return kivi_fields(self._base, rows)
+
+    def _launch(self, layer: int, step: NewTokens, scratch: KiviScratch, output: Tensor) -> None:
+        # a CPU install has no Triton
+        from kvferry.kernels.kivi.triton_kernel import Buffers, kivi_decode_batch
+        from kvferry.kernels.split_attention import append_rows
+
+        heads = self._tables.layer(layer, len(step.queries))
+        append_rows(self._base, heads, step.keys, step.values)
+        buffers = Buffers.of_arena(self._base, self._codes)
+        for bits in scratch.widths:
+            kivi_decode_batch(
+                step.queries,
+                buffers,
+                heads,
+                bits=bits,
+                row_stride=self._shape.head_dim,
+                scaling=step.scaling,
+                workspace=scratch.splits,
+                num_splits=scratch.num_splits,
+                output=output,
+            )
