@@ -19,6 +19,7 @@ from kvferry.shared.command_line import variable_name
 SECTIONS = {
     "Services": ("router", "prefill", "decode", "serve"),
     "Chat": ("chat",),
+    "Operating": ("sessions", "documents", "keys"),
     "Load": ("bench",),
     "Plan": ("plan",),
     "Machine": ("doctor",),

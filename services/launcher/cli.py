@@ -24,10 +24,12 @@ from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.doctor.config import DoctorConfig
 from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
 from kvferry.tools.evaluation.config import HIDDEN_OPTIONS, EvalConfig
+from kvferry.tools.operate.config import KeysConfig, StoredConfig
 from kvferry.tools.plan.config import PLAN_HIDDEN, CalibrateMachineConfig, PlanConfig
 
 TOOLS = "Measuring and training"
 SERVICES = "Single services"
+OPERATING = "Operating"
 
 app = make_app("kvferry", "Long-context chat whose KV cache is compressed before it travels.", KNOWN_CONFIGS)
 calibrate = App(
@@ -160,6 +162,30 @@ def new_key(name: str) -> int:
     key, entry = new_key(name)
     sys.stdout.write(f"{key}\n\n{entry}")
     return 0
+
+
+@command(app, StoredConfig, group=OPERATING)
+def sessions(config: StoredConfig) -> int:
+    """List an API key's sessions, or delete one."""
+    from kvferry.tools.operate.command import stored
+
+    return stored("sessions", config)
+
+
+@command(app, StoredConfig, group=OPERATING)
+def documents(config: StoredConfig) -> int:
+    """List an API key's documents, or delete one."""
+    from kvferry.tools.operate.command import stored
+
+    return stored("documents", config)
+
+
+@command(app, KeysConfig, group=OPERATING)
+def keys(config: KeysConfig) -> int:
+    """List the names, scopes and limits of a key file."""
+    from kvferry.tools.operate.command import keys
+
+    return keys(config)
 
 
 @command(app, RouterConfig, group=SERVICES)

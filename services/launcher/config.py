@@ -16,6 +16,7 @@ from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.doctor.config import DoctorConfig
 from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
 from kvferry.tools.evaluation.config import EvalConfig
+from kvferry.tools.operate.config import KeysConfig, StoredConfig
 from kvferry.tools.plan.config import CalibrateMachineConfig, PlanConfig
 
 Role = Literal["prefill", "decode", "router"]
@@ -86,5 +87,7 @@ KNOWN_CONFIGS: tuple[type[Settings], ...] = (
     CalibrateEpsilonConfig,
     CalibrateQualityConfig,
     CalibrateMachineConfig,
+    StoredConfig,
+    KeysConfig,
 )
 """One environment may hold variables of all of these."""

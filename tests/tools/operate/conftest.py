@@ -1,0 +1,5 @@
+"""The fixtures of `kvtest.launcher`."""
+
+from __future__ import annotations
+
+from kvtest.launcher import serve as serve

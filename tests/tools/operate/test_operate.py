@@ -1,0 +1,74 @@
+"""`kvferry sessions`, `documents` and `keys` against a running router and a real key file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from kvtest.launcher import Serve
+from kvtest.ports import free_port
+
+from kvferry.services.router.http.access import new_key
+from kvferry.shared.errors import ConfigurationError, KvferryError, WorkerUnavailable
+from kvferry.tools.operate.command import keys, stored
+from kvferry.tools.operate.config import KeysConfig, StoredConfig
+
+pytestmark = pytest.mark.xdist_group("launcher")
+
+
+@pytest.fixture(scope="module")
+def url(serve: Serve) -> Iterator[str]:
+    with serve("--in-process", "--api-keys", "one,two") as served:
+        yield served.url
+
+
+def test_a_keys_sessions_and_documents_are_listed_and_deleted(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    headers = {"Authorization": "Bearer one"}
+    body = {"model": "demo", "max_tokens": 3, "messages": [{"role": "user", "content": "quiet bridge"}]}
+    with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
+        for name in ("first", "second"):
+            assert client.post("/v1/chat/completions", json={**body, "session_id": name}).status_code == 200
+        assert client.post("/v1/documents", json={"id": "book", "text": "quiet bridge " * 40}).is_success
+    mine = StoredConfig(url=url, api_key="one")
+    stored("sessions", mine)
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["id", "tokens", "turns"]
+    assert {line.split()[0] for line in lines} == {"first", "second"}
+    stored("documents", StoredConfig(url=url, api_key="one", json_output=True))
+    (document,) = json.loads(capsys.readouterr().out)
+    assert (document["id"], document["tokens"] >= 80) == ("book", True)
+    stored("sessions", StoredConfig(url=url, api_key="two", json_output=True))
+    assert json.loads(capsys.readouterr().out) == []
+    stored("sessions", StoredConfig(url=url, api_key="one", delete_id="first"))
+    assert capsys.readouterr().out == "deleted first\n"
+    stored("sessions", mine)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["second"]
+
+
+def test_refusals_are_the_routers_words(url: str) -> None:
+    with pytest.raises(KvferryError, match="nothing"):
+        stored("documents", StoredConfig(url=url, api_key="one", delete_id="nothing"))
+    with pytest.raises(KvferryError, match="key"):
+        stored("sessions", StoredConfig(url=url, api_key="wrong"))
+    with pytest.raises(WorkerUnavailable, match="cannot be reached"):
+        stored("sessions", StoredConfig(url=f"http://127.0.0.1:{free_port()}"))
+
+
+def test_keys_are_listed_without_their_hashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, entry = new_key("alice")
+    (tmp_path / "keys.toml").write_text(entry + "tokens_per_minute = 1000\n")
+    config = KeysConfig(api_keys_file=str(tmp_path / "keys.toml"))
+    keys(config)
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].split()[:2] == ["alice", "chat"]
+    assert "1000" in out
+    assert "sha256" not in out
+    keys(KeysConfig(api_keys_file=config.api_keys_file, json_output=True))
+    assert json.loads(capsys.readouterr().out)[0]["tokens_per_minute"] == 1000
+    with pytest.raises(ConfigurationError, match="--api-keys-file is ''"):
+        keys(KeysConfig())

@@ -1,0 +1,96 @@
+"""Lists and deletes a key's sessions and documents through the router's API, and lists the keys of a file."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+import httpx
+
+from kvferry.services.router.http.access import KeyFile
+from kvferry.shared.errors import ConfigurationError, KvferryError, WorkerUnavailable
+from kvferry.tools.operate.config import KeysConfig, StoredConfig
+
+Kind = Literal["sessions", "documents"]
+_COLUMNS: Mapping[Kind, tuple[str, ...]] = {
+    "sessions": ("id", "tokens", "turns", "running", "history_bytes", "history_tier", "expires_at"),
+    "documents": ("id", "tokens", "history_bytes", "history_tier", "created_at", "expires_at"),
+}
+_KEY_COLUMNS = (
+    "name", "scopes", "requests_per_minute", "tokens_per_minute", "bytes_per_minute", "max_concurrent",
+)  # fmt: skip
+_TIMEOUT_S = 60.0
+
+
+def stored(kind: Kind, config: StoredConfig) -> int:
+    """List what the key has stored, or delete one. Returns the exit code.
+
+    Raises: KvferryError: the router cannot be reached or refuses.
+    """
+    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    # A proxy from the environment cannot reach this machine's loopback.
+    with httpx.Client(base_url=config.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False) as client:
+        try:
+            if config.delete_id:
+                _checked(client.delete(f"/v1/{kind}/{quote(config.delete_id, safe='')}"))
+                sys.stdout.write(f"deleted {config.delete_id}\n")
+                return 0
+            found = _checked(client.get(f"/v1/{kind}"))["data"]
+        except httpx.TransportError as error:
+            what = str(error) or type(error).__name__
+            raise WorkerUnavailable(f"the router at {config.url} cannot be reached: {what}") from error
+    if config.json_output:
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    else:
+        _show(_COLUMNS[kind], found)
+    return 0
+
+
+def keys(config: KeysConfig) -> int:
+    """List the names, scopes and limits of a key file. Returns the exit code.
+
+    Raises: ConfigurationError: there is no file, or it is invalid.
+    """
+    if not config.api_keys_file:
+        raise ConfigurationError("--api-keys-file is ''; it must be the router's file of hashed keys")
+    found = [key.model_dump(include={*_KEY_COLUMNS}) for key in KeyFile(Path(config.api_keys_file)).keys]
+    if config.json_output:
+        sys.stdout.write(json.dumps(found, indent=1, default=list) + "\n")
+    else:
+        _show(_KEY_COLUMNS, found)
+    return 0
+
+
+def _checked(reply: httpx.Response) -> Any:
+    if reply.status_code != 200:
+        try:
+            message = reply.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = f"HTTP status {reply.status_code}"
+        raise KvferryError(str(message))
+    return reply.json()
+
+
+def _show(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table of plain text, which other programs can read too."""
+    cells = [[name.replace("_", " ") for name in columns]]
+    cells += [[_cell(name, row.get(name)) for name in columns] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    for line in cells:
+        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        sys.stdout.write(text.rstrip() + "\n")
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("_at"):
+        return datetime.datetime.fromtimestamp(value, datetime.UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    if isinstance(value, list | tuple | set | frozenset):
+        return ",".join(sorted(value))
+    return str(value)

@@ -1,0 +1,37 @@
+"""Options of `kvferry sessions`, `documents` and `keys`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from kvferry.shared.config import Settings
+from kvferry.shared.options import ACCESS, PROCESS
+
+
+class StoredConfig(Settings):
+    """Options of `kvferry sessions` and `kvferry documents`."""
+
+    url: Annotated[str, ACCESS] = Field("http://127.0.0.1:8000", description="address of the router")
+    api_key: Annotated[str, ACCESS] = Field(
+        "", repr=False, description="API key whose sessions or documents are meant, if the router wants one"
+    )
+    delete_id: Annotated[str, PROCESS] = Field(
+        "", description="delete this one, with its KV in every tier, in place of listing all"
+    )
+    json_output: Annotated[bool, PROCESS] = Field(False, description="print JSON in place of a table")
+
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, value: str) -> str:
+        if not value.startswith(("http://", "https://")):
+            raise ValueError("must be http://host:port or https://host:port")
+        return value
+
+
+class KeysConfig(Settings):
+    """Options of `kvferry keys`."""
+
+    api_keys_file: Annotated[str, ACCESS] = Field("", description="the router's TOML file of hashed keys")
+    json_output: Annotated[bool, PROCESS] = Field(False, description="print JSON in place of a table")
