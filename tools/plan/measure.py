@@ -45,7 +45,8 @@ _NUM_CHECKED = 20
 _CHECK_LENGTHS = (200, 600, 1500, 2700, 5000)
 _CHECK_ANSWERS = (16, 64, 32)
 _CHECK_SHARES = (4, 12)
-_CHECK_REQUESTS = 8
+_CHECK_REQUESTS = 6
+_REFERENCE_REQUESTS = 3
 _UNDISTURBED = 25
 """The percentile of times to the first token that counts: other work on the machine only makes them longer.
 Of times between tokens the median counts, because tokens that come late come together."""
@@ -106,8 +107,10 @@ async def calibrate_machine(config: CalibrateMachineConfig, *, console: Console 
                     for cell in grid:
                         found[cell].append(await _measure(server, prompts, *cell, seed=number))
                 machine, model = _fitted(config, methods, found)
+                cell = (grid[len(lengths) // 2 * 2 * len(methods)][0], 1)
+                reference = _point(model, *cell, found[cell])
                 rows = [
-                    await _check(server, prompts, machine, model, setting)
+                    await _check(server, prompts, machine, model, setting, cell[0], reference)
                     for setting in progress.track(checked, description="checks")
                 ]
     result: dict[str, Any] = {
@@ -124,12 +127,14 @@ async def calibrate_machine(config: CalibrateMachineConfig, *, console: Console 
     if rows:
         result["checked"] = rows
         for name in ("first_token", "per_token"):
-            errors = [abs(row[name]["error"]) for row in rows]
-            within = sum(error <= 0.25 for error in errors)
-            result[f"{name}_within_25_percent"] = within
-            console.print(
-                f"{name}: {within} of {len(rows)} within 25 %, median {100 * statistics.median(errors):.0f} %"
-            )
+            for error in ("error", "corrected_error"):
+                errors = [abs(row[name][error]) for row in rows]
+                within = sum(value <= 0.25 for value in errors)
+                result[f"{name}_{error}_within_25_percent"] = within
+                console.print(
+                    f"{name}, {error}: {within} of {len(rows)} within 25 %, "
+                    f"median {100 * statistics.median(errors):.0f} %"
+                )
     Path(config.machine_file).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     console.print(f"written to {config.machine_file}", markup=False)
     return 0
@@ -253,15 +258,34 @@ def _settings_to_check(methods: Sequence[str]) -> list[Setting]:
 
 
 async def _check(
-    server: Server, prompts: PromptMaker, machine: MeasuredMachine, model: ModelCost, setting: Setting
+    server: Server,
+    prompts: PromptMaker,
+    machine: MeasuredMachine,
+    model: ModelCost,
+    setting: Setting,
+    again: Setting,
+    reference: Point,
 ) -> dict[str, Any]:
-    """Measure a setting, one request at a time, and predict it."""
+    """Measure a setting, one request at a time, and predict it.
+
+    Args:
+        again: a setting of the fit, which is measured before and after: how much slower it is than it was
+            (`slower`) tells what other work on the machine does to the times. Errors are given as measured
+            (`error`) and with the measured time divided by that (`corrected_error`).
+        reference: what it was.
+    """
     deployment = Deployment(
         machine=machine, model=model, link_bytes_per_s=_LINK_BYTES_PER_S, link_latency_s=0.0, max_batch=32
     )
     sizes = {"prompt_tokens": setting.prompt_tokens, "answer_tokens": setting.answer_tokens}
     predicted = disaggregated(deployment, setting.plan, Workload(**sizes, rate=_SELDOM))
+    around = await _measure(server, prompts, again, 1, seed=101, requests=_REFERENCE_REQUESTS)
     samples = await _measure(server, prompts, setting, 1, seed=0, requests=_CHECK_REQUESTS)
+    around += await _measure(server, prompts, again, 1, seed=102, requests=_REFERENCE_REQUESTS)
+    now = _point(model, again, 1, [around])
+    assert now.first_s is not None
+    assert reference.first_s is not None
+    slower = {"first_token": now.first_s / reference.first_s, "per_token": now.step_s / reference.step_s}
     measured = {
         "first_token": _undisturbed(sample.first_token_s for sample in samples),
         "per_token": statistics.median(sample.per_token_s or 0.0 for sample in samples),
@@ -278,6 +302,8 @@ async def _check(
                 "measured_s": measured[name],
                 "predicted_s": wanted[name],
                 "error": wanted[name] / measured[name] - 1,
+                "slower": slower[name],
+                "corrected_error": wanted[name] * slower[name] / measured[name] - 1,
             }
             for name in measured
         },
