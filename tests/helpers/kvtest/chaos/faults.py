@@ -50,10 +50,14 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Only:
-    """Which faults to draw: of this kind, on links of this phase."""
+    """Which faults to draw: of this kind, on links of this phase, toward their servers.
+
+    Attributes: size: as of `Fault`.
+    """
 
     kind: ByteFault
     phase: str
+    size: int = 1
 
 
 def draw(rng: random.Random, cluster: Cluster, count: int, *, only: Only | None = None) -> list[Fault]:
@@ -86,10 +90,10 @@ def _draw(rng: random.Random, cluster: Cluster, only: Only | None) -> Fault:
         kind=rng.choice(allowed),
         target=target,
         start_s=start_s,
-        toward=rng.choice(("client", "server")),
+        toward=rng.choice(("client", "server")) if only is None else "server",
         after_bytes=int(longest_bytes * rng.random() ** 2),
         seconds=rng.uniform(0.2, longest_s),
-        size=rng.choice((1, 1, 8, 64)),
+        size=rng.choice((1, 1, 8, 64)) if only is None else only.size,
         seed=seed,
     )
 

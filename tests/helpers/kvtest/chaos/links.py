@@ -14,6 +14,7 @@ from typing import Literal
 
 CHUNK_BYTES = 1 << 16
 CONNECT_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 1.0
 REORDER_WAIT_S = 0.2
 
 Side = Literal["client", "server"]
@@ -93,7 +94,7 @@ class Link:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 their_reader, their_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
         except (OSError, TimeoutError):
-            writer.transport.abort()
+            await _close(writer)
             return
         pumps = (
             asyncio.create_task(self._pump(reader, their_writer, "server")),
@@ -106,7 +107,7 @@ class Link:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
             for end in (writer, their_writer):
-                end.close()
+                await _close(end)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toward: Side) -> None:
         """Forward until one end closes, or a fault closes the connection."""
@@ -170,3 +171,11 @@ class Link:
                     spoilt[index] ^= 1 << rng.randrange(8)
                 writer.write(bytes(spoilt))
         return True
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()  # what it still has to send is sent
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await writer.wait_closed()
+    writer.transport.abort()
