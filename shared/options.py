@@ -62,6 +62,8 @@ def group(title: str) -> Parameter:
     return Parameter(group=Group.create_ordered(title))
 
 
+JSON = Parameter(name="--json", negative=())
+"""The option of a field `json_output`: a setting cannot be named `json`."""
 MODEL = group("Model")
 NETWORK = group("Addresses")
 ACCESS = group("Clients")

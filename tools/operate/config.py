@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from kvferry.shared.config import Settings
-from kvferry.shared.options import ACCESS, PROCESS
+from kvferry.shared.options import ACCESS, JSON, PROCESS
 
 
 class StoredConfig(Settings):
@@ -20,7 +20,7 @@ class StoredConfig(Settings):
     delete_id: Annotated[str, PROCESS] = Field(
         "", description="delete this one, with its KV in every tier, in place of listing all"
     )
-    json_output: Annotated[bool, PROCESS] = Field(False, description="print JSON in place of a table")
+    json_output: Annotated[bool, PROCESS, JSON] = Field(False, description="print JSON in place of a table")
 
     @field_validator("url")
     @classmethod
@@ -34,4 +34,4 @@ class KeysConfig(Settings):
     """Options of `kvferry keys`."""
 
     api_keys_file: Annotated[str, ACCESS] = Field("", description="the router's TOML file of hashed keys")
-    json_output: Annotated[bool, PROCESS] = Field(False, description="print JSON in place of a table")
+    json_output: Annotated[bool, PROCESS, JSON] = Field(False, description="print JSON in place of a table")

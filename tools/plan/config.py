@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kvferry.shared.config import PlanSettings, Settings
-from kvferry.shared.options import COMPRESSION, MODEL, Seconds, group
+from kvferry.shared.options import COMPRESSION, JSON, MODEL, Seconds, group
 
 HARDWARE = group("Hardware")
 LOAD = group("Load")
@@ -54,7 +54,9 @@ class PlanConfig(PlanSettings):
         description="percentage points of answers that may differ from the full KV's; decides the retention, "
         "by the demo model's quality curves",
     )
-    json_output: Annotated[bool, RESULTS] = Field(False, description="print JSON in place of the tables")
+    json_output: Annotated[bool, RESULTS, JSON] = Field(
+        False, description="print JSON in place of the tables"
+    )
 
 
 class CalibrateMachineConfig(Settings):

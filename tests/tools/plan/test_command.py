@@ -33,7 +33,7 @@ def test_the_table_has_each_method_and_says_that_times_are_modelled() -> None:
 
 
 def test_json_has_the_figures_and_the_advice() -> None:
-    done = run("plan", "--json-output", "--methods", "all", "--rate", "20")
+    done = run("plan", "--json", "--methods", "all", "--rate", "20")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["machine"] == {"name": "H100-SXM", "times": "modelled"}
@@ -61,7 +61,7 @@ def test_a_machine_is_measured_and_planned_for(tmp_path: Path) -> None:
     written = json.loads(file.read_text())
     assert written["machine"]["name"] == "mine"
     assert len(written["measured"]) == 3 * 2 * 2
-    done = run("plan", "--json-output", "--machine", str(file), "--prompt-tokens", "200", "--methods", "all")
+    done = run("plan", "--json", "--machine", str(file), "--prompt-tokens", "200", "--methods", "all")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["machine"] == {"name": "mine", "times": "measured"}
