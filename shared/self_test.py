@@ -160,7 +160,7 @@ class _Child:
         self.has_ended = False
         self._process = subprocess.Popen(
             [*command, json.dumps(task)],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -203,6 +203,8 @@ class _Child:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     def _next(self, timeout_s: float) -> dict[str, Any] | None:
         try:
@@ -249,8 +251,15 @@ def run_op(op: str, shape: BatchShape, report: Callable[..., None] = lambda **fi
     return Finding(op=op, reason=reason, detail=detail, num_cases=num_cases, seconds=seconds)
 
 
+def _end_with_parent() -> None:
+    """A worker that is killed closes the pipe; a child whose kernel hangs must not outlive it."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
 def run_child(arguments: Sequence[str]) -> int:
     """The child process. Args: the task, as JSON. Returns its exit code."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # libraries may print to stdout
     reports = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

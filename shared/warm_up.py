@@ -20,7 +20,7 @@ from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, ResolvedPlan
-from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.whole_prompt import compress_prompt
 from kvferry.shared.kernel_paths import Role
@@ -76,8 +76,7 @@ def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> I
         progress(number / len(methods), method)
         try:
             resolved = resolve_plan(
-                # the whole prompt would be retained as it is
-                plan_for(method, budget=None if method == "full" else Budget(tokens=num_tokens // 4)),
+                plan_for(method, budget=_budget(method, num_tokens)),
                 num_prompt_tokens=num_tokens,
                 max_new_tokens=NEW_TOKENS,
                 num_layers=spec.num_layers,
@@ -91,6 +90,11 @@ def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> I
             _log.warning("a method is not warmed up", method=method, error=f"{type(error).__name__}: {error}")
             continue
         yield WarmPrompt(method=method, resolved=resolved, tensors=tensors)
+
+
+def _budget(method: str, num_tokens: int) -> Budget | None:
+    """A quarter of the prompt: with the preset's, all of it would be retained as it is."""
+    return Budget(tokens=max(num_tokens // 4, 1)) if preset(method).takes_budget else None
 
 
 @dataclass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,6 +115,25 @@ def test_without_a_process_of_its_own_the_test_runs_in_the_worker(monkeypatch: p
     faulty_kernels.install("pack", "exception", monkeypatch.setattr)
     findings = self_test("prefill", SHAPE, command=(sys.executable, "-c", "raise SystemExit(1)"))
     assert {finding.op for finding in findings if finding.reason} == {"pack"}
+
+
+@pytest.mark.usefixtures("child_path")
+def test_a_child_ends_with_its_worker() -> None:
+    """Even where its kernel hangs."""
+    task = {
+        "ops": ["pack"], "num_kv_heads": 1, "group_size": 1, "head_dim": 16, "dtype": "float32",
+        "device": "cpu", "mode": "triton", "num_threads": 1,
+    }  # fmt: skip
+    child = subprocess.Popen(
+        [*faulty(["pack"], "hang"), json.dumps(task)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with child, child.stdin, child.stdout as reports:
+        assert json.loads(reports.readline())["phase"] == "ready"
+        assert json.loads(reports.readline())["phase"] == "begin"
+        child.stdin.close()
+        assert child.wait(20) == 1
 
 
 def test_nothing_is_tested_where_torch_runs_everything() -> None:
