@@ -14,6 +14,7 @@ from kvferry.services.launcher.config import CONFIGS, HIDDEN_FROM_SERVE, KNOWN_C
 from kvferry.shared.command_line import option_name, variable_name
 from kvferry.shared.kernel_paths import KernelQuarantine
 from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics, RouterMetrics
+from kvferry.tools.caches.model import ATTENTION_NAME
 from kvferry.tools.evaluation.config import HIDDEN_OPTIONS, EvalConfig
 
 REPOSITORY = Path(__file__).parents[2]
@@ -110,7 +111,7 @@ def test_options_and_metrics_of_the_documents_exist():
         for family in metrics.registry.collect()
         for sample in (family.name, f"{family.name}_total")
     }
-    names |= {family.name for family in KernelQuarantine("decode").collect()}
+    names |= {family.name for family in KernelQuarantine("decode").collect()} | {ATTENTION_NAME}
     for page in (REPOSITORY / "docs").glob("*.md"):
         text = page.read_text()
         assert set(re.findall(r"`(--[a-z-]+)", text)) <= options, page.name
