@@ -71,12 +71,12 @@ class Family:
 _PLAIN = (
     "apertus arcee aria_text bitnet cohere dots1 ernie4_5 ernie4_5_moe flex_olmo gemma glm glm4 "
     "glm4_moe gpt_neox granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe "
-    "hyperclovax jetmoe llama minimax_m2 nanochat nemotron olmo olmo2 olmoe persimmon phi qwen2 "
-    "qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm"
+    "hy_v3 hyperclovax internlm3 jetmoe llama minimax_m2 nanochat nemotron olmo olmo2 olmoe persimmon phi "
+    "qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm"
 )
 _WINDOWED = (
     "afmoe cohere2 cohere2_moe cwm exaone4 exaone_moe gemma2 gemma3_text gpt_oss granite_swa granitemoe_swa "
-    "llama4_text ministral ministral3 mistral mixtral olmo3 phi3 starcoder2 vaultgemma"
+    "llama4_text mellum ministral ministral3 mistral mixtral olmo3 phi3 starcoder2 vaultgemma"
 )
 _LATENT_TYPES = "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 youtu"
 LATENT_FAMILIES = (*_LATENT_TYPES.split(), "deepseek_v3-yarn", "longcat_flash")
