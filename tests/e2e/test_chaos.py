@@ -18,8 +18,9 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 
 pytestmark = [pytest.mark.xdist_group("stack"), pytest.mark.timeout(1200)]
 
-NUM_FAULTS = 300
-MAX_ROUNDS = 120
+NUM_FAULTS = 100
+"""What the whole suite has time for; the committed result of `benchmarks/chaos.py` has more."""
+MAX_ROUNDS = 60
 FIRST_SEED = 1
 MAX_TOKENS = (12, 24, 48)
 PLANTED_ROUNDS = 6
