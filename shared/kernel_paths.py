@@ -5,6 +5,7 @@ Between the services' options and `kernels/dispatch.py`, which decides. Knows no
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Literal
 
@@ -67,6 +68,23 @@ def shown_paths(role: Role, device: torch.device) -> dict[str, str]:
         if op in shown:
             shown[op] = f"torch (quarantined: {entry.reason})"
     return shown | ({"decode_step": dispatch.planned_step_path(device)} if role == "decode" else {})
+
+
+class ShownPaths:
+    """`shown_paths`, kept until an op is quarantined.
+
+    Attributes: by_op: never changed in place.
+    """
+
+    def __init__(self, role: Role, device: torch.device) -> None:
+        self.by_op = shown_paths(role, device)
+        this = weakref.ref(self)
+
+        def show_again(_: Quarantined) -> None:
+            if (shown := this()) is not None:
+                shown.by_op = shown_paths(role, device)
+
+        on_quarantine(show_again)
 
 
 class KernelCalls(Collector):

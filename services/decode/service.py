@@ -50,7 +50,7 @@ from kvferry.shared.errors import (
     ProtocolMismatch,
     WorkerUnavailable,
 )
-from kvferry.shared.kernel_paths import shown_paths
+from kvferry.shared.kernel_paths import ShownPaths
 from kvferry.shared.metrics import ARENA_STATES, DecodeMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.text import TextAssembler
@@ -98,7 +98,7 @@ class DecodeService:
         self._config = config
         self._clock = clock
         self._spec = model.spec
-        self._device = model.device
+        self._kernel_paths = ShownPaths("decode", model.device)
         self._methods = applicable_methods(model.spec.layers)
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(lambda: tokenizer, model.spec.vocab_size, model.spec.eos_token_ids)
@@ -268,7 +268,7 @@ class DecodeService:
             total_bytes=self._arena.size_bytes,
             model=self._spec,
             methods=self._methods,
-            kernel_paths=shown_paths("decode", self._device),
+            kernel_paths=self._kernel_paths.by_op,
         )
 
     async def _admit(self, request: GenerateRequest, timeout_s: float) -> tuple[Sequence, float]:

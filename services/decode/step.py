@@ -393,13 +393,14 @@ class StepRunner:
         """Launch a step: one token for every sequence of the batch that has not ended."""
         assert self._slots is not None, "nothing has been placed"
         with self._device.scope():
-            if self._num_quarantined != len(quarantined()):  # graphs with their kernels are not replayed
+            if self._device.captures and self._num_quarantined != len(quarantined()):
                 self._num_quarantined = len(quarantined())
-                self._step = None
+                self._step = None  # graphs with those kernels are not replayed
             if self._step is None:
                 self._step = self._find_step(self._slots)
             step = self._step
-            step.retry_on(self._device, warn=self._warn)
+            if self._device.captures:
+                step.retry_on(self._device, warn=self._warn)
             step.launch()
             wanted = (step.drawn, step.logits) if self._slots.wanting_logits else (step.drawn,)
             (drawn, *logits), is_done = self._device.fetch(wanted)

@@ -45,7 +45,7 @@ from kvferry.shared.errors import (
     WorkerUnavailable,
 )
 from kvferry.shared.history.store import HistoryStore
-from kvferry.shared.kernel_paths import shown_paths
+from kvferry.shared.kernel_paths import ShownPaths
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
@@ -93,7 +93,7 @@ class PrefillService:
         on_device_lost: called once if the device no longer works.
         """
         self._model = model
-        self._device = model.device
+        self._kernel_paths = ShownPaths("prefill", model.device)
         self._methods = applicable_methods(model.spec.layers)
         self._store = store
         self._sender = sender
@@ -262,7 +262,7 @@ class PrefillService:
             total_bytes=self._store.max_bytes,
             model=self._model.spec,
             methods=self._methods,
-            kernel_paths=shown_paths("prefill", self._device),
+            kernel_paths=self._kernel_paths.by_op,
         )
 
     # ---- one request -------------------------------------------------------------------------------------

@@ -145,11 +145,12 @@ class ModelSpec:
 
     def heads(self, layer: int) -> Heads:
         """A layer's own heads, or the model's."""
-        return self.layer(layer).heads or self._heads
+        return self._heads[layer]
 
     @cached_property
-    def _heads(self) -> Heads:
-        return Heads(num_kv_heads=self.num_kv_heads, group_size=self.group_size, head_dim=self.head_dim)
+    def _heads(self) -> tuple[Heads, ...]:
+        most = Heads(num_kv_heads=self.num_kv_heads, group_size=self.group_size, head_dim=self.head_dim)
+        return tuple(self.layer(layer).heads or most for layer in range(self.num_layers))
 
     @cached_property
     def row_layers(self) -> tuple[int, ...]:
@@ -192,9 +193,16 @@ class ModelSpec:
 
     def layer_token_bytes(self, layer: int) -> int:
         """Bytes of one token's full KV in one layer, over all KV heads: K and V, or a latent row."""
-        return len(self.row_names) * self.heads(layer).num_kv_heads * self.row_bytes(layer)
+        return self._token_bytes[layer]
 
-    @property
+    @cached_property
+    def _token_bytes(self) -> tuple[int, ...]:
+        layers = range(self.num_layers)
+        return tuple(
+            len(self.row_names) * self.heads(layer).num_kv_heads * self.row_bytes(layer) for layer in layers
+        )
+
+    @cached_property
     def kv_token_bytes(self) -> int:
         """Bytes of one token's full KV over all layers."""
         return sum(map(self.layer_token_bytes, self.row_layers))

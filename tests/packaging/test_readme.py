@@ -16,14 +16,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cyclopts import Parameter
 
 from kvferry.services.launcher.config import CONFIGS, KNOWN_CONFIGS, ServeConfig
 from kvferry.services.launcher.display import EXAMPLE_ANSWER
 from kvferry.shared.command_line import option_name, variable_name
 from kvferry.shared.compression.presets import PRESETS
+from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.chat.config import ChatConfig
+from kvferry.tools.doctor.config import DoctorConfig
 from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
 from kvferry.tools.evaluation.config import EvalConfig
+from kvferry.tools.operate.config import KeysConfig, StoredConfig
+from kvferry.tools.plan.config import CalibrateMachineConfig, PlanConfig
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -42,7 +47,22 @@ COMMANDS = {
     "eval": EvalConfig,
     "calibrate epsilon": CalibrateEpsilonConfig,
     "calibrate quality": CalibrateQualityConfig,
+    "calibrate machine": CalibrateMachineConfig,
+    "bench": BenchConfig,
+    "doctor": DoctorConfig,
+    "plan": PlanConfig,
+    "sessions": StoredConfig,
+    "documents": StoredConfig,
+    "keys": KeysConfig,
 }
+
+
+def options_of(command: str) -> set[str]:
+    """By their fields' names, or by names of their own."""
+    fields = COMMANDS[command].model_fields
+    parameters = [its for field in fields.values() for its in field.metadata if isinstance(its, Parameter)]
+    return {option_name(name) for name in fields} | {name for its in parameters for name in its.name or ()}
+
 
 pytestmark = pytest.mark.xdist_group("readme")
 
@@ -159,10 +179,9 @@ def test_the_transcript_is_a_real_one(address: str) -> None:
 
 def test_options_of_commands_exist() -> None:
     found = re.findall(r"^kvferry (\w+) +(--.*)$", EVERYTHING, flags=re.MULTILINE)
-    assert {command for command, _ in found} == {"prefill", "decode", "router"}
+    assert {"prefill", "decode", "router", "bench", "plan"} <= {command for command, _ in found}
     for command, options in found:
-        known = {option_name(field) for field in COMMANDS[command].model_fields}
-        assert set(re.findall(r"--[a-z-]+", options)) <= known
+        assert set(re.findall(r"--[a-z-]+", options)) <= options_of(command)
 
 
 def test_options_in_tables_exist_where_they_are_said_to() -> None:
@@ -173,7 +192,7 @@ def test_options_in_tables_exist_where_they_are_said_to() -> None:
         commands = [c for owner in owners.strip().split(", ") for c in roles.get(owner, [owner])]
         for option in re.findall(r"--[a-z-]+", options):
             for command in commands:
-                assert option in {option_name(f) for f in COMMANDS[command].model_fields}, (option, command)
+                assert option in options_of(command), (option, command)
 
 
 def test_variables_exist() -> None:
