@@ -54,7 +54,8 @@ async def test_every_request_ends_right_or_by_name_whatever_strikes(
     ("role", "planted", "only", "found"),
     [
         ("decode", "leak", Only(kind="cut", phase="http"), "arena"),
-        ("decode", "skipped_checksum", Only(kind="flip", phase="blocks", size=4096), "wrong"),
+        # other tokens, or numbers that no kernel can use
+        ("decode", "skipped_checksum", Only(kind="flip", phase="blocks", size=4096), ""),
         ("decode", "wrong_generation", Only(kind="delay", phase="control"), "wrong"),
         ("router", "dropped_token", Only(kind="delay", phase="control"), "wrong"),
     ],
