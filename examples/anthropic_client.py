@@ -19,9 +19,11 @@ question: anthropic.types.MessageParam = {
 counted = client.messages.count_tokens(model=model, messages=[question])
 print("prompt:", counted.input_tokens, "tokens")
 
-message = client.messages.create(model=model, max_tokens=16, temperature=0, messages=[question])
+greedy = {"temperature": 0}
+
+message = client.messages.create(model=model, max_tokens=16, messages=[question], extra_body=greedy)
 print("answer:", "".join(block.text for block in message.content if block.type == "text"))
 print("because of:", message.stop_reason)
 
-with client.messages.stream(model=model, max_tokens=16, temperature=0, messages=[question]) as stream:
+with client.messages.stream(model=model, max_tokens=16, messages=[question], extra_body=greedy) as stream:
     print("streamed:", "".join(stream.text_stream))
