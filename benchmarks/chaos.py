@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import torch  # noqa: E402
 from kvtest.chaos.cluster import running  # noqa: E402
-from kvtest.chaos.conversation import METHODS, make_script  # noqa: E402
 from kvtest.chaos.run import Report, run_round  # noqa: E402
+from kvtest.chaos.script import METHODS, make_script  # noqa: E402
 
 from kvferry.models import DEMO_MODEL  # noqa: E402
 from kvferry.shared.model.loading import load_model  # noqa: E402

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from kvtest.chaos.cluster import running
-from kvtest.chaos.conversation import METHODS, Script, make_script
 from kvtest.chaos.faults import Only
 from kvtest.chaos.run import Report, run_round
+from kvtest.chaos.script import METHODS, Script, make_script
 
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer

@@ -10,10 +10,20 @@ from typing import Any
 
 import httpx
 import pytest
+from kvtest.wire import eventually
 
 pytestmark = pytest.mark.xdist_group("stack")
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+
+
+def _requests(log: Path) -> list[dict[str, Any]]:
+    lines = [
+        json.loads(line)
+        for line in log.read_text().splitlines(keepends=True)
+        if line[:1] == "{" and line[-1] == "\n"
+    ]
+    return [line for line in lines if line["event"] == "request" and "completions" in line["path"]]
 
 
 def test_lines_of_requests_have_documented_fields_and_no_text(start_stack: Callable[..., Any]) -> None:
@@ -23,8 +33,9 @@ def test_lines_of_requests_have_documented_fields_and_no_text(start_stack: Calla
     with start_stack("--log-level", "info", "--in-process") as stack:
         for changed in ({}, {"session_id": "a", "stream": True}, {"max_tokens": 0}, {"model": "none"}):
             httpx.post(f"{stack.base_url}/v1/chat/completions", json=body | changed, timeout=60)
-        lines = [json.loads(line) for line in stack.log_path.read_text().splitlines() if line[:1] == "{"]
-    requests = [line for line in lines if line["event"] == "request" and "completions" in line["path"]]
+        # A request is logged after its answer has been sent.
+        assert eventually(lambda: len(_requests(stack.log_path)) >= 4)
+        requests = _requests(stack.log_path)
     assert [line["status"] for line in requests] == [200, 200, 400, 404]
     assert {"kv", "ttft_ms", "replays", "reason", "param"} <= {name for line in requests for name in line}
     for line in requests:

@@ -125,7 +125,7 @@ def test_prompts_can_come_from_a_text(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ((), "kvferry calibrate COMMAND"),
-        (("speed",), 'Unknown command "speed". Available commands: epsilon, machine, quality.'),
+        (("speed",), 'Unknown command "speed". Available commands: epsilon, quality, machine.'),
         (("epsilon", "--table-name", "Mistral-7B"), "choose another name"),
         (("epsilon", "--samples", "0"), "greater than or equal to 1"),
         (("quality", "--methods", "full"), "--methods has 'full'; allowed are snapkv"),

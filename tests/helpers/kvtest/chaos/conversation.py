@@ -9,86 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from kvferry.shared.compression.plan import Budget
-from kvferry.shared.compression.presets import plan_for, preset
-from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.sampling.params import SamplingParams
-from kvferry.tools.oracle import OneProcessGenerator, OracleSession
-from kvtest.documents import make_document
+from kvferry.shared.compression.presets import preset
+from kvtest.chaos.script import TOKEN_BUDGET, Script, Tokens
 
 LIMIT_S = 60.0
 PATIENCE_S = 150.0
 """How long a client repeats a turn that ends with named errors."""
 PAUSE_S = 0.5
-TOKEN_BUDGET = 64
 MODEL = "demo"
-METHODS = (
-    *("full", "rocketkv", "rdkv", "snapkv", "compactor", "h2o", "kivi", "think", "adakv", "quest"),
-    *("streamingllm", "pyramidkv", "d2o", "rdkv-hsa", "sparq", "rocketkv-kivi"),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Script:
-    """What a client says, and what it must be told.
-
-    Attributes:
-        questions: of the two turns; the first has a document before it.
-        prompts: token ids of both turns' prompts.
-        answers: allowed token ids of each turn. A second turn continues from all of the first one, from its
-            prompt alone where decode's KV was lost, or from nothing where prefill's was lost as well. Methods
-            that look at the queries of all new tokens then select something else.
-    """
-
-    method: str
-    questions: tuple[str, str]
-    prompts: tuple[tuple[int, ...], tuple[int, ...]]
-    answers: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
-    max_tokens: int
-
-
-def make_script(
-    seed: int, method: str, model: LanguageModel, tokenizer: ChatTokenizer, *, max_tokens: int
-) -> Script:
-    """A script with the oracle's answers."""
-    rng = random.Random(seed)
-    document = make_document(seed, num_words=rng.randrange(60, 220))
-    first, second = rng.sample([question for question, _ in document.questions], 2)
-    first = f"{document.text} {first}"
-    end = model.spec.eos_token_ids[0]
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, logit_bias={end: -100.0})
-    takes_budget = preset(method).takes_budget
-    plan = plan_for(method, budget=Budget(tokens=TOKEN_BUDGET) if takes_budget else None)
-    generator, session, prompt_only = OneProcessGenerator(model), OracleSession(), OracleSession()
-
-    def generate(
-        prompt: list[int], session: OracleSession | None, count: int = max_tokens
-    ) -> tuple[int, ...]:
-        limited = replace(sampling, max_tokens=count)
-        tokens = generator.generate(prompt, plan=plan, sampling=limited, session=session)
-        return tuple(token.token_id for token in tokens)
-
-    prompt = list(tokenizer.render([{"role": "user", "content": first}]))
-    answer = generate(prompt, session)
-    next_prompt = [*prompt, *answer, end, *tokenizer.render([{"role": "user", "content": second}])[1:]]
-    generate(prompt, prompt_only, 1)
-    answers = tuple(generate(next_prompt, its) for its in (session, prompt_only, None))
-    return Script(
-        method=method,
-        questions=(first, second),
-        prompts=(tuple(prompt), tuple(next_prompt)),
-        answers=((answer,), tuple(dict.fromkeys(answers))),
-        max_tokens=max_tokens,
-    )
 
 
 @dataclass(kw_only=True)
@@ -97,20 +32,21 @@ class Outcome:
 
     Attributes:
         right: requests that ended with the oracle's tokens.
+        reused_less: of these, second turns that reused fewer tokens than were stored.
         errors: requests that ended with a named error, by name.
         violations: what must not happen.
         longest_s: of all requests.
     """
 
     right: int = 0
-    recomputed: int = 0
+    reused_less: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     longest_s: float = 0.0
 
     def add(self, other: Outcome) -> None:
         self.right += other.right
-        self.recomputed += other.recomputed
+        self.reused_less += other.reused_less
         self.errors += other.errors
         self.violations += other.violations
         self.longest_s = max(self.longest_s, other.longest_s)
@@ -165,7 +101,7 @@ class Conversation:
 
     async def _is_in_session(self, client: httpx.AsyncClient, deadline_s: float) -> bool:
         """Whether the second turn is part of the session, although its answer did not arrive whole."""
-        first = self.script.prompts[0] + self.script.answers[0][0]
+        first = self.script.prompts[1][: self.script.num_stored + 1]
         while time.monotonic() < deadline_s:
             try:
                 reply = await client.get(f"{self._urls[0]}/v1/sessions/{self.session_id}/export")
@@ -176,12 +112,9 @@ class Conversation:
                 return True
             if reply is not None and reply.status_code == 200:
                 tokens = tuple(reply.json()["token_ids"])
-                whole = [self.script.prompts[1] + answer for answer in self.script.answers[1]]
                 if tokens[:-1] == first or tokens == first:
                     return False
-                if not any(
-                    tokens in (its[: len(tokens)], its[: len(tokens) - 1] + tokens[-1:]) for its in whole
-                ):
+                if not self.script.has_answered(tokens):
                     self._violate(1, f"the session has other tokens: {tokens[len(first) :]}")
                 return True
             await asyncio.sleep(PAUSE_S)
@@ -203,7 +136,7 @@ class Conversation:
             "return_token_ids": True,
             "stream": True,
         }
-        url, done = self._urls[0], False
+        url, done, num_reused = self._urls[0], False, 0
         prompt: list[int] = []
         tokens: list[int] = []
         try:
@@ -221,6 +154,8 @@ class Conversation:
                         if "error" in event:
                             self._failed(index, event["error"])
                         prompt = event.get("prompt_token_ids") or prompt
+                        if "kv" in event:
+                            num_reused = event["kv"]["reused_tokens"]
                         for choice in event["choices"]:
                             tokens += choice.get("token_ids") or []
         except TimeoutError:
@@ -230,11 +165,11 @@ class Conversation:
             raise _Ended(f"connection: {type(error).__name__}") from error
         finally:
             self.outcome.longest_s = max(self.outcome.longest_s, time.monotonic() - begin_s)
-            self._check(index, tuple(prompt), tuple(tokens), done)
+            self._check(index, tuple(prompt), tuple(tokens), num_reused if done else None)
         if not done:
             raise _Ended("connection: no end")
         self.outcome.right += 1
-        self.outcome.recomputed += tuple(tokens) != script.answers[index][0]
+        self.outcome.reused_less += index == 1 and num_reused < script.num_stored
 
     def _refused(self, index: int, response: httpx.Response) -> None:
         try:
@@ -251,15 +186,18 @@ class Conversation:
             self._violate(index, f"an error without a name: {error}")
         raise _Ended(error.get("code") or "unnamed")
 
-    def _check(self, index: int, prompt: tuple[int, ...], tokens: tuple[int, ...], done: bool) -> None:
-        """The tokens so far are the beginning of an allowed answer, and all of it at the end."""
+    def _check(self, index: int, prompt: Tokens, tokens: Tokens, num_reused: int | None) -> None:
+        """The tokens are the oracle's.
+
+        Args: num_reused: as a whole answer reports it; None where the answer was cut.
+        """
         script = self.script
         if prompt and prompt != script.prompts[index]:
             self._violate(index, f"the prompt has {len(prompt)} tokens, not {len(script.prompts[index])}")
-        elif done and tokens not in script.answers[index]:
-            self._violate(index, f"wrong answer: {tokens}, not {script.answers[index]}")
-        elif not any(its[: len(tokens)] == tokens for its in script.answers[index]):
-            self._violate(index, f"wrong beginning: {tokens}, not of {script.answers[index]}")
+        elif num_reused is not None and tokens != (right := script.answer(index, num_reused)):
+            self._violate(index, f"wrong answer after {num_reused} reused tokens: {tokens}, not {right}")
+        elif not script.begins_answer(index, tokens):
+            self._violate(index, f"wrong beginning: {tokens}")
 
     def _violate(self, index: int, what: str) -> None:
         self.outcome.violations.append(f"{self.session_id} ({self.script.method}), turn {index + 1}: {what}")

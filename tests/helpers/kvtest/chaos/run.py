@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtest.chaos.cluster import Cluster
-from kvtest.chaos.conversation import Conversation, Outcome, Script
+from kvtest.chaos.conversation import Conversation, Outcome
 from kvtest.chaos.faults import Fault, Only, draw, strike
+from kvtest.chaos.script import Script
 
 HEAL_AFTER_S = 8.0
 """Faults that have not struck so long after the last was armed are taken back."""
@@ -46,7 +47,7 @@ class Report:
             "faults": dict(sorted(self.struck.items())),
             "conversations": self.conversations,
             "requests_with_the_oracle_s_tokens": outcome.right,
-            "of_these_with_history_computed_again": outcome.recomputed,
+            "of_these_with_fewer_reused_tokens": outcome.reused_less,
             "requests_with_a_named_error": dict(sorted(outcome.errors.items())),
             "violations": outcome.violations,
             "seeds_of_violations": self.seeds_of_violations,

@@ -1,0 +1,127 @@
+"""What the client of a conversation says, and what the oracle answers.
+
+A lossy method that looks at the queries of all new tokens chooses other rows when a turn reuses another
+number of tokens: fewer after a worker's death, more where another session has the same prompt. So an answer
+belongs to the number of reused tokens, which every response reports.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from kvferry.shared.compression.plan import Budget, CompressionPlan
+from kvferry.shared.compression.presets import plan_for, preset
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.sampling.params import SamplingParams
+from kvferry.tools.oracle import OneProcessGenerator, OracleSession
+from kvtest.documents import make_document
+
+Tokens = tuple[int, ...]
+
+TOKEN_BUDGET = 64
+METHODS = (
+    *("full", "rocketkv", "rdkv", "snapkv", "compactor", "h2o", "kivi", "think", "adakv", "quest"),
+    *("streamingllm", "pyramidkv", "d2o", "rdkv-hsa", "sparq", "rocketkv-kivi"),
+)
+
+
+@dataclass(kw_only=True, eq=False)
+class Script:
+    """A conversation of two turns; the first question has a document before it.
+
+    Attributes:
+        prompts: token ids of both turns' prompts; the second one contains the first answer.
+        num_stored: how many tokens have KV after the first turn.
+    """
+
+    method: str
+    questions: tuple[str, str]
+    prompts: tuple[Tokens, Tokens]
+    num_stored: int
+    max_tokens: int
+    _stored: OracleSession
+    """Of all tokens of the conversation; any of its beginnings can be reused."""
+    _plan: CompressionPlan
+    _sampling: SamplingParams
+    _generator: OneProcessGenerator
+    _answers: dict[tuple[int, int], Tokens] = field(default_factory=dict)
+
+    def answer(self, index: int, num_reused: int) -> Tokens:
+        """The oracle's answer of a turn that reuses the KV of its prompt's first `num_reused` tokens.
+
+        Raises: ValueError: the prompt has no token after them.
+        """
+        prompt = self.prompts[index]
+        if num_reused >= len(prompt):
+            raise ValueError(f"turn {index + 1} of {len(prompt)} tokens reuses {num_reused}")
+        if (index, num_reused) not in self._answers:
+            session = OracleSession()
+            if num_reused:
+                session.token_ids = list(prompt[:num_reused])
+                session.layers = {
+                    layer: (keys[:, :num_reused], values[:, :num_reused])
+                    for layer, (keys, values) in self._stored.layers.items()
+                }
+            tokens = self._generator.generate(
+                list(prompt), plan=self._plan, sampling=self._sampling, session=session
+            )
+            self._answers[index, num_reused] = tuple(token.token_id for token in tokens)
+        return self._answers[index, num_reused]
+
+    def begins_answer(self, index: int, tokens: Tokens) -> bool:
+        """Whether some answer of the turn begins with these tokens, whatever it reuses."""
+        return any(self.answer(index, its)[: len(tokens)] == tokens for its in self._reusable(index))
+
+    def has_answered(self, tokens: Tokens) -> bool:
+        """Whether a session with these tokens has the second turn, whole or its beginning.
+
+        The last token may be the end of sequence, which is stored where an answer was cut.
+        """
+        prompt = self.prompts[1]
+        for num_reused in self._reusable(1):
+            whole = prompt + self.answer(1, num_reused)
+            if tokens in (whole[: len(tokens)], whole[: len(tokens) - 1] + tokens[-1:]):
+                return True
+        return False
+
+    def _reusable(self, index: int) -> list[int]:
+        """Every number of tokens that a turn may reuse, the likely ones first."""
+        likely = [self.num_stored, len(self.prompts[0]), 0] if index else [0]
+        return list(dict.fromkeys([*likely, *reversed(range(len(self.prompts[index])))]))
+
+
+def make_script(
+    seed: int, method: str, model: LanguageModel, tokenizer: ChatTokenizer, *, max_tokens: int
+) -> Script:
+    """A script with the oracle's first answer; the second one's are computed as they are needed."""
+    rng = random.Random(seed)
+    document = make_document(seed, num_words=rng.randrange(60, 220))
+    first, second = rng.sample([question for question, _ in document.questions], 2)
+    first = f"{document.text} {first}"
+    end = model.spec.eos_token_ids[0]
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, logit_bias={end: -100.0})
+    plan = plan_for(method, budget=Budget(tokens=TOKEN_BUDGET) if preset(method).takes_budget else None)
+    generator, session = OneProcessGenerator(model), OracleSession()
+
+    def answer(prompt: Tokens) -> Tokens:
+        tokens = generator.generate(list(prompt), plan=plan, sampling=sampling, session=session)
+        return tuple(token.token_id for token in tokens)
+
+    prompt = tuple(tokenizer.render([{"role": "user", "content": first}]))
+    next_prompt = (*prompt, *answer(prompt), end)
+    num_stored = len(session.token_ids)
+    next_prompt += tuple(tokenizer.render([{"role": "user", "content": second}])[1:])
+    answer(next_prompt)
+    return Script(
+        method=method,
+        questions=(first, second),
+        prompts=(prompt, next_prompt),
+        num_stored=num_stored,
+        max_tokens=max_tokens,
+        _stored=session,
+        _plan=plan,
+        _sampling=sampling,
+        _generator=generator,
+    )
