@@ -60,6 +60,7 @@ class Timing:
         session_lease_s: with Redis, how soon another router may take over the session of a lost one.
         sweep_interval_s: how often expired sessions are removed.
         keys_interval_s: how often the key file is looked at.
+        redis_failover_s: how long a turn waits for Sentinel or Cluster to replace a master.
     """
 
     recovery_backoff_s: float = 0.25
@@ -67,6 +68,7 @@ class Timing:
     session_lease_s: float = 15.0
     sweep_interval_s: float = 5.0
     keys_interval_s: float = 2.0
+    redis_failover_s: float = 20.0
 
 
 def create_app(
@@ -197,11 +199,22 @@ def session_store(
     }
     if not config.history_redis:
         return SessionStore(**options)
-    redis = RedisOptions(url=config.history_redis, timeout_s=config.history_redis_timeout_s)
+    redis = RedisOptions(
+        url=config.history_redis, timeout_s=config.history_redis_timeout_s, failover_s=timing.redis_failover_s
+    )
+
+    def count(event: str) -> None:
+        metrics.session_store_events.labels(event=event).inc()
+
     return RedisSessionStore(
-        RedisRecords(AsyncRedisLink(redis), clock=clock, name=_router_name(config)),
+        RedisRecords(
+            AsyncRedisLink(redis),
+            clock=clock,
+            name=_router_name(config),
+            on_unreplicated=lambda: count("unreplicated"),
+        ),
         lease_s=timing.session_lease_s,
-        on_event=lambda event: metrics.session_store_events.labels(event=event).inc(),
+        on_event=count,
         **options,
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from redis.exceptions import (
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
+    RedisClusterException,
     RedisError,
     ResponseError,
     TryAgainError,
@@ -49,6 +50,10 @@ commands, but not the same types."""
 _SOCKET_READ_BYTES = 1 << 18
 _parse_url: Any = parse_url  # it has no types
 _MAX_BACKOFF_S = 1.0
+_FAILOVER_BACKOFF_S = 0.25
+_REPLICATION_TIMEOUT_MS = 100
+# redis-py's errors of a cluster's layout are no RedisErrors.
+_FAILURES = (RedisError, RedisClusterException, OSError)
 # Answers of a server that is loading, failing over or resharding.
 _TRANSIENT = (ReadOnlyError, MasterDownError, ClusterDownError, TryAgainError)
 _DENIED = (AuthenticationError, AuthorizationError, NoPermissionError)
@@ -66,6 +71,7 @@ class RedisOptions:
             is not retried.
         max_attempts: attempts of one call.
         backoff_s: scale of the pauses between attempts, which double and are jittered.
+        failover_s: with Sentinel or Cluster, how long a call is repeated while a master is replaced.
         breaker_failures, breaker_open_s: how many calls in a row must fail before Redis is left alone, and
             for how long.
     """
@@ -74,11 +80,21 @@ class RedisOptions:
     timeout_s: float = 2.0
     max_attempts: int = 3
     backoff_s: float = 0.05
+    failover_s: float = 0.0
     breaker_failures: int = 2
     breaker_open_s: float = 5.0
 
     def __post_init__(self) -> None:
         _ = self.address  # refuses a bad URL
+
+    @property
+    def waits_for_failover(self) -> bool:
+        return bool(self.failover_s and self.address.topology)
+
+    @property
+    def num_retries(self) -> int:
+        """Of one call; -1, as redis-py has it, where only time limits them."""
+        return -1 if self.waits_for_failover else self.max_attempts - 1
 
     @cached_property
     def address(self) -> RedisAddress:
@@ -93,7 +109,8 @@ class _Link:
             max_failures=options.breaker_failures, open_s=options.breaker_open_s
         )
         self._options = options
-        self._backoff = EqualJitterBackoff(cap=_MAX_BACKOFF_S, base=options.backoff_s)
+        longest_s = _FAILOVER_BACKOFF_S if options.waits_for_failover else _MAX_BACKOFF_S
+        self._backoff = EqualJitterBackoff(cap=longest_s, base=options.backoff_s)
         self._clients: list[Client] = []
         """The client, then those of its sentinels."""
 
@@ -101,10 +118,12 @@ class _Link:
         """What an exception of redis-py means."""
         reason = _reason(error)
         message = f"Redis: {type(error).__name__}: {str(error)[:200]}"
-        in_time = time.monotonic() - begin_s < self._options.timeout_s
-        return (_Retryable if reason == "unreachable" and in_time else StoreUnavailable)(
-            message, reason=reason
-        )
+        options, took_s = self._options, time.monotonic() - begin_s
+        if options.waits_for_failover:
+            is_retryable = reason in ("unreachable", "timeout") and took_s < options.failover_s
+        else:
+            is_retryable = reason == "unreachable" and took_s < options.timeout_s
+        return (_Retryable if is_retryable else StoreUnavailable)(message, reason=reason)
 
     def _report(self, error: StoreUnavailable) -> None:
         if error.reason in _ALIVE:
@@ -119,7 +138,7 @@ class RedisLink(_Link):
     def __init__(self, options: RedisOptions, *, breaker: CircuitBreaker | None = None) -> None:
         super().__init__(options, breaker=breaker)
         self._lock = threading.Lock()
-        self._retry = Retry(self._backoff, options.max_attempts - 1, (_Retryable,))
+        self._retry = Retry(self._backoff, options.num_retries, (_Retryable,))
 
     def call(self, operation: Callable[[Client], T]) -> T:
         """Run an operation that may be run again.
@@ -133,7 +152,7 @@ class RedisLink(_Link):
         def attempt() -> T:
             try:
                 return operation(self._client())
-            except (RedisError, OSError) as error:
+            except _FAILURES as error:
                 raise self._failure(error, begin_s) from error
 
         try:
@@ -173,7 +192,7 @@ class AsyncRedisLink(_Link):
     def __init__(self, options: RedisOptions, *, breaker: CircuitBreaker | None = None) -> None:
         super().__init__(options, breaker=breaker)
         retryable: Any = (_Retryable,)
-        self._retry = AsyncRetry(self._backoff, options.max_attempts - 1, retryable)
+        self._retry = AsyncRetry(self._backoff, options.num_retries, retryable)
 
     async def call(self, operation: Callable[[Client], Awaitable[T]]) -> T:
         """See `RedisLink.call`; here each attempt as a whole is limited to `timeout_s`."""
@@ -188,7 +207,7 @@ class AsyncRedisLink(_Link):
                 )
                 async with asyncio.timeout(self._options.timeout_s):
                     result = await operation(self._clients[0])
-            except (RedisError, OSError) as error:
+            except _FAILURES as error:
                 cancellation.check()
                 raise self._failure(error, begin_s) from error
             cancellation.check()
@@ -201,6 +220,31 @@ class AsyncRedisLink(_Link):
             raise
         self.breaker.succeeded()
         return result
+
+    async def eval_replicated(self, script: str, keys: Sequence[str], *arguments: Any) -> tuple[Any, bool]:
+        """Run a script that may be run again; returns its answer, and whether a replica has what it wrote.
+
+        A single server has no replicas to wait for. Where Sentinel or Cluster stand by to replace a master, a
+        short wait for one replica makes what has been answered survive that.
+
+        Raises: as `call`.
+        """
+        command = ("EVAL", script, len(keys), *keys, *arguments)
+        if not self._options.address.topology:
+            return await self.call(lambda client: client.execute_command(*command)), True
+
+        async def run(client: Client) -> tuple[Any, bool]:
+            pipeline, target = client.pipeline(transaction=False), {}
+            if self._options.address.topology == "cluster":
+                await client.initialize()
+                # WAIT is about the writes of its own connection: that to the key's node.
+                target = {"target_nodes": client.get_node_from_key(keys[0])}
+            pipeline.execute_command(*command)
+            pipeline.execute_command("WAIT", 1, _REPLICATION_TIMEOUT_MS, **target)
+            answer, num_replicas = await pipeline.execute()
+            return answer, num_replicas > 0
+
+        return await self.call(run)
 
     async def close(self) -> None:
         """Close the connections. Idempotent; a later call connects again."""

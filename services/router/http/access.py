@@ -14,7 +14,6 @@ Counts of a minute are shared by the routers of one Redis. A router that cannot 
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import secrets
@@ -26,16 +25,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from kvferry.services.router.http.key_counts import KeyCounts
 from kvferry.shared.errors import CapacityExceeded, ConfigurationError
 
 Scope = Literal["chat", "metrics", "admin"]
 
-_REDIS_TIMEOUT_S = 0.5
 _MAX_FILE_BYTES = 4 << 20
-_log = structlog.get_logger(__name__)
 
 _Limit = Annotated[int, Field(ge=1)]
 
@@ -128,30 +125,14 @@ class KeyLimits:
     """Counts what the keys of a file use, by their owners' digests."""
 
     def __init__(self, file: KeyFile, *, redis_url: str) -> None:
-        # Imported here: only a server with a key file needs it.
-        from limits.aio.storage import MemoryStorage
-        from limits.aio.strategies import FixedWindowRateLimiter
-        from limits.errors import ConfigurationError as UnknownStorage
-        from limits.storage import storage_from_string
-
+        """Args: redis_url: of the Redis in which routers count together; "" counts here."""
         self._file = file
         self._running: Counter[str] = Counter()
-        self._local = FixedWindowRateLimiter(MemoryStorage())
-        self._shared = self._local
-        if redis_url:
-            try:
-                storage: Any = storage_from_string(
-                    f"async+{redis_url}", implementation="redispy", key_prefix="kvferry:limits"
-                )
-                self._shared = FixedWindowRateLimiter(storage)
-            except UnknownStorage as error:
-                _log.warning("each router counts its keys' use by itself", error=str(error).split(":")[0])
+        self._counts = KeyCounts(redis_url)
 
     async def close(self) -> None:
         """Close the connections to Redis."""
-        bridge = getattr(self._shared.storage, "bridge", None)
-        if bridge is not None:
-            await bridge.get_connection().aclose()
+        await self._counts.close()
 
     def name(self, owner: str) -> str:
         """The name of a caller's key; "" for one that is not in the file."""
@@ -192,35 +173,15 @@ class KeyLimits:
     async def count_tokens(self, owner: str, num_tokens: int) -> None:
         """Count a request's tokens at its end; the next request is refused if they were too many."""
         if (key := self._file.find(owner)) is not None and key.tokens_per_minute is not None:
-            await self._add(owner, "tokens", key.tokens_per_minute, num_tokens)
+            await self._counts.add(owner, "tokens", num_tokens)
 
     async def _count(self, owner: str, what: str, limit: int | None, cost: int) -> None:
         if limit is None:
             return
-        used, reset_s = await self._add(owner, what, limit, cost)
-        if used > limit or (cost == 0 and used == limit):
+        count = await self._counts.add(owner, what, cost)
+        if count.used > limit or (cost == 0 and count.used == limit):
             raise CapacityExceeded(
                 f"This key has used its {limit} {what} of this minute",
                 reason=f"key_{what}",
-                retry_after_s=max(1.0, reset_s - time.time()),
+                retry_after_s=max(1.0, count.ends_s - time.monotonic()),
             )
-
-    async def _add(self, owner: str, what: str, limit: int, cost: int) -> tuple[int, float]:
-        """Count; returns what this minute's count is now and when the minute ends."""
-        from limits import RateLimitItemPerMinute
-
-        item = RateLimitItemPerMinute(limit)
-        name = item.key_for(what, owner)
-        for limiter in dict.fromkeys((self._shared, self._local)):
-            storage: Any = limiter.storage
-            try:
-                async with asyncio.timeout(_REDIS_TIMEOUT_S):
-                    if cost:
-                        used = await storage.incr(name, item.get_expiry(), amount=cost)
-                    else:
-                        used = await storage.get(name)
-                    return int(used), float(await storage.get_expiry(name))
-            except Exception as error:
-                # Whatever the storage raises: limits are then this router's own.
-                _log.warning("keys' use is counted by this router alone", error=type(error).__name__)
-        return 0, time.time()

@@ -102,10 +102,14 @@ return 1
 """
 
 _COMMIT = """
--- KEYS session, index, tokens; ARGV token, then as `put`. Returns whether the lease was still current.
-local holder = redis.call('HGET', KEYS[1], 'holder')
-if holder ~= ARGV[1] and redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
-return put(2)
+-- KEYS session, index, tokens; ARGV token, the commits that the record may follow as in `_WRITE_BACK`, then
+-- as `put`. Returns whether the lease was still current. A failover may lose the lease alone: then nobody has
+-- it, and nobody has committed.
+local fields = redis.call('HMGET', KEYS[1], 'holder', 'committed')
+if fields[1] ~= ARGV[1] and redis.call('EXISTS', KEYS[1]) == 1 then
+  if fields[1] or not string.find(ARGV[2], '|' .. (fields[2] or '') .. '|', 1, true) then return 0 end
+end
+return put(3)
 """
 
 _WRITE_BACK = """
@@ -206,12 +210,21 @@ class RedisRecords:
     """Args:
     clock: Unix time in seconds.
     name: of this router; one that starts again with the same name takes the former's place.
+    on_unreplicated: called when a write is on a master alone, as no replica has confirmed it in time.
 
     Attributes: failed_s: when Redis last failed, or this router began; on the clock of `time.monotonic`.
     """
 
-    def __init__(self, link: AsyncRedisLink, *, clock: Callable[[], float], name: str) -> None:
+    def __init__(
+        self,
+        link: AsyncRedisLink,
+        *,
+        clock: Callable[[], float],
+        name: str,
+        on_unreplicated: Callable[[], None] = lambda: None,
+    ) -> None:
         self._link = link
+        self._on_unreplicated = on_unreplicated
         self._clock = clock
         self._name = name
         self.failed_s = time.monotonic()
@@ -232,9 +245,12 @@ class RedisRecords:
     async def release(self, key: SessionKey, token: str) -> None:
         await self._run(_RELEASE, [_session(key)], token)
 
-    async def commit(self, key: SessionKey, token: str, record: SessionRecord) -> bool:
-        """Returns whether the lease was still current; nothing is written otherwise."""
-        return bool(await self._put(_COMMIT, [token], key, record))
+    async def commit(self, key: SessionKey, token: str, bases: Sequence[str], record: SessionRecord) -> bool:
+        """Returns whether the lease was still current; nothing is written otherwise.
+
+        Args: bases: the commits that the record may follow; an empty one stands for no commit.
+        """
+        return bool(await self._put(_COMMIT, [token, f"|{'|'.join(bases)}|"], key, record))
 
     async def write_back(self, key: SessionKey, bases: Sequence[str], record: SessionRecord) -> bool:
         """Write a record that this router committed in its memory, on top of one of these commits. Returns
@@ -243,7 +259,7 @@ class RedisRecords:
 
     async def delete(self, key: SessionKey, marker: str, ttl_s: float) -> bool:
         """Leave only a marker; returns whether there was anything else."""
-        return bool(await self._run(_DELETE, _keys(key), marker, _ms(ttl_s), key.session_id))
+        return bool(await self._write(_DELETE, _keys(key), marker, _ms(ttl_s), key.session_id))
 
     # ---- routers -----------------------------------------------------------------------------------------
 
@@ -312,7 +328,7 @@ class RedisRecords:
             await self._call(lambda client: client.sadd(_OWNERS, key.owner))
             self._known_owners.add(key.owner)
         return int(
-            await self._run(
+            await self._write(
                 script,
                 _keys(key),
                 *first,
@@ -335,6 +351,17 @@ class RedisRecords:
     async def _run(self, script: str, keys: list[str], *arguments: str | bytes | int) -> Any:
         whole = _PRELUDE + script
         return await self._call(lambda client: client.eval(whole, len(keys), *keys, *arguments))
+
+    async def _write(self, script: str, keys: list[str], *arguments: str | bytes | int) -> Any:
+        """Run a script whose effect must survive the loss of a master."""
+        try:
+            answer, replicated = await self._link.eval_replicated(_PRELUDE + script, keys, *arguments)
+        except StoreUnavailable:
+            self.failed_s = time.monotonic()
+            raise
+        if not replicated:
+            self._on_unreplicated()
+        return answer
 
     async def _fields(self, keys: Sequence[SessionKey], field: str) -> list[bytes | None]:
         """One field of many sessions."""

@@ -184,7 +184,7 @@ class RedisSessionStore(SessionStore):
             self._on_event("restored" if lost else "written_back")
             self._pending.setdefault(key, (ours.commit_id,))
             with suppress(StoreUnavailable):
-                await self._records.commit(key, token, ours)
+                await self._records.commit(key, token, (grant.commit_id,), ours)
                 self._pending.pop(key, None)
             return
         if bases is not None:
@@ -203,7 +203,7 @@ class RedisSessionStore(SessionStore):
         bases = self._pending.get(key, (before.commit_id if before is not None else "",))
         try:
             if lease.token is not None:
-                committed = await self._records.commit(key, lease.token, written)
+                committed = await self._records.commit(key, lease.token, bases, written)
             else:
                 committed = await self._records.write_back(key, bases, written)
         except StoreUnavailable as error:

@@ -161,6 +161,8 @@ class RedisServer:
     def __init__(self, folder: Path, *options: str, port: int | None = None, binary: str = "") -> None:
         self.folder = folder
         self.port = port or free_port()
+        # ours, because the default is the port plus 10000, which may be beyond 65535
+        self.cluster_port = free_port() if "--cluster-enabled" in options else 0
         self._options = options
         self._binary = binary or server_binary()
         self._process: subprocess.Popen[bytes] | None = None
@@ -200,7 +202,7 @@ class RedisServer:
                 [
                     self._binary, "--bind", "127.0.0.1", "--port", str(self.port), "--unixsocket",
                     f"{self.folder}/redis.sock", "--dir", str(self.folder), "--save", "",
-                    "--appendonly", "no", *self._cluster_port(), *self._options,
+                    "--appendonly", "no", *self._options, *self._cluster_options(),
                 ],
                 stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             )  # fmt: skip
@@ -210,9 +212,8 @@ class RedisServer:
                 raise RuntimeError(f"Redis did not start:\n{(self.folder / 'redis.log').read_text()}")
             time.sleep(0.02)
 
-    def _cluster_port(self) -> tuple[str, ...]:
-        """Ours, because the default is the port plus 10000, which may be beyond 65535."""
-        return ("--cluster-port", str(free_port())) if "--cluster-enabled" in self._options else ()
+    def _cluster_options(self) -> tuple[str, ...]:
+        return ("--cluster-port", str(self.cluster_port)) if self.cluster_port else ()
 
     def _answers(self) -> bool:
         with self.client() as client:

@@ -108,6 +108,11 @@ async def test_a_master_found_by_sentinel(redis_server: Any) -> None:
         assert link.call(lambda client: client.set(b"x", b"1"))
         link.close()
         await async_round_trip(url)
+        writer = AsyncRedisLink(RedisOptions(url=url, timeout_s=20))
+        script = "return redis.call('SET', KEYS[1], ARGV[1])"
+        answer, replicated = await writer.eval_replicated(script, ["y"], b"2")
+        assert (answer, replicated) == (b"OK", False)  # this master has no replica
+        await writer.close()
     finally:
         sentinel.kill()
         sentinel.wait(WAIT_S)

@@ -1,0 +1,116 @@
+"""Three routers on a Redis Cluster of six processes, under load, while a master is killed: every answer is
+the undisturbed one, every committed turn is there, and nobody waits for long."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from kvtest.documents import make_document
+from kvtest.processes import Process, started
+from kvtest.redis_cluster import NODE_TIMEOUT_MS, RedisCluster
+
+pytestmark = pytest.mark.xdist_group("stack")
+
+KEYS = ("key-0", "key-1", "key-2", "key-3")
+DOCUMENT = make_document(5, num_words=150, num_facts=8)
+NUM_ROUNDS = 2
+"""Of the questions, so that turns run before, during and after the failover."""
+LONGEST_PAUSE_S = 20.0
+
+
+@dataclass(kw_only=True)
+class Routers:
+    processes: list[Process]
+    turn: Any = field(default_factory=itertools.count)
+    """Each request goes to the next router."""
+
+    def request(self, method: str, path: str, key: str, **options: Any) -> Any:
+        router = self.processes[next(self.turn) % len(self.processes)]
+        url = f"http://{router.addresses['address']}{path}"
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = httpx.request(method, url, headers=headers, timeout=120, **options)
+        assert answer.status_code == 200, (path, answer.text)
+        return answer.json()
+
+    def converse(self, key: str, session_id: str) -> tuple[list[str], float]:
+        """A whole conversation; returns its answers and the longest wait for one."""
+        texts, longest_s = [], 0.0
+        for turn, (question, _) in enumerate(NUM_ROUNDS * DOCUMENT.questions):
+            body = {
+                "model": "demo",
+                "messages": [{"role": "user", "content": question}],
+                "temperature": 0,
+                "max_tokens": 5,
+                "session_id": session_id,
+                "session_mode": "append",
+                "kv_compression": {"method": "full"},
+                **({"document_ids": ["d"]} if turn == 0 else {}),
+            }
+            begin_s = time.monotonic()
+            answer = self.request("POST", "/v1/chat/completions", key, json=body)
+            longest_s = max(longest_s, time.monotonic() - begin_s)
+            texts.append(answer["choices"][0]["message"]["content"])
+        return texts, longest_s
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisCluster]:
+    with RedisCluster.running() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def routers(redis: RedisCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routers]:
+    folder = tmp_path_factory.mktemp("routers")
+    with ExitStack() as stack:
+        waits = [
+            stack.enter_context(started(folder, name, "--threads", "1", *options))
+            for name, options in (("prefill", ("--history-redis", redis.url)), ("decode", ()))
+        ]
+        prefill, decode = [wait() for wait in waits]
+        options = [
+            *("--listen", "127.0.0.1:0", "--history-redis", redis.url, "--api-keys", ",".join(KEYS)),
+            # names, as of a headless service
+            *("--prefill-workers", prefill.addresses["address"].replace("127.0.0.1", "localhost")),
+            *("--decode-workers", decode.addresses["address"].replace("127.0.0.1", "localhost")),
+        ]
+        waits = [stack.enter_context(started(folder, f"router-{index}", *options)) for index in range(3)]
+        processes = [wait() for wait in waits]
+        for router in processes:
+            deadline_s = time.monotonic() + 60.0
+            while httpx.get(f"http://{router.addresses['address']}/ready", timeout=30).status_code != 200:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.1)
+        yield Routers(processes=processes)
+
+
+def test_no_turn_is_lost_when_a_master_is_killed_under_load(routers: Routers, redis: RedisCluster) -> None:
+    for key in KEYS:
+        routers.request("POST", "/v1/documents", key, json={"id": "d", "text": DOCUMENT.text})
+    calm, _ = routers.converse(KEYS[0], "calm")
+    assert len(set(calm)) > 1, calm
+    owner = hashlib.sha256(KEYS[0].encode()).hexdigest()
+    master = redis.master_of(f"kvferry:router:{{{owner}}}:session:s")
+    with ThreadPoolExecutor(2 * len(KEYS)) as pool:
+        running = {
+            (key, name): pool.submit(routers.converse, key, name) for key in KEYS for name in ("s", "t")
+        }
+        time.sleep(1.0)
+        master.kill()
+        for conversation in running.values():
+            assert conversation.result()[0] == calm
+    assert NODE_TIMEOUT_MS / 1000 < max(its.result()[1] for its in running.values()) < LONGEST_PAUSE_S
+    for key, name in running:
+        session = routers.request("GET", f"/v1/sessions/{name}", key)
+        assert session["turns"] == len(calm)
+    listed = routers.request("GET", "/v1/documents", KEYS[0])["data"]
+    assert [its["id"] for its in listed] == ["d"]

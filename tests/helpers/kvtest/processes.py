@@ -1,0 +1,63 @@
+"""Services as real processes, started with the `kvferry` command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+START_TIMEOUT_S = 180.0
+
+
+@dataclass
+class Process:
+    """A service's process, and its addresses."""
+
+    popen: subprocess.Popen[bytes]
+    addresses: dict[str, str]
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"http://{self.addresses['metrics']}/metrics", timeout=10).raise_for_status().text
+        families = text_string_to_metric_families(text)
+        return sum(sample.value for its in families for sample in its.samples if sample.name == name)
+
+    @contextmanager
+    def frozen(self) -> Iterator[Callable[[], None]]:
+        """Gives what freezes it; it goes on at the end."""
+        try:
+            yield lambda: os.kill(self.popen.pid, signal.SIGSTOP)
+        finally:
+            os.kill(self.popen.pid, signal.SIGCONT)
+
+
+@contextmanager
+def started(folder: Path, name: str, *options: str) -> Iterator[Callable[[], Process]]:
+    """Start `kvferry ROLE`; gives what waits until it listens."""
+    ready, log = folder / f"{name}.json", folder / f"{name}.log"
+    command = [Path(sys.executable).with_name("kvferry"), name.split("-")[0], "--ready-file", str(ready)]
+    with log.open("wb") as output:
+        popen = subprocess.Popen([*command, *options], stdout=output, stderr=subprocess.STDOUT)
+
+    def wait() -> Process:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not ready.exists():
+            assert popen.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline_s, log.read_text()[-4000:]
+            time.sleep(0.05)
+        return Process(popen, json.loads(ready.read_text()))
+
+    try:
+        yield wait
+    finally:
+        popen.kill()
+        popen.wait(30)
