@@ -788,6 +788,7 @@ class PrefillRequest(_message.Message):
     HAS_HISTORY_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    RETAINED_AS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model_fingerprint: _builtins.str
     probe: _builtins.bool
@@ -805,6 +806,8 @@ class PrefillRequest(_message.Message):
     def session(self) -> Global___SessionKey: ...
     @_builtins.property
     def document(self) -> Global___SessionKey: ...
+    @_builtins.property
+    def retained_as(self) -> Global___SessionKey: ...
     def __init__(
         self,
         *,
@@ -820,21 +823,26 @@ class PrefillRequest(_message.Message):
         has_history: _builtins.bool = ...,
         priority: _builtins.int = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        retained_as: Global___SessionKey | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_prompt_logprobs", b"_prompt_logprobs", "_session", b"_session", "document", b"document", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_prompt_logprobs", b"_prompt_logprobs", "_retained_as", b"_retained_as", "_session", b"_session", "document", b"document", "prompt_logprobs", b"prompt_logprobs", "retained_as", b"retained_as", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_prompt_logprobs", b"_prompt_logprobs", "_session", b"_session", "document", b"document", "has_history", b"has_history", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "probe", b"probe", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retained_bins", b"retained_bins", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_prompt_logprobs", b"_prompt_logprobs", "_retained_as", b"_retained_as", "_session", b"_session", "document", b"document", "has_history", b"has_history", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "probe", b"probe", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retained_as", b"retained_as", "retained_bins", b"retained_bins", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__document: _TypeAlias = _typing.Literal["document"]  # noqa: Y015
     _WhichOneofArgType__document: _TypeAlias = _typing.Literal["_document", b"_document"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__retained_as: _TypeAlias = _typing.Literal["retained_as"]  # noqa: Y015
+    _WhichOneofArgType__retained_as: _TypeAlias = _typing.Literal["_retained_as", b"_retained_as"]  # noqa: Y015
     _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
     _WhichOneofArgType__session: _TypeAlias = _typing.Literal["_session", b"_session"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__document) -> _WhichOneofReturnType__document | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retained_as) -> _WhichOneofReturnType__retained_as | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__session) -> _WhichOneofReturnType__session | None: ...
 
@@ -1104,6 +1112,29 @@ class AbortTurnResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortTurnResponse: _TypeAlias = AbortTurnResponse  # noqa: Y015
+
+@_typing.final
+class PrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    owner: _builtins.str
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        owner: _builtins.str = ...,
+        block_hashes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixRequest: _TypeAlias = PrefixRequest  # noqa: Y015
 
 @_typing.final
 class HistoryInfo(_message.Message):

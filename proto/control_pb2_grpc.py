@@ -263,6 +263,11 @@ class PrefillStub:
                 request_serializer=kvferry_dot_proto_dot_control__pb2.SessionKey.SerializeToString,
                 response_deserializer=kvferry_dot_proto_dot_control__pb2.HistoryInfo.FromString,
                 _registered_method=True)
+        self.PrefixInfo = channel.unary_unary(
+                '/kvferry.control.v1.Prefill/PrefixInfo',
+                request_serializer=kvferry_dot_proto_dot_control__pb2.PrefixRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_control__pb2.HistoryInfo.FromString,
+                _registered_method=True)
         self.DropSession = channel.unary_unary(
                 '/kvferry.control.v1.Prefill/DropSession',
                 request_serializer=kvferry_dot_proto_dot_control__pb2.SessionKey.SerializeToString,
@@ -313,6 +318,13 @@ class PrefillServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PrefixInfo(self, request, context):
+        """Report how much of a prompt is stored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DropSession(self, request, context):
         """Delete a session's history.
         """
@@ -352,6 +364,11 @@ def add_PrefillServicer_to_server(servicer, server):
             'SessionInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.SessionInfo,
                     request_deserializer=kvferry_dot_proto_dot_control__pb2.SessionKey.FromString,
+                    response_serializer=kvferry_dot_proto_dot_control__pb2.HistoryInfo.SerializeToString,
+            ),
+            'PrefixInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrefixInfo,
+                    request_deserializer=kvferry_dot_proto_dot_control__pb2.PrefixRequest.FromString,
                     response_serializer=kvferry_dot_proto_dot_control__pb2.HistoryInfo.SerializeToString,
             ),
             'DropSession': grpc.unary_unary_rpc_method_handler(
@@ -499,6 +516,33 @@ class Prefill:
             target,
             '/kvferry.control.v1.Prefill/SessionInfo',
             kvferry_dot_proto_dot_control__pb2.SessionKey.SerializeToString,
+            kvferry_dot_proto_dot_control__pb2.HistoryInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrefixInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.control.v1.Prefill/PrefixInfo',
+            kvferry_dot_proto_dot_control__pb2.PrefixRequest.SerializeToString,
             kvferry_dot_proto_dot_control__pb2.HistoryInfo.FromString,
             options,
             channel_credentials,

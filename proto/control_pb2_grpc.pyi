@@ -104,6 +104,8 @@ class PrefillStub:
     """Discard the history that a turn staged."""
     SessionInfo: _grpc.UnaryUnaryMultiCallable[_control_pb2.SessionKey, _control_pb2.HistoryInfo]
     """Report what is stored for a session."""
+    PrefixInfo: _grpc.UnaryUnaryMultiCallable[_control_pb2.PrefixRequest, _control_pb2.HistoryInfo]
+    """Report how much of a prompt is stored."""
     DropSession: _grpc.UnaryUnaryMultiCallable[_control_pb2.SessionKey, _control_pb2.HistoryInfo]
     """Delete a session's history."""
     Status: _grpc.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _control_pb2.WorkerStatus]
@@ -121,6 +123,8 @@ class PrefillAsyncStub(PrefillStub):
     """Discard the history that a turn staged."""
     SessionInfo: _aio.UnaryUnaryMultiCallable[_control_pb2.SessionKey, _control_pb2.HistoryInfo]  # type: ignore[assignment]
     """Report what is stored for a session."""
+    PrefixInfo: _aio.UnaryUnaryMultiCallable[_control_pb2.PrefixRequest, _control_pb2.HistoryInfo]  # type: ignore[assignment]
+    """Report how much of a prompt is stored."""
     DropSession: _aio.UnaryUnaryMultiCallable[_control_pb2.SessionKey, _control_pb2.HistoryInfo]  # type: ignore[assignment]
     """Delete a session's history."""
     Status: _aio.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _control_pb2.WorkerStatus]  # type: ignore[assignment]
@@ -165,6 +169,14 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.HistoryInfo, _abc.Awaitable[_control_pb2.HistoryInfo]]:
         """Report what is stored for a session."""
+
+    @_abc_1.abstractmethod
+    def PrefixInfo(
+        self,
+        request: _control_pb2.PrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.HistoryInfo, _abc.Awaitable[_control_pb2.HistoryInfo]]:
+        """Report how much of a prompt is stored."""
 
     @_abc_1.abstractmethod
     def DropSession(

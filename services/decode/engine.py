@@ -67,8 +67,8 @@ class DecodeEngine:
 
     Args:
         memory: gives running sequences room for their rows.
-        on_finished: takes a sequence whose completion has ended and whose generated KV is to be returned to
-            prefill (RETURNING).
+        on_finished: takes a sequence whose completion has ended and whose KV is to be returned to prefill or
+            retained (RETURNING).
         device: runs the steps; by default, made for the model's device.
         warm_up: what the thread runs before it takes sequences, with the runner of the steps.
         shadow_check: every so many steps one sequence's logits are compared with the torch path's; 0: never.
@@ -486,15 +486,20 @@ class DecodeEngine:
             cache_bytes=sum(cache.used_bytes(sequence.num_appended) for cache in sequence.caches),
         )
         with sequence.lock:
-            returning = sequence.request.store_history and not sequence.cancelled
-            if returning:
+            request = sequence.request
+            goes_on = (request.store_history or request.session is not None) and not sequence.cancelled
+            if goes_on:
                 sequence.state = SequenceState.RETURNING
-        if returning:
+        if goes_on and request.store_history:
             sequence.enter_stage("return history")
             sequence.events.put(finished)
             self._on_finished(sequence)
         else:
-            sequence.close()
+            # The reader leaves with this event, and the rows must be retained by then.
+            if goes_on:
+                self._on_finished(sequence)
+            else:
+                sequence.close()
             sequence.events.put(finished)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:

@@ -301,7 +301,7 @@ class HistoryReturner:
         """By the prefill worker's endpoint, the least recently used first."""
 
     def submit(self, sequence: Sequence) -> None:
-        """Return the generated KV of a RETURNING sequence, then close it."""
+        """Retain what a RETURNING sequence has, return its generated KV if that is stored, then close it."""
         if sequence.num_appended == 0 or sequence.manifest is None or not sequence.manifest.history_endpoint:
             self._retained.retain(sequence)
             self._end(sequence, num_tokens=0)
@@ -348,7 +348,7 @@ class HistoryReturner:
             self._end(sequence, num_tokens=num_tokens)
 
     def _end(self, sequence: Sequence, *, num_tokens: int) -> None:
-        if sequence.close():
+        if sequence.close() and sequence.request.store_history:
             sequence.events.put(HistoryReturned(num_tokens=num_tokens))
 
     def _ship(self, sequence: Sequence, manifest: Manifest, layers: list[Tensors]) -> None:

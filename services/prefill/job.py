@@ -12,7 +12,13 @@ import structlog
 from kvferry.services.prefill.receiver import HistoryReceiver
 from kvferry.shared.cache.delta import Positions, RetainedChain, RetainedRows, ShippedSelections
 from kvferry.shared.compression.formats import make_formats, num_observed_queries
-from kvferry.shared.control.messages import FirstToken, HistorySource, PrefillRequest, Ticket
+from kvferry.shared.control.messages import (
+    FirstToken,
+    HistorySource,
+    PrefillRequest,
+    SessionKey,
+    Ticket,
+)
 from kvferry.shared.errors import HistoryMiss, KvferryError, TransferFailed
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
@@ -100,6 +106,12 @@ class PrefillJob:
     def key(self) -> TransferKey:
         """The transfer's. Decode returns the generated KV under the same one."""
         return TransferKey(transfer_id=self.ticket.transfer_id, generation=self.ticket.generation)
+
+    @property
+    def retained_as(self) -> SessionKey | None:
+        """The session under which decode retains the rows; None if it retains none."""
+        session = self.request.session
+        return self.request.retained_as if session is not None and session.is_implicit else session
 
     @property
     def method(self) -> str:
@@ -234,8 +246,8 @@ class SessionTurns:
 
         Args: positions: of the rows of each layer, if every format has plain rows.
         """
-        session = job.request.session
-        if session is None or session.is_implicit:
+        session = job.retained_as
+        if session is None:
             return
         if not all(fmt.is_plain for fmt in job.formats):
             self.shipped.drop(session)
@@ -251,8 +263,10 @@ class SessionTurns:
 
     def _retained(self, job: PrefillJob) -> RetainedChain | None:
         """Rows that decode retains from the last turns and that equal the history's rows bit for bit."""
-        session, ticket, turn = job.request.session, job.ticket, job.turn
-        if session is None or turn is None or turn.reuse_source != "session":
+        session, ticket, turn = job.retained_as, job.ticket, job.turn
+        if session is None or turn is None:
+            return None
+        if turn.reuse_source != "session" and not turn.session.is_implicit:
             return None
         exact = self._is_exact and all(fmt.is_plain for fmt in job.formats)
         if not exact or ticket.retained_transfer_id == 0:
@@ -262,4 +276,5 @@ class SessionTurns:
             transfer_id=ticket.retained_transfer_id,
             num_tokens=min(ticket.retained_tokens, turn.reused_tokens),
             depth=ticket.retained_depth,
+            with_generated=not turn.session.is_implicit,
         )

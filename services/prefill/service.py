@@ -28,6 +28,7 @@ from kvferry.shared.control.messages import (
     HistoryInfo,
     PrefillEvent,
     PrefillRequest,
+    PrefixRequest,
     RedirectRequest,
     SessionKey,
     TransferDone,
@@ -242,6 +243,12 @@ class PrefillService:
     async def session_info(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         """See `PrefillControl.session_info`; tier "none" if nothing is stored."""
         return await self._in_thread(lambda: self._store.info(session), timeout_s)
+
+    async def prefix_info(self, request: PrefixRequest, *, timeout_s: float) -> HistoryInfo:
+        """See `PrefillControl.prefix_info`."""
+        return HistoryInfo(
+            num_tokens=self._store.num_shared(request.owner, request.block_hashes), size_bytes=0
+        )
 
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         """See `PrefillControl.drop_session`."""

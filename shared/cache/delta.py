@@ -249,16 +249,26 @@ class ShippedSelections:
                 self._forget(next(iter(self._chains)))
 
     def retained(
-        self, session: SessionKey, *, transfer_id: int, num_tokens: int, depth: int
+        self,
+        session: SessionKey,
+        *,
+        transfer_id: int,
+        num_tokens: int,
+        depth: int,
+        with_generated: bool = True,
     ) -> RetainedChain | None:
         """The rows that a decode worker retains of this transfer and earlier ones; None if it is unknown.
 
         Args:
             num_tokens: length of the prefix whose rows are still the same.
             depth: how many transfers' rows the worker retains.
+            with_generated: whether the history has decode's rows of generated tokens, too; otherwise those
+                are not reused.
         """
         with self._lock:
             chain = self._from(session, transfer_id)[:depth]
+        if chain and not with_generated:
+            num_tokens = min(num_tokens, chain[0].num_prompt_tokens)
         if not chain or num_tokens == 0:
             return None
         # Of the newest transfer, decode also retains rows of generated tokens.

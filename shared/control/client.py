@@ -22,6 +22,7 @@ from kvferry.shared.control.messages import (
     HistoryInfo,
     PrefillEvent,
     PrefillRequest,
+    PrefixRequest,
     RedirectRequest,
     SessionKey,
     WorkerStatus,
@@ -194,6 +195,9 @@ class GrpcPrefillClient(_Client):
 
     def session_info(self, session: SessionKey, *, timeout_s: float) -> _Answer[HistoryInfo]:
         return self._unary("SessionInfo", session, timeout_s)
+
+    def prefix_info(self, request: PrefixRequest, *, timeout_s: float) -> _Answer[HistoryInfo]:
+        return self._unary("PrefixInfo", request, timeout_s)
 
 
 def _metadata(request_id: str) -> tuple[tuple[str, str], ...]:

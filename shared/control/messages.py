@@ -172,6 +172,8 @@ class PrefillRequest:
         prompt_logprobs: report the prompt's own tokens with this many alternatives each, at most 20; every
             token is then run, so there is no session. None reports none.
         priority: orders the waiting prompts of one owner, the smallest first.
+        retained_as: of an implicit session, the session of the `GenerateRequest`, under which decode retains
+            the rows; None where it retains none.
     """
 
     request_id: str
@@ -186,6 +188,7 @@ class PrefillRequest:
     has_history: bool = False
     priority: int = 0
     prompt_logprobs: int | None = None
+    retained_as: SessionKey | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +269,18 @@ class CommitTurnRequest:
     session: SessionKey
     token_ids: tuple[int, ...]
     pin: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixRequest:
+    """Router to prefill: how much of a prompt the owner's records in memory have.
+
+    Attributes:
+        block_hashes: of the prompt, see `shared.history.records.block_hashes`.
+    """
+
+    owner: str
+    block_hashes: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,6 +372,10 @@ class PrefillControl(Protocol):
         ...
 
     async def session_info(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo: ...
+
+    async def prefix_info(self, request: PrefixRequest, *, timeout_s: float) -> HistoryInfo:
+        """How many of a prompt's first tokens are stored for its owner; without their size."""
+        ...
 
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         """Delete a session's history; returns what was stored. Turns in flight for it will not commit."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from kvferry.shared.control.messages import ReuseSource, SessionKey
 from kvferry.shared.history.checkpoints import Checkpoint, States, longest
@@ -54,6 +55,23 @@ def parts_of(pieces: Iterable[Piece], checkpoints: Iterable[Checkpoint]) -> tupl
     return (*[piece.segment for piece in pieces], *[its.states for its in checkpoints])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What host memory has of a prompt.
+
+    Attributes:
+        source: whose record it is.
+        session: the record's.
+        record: None if nothing is reused and the session has no record.
+        num_tokens: how many of the prompt's first tokens can be continued from.
+    """
+
+    source: ReuseSource
+    session: SessionKey
+    record: StoredRecord | None
+    num_tokens: int
+
+
 class RecordTable:
     """Sessions' records, least recently used first, under a limit on bytes. Callers hold `lock`.
 
@@ -98,7 +116,7 @@ class RecordTable:
         prompt: tuple[int, ...],
         document: SessionKey | None,
         num_observed: int | None,
-    ) -> tuple[ReuseSource, StoredRecord | None, int]:
+    ) -> Found:
         """The record that saves the prompt the most tokens, and how many. The session's own, unless the
         document saves more, or another session of the owner a block more. Arguments as in
         `HistoryStore.begin`."""
@@ -119,7 +137,14 @@ class RecordTable:
         for key in (session, found):
             if key in self._sessions:
                 self._sessions.move_to_end(key)
-        return source, self._sessions.get(found), reused
+        return Found(source=source, session=found, record=self._sessions.get(found), num_tokens=reused)
+
+    def num_shared(self, owner: str, blocks: Sequence[int]) -> int:
+        """How many of a prompt's first tokens are in some record of the owner, in whole blocks.
+
+        Args: blocks: the prompt's `block_hashes`.
+        """
+        return self._prefixes.num_blocks(owner, blocks) * BLOCK_TOKENS
 
     def _reusable(self, record: StoredRecord, limit: int) -> int:
         """How many of the record's first tokens, at most `limit`, can be continued from."""
@@ -214,11 +239,11 @@ class PrefixIndex:
 
     def add(self, session: SessionKey, record: StoredRecord) -> None:
         """Make a record findable by its exact tokens."""
-        for block in _block_hashes(record.token_ids, record.num_exact_tokens):
+        for block in block_hashes(record.token_ids, record.num_exact_tokens):
             self._records.setdefault((session.owner, block), {})[session] = record
 
     def remove(self, session: SessionKey, record: StoredRecord) -> None:
-        for block in _block_hashes(record.token_ids, record.num_exact_tokens):
+        for block in block_hashes(record.token_ids, record.num_exact_tokens):
             named = self._records[session.owner, block]
             del named[session]
             if not named:
@@ -236,12 +261,8 @@ class PrefixIndex:
 
         Args: reusable: how many of a record's first tokens can be continued from, at most the given number.
         """
-        blocks: list[dict[SessionKey, StoredRecord]] = []
-        for block in _block_hashes(token_ids, len(token_ids)):
-            proposed = self._records.get((owner, block))
-            if proposed is None:
-                break
-            blocks.append(proposed)
+        hashes = block_hashes(token_ids, len(token_ids))
+        blocks = list(takewhile(bool, (self._records.get((owner, block), {}) for block in hashes)))
         found: SessionKey | None = None
         longest, seen = BLOCK_TOKENS - 1, set[SessionKey]()
         # Those of the last block share the most; another one may have a checkpoint where those have none.
@@ -258,11 +279,17 @@ class PrefixIndex:
                     found, longest = session, reusable(record, exact)
         return found, longest
 
+    def num_blocks(self, owner: str, blocks: Sequence[int]) -> int:
+        """How many of the first blocks some record of the owner has."""
+        return sum(1 for _ in takewhile(lambda block: (owner, block) in self._records, blocks))
+
     def __len__(self) -> int:
         return len(self._records)
 
 
-def _block_hashes(token_ids: tuple[int, ...], num_tokens: int) -> Iterator[int]:
+def block_hashes(token_ids: tuple[int, ...], num_tokens: int) -> Iterator[int]:
+    """A 64-bit number for each whole block of the first `num_tokens` tokens, of this block and all before. It
+    is the same in every process."""
     block = 0
     for end in range(BLOCK_TOKENS, num_tokens + 1, BLOCK_TOKENS):
         block = hash((block, token_ids[end - BLOCK_TOKENS : end]))

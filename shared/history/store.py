@@ -18,7 +18,7 @@ it: `load` raises HistoryMiss, and the prompt is run from its token ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
@@ -138,6 +138,11 @@ class HistoryStore:
         """How many of the prompt's first tokens can be continued from, in memory's record of the session."""
         with self.records.lock:
             return self.records.num_reusable(session, prompt_token_ids)
+
+    def num_shared(self, owner: str, block_hashes: Sequence[int]) -> int:
+        """How many of a prompt's first tokens are in memory for the owner, see `RecordTable.num_shared`."""
+        with self.records.lock:
+            return self.records.num_shared(owner, block_hashes)
 
     def begin(
         self,

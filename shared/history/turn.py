@@ -20,7 +20,7 @@ from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
 from kvferry.shared.errors import HistoryMiss, InvalidRequest, SessionBusy, SessionNotFound
 from kvferry.shared.history.back_tier import BackRows
 from kvferry.shared.history.checkpoints import Checkpoint, LayerState, States, host_copy, thinned
-from kvferry.shared.history.records import StoredRecord, common_prefix, parts_of
+from kvferry.shared.history.records import Found, StoredRecord, common_prefix, parts_of
 from kvferry.shared.history.rows import (
     LayerKV,
     Piece,
@@ -73,12 +73,14 @@ class StagedTurn:
         session: SessionKey,
         request_id: str,
         prompt_token_ids: tuple[int, ...],
-        found: tuple[ReuseSource, StoredRecord | None, int],
+        found: Found,
     ) -> None:
         """Register the turn. The caller holds the store's lock. Args: found: see `RecordTable.find`."""
         self.session = session
         self.request_id = request_id
-        self._memory_source, record, self._memory_tokens = found
+        record = found.record
+        self._memory_source, self._memory_tokens = found.source, found.num_tokens
+        self._shares_slices = found.session == session or (found.session.is_implicit and session.is_implicit)
         self._store = store
         self._limit_s = math.inf
         self.extend_lease()
@@ -266,9 +268,10 @@ class StagedTurn:
         return HistoryMiss(f"{what} {self._state.value}", reason=self._state.value)
 
     def _own_pieces(self) -> tuple[Piece, ...]:
-        """The reused pieces as the session may store them: slices of another session's segments are copied.
-        The lock is not needed: the turn's references keep the segments."""
-        if self._memory_source == "session":
+        """The reused pieces as the session may store them: slices of another session's segments are copied,
+        so that its deletion frees them. Implicit sessions share slices: a prompt that branches off another
+        stores its own rows only. The lock is not needed: the turn's references keep the segments."""
+        if self._shares_slices:
             return self._pieces
         return tuple(
             piece

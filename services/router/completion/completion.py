@@ -174,10 +174,11 @@ class Completion:
             turn = replace(turn, prefer_prefill=former.prefill_addresses)
         if lease is None and turn.prompt_logprobs is None:
             self._implicit = services.implicit.begin(self.owner, prompt.token_ids)
+        turn = await self._placed(turn)
         for index in range(request.n or 1):
             if (implicit := self._implicit) is not None:
-                addresses = implicit.prefill_addresses or turn.prefer_prefill
-                turn = replace(turn, session=implicit.key_of(index), prefer_prefill=addresses)
+                retained_as = None if index else implicit.retained_as
+                turn = replace(turn, session=implicit.key_of(index), retained_as=retained_as)
             parser = services.prompts.answer_parser(request, prompt)
             self.choices.append(
                 Choice(
@@ -195,6 +196,20 @@ class Completion:
         await self._run_choices(prompt, lease, record)
         if lease is not None:
             await self._publish(lease, prompt)
+
+    async def _placed(self, turn: TurnRequest) -> TurnRequest:
+        """The turn with the workers to prefer that have KV of its prompt."""
+        implicit = self._implicit
+        if implicit is not None:
+            addresses = implicit.prefill_addresses or turn.prefer_prefill
+            turn = replace(turn, prefer_prefill=addresses, prefer_decode=implicit.decode_addresses)
+        is_known = turn.prefer_prefill if implicit is None else implicit.extends_former
+        if is_known or turn.prompt_logprobs is not None:
+            return turn
+        found = await self.services.runner.with_prefix(
+            self.owner, turn.prompt_token_ids, self.model.fingerprint
+        )
+        return replace(turn, prefer_prefill=found or turn.prefer_prefill)
 
     def _turn_request(
         self,
@@ -329,15 +344,17 @@ class Completion:
 
     async def _store_prompt(self, implicit: ImplicitTurn, choice: Choice) -> None:
         """Prefill has staged all of the prompt: store it, where that makes more of it reusable."""
-        runner, stats, address = self.services.runner, choice.turn.stats, choice.turn.stats.prefill_address
+        runner, stats = self.services.runner, choice.turn.stats
         assert stats.first is not None, "there is a first token"
         is_wanted = choice is self.choices[0] and implicit.is_worth_storing(stats.first.reused_tokens)
         try:
             stored = await runner.publish(implicit.key, stats, implicit.token_ids, is_current=is_wanted)
         finally:
             self._prompt_stored.set()
-        for key, its_address in self.services.implicit.add(implicit, address) if stored else []:
-            await runner.drop(key, prefill_address=its_address)
+        if stored:
+            where = {"prefill_address": stats.prefill_address, "decode_address": stats.decode_address}
+            for key, its_address in self.services.implicit.add(implicit, **where):
+                await runner.drop(key, prefill_address=its_address)
 
     async def _record(self, lease: SessionLease, before: SessionRecord | None, prompt: Prompt) -> None:
         """Make the turn part of its session, then end the answer."""

@@ -22,8 +22,16 @@ _MAX_RECORDS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class ImplicitRecord:
+    """A stored prompt.
+
+    Attributes:
+        retained_as: what decode retains the rows of prompts under that continue this one.
+    """
+
     token_ids: tuple[int, ...]
     prefill_address: str
+    decode_address: str
+    retained_as: SessionKey
     expires_at_s: float
 
 
@@ -37,6 +45,10 @@ class ImplicitTurn:
         shared_tokens: how many it shares.
         extends_former: whether it begins with the whole of it.
         prefill_addresses: where that prompt's KV is.
+        retained_as: under which session decode retains the rows of a prompt that continues the former one,
+            so that the next one ships what decode lacks. Other prompts' rows are not retained: most are never
+            continued, and would take the room of sessions.
+        decode_addresses: where the rows are that decode retains.
     """
 
     key: SessionKey
@@ -45,23 +57,23 @@ class ImplicitTurn:
     shared_tokens: int = 0
     extends_former: bool = False
     prefill_addresses: tuple[str, ...] = ()
+    retained_as: SessionKey | None = None
+    decode_addresses: tuple[str, ...] = ()
 
     def key_of(self, index: int) -> SessionKey:
         """What prefill stages choice `index` under; only the first one's is ever stored."""
         return replace(self.key, session_id=f"{self.key.session_id}.{index}") if index else self.key
 
     def is_worth_storing(self, reused_tokens: int) -> bool:
-        """Whether storing the prompt makes more tokens reusable than it copies.
-
-        A prompt that begins with the whole former one shares its rows. Another one copies the rows that it
-        reuses, so it must add at least as many.
+        """Whether storing the prompt makes tokens reusable that a later prompt would find: a block of new
+        ones, or those after the former prompt, which it replaces. The rows that it reuses are not copied.
 
         Args: reused_tokens: how many of its tokens prefill found stored.
         """
         num_tokens = len(self.token_ids)
         if reused_tokens and self.shared_tokens == num_tokens:
             return False
-        return self.extends_former or num_tokens - reused_tokens >= reused_tokens
+        return self.extends_former or num_tokens - reused_tokens >= BLOCK_TOKENS
 
 
 class ImplicitSessions:
@@ -92,21 +104,34 @@ class ImplicitSessions:
         if shared < BLOCK_TOKENS:
             return ImplicitTurn(key=key, token_ids=token_ids)
         record = self._records.pop(former)
-        self._put(former, record.token_ids, record.prefill_address)
+        self._records[former] = replace(record, expires_at_s=self._clock() + self._ttl_s)
+        extends_former = shared == len(record.token_ids)
+        is_continued = extends_former and shared < len(token_ids)
         return ImplicitTurn(
             key=key,
             token_ids=token_ids,
             former=former,
             shared_tokens=shared,
-            extends_former=shared == len(record.token_ids),
+            extends_former=extends_former,
             prefill_addresses=(record.prefill_address,),
+            retained_as=record.retained_as if is_continued else None,
+            decode_addresses=(record.decode_address,) if is_continued else (),
         )
 
-    def add(self, turn: ImplicitTurn, prefill_address: str) -> list[tuple[SessionKey, str]]:
+    def add(
+        self, turn: ImplicitTurn, *, prefill_address: str, decode_address: str
+    ) -> list[tuple[SessionKey, str]]:
         """Note that the turn's prompt is stored; returns those to be dropped for it, and where they are."""
         former = turn.former if turn.extends_former and turn.former in self._records else None
         dropped = [] if former is None else [former]
-        self._put(turn.key, turn.token_ids, prefill_address)
+        self._records[turn.key] = ImplicitRecord(
+            token_ids=turn.token_ids,
+            prefill_address=prefill_address,
+            decode_address=decode_address,
+            # Not its own key: the rows stay when the prompt is dropped for one that continues it.
+            retained_as=turn.retained_as or replace(turn.key, session_id=f"{turn.key.session_id}.rows"),
+            expires_at_s=self._clock() + self._ttl_s,
+        )
         owned = [key for key in self._owned(turn.key.owner) if key not in dropped]
         dropped += owned[: max(0, len(owned) - self._max_per_key)]
         excess = len(self._records) - len(dropped) - _MAX_RECORDS
@@ -118,11 +143,6 @@ class ImplicitSessions:
         now_s = self._clock()
         stale = [key for key, record in self._records.items() if record.expires_at_s <= now_s]
         return [(key, self._records.pop(key).prefill_address) for key in stale]
-
-    def _put(self, key: SessionKey, token_ids: tuple[int, ...], prefill_address: str) -> None:
-        self._records[key] = ImplicitRecord(
-            token_ids=token_ids, prefill_address=prefill_address, expires_at_s=self._clock() + self._ttl_s
-        )
 
     def _owned(self, owner: str) -> Iterator[SessionKey]:
         return (key for key in self._records if key.owner == owner)

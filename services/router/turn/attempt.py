@@ -57,6 +57,7 @@ class TurnRequest:
         prefer_decode: addresses that may have retained the session's last selection, best first.
         keeps_cut_off: whether the delivered tokens of a cut-off completion become part of the session.
         priority, prompt_logprobs: as of `PrefillRequest`.
+        retained_as: of an implicit session, under which session decode retains its rows; None: not at all.
         retained_bins: number of stretches of the prompt to report the retained fraction for; 0 reports none.
         deadline_s: when the whole turn must have ended, on the event loop's clock.
     """
@@ -76,6 +77,7 @@ class TurnRequest:
     prefer_decode: tuple[str, ...] = ()
     probe: bool = False
     priority: int = 0
+    retained_as: SessionKey | None = None
     retained_bins: int = 0
     prompt_logprobs: int | None = None
 
@@ -288,6 +290,7 @@ class Attempt:
                 has_history=request.has_history,
                 priority=request.priority,
                 prompt_logprobs=request.prompt_logprobs,
+                retained_as=request.retained_as,
             ),
             timeout_s=self._remaining_s(),
         )
@@ -322,8 +325,7 @@ class Attempt:
 
     def _generate(self) -> AsyncGenerator[GenerateEvent, None]:
         request, session = self._request, self._request.session
-        if session is not None and session.is_implicit:
-            session = None
+        is_implicit = session is not None and session.is_implicit
         return self.decode.client.generate(
             GenerateRequest(
                 request_id=self.worker_request_id,
@@ -331,9 +333,9 @@ class Attempt:
                 prompt_token_ids=request.prompt_token_ids,
                 plan=request.plan,
                 sampling=request.sampling,
-                store_history=session is not None,
+                store_history=session is not None and not is_implicit,
                 probe=request.probe,
-                session=session,
+                session=request.retained_as if is_implicit else session,
                 owner=request.owner,
             ),
             timeout_s=self._remaining_s(),

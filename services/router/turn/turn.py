@@ -31,7 +31,9 @@ from kvferry.shared.control.messages import (
     CommitTurnRequest,
     DecodeControl,
     FinishReason,
+    HistoryInfo,
     PrefillControl,
+    PrefixRequest,
     SessionKey,
 )
 from kvferry.shared.errors import (
@@ -42,6 +44,7 @@ from kvferry.shared.errors import (
     SessionBusy,
     WorkerUnavailable,
 )
+from kvferry.shared.history.records import block_hashes
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken
@@ -49,6 +52,7 @@ from kvferry.shared.sampling.params import SampledToken
 _ABORT_TIMEOUT_S = 2.0
 _COMMIT_TIMEOUT_S = 10.0
 _DROP_TIMEOUT_S = 2.0
+_PREFIX_TIMEOUT_S = 0.5
 
 _logger = structlog.get_logger(__name__)
 
@@ -158,6 +162,25 @@ class TurnRunner:
             log = _logger.debug if session.is_implicit else _logger.warning
             log("history not committed", address=worker.address, error=error.message)
         return False
+
+    async def with_prefix(self, owner: str, prompt: tuple[int, ...], fingerprint: str) -> tuple[str, ...]:
+        """The prefill workers that have a prefix of the prompt stored for the owner, the longest one first.
+
+        They are asked, because other routers' prompts are stored there as well. One that does not answer
+        soon has none. A worker that is alone is not asked.
+        """
+        workers = self.prefill.ready_workers(fingerprint)
+        request = PrefixRequest(owner=owner, block_hashes=tuple(block_hashes(prompt, len(prompt))))
+        if len(workers) == 1 or not request.block_hashes:
+            return ()
+        calls = (worker.client.prefix_info(request, timeout_s=_PREFIX_TIMEOUT_S) for worker in workers)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        stored = {
+            worker.address: answer.num_tokens
+            for worker, answer in zip(workers, answers, strict=True)
+            if isinstance(answer, HistoryInfo) and answer.num_tokens
+        }
+        return tuple(sorted(stored, key=stored.__getitem__, reverse=True))
 
     async def drop(self, session: SessionKey, *, prefill_address: str | None = None) -> None:
         """Have every worker drop a session's KV, since its turns may have moved between them; or one."""

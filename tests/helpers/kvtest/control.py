@@ -24,6 +24,7 @@ from kvferry.shared.control.messages import (
     PrefillControl,
     PrefillEvent,
     PrefillRequest,
+    PrefixRequest,
     RedirectRequest,
     SessionKey,
     Ticket,
@@ -183,6 +184,10 @@ class PrefillService:
     async def session_info(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         self.asked.append(session)
         return HistoryInfo(num_tokens=0, size_bytes=0, tier="none")
+
+    async def prefix_info(self, request: PrefixRequest, *, timeout_s: float) -> HistoryInfo:
+        self.asked.append(request)
+        return HistoryInfo(num_tokens=32 * len(request.block_hashes), size_bytes=0)
 
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         raise SessionNotFound(f"session {session.session_id!r} is not known", param="id")

@@ -24,6 +24,7 @@ from kvferry.shared.control.messages import (
     HistoryReturned,
     PrefillEvent,
     PrefillRequest,
+    PrefixRequest,
     RedirectRequest,
     SessionKey,
     Ticket,
@@ -34,6 +35,7 @@ from kvferry.shared.control.messages import (
     WorkerStatus,
 )
 from kvferry.shared.errors import KvferryError, TransferFailed
+from kvferry.shared.history.records import BLOCK_TOKENS, block_hashes
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
@@ -217,6 +219,7 @@ class ScriptedPrefill(_Worker):
         self.aborted: list[str] = []
         self.dropped: list[SessionKey] = []
         self.commit_error: KvferryError | None = None
+        self.prefix_error: KvferryError | None = None
 
     async def prefill(
         self, request: PrefillRequest, *, timeout_s: float
@@ -305,6 +308,17 @@ class ScriptedPrefill(_Worker):
         self.history.pop(session, None)
         self.dropped.append(session)
         return info
+
+    async def prefix_info(self, request: PrefixRequest, *, timeout_s: float) -> HistoryInfo:
+        if self.prefix_error is not None:
+            raise self.prefix_error
+        shared = 0
+        for key, stored in self.history.items():
+            if key is not None and key.owner == request.owner:
+                pairs = zip(block_hashes(stored, len(stored)), request.block_hashes, strict=False)
+                same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+                shared = max(shared, sum(1 for _ in same) * BLOCK_TOKENS)
+        return HistoryInfo(num_tokens=shared, size_bytes=0)
 
     def _info(self, session: SessionKey) -> HistoryInfo:
         stored = self.history.get(session, ())

@@ -14,6 +14,7 @@ from kvferry.shared.errors import WorkerUnavailable
 from kvferry.shared.history.records import BLOCK_TOKENS
 
 WORDS = "the old sailor painted the quiet bridge . " * 8
+AT_P = {"prefill_address": "p", "decode_address": "d"}
 LONG, LONGER, OTHER = WORDS, WORDS + "what is the pin ?", "the red castle . " * 20
 
 
@@ -166,7 +167,7 @@ def test_the_longest_shared_prefix_is_found_and_used_last_dropped_last() -> None
     turns = [sessions.begin("o", prompt(first)) for first in (0, 1000)]
     for turn in turns:
         assert turn is not None
-        assert sessions.add(turn, "p") == []
+        assert sessions.add(turn, **AT_P) == []
     found = sessions.begin("o", prompt(0, 120))
     assert found is not None
     assert (found.former, found.shared_tokens, found.extends_former) == (turns[0].key, 100, True)
@@ -174,7 +175,7 @@ def test_the_longest_shared_prefix_is_found_and_used_last_dropped_last() -> None
     third = sessions.begin("o", prompt(2000))
     assert third is not None
     assert third.former is None
-    assert sessions.add(third, "q") == [(turns[1].key, "p")]
+    assert sessions.add(third, **AT_P) == [(turns[1].key, "p")]
     assert sessions.begin("another", prompt(0)).former is None  # type: ignore[union-attr]
     assert sessions.begin("o", prompt(0, BLOCK_TOKENS - 1)) is None
 
@@ -186,20 +187,38 @@ def test_the_longest_shared_prefix_is_found_and_used_last_dropped_last() -> None
         (100, 100, 0, True),  # the same prompt, which prefill has lost
         (80, 80, 79, False),  # a part of the stored prompt
         (100, 101, 100, True),  # the stored prompt continues
-        (60, 100, 60, False),  # copies more than it adds
-        (40, 100, 40, True),
+        (80, 80 + BLOCK_TOKENS - 1, 80, False),  # another one would not find what it adds
+        (80, 80 + BLOCK_TOKENS, 80, True),
     ],
 )
-def test_a_prompt_is_stored_where_it_adds_more_than_it_copies(
+def test_a_prompt_is_stored_where_it_adds_a_block(
     num_shared: int, num_tokens: int, reused: int, stored: bool
 ) -> None:
     sessions = table()
     first = sessions.begin("o", prompt(0))
     assert first is not None
-    sessions.add(first, "p")
+    sessions.add(first, **AT_P)
     second = sessions.begin("o", prompt(0, num_shared) + prompt(5000, num_tokens - num_shared))
     assert second is not None
     assert second.is_worth_storing(reused) is stored
+
+
+def test_rows_are_retained_for_prompts_that_continue_another_one() -> None:
+    sessions = table(max_per_key=9)
+    kept = []
+    for num_tokens in (100, 120, 140, 140, 130):
+        turn = sessions.begin("o", prompt(0, num_tokens))
+        assert turn is not None
+        kept.append((turn.retained_as, turn.decode_addresses))
+        if turn.is_worth_storing(turn.shared_tokens and min(turn.shared_tokens, num_tokens - 1)):
+            sessions.add(turn, **AT_P)
+    first = kept[1][0]
+    assert first is not None
+    # The first prompt, one that is sent again, and one that is a part of another continue nothing.
+    assert kept == [(None, ()), (first, ("d",)), (first, ("d",)), (None, ()), (None, ())]
+    branch = sessions.begin("o", prompt(0, 110) + prompt(5000, 50))
+    assert branch is not None
+    assert branch.retained_as is None
 
 
 def test_unused_prompts_expire() -> None:
@@ -208,7 +227,7 @@ def test_unused_prompts_expire() -> None:
     turns = [sessions.begin("o", prompt(first)) for first in (0, 1000)]
     for turn in turns:
         assert turn is not None
-        sessions.add(turn, "p")
+        sessions.add(turn, **AT_P)
     clock.now_s += 59.0
     sessions.begin("o", prompt(0))
     clock.now_s += 1.0

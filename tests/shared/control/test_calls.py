@@ -17,6 +17,7 @@ from kvferry.shared.control.messages import (
     GenerateRequest,
     GenerationFinished,
     HistoryInfo,
+    PrefixRequest,
     TicketIssued,
     TokenGenerated,
     TransferDone,
@@ -50,8 +51,10 @@ async def test_prefill_answers_every_call(prefill: Any, prefill_client: GrpcPref
     assert await prefill_client.session_info(kit.SESSION, timeout_s=kit.WAIT_S) == HistoryInfo(
         num_tokens=0, size_bytes=0, tier="none"
     )
+    asked = PrefixRequest(owner="key", block_hashes=(-(2**63), 2**63 - 1))
+    assert (await prefill_client.prefix_info(asked, timeout_s=kit.WAIT_S)).num_tokens == 64
     await prefill_client.abort_turn("r-9", timeout_s=kit.WAIT_S)
-    assert prefill.asked == [kit.PREFILL_REQUEST, commit, kit.SESSION, "r-9"]
+    assert prefill.asked == [kit.PREFILL_REQUEST, commit, kit.SESSION, asked, "r-9"]
 
 
 async def test_many_calls_share_a_client(decode_client: GrpcDecodeClient) -> None:
