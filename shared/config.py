@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from kvferry.shared.options import ACCESS, CAPACITY, COMPRESSION, MODEL, NETWORK, PROCESS, Seconds
+from kvferry.shared.options import ACCESS, CAPACITY, COMPRESSION, HISTORY, MODEL, NETWORK, PROCESS, Seconds
 from kvferry.shared.serving import is_loopback, parse_address
 
 ENV_PREFIX = "KVFERRY_"
@@ -77,6 +77,16 @@ class TracedSettings(PlanSettings):
         if value and not value.startswith(("http://", "https://")):
             raise ValueError(f"is {value!r}; it must begin with http:// or https://")
         return value
+
+
+class StoredSettings(TracedSettings):
+    """Options that the services which store conversations share."""
+
+    at_rest_keys: Annotated[str, HISTORY] = Field(
+        "",
+        description="file of keys that encrypt what is stored in Redis and on disk, one a line in base64: "
+        "the first encrypts, all decrypt; empty: not encrypted",
+    )
 
 
 class WorkerSettings(TracedSettings):

@@ -102,7 +102,9 @@ def _final(as_json: bool, colors: bool) -> list[Processor]:
     more)."""
     drop = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     if not as_json:
-        return [drop, structlog.dev.ConsoleRenderer(colors=colors)]
+        # The default, rich's, writes local variables, and prompts are in them.
+        traceback = structlog.dev.plain_traceback
+        return [drop, structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=traceback)]
     return [drop, structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
 
 

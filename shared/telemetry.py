@@ -29,6 +29,8 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from kvferry.shared.errors import without_text
+
 _FLUSH_TIMEOUT_MS = 2_000
 _EXPORT_TIMEOUT_S = 5
 _NAME = "kvferry"
@@ -108,7 +110,7 @@ def begin(name: str, parent: Context | None = None) -> Span:
 
 def fail(error: BaseException) -> None:
     """Mark the current span as ended by an error."""
-    trace.get_current_span().set_status(Status(StatusCode.ERROR, str(error)))
+    trace.get_current_span().set_status(Status(StatusCode.ERROR, without_text(error)))
 
 
 @contextmanager
@@ -129,6 +131,15 @@ def entry(
     """The span of an incoming request, current within the block; starts a trace if it has no parent."""
     named = {f"{_NAME}.{key}": value for key, value in attributes.items()}
     with _tracing.tracer.start_as_current_span(
-        name, context=parent, kind=kind, attributes=named, record_exception=False
+        name,
+        context=parent,
+        kind=kind,
+        attributes=named,
+        record_exception=False,
+        set_status_on_exception=False,
     ):
-        yield
+        try:
+            yield
+        except Exception as error:
+            fail(error)
+            raise

@@ -6,15 +6,15 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvferry.shared.config import HistoryBits, WorkerSettings
+from kvferry.shared.config import HistoryBits, StoredSettings, WorkerSettings
 from kvferry.shared.history.host_memory import available_memory_bytes
 from kvferry.shared.options import CAPACITY, HISTORY, TIMEOUTS, Bytes, Seconds
 
 _MEMORY_SHARE = 4
 
 
-class PrefillConfig(WorkerSettings):
-    """Options of `kvferry prefill`; see `WorkerSettings` for the rest."""
+class PrefillConfig(WorkerSettings, StoredSettings):
+    """Options of `kvferry prefill`; see `WorkerSettings` and `StoredSettings` for the rest."""
 
     history_bytes: Annotated[Bytes, HISTORY] = Field(
         0,

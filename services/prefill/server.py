@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from kvferry.services.prefill.config import PrefillConfig, history_size_bytes
 from kvferry.services.prefill.service import PrefillService
+from kvferry.shared.at_rest import AtRestKeys
 from kvferry.shared.device_loss import end_process
 from kvferry.shared.history.disk_history import DiskHistory
 from kvferry.shared.history.redis_client import RedisLink, RedisOptions
@@ -61,7 +62,8 @@ async def build_service(
 def build_store(config: PrefillConfig, *, spec: ModelSpec, metrics: PrefillMetrics) -> HistoryStore:
     """The history store: host memory, with or without disk and Redis. The caller closes it.
 
-    Raises: ConfigurationError: `history_redis` is not a Redis URL, or `history_disk` not a usable folder.
+    Raises: ConfigurationError: `history_redis` is not a Redis URL, `history_disk` not a usable folder, or
+        `at_rest_keys` not a file of keys.
     """
 
     def count_failure(reason: str) -> None:
@@ -74,6 +76,7 @@ def build_store(config: PrefillConfig, *, spec: ModelSpec, metrics: PrefillMetri
             bits=config.history_bits, dtype=getattr(torch, spec.dtype), latent_dim=spec.latent_dim
         ),
         states={layer: spec.layers[layer].state for layer in spec.state_layers},
+        keys=AtRestKeys.read(config.at_rest_keys),
     )
     store = HistoryStore(
         max_bytes=history_size_bytes(config),

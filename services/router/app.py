@@ -43,6 +43,7 @@ from kvferry.services.router.sessions.store import SessionStore
 from kvferry.services.router.turn.readiness import Readiness
 from kvferry.services.router.turn.turn import BackgroundTasks, TurnRunner
 from kvferry.services.router.turn.worker_pool import WorkerPool
+from kvferry.shared.at_rest import AtRestKeys
 from kvferry.shared.control.messages import DecodeControl, PrefillControl
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
@@ -212,6 +213,7 @@ def session_store(
             clock=clock,
             name=_router_name(config),
             on_unreplicated=lambda: count("unreplicated"),
+            keys=AtRestKeys.read(config.at_rest_keys),
         ),
         lease_s=timing.session_lease_s,
         on_event=count,

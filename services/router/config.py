@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvferry.shared.config import TracedSettings
+from kvferry.shared.config import StoredSettings
 from kvferry.shared.options import (
     ACCESS,
     COMPRESSION,
@@ -29,7 +29,7 @@ def split_list(value: str) -> tuple[str, ...]:
     return tuple(entry.strip() for entry in value.split(",") if entry.strip())
 
 
-class RouterConfig(TracedSettings):
+class RouterConfig(StoredSettings):
     """Options of `kvferry router`."""
 
     listen: Annotated[str, NETWORK] = Field(

@@ -34,9 +34,8 @@ from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import ConfigurationError, HistoryMiss, SessionBusy, StoreUnavailable
 from kvferry.shared.history.checkpoints import LayerState
 from kvferry.shared.history.rows import RowChunk
-from kvferry.shared.history.storage import VALUE_BYTES, NewRecord, state_values
+from kvferry.shared.history.storage import VALUE_BYTES, NewRecord
 from kvferry.shared.history.stored_format import (
-    CHUNK_HEADER_BYTES,
     CheckpointEntry,
     StoredShape,
     TierRecord,
@@ -113,7 +112,9 @@ class DiskHistory:
         try:
             with _named_errors(passing=FileNotFoundError), path.open("rb") as file:
                 is_expired = os.fstat(file.fileno()).st_mtime < self._wall_clock() - self._ttl_s
-                return None if is_expired else read_record(file.read(), session)
+                if is_expired:
+                    return None
+                return read_record(self.shape.opened(session, file.read()), session)
         except FileNotFoundError:
             return None
 
@@ -133,7 +134,7 @@ class DiskHistory:
                     values += _read_tensors(file, names)
             except FileNotFoundError:
                 values += [None] * len(names)
-        return read_values(wanted, values, shape=self.shape, layer=layer)
+        return read_values(session, wanted, values, shape=self.shape, layer=layer)
 
     def load_states(self, session: SessionKey, entry: CheckpointEntry) -> dict[int, LayerState]:
         layers = list(self.shape.states)
@@ -143,7 +144,9 @@ class DiskHistory:
             with _named_errors(passing=FileNotFoundError), path.open("rb") as file:
                 values = _read_tensors(file, [str(layer) for layer in layers])
         return {
-            layer: read_state(value, shape=self.shape, checkpoint_id=entry.checkpoint_id, layer=layer)
+            layer: read_state(
+                value, session, shape=self.shape, checkpoint_id=entry.checkpoint_id, layer=layer
+            )
             for layer, value in zip(layers, values, strict=True)
         }
 
@@ -174,7 +177,7 @@ class DiskHistory:
                 for _, _, value in new.values():
                     file.write(value)
             for entry, states in new.states:
-                values = dict(state_values(entry, states))
+                values = dict(new.state_values(entry, states))
                 with _published(self._path(session, entry.checkpoint_id)) as file:
                     file.write(_header({str(layer): len(value) for layer, value in values.items()}))
                     for value in values.values():
@@ -314,7 +317,7 @@ def _segment_header(new: NewRecord) -> bytes:
     """The beginning of a segment's file, up to its first value."""
     return _header(
         {
-            f"{layer}.{index}": CHUNK_HEADER_BYTES + chunk.size_bytes
+            f"{layer}.{index}": new.shape.chunk_header_bytes + chunk.size_bytes
             for layer, chunks in enumerate(new.layers)
             for index, chunk in enumerate(chunks)
         }

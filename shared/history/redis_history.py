@@ -30,7 +30,7 @@ from kvferry.shared.history.checkpoints import LayerState
 from kvferry.shared.history.redis_client import Client, RedisLink
 from kvferry.shared.history.redis_quota import KEY_PREFIX, RedisQuota
 from kvferry.shared.history.rows import RowChunk
-from kvferry.shared.history.storage import VALUE_BYTES, NewRecord, state_values
+from kvferry.shared.history.storage import VALUE_BYTES, NewRecord
 from kvferry.shared.history.stored_format import (
     FENCE_BYTES,
     FENCE_OFFSET,
@@ -88,7 +88,7 @@ class RedisHistory:
 
     def record(self, session: SessionKey) -> TierRecord | None:
         value = self._link.call(lambda client: client.get(record_key(session)))
-        return read_record(value, session) if value is not None else None
+        return read_record(self.shape.opened(session, value), session) if value is not None else None
 
     def load(
         self, session: SessionKey, record: TierRecord, layer: int, start: int, stop: int
@@ -96,7 +96,7 @@ class RedisHistory:
         wanted = list(wanted_values(record, start, stop))
         keys = [_value_key(session, want.entry.segment_id, layer, want.index) for want in wanted]
         values = self._link.call(lambda client: client.mget(keys))
-        return read_values(wanted, values, shape=self.shape, layer=layer)
+        return read_values(session, wanted, values, shape=self.shape, layer=layer)
 
     def load_states(self, session: SessionKey, entry: CheckpointEntry) -> dict[int, LayerState]:
         return {layer: self._load_state(session, entry.checkpoint_id, layer) for layer in self.shape.states}
@@ -104,7 +104,7 @@ class RedisHistory:
     def _load_state(self, session: SessionKey, checkpoint_id: bytes, layer: int) -> LayerState:
         key = _state_key(session, checkpoint_id, layer)
         value = self._link.call(lambda client: client.get(key))
-        return read_state(value, shape=self.shape, checkpoint_id=checkpoint_id, layer=layer)
+        return read_state(value, session, shape=self.shape, checkpoint_id=checkpoint_id, layer=layer)
 
     def write(self, session: SessionKey, base: TierRecord | None, new: NewRecord) -> None:
         for victim in self._quota.reserve(session, new.record.size_bytes):
@@ -166,7 +166,7 @@ class RedisHistory:
         states = (
             (_state_key(session, its.checkpoint_id, layer), value)
             for its, states in new.states
-            for layer, value in state_values(its, states)
+            for layer, value in new.state_values(its, states)
         )
         for key, value in chain(rows, states):
             batch[key] = value

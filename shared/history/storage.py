@@ -14,9 +14,7 @@ from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.history.checkpoints import Checkpoint, LayerState, States, thinned
 from kvferry.shared.history.rows import RowChunk, part_of
 from kvferry.shared.history.stored_format import (
-    CHUNK_HEADER_BYTES,
     FENCE_BYTES,
-    STATE_HEADER_BYTES,
     CheckpointEntry,
     RecordBody,
     SegmentEntry,
@@ -51,17 +49,17 @@ class Storage(Protocol):
     def size_bytes(self) -> int: ...
 
     def record(self, session: SessionKey) -> TierRecord | None:
-        """The session's committed record. Raises: HistoryMiss, reason "corrupt"."""
+        """The session's committed record. Raises: HistoryMiss, reason "key" or "corrupt"."""
         ...
 
     def load(
         self, session: SessionKey, record: TierRecord, layer: int, start: int, stop: int
     ) -> list[RowChunk]:
-        """A layer's rows of tokens [start, stop). Raises: HistoryMiss, reason "evicted" or "corrupt"."""
+        """A layer's rows of tokens [start, stop). Raises: HistoryMiss, as `record`, or reason "evicted"."""
         ...
 
     def load_states(self, session: SessionKey, entry: CheckpointEntry) -> dict[int, LayerState]:
-        """The states of a checkpoint by layer. Raises: HistoryMiss, reason "evicted" or "corrupt"."""
+        """The states of a checkpoint by layer. Raises: HistoryMiss, as `record`, or reason "evicted"."""
         ...
 
     def write(self, session: SessionKey, base: TierRecord | None, new: NewRecord) -> None:
@@ -92,11 +90,13 @@ class NewRecord:
     """A record to be published: older segments, then a new one.
 
     Attributes:
+        session: whose it is.
         value: the record as stored.
         layers: the new segment's chunks, those of each value, by layer.
         states: of the new checkpoints.
     """
 
+    session: SessionKey
     record: TierRecord
     value: bytes
     layers: Sequence[Sequence[RowChunk]]
@@ -109,21 +109,22 @@ class NewRecord:
         return self.record.segments[-1]
 
     def values(self) -> Iterator[tuple[int, int, bytes]]:
-        """Layer, index and bytes of each value of the new segment."""
+        """Layer, index and stored bytes of each value of the new segment."""
+        segment_id = self.entry.segment_id
         for layer, chunks in enumerate(self.layers):
             first_token = 0
             for index, chunk in enumerate(chunks):
-                yield layer, index, write_chunk(
-                    chunk, shape=self.shape, segment_id=self.entry.segment_id, layer=layer,
-                    first_token=first_token,
-                )  # fmt: skip
+                value = write_chunk(
+                    chunk, shape=self.shape, segment_id=segment_id, layer=layer, first_token=first_token
+                )
+                yield layer, index, self.shape.sealed(self.session, value, segment_id)
                 first_token += chunk.num_tokens
 
-
-def state_values(entry: CheckpointEntry, states: States) -> Iterator[tuple[int, bytes]]:
-    """Layer and bytes of each value of a checkpoint."""
-    for layer, state in states.layers.items():
-        yield layer, write_state(state, checkpoint_id=entry.checkpoint_id, layer=layer)
+    def state_values(self, entry: CheckpointEntry, states: States) -> Iterator[tuple[int, bytes]]:
+        """Layer and stored bytes of each value of a checkpoint."""
+        for layer, state in states.layers.items():
+            value = write_state(state, checkpoint_id=entry.checkpoint_id, layer=layer)
+            yield layer, self.shape.sealed(self.session, value, entry.checkpoint_id)
 
 
 def new_record(
@@ -154,9 +155,9 @@ def new_record(
         segment_id=secrets.token_bytes(FENCE_BYTES),
         length=num_tokens,
         value_tokens=value_tokens,
-        size_bytes=sum(CHUNK_HEADER_BYTES + chunk.size_bytes for chunks in cut for chunk in chunks),
+        size_bytes=sum(shape.chunk_header_bytes + chunk.size_bytes for chunks in cut for chunk in chunks),
     )
-    entries, new_states = _checkpoints(base, num_base_tokens, checkpoints)
+    entries, new_states = _checkpoints(base, num_base_tokens, checkpoints, shape)
     body = RecordBody(
         owner=session.owner,
         session_id=session.session_id,
@@ -169,15 +170,19 @@ def new_record(
         checkpoints=entries,
     )
     fence = secrets.token_bytes(FENCE_BYTES)
-    value = write_record(fence, body)
+    value = shape.sealed(session, write_record(fence, body), fence)
     return NewRecord(
-        record=tier_record(fence, body, token_ids, len(value)), value=value, layers=cut, states=new_states,
+        session=session,
+        record=tier_record(fence, body, token_ids, len(value)),
+        value=value,
+        layers=cut,
+        states=new_states,
         shape=shape,
-    )  # fmt: skip
+    )
 
 
 def _checkpoints(
-    base: TierRecord | None, num_base_tokens: int, checkpoints: Sequence[Checkpoint]
+    base: TierRecord | None, num_base_tokens: int, checkpoints: Sequence[Checkpoint], shape: StoredShape
 ) -> tuple[tuple[CheckpointEntry, ...], list[tuple[CheckpointEntry, States]]]:
     """The entries of a record's checkpoints, and those that the base lacks with their states."""
     old = base.body.checkpoints if base is not None else ()
@@ -189,7 +194,7 @@ def _checkpoints(
                 checkpoint_id=secrets.token_bytes(FENCE_BYTES),
                 num_tokens=its.num_tokens,
                 ends_turn=its.ends_turn,
-                size_bytes=its.states.size_bytes + STATE_HEADER_BYTES * len(its.states.layers),
+                size_bytes=its.states.size_bytes + shape.state_header_bytes * len(its.states.layers),
             )
     kept = thinned(entries.values())
     return kept, [(its, added[its.num_tokens]) for its in kept if its.num_tokens in added]

@@ -4,8 +4,9 @@ A record names segments, each what one turn added, and checkpoints. A segment ha
 layer, each a chunk of consecutive tokens' rows. A checkpoint has one value for each layer with a state. A
 value begins with a header, a record with a header and a MessagePack body. Headers are little-endian, of fixed
 size, versioned; a checksum (XXH3-64) covers header and payload. Bytes that are not exactly what their reader
-expects are a HistoryMiss, reason "corrupt". Where records and values are stored, and how they are published,
-is the storages' concern.
+expects are a HistoryMiss, reason "corrupt". With keys (`at_rest.py`), records and values are sealed whole;
+what does not open is a HistoryMiss, reason "key". Where records and values are stored, and how they are
+published, is the storages' concern.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from kvferry.shared.at_rest import LABEL_BYTES, LABEL_OFFSET, SEALED_BYTES, AtRestKeys, Unreadable, open_with
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss
 from kvferry.shared.history.checkpoints import LayerState
@@ -28,9 +30,9 @@ from kvferry.shared.history.rows import RowChunk, RowPrecision, part_of
 from kvferry.shared.model.spec import TORCH_DTYPES, Heads, StateSpec
 
 FORMAT_VERSION = 1
-FENCE_BYTES = 16
-FENCE_OFFSET = 8
-"""Where a record has its fencing token."""
+FENCE_BYTES = LABEL_BYTES
+FENCE_OFFSET = LABEL_OFFSET
+"""Where a record has its fencing token, sealed or not."""
 
 _CHUNK_MAGIC, _RECORD_MAGIC, _STATE_MAGIC = b"KVFc", b"KVFr", b"KVFs"
 # magic, version, precision, group offset, layer, H_kv, D, 0, tokens, first token in the segment, segment,
@@ -120,17 +122,49 @@ class StoredShape:
         fingerprint: of the model.
         heads: of each layer with rows, which are numbered without the others.
         states: of each layer with a state, by its number in the model.
+        keys: that encrypt it; None: it is not encrypted.
     """
 
     fingerprint: str
     heads: tuple[Heads, ...]
     precision: RowPrecision
     states: Mapping[int, tuple[StateSpec, ...]] = field(default_factory=dict)
+    keys: AtRestKeys | None = None
 
     @property
     def num_layers(self) -> int:
         """Layers with rows."""
         return len(self.heads)
+
+    @property
+    def chunk_header_bytes(self) -> int:
+        """Bytes of a value beside its chunk's."""
+        return CHUNK_HEADER_BYTES + self._sealed_bytes
+
+    @property
+    def state_header_bytes(self) -> int:
+        """Bytes of a value beside its state's."""
+        return STATE_HEADER_BYTES + self._sealed_bytes
+
+    @property
+    def _sealed_bytes(self) -> int:
+        return SEALED_BYTES if self.keys is not None else 0
+
+    def sealed(self, session: SessionKey, value: bytes, label: bytes) -> bytes:
+        """A record or value as it is stored. Args: label: the record's fence, or the id of what has the
+        value."""
+        if self.keys is None:
+            return value
+        return self.keys.seal(session.owner, value, context=session.session_id, label=label)
+
+    def opened(self, session: SessionKey, value: bytes) -> bytes:
+        """What was sealed. Raises: HistoryMiss, reason "key"."""
+        try:
+            return open_with(self.keys, session.owner, value, context=session.session_id)
+        except Unreadable as error:
+            raise HistoryMiss(
+                f"stored history of session {session.session_id!r} cannot be decrypted: {error}", reason="key"
+            ) from None
 
     def serves(self, record: TierRecord) -> bool:
         """Whether a record's rows are of this model, in the precision that this worker stores."""
@@ -193,15 +227,16 @@ def write_state(state: LayerState, *, checkpoint_id: bytes, layer: int) -> bytes
 
 
 def read_state(
-    value: bytes | None, *, shape: StoredShape, checkpoint_id: bytes, layer: int
+    value: bytes | None, session: SessionKey, *, shape: StoredShape, checkpoint_id: bytes, layer: int
 ) -> dict[str, Tensor]:
-    """The state that a value must contain, in memory of its own.
+    """The state that a stored value must contain, in memory of its own.
 
-    Raises: HistoryMiss, reason "evicted" (the value is None) or "corrupt".
+    Raises: HistoryMiss, reason "evicted" (the value is None), "key" or "corrupt".
     """
     what = f"state {checkpoint_id.hex()}:{layer}"
     if value is None:
         raise HistoryMiss(f"{what} is lost", reason="evicted")
+    value = shape.opened(session, value)
     specs = shape.states[layer]
     size_bytes = sum(its.size_bytes for its in specs)
     header = _STATE.pack(_STATE_MAGIC, FORMAT_VERSION, 0, layer, checkpoint_id, size_bytes)
@@ -249,18 +284,30 @@ def wanted_values(record: TierRecord, start: int, stop: int) -> Iterator[WantedV
 
 
 def read_values(
-    wanted: Iterable[WantedValue], values: Iterable[bytes | None], *, shape: StoredShape, layer: int
+    session: SessionKey,
+    wanted: Iterable[WantedValue],
+    values: Iterable[bytes | None],
+    *,
+    shape: StoredShape,
+    layer: int,
 ) -> list[RowChunk]:
-    """A layer's wanted rows. Raises: HistoryMiss, reason "evicted" (a value is None) or "corrupt"."""
+    """A layer's wanted rows, from stored values.
+
+    Raises: HistoryMiss, reason "evicted" (a value is None), "key" or "corrupt".
+    """
     chunks: list[RowChunk] = []
     for want, value in zip(wanted, values, strict=True):
         segment_id = want.entry.segment_id
         if value is None:
             raise HistoryMiss(f"value {want.index} of segment {segment_id.hex()} is lost", reason="evicted")
         chunk = read_chunk(
-            value, shape=shape, segment_id=segment_id, layer=layer, first_token=want.first_token,
+            shape.opened(session, value),
+            shape=shape,
+            segment_id=segment_id,
+            layer=layer,
+            first_token=want.first_token,
             num_tokens=want.num_tokens,
-        )  # fmt: skip
+        )
         chunks += part_of([chunk], want.low, want.high)
     return chunks
 

@@ -2,56 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent import futures
 
-import grpc
 import httpx
 import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as rpc
+from kvtest.collector import Collector
 
 pytestmark = pytest.mark.xdist_group("stack")
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER = "b7ad6b7169203331"
 NUM_LAYERS = 4
-
-
-class Collector(rpc.TraceServiceServicer):
-    """A real OTLP endpoint that keeps what it is sent: (service, span)."""
-
-    def __init__(self):
-        self.spans = []
-        self._lock = threading.Lock()
-        self._server = grpc.server(futures.ThreadPoolExecutor(4))
-        rpc.add_TraceServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
-        self._server.start()
-
-    def Export(self, request, context):
-        with self._lock:
-            for resource in request.resource_spans:
-                names = {a.key: a.value.string_value for a in resource.resource.attributes}
-                for scope in resource.scope_spans:
-                    self.spans += [(names["service.name"], span) for span in scope.spans]
-        return pb.ExportTraceServiceResponse()
-
-    def of(self, trace_id):
-        with self._lock:
-            return [(service, span) for service, span in self.spans if span.trace_id.hex() == trace_id]
-
-    def wait_for(self, trace_id, count):
-        deadline = time.monotonic() + 60
-        while len(found := self.of(trace_id)) < count and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return found
-
-    def close(self):
-        self._server.stop(None).wait(30)
 
 
 @pytest.fixture(scope="module")

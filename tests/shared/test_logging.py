@@ -119,3 +119,16 @@ def test_auto_is_json_where_there_is_no_terminal() -> None:
 def test_unknown_level_or_format_names_what_is_allowed(level: str, format: str) -> None:
     with pytest.raises(ConfigurationError, match="must be one of"):
         setup_logging(level, format, "router")
+
+
+@pytest.mark.parametrize("format", ["json", "console"])
+def test_a_traceback_shows_no_local_variables(format: str) -> None:
+    stream = io.StringIO()
+    setup_logging("info", format, "router", stream=stream)
+    prompt = f"quiet {'bridge'}"
+    try:
+        raise RuntimeError(len(prompt))
+    except RuntimeError:
+        structlog.get_logger("kvferry.test").exception("broken")
+    assert "RuntimeError: 12" in stream.getvalue()
+    assert "quiet bridge" not in stream.getvalue()

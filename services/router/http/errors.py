@@ -35,6 +35,9 @@ _LITERAL_TYPES = frozenset({"literal_error", "float_type", "bool_type"})
 # In a union, errors of the members that the value is nothing like are reported after the others.
 _TYPE_ERRORS = frozenset({"string_type", "list_type", "int_type", "dict_type", "model_type", "none_required"})
 
+UNKNOWN_FIELD = "unknown_field"
+"""The reason of an error whose `param` is a name that the client made up."""
+
 
 class ErrorDetail(TypedDict):
     message: str
@@ -161,7 +164,7 @@ def wrong_field(refusal: RequestValidationError) -> InvalidRequest:
         text = f"{param} is {value}; it must be {' or '.join(rules)}"
     else:
         text = f"{param} is not allowed: {message} (given: {value})"
-    return InvalidRequest(text, param=param[:128])
+    return InvalidRequest(text, param=param[:128], reason=UNKNOWN_FIELD if kind == "extra_forbidden" else "")
 
 
 def _rule(error: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvferry.services.router.http.access import KeyLimits
-from kvferry.services.router.http.errors import error_body, error_response, internal_error
+from kvferry.services.router.http.errors import UNKNOWN_FIELD, error_body, error_response, internal_error
 from kvferry.shared.errors import (
     AuthenticationFailed,
     Cancelled,
@@ -124,7 +124,7 @@ class RequestMiddleware:
     def _finish(self, scope: Scope, record: RequestRecord, elapsed_s: float) -> None:
         error = record.error
         if error is not None:
-            record.fields |= {"reason": error.reason, "param": error.param}
+            record.fields |= {"reason": error.reason, "param": _shown_param(error)}
             # The message of a refused field quotes its value, which may be a prompt's text.
             if not isinstance(error, InvalidRequest):
                 record.fields["error"] = error.message
@@ -141,6 +141,13 @@ class RequestMiddleware:
             elapsed_ms=round(elapsed_s * 1000, 3),
             **record.fields,
         )
+
+
+def _shown_param(error: KvferryError) -> str | None:
+    """The request's field for the log: its first name alone, because those below may be the client's."""
+    if error.param is None or error.reason == UNKNOWN_FIELD:
+        return None
+    return re.split(r"[.\[]", error.param, maxsplit=1)[0]
 
 
 def _request_id(headers: Headers) -> str:

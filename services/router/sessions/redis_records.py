@@ -18,6 +18,9 @@ there; the index tells which of the two.
 
 What has a record has no expiry of Redis's own, so that under `volatile-lru` Redis never evicts it for KV,
 which has one. Routers remove what has expired by the index.
+
+With keys (`at_rest.py`), `record` and `summary` are encrypted with a key of the API key's. Ids, sizes and
+times are not.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from kvferry.services.router.sessions.record import (
     encode_record,
 )
 from kvferry.services.router.sessions.store import is_document
+from kvferry.shared.at_rest import AtRestKeys, Unreadable, open_with
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import StoreUnavailable
 from kvferry.shared.history.redis_client import AsyncRedisLink
@@ -211,6 +215,7 @@ class RedisRecords:
     clock: Unix time in seconds.
     name: of this router; one that starts again with the same name takes the former's place.
     on_unreplicated: called when a write is on a master alone, as no replica has confirmed it in time.
+    keys: that encrypt records; None: they are not encrypted.
 
     Attributes: failed_s: when Redis last failed, or this router began; on the clock of `time.monotonic`.
     """
@@ -222,9 +227,11 @@ class RedisRecords:
         clock: Callable[[], float],
         name: str,
         on_unreplicated: Callable[[], None] = lambda: None,
+        keys: AtRestKeys | None = None,
     ) -> None:
         self._link = link
         self._on_unreplicated = on_unreplicated
+        self._keys = keys
         self._clock = clock
         self._name = name
         self.failed_s = time.monotonic()
@@ -236,7 +243,13 @@ class RedisRecords:
         """Lease the session; None while another router has it."""
         keys = _keys(key)[:2]
         answer = await self._run(_ACQUIRE, keys, token, _ms(lease_s), key.session_id)
-        return replace(self._stored(answer[2], answer[1]), lost=bool(answer[3])) if answer[0] else None
+        if not answer[0]:
+            return None
+        try:
+            return replace(self._stored(key, answer[2], answer[1]), lost=bool(answer[3]))
+        except StoreUnavailable:
+            await self.release(key, token)
+            raise
 
     async def renew(self, key: SessionKey, token: str, lease_s: float) -> bool:
         """Returns whether the lease is still current."""
@@ -280,7 +293,7 @@ class RedisRecords:
 
     async def read(self, key: SessionKey) -> Stored:
         data, commit_id = await self._call(lambda client: client.hmget(_session(key), "record", "committed"))
-        return self._stored(data, commit_id)
+        return self._stored(key, data, commit_id)
 
     async def commit_ids(self, keys: Sequence[SessionKey]) -> list[str]:
         """Of each session; empty as in `Stored`."""
@@ -291,7 +304,11 @@ class RedisRecords:
         ids = await self._run(_LIST, _index(owner, documents)[:1])
         keys = [SessionKey(owner=owner, session_id=name.decode()) for name in ids]
         values = await self._fields(keys, "summary")
-        return {key: decode_summary(data) for key, data in zip(keys, values, strict=True) if data is not None}
+        return {
+            key: decode_summary(self._opened(key, "summary", data))
+            for key, data in zip(keys, values, strict=True)
+            if data is not None
+        }
 
     async def usage(self, owner: str, *, documents: bool, excluding: SessionKey) -> KeyUsage:
         records, tokens = await self._run(_USAGE, _index(owner, documents), excluding.session_id)
@@ -315,11 +332,25 @@ class RedisRecords:
     async def close(self) -> None:
         await self._link.close()
 
-    def _stored(self, data: bytes | None, commit_id: bytes | None) -> Stored:
-        record = decode_record(data) if data else None
+    def _stored(self, key: SessionKey, data: bytes | None, commit_id: bytes | None) -> Stored:
+        record = decode_record(self._opened(key, "record", data)) if data else None
         if record is not None and record.expires_at_s <= self._clock():
             record = None
         return Stored(commit_id=(commit_id or b"").decode(), record=record)
+
+    def _sealed(self, key: SessionKey, field: str, value: bytes) -> bytes:
+        if self._keys is None:
+            return value
+        return self._keys.seal(key.owner, value, context=f"{key.session_id} {field}")
+
+    def _opened(self, key: SessionKey, field: str, value: bytes) -> bytes:
+        """What was sealed. Raises: StoreUnavailable, reason "key"."""
+        try:
+            return open_with(self._keys, key.owner, value, context=f"{key.session_id} {field}")
+        except Unreadable as error:
+            raise StoreUnavailable(
+                f"session {key.session_id!r} cannot be decrypted: {error}", reason="key"
+            ) from None
 
     # ---- calls -------------------------------------------------------------------------------------------
 
@@ -332,8 +363,8 @@ class RedisRecords:
                 script,
                 _keys(key),
                 *first,
-                encode_record(record),
-                msgspec.msgpack.encode(record.summary),
+                self._sealed(key, "record", encode_record(record)),
+                self._sealed(key, "summary", msgspec.msgpack.encode(record.summary)),
                 record.commit_id,
                 _ms(record.expires_at_s),
                 key.session_id,

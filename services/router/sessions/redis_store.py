@@ -133,7 +133,7 @@ class RedisSessionStore(SessionStore):
             return await self._acquire(key, token, deadline_s)
         except StoreUnavailable as error:
             is_known = key in self._pending or (local.record is not None and not self._has_peers)
-            if error.reason in ("format", _RETURNING) or (needs_record and not is_known):
+            if error.reason in ("format", "key", _RETURNING) or (needs_record and not is_known):
                 raise
             self._on_event("offline")
             _log.warning("session continues without Redis", error=error.message)

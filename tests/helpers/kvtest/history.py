@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvferry.shared.at_rest import AtRestKeys
 from kvferry.shared.config import HistoryBits
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss
@@ -65,6 +66,7 @@ class Worker:
         num_layers: int = LAYERS,
         heads: int = HEADS,
         dim: int = DIM,
+        keys: AtRestKeys | None = None,
     ) -> None:
         precision = RowPrecision(bits=bits, dtype=torch.float32)
         self.misses: Counter[str] = Counter()
@@ -73,7 +75,8 @@ class Worker:
             fingerprint=fingerprint,
             heads=(Heads(num_kv_heads=heads, group_size=1, head_dim=dim),) * num_layers,
             precision=precision,
-        )  # fmt: skip
+            keys=keys,
+        )
         self.store = HistoryStore(
             max_bytes=max_bytes,
             num_layers=num_layers,

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from kvferry.services.router.sessions.record import (
 from kvferry.services.router.sessions.redis_records import RedisRecords
 from kvferry.services.router.sessions.redis_store import RedisSessionStore
 from kvferry.services.router.sessions.store import document_key
+from kvferry.shared.at_rest import AtRestKeys
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import SessionBusy, SessionNotFound, StoreUnavailable
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
@@ -57,7 +59,12 @@ class Router:
             RedisOptions(url=url, timeout_s=settings.get("timeout_s", 30.0), breaker_open_s=0.001)
         )
         self.store = RedisSessionStore(
-            RedisRecords(link, clock=self.clock, name=options.get("name", f"router {id(self)}")),
+            RedisRecords(
+                link,
+                clock=self.clock,
+                name=options.get("name", f"router {id(self)}"),
+                keys=options.get("keys"),
+            ),
             lease_s=settings["lease_s"],
             on_event=self.events.append,
             ttl_s=settings["ttl_s"],
@@ -479,3 +486,40 @@ async def test_what_has_expired_is_removed(router: Callable[..., Router], redis_
         left = {name.decode() for name in client.keys("kvferry:router:*")}
     assert not any(name.endswith(":session:s") for name in left)
     assert any(name.endswith("document/d") for name in left)  # documents have 900 s
+
+
+async def test_records_are_encrypted_with_the_keys(router: Callable[..., Router], redis_server: Any) -> None:
+    old, new = AtRestKeys((b"1" * 32,)), AtRestKeys((b"2" * 32, b"1" * 32))
+    secrets = ("grüße".encode(), b"prefill_ms", b"a:1")
+    for keys, is_plain in ((None, True), (old, False)):
+        await router(keys=keys).turn()
+        with redis_server.client() as client:
+            fields = [
+                value
+                for key in client.scan_iter(b"*:session:*")
+                for value in (*client.hgetall(key).keys(), *client.hgetall(key).values())
+            ]
+            client.flushall()
+        assert [any(secret in field for field in fields) for secret in secrets] == [is_plain] * 3
+    writer = router(keys=old)
+    await writer.turn()
+    rotated = router(keys=new)
+    assert await rotated.turns() == 1
+    assert [len(await its.store.owned_by("0a1b", documents=False)) for its in (writer, rotated)] == [1, 1]
+    await rotated.turn(TURN_2)
+    assert await router(keys=new).turns() == 2
+
+
+@pytest.mark.parametrize("keys", [None, AtRestKeys((b"3" * 32,))], ids=["none", "another"])
+async def test_a_record_of_another_key_is_a_named_error_and_can_be_deleted(
+    router: Callable[..., Router], keys: AtRestKeys | None
+) -> None:
+    await router(keys=AtRestKeys((b"1" * 32,))).turn()
+    other = router(keys=keys)
+    for attempt in (other.turn, other.turns, partial(other.store.owned_by, "0a1b", documents=False)):
+        with pytest.raises(StoreUnavailable, match="session 's' cannot be decrypted") as refused:
+            await attempt()
+        assert refused.value.reason == "key"
+    await other.store.delete(KEY)
+    assert await other.turns() is None
+    assert await other.turn() is None
