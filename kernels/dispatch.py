@@ -41,7 +41,9 @@ TRITON_OPS = (
     "dense_decode",
     "hsa",
     "kivi",
+    "knapsack",
     "pack",
+    "packed_check",
     "trizone",
     "window_scores",
 )

@@ -25,6 +25,8 @@ from kvferry.kernels.dispatch import shape_problem
 from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
 from kvferry.kernels.kivi.batch import KiviBatch, QuantisedRows
 from kvferry.kernels.kivi.rows import WORD_BITS, kivi_quantise
+from kvferry.kernels.knapsack import take_increments_torch
+from kvferry.kernels.packed.check import BAD_POSITIONS, BAD_SCALES
 from kvferry.kernels.packed.layer import view_packed_layer
 from kvferry.kernels.packed.packing import fill_in_torch, indexed_layer
 from kvferry.kernels.quantise import WIDTHS
@@ -385,13 +387,74 @@ def _pack_cases(shape: BatchShape) -> Iterator[OpCheck]:
     )
 
 
+def _knapsack_cases(shape: BatchShape) -> Iterator[OpCheck]:
+    def run(*, launched: bool) -> Tensor:
+        generator = torch.Generator().manual_seed(17)
+        weights = torch.rand(shape.num_kv_heads, PROMPT_TOKENS, dtype=torch.float64, generator=generator)
+        # some weigh nothing, some the same
+        weights = ((weights - 0.2).clamp(min=0) * 50).floor()
+        gains = weights[:, None] * torch.tensor([3.0, 1.0, 0.25], dtype=torch.float64)[:, None]
+        gained, order = gains.flatten(1).sort(dim=1, descending=True, stable=True)
+        budgets = torch.arange(shape.num_kv_heads) * 701 % 3000
+        device, steps = shape.device, torch.tensor([2, 2, 12])
+        arguments = order.to(device), gained.to(device), steps.to(device), budgets.to(device)
+        if launched:
+            # a CPU install has no Triton
+            from kvferry.kernels.knapsack import triton_kernel
+
+            return triton_kernel.take_increments(*arguments, PROMPT_TOKENS).float()
+        return take_increments_torch(*arguments, PROMPT_TOKENS).float()
+
+    yield OpCheck(
+        op="knapsack",
+        name="bits of a prompt's tokens",
+        launch=partial(run, launched=True),
+        expected=partial(run, launched=False),
+        tolerance=0.0,
+    )
+
+
+def _packed_check_cases(shape: BatchShape) -> Iterator[OpCheck]:
+    def run(*, launched: bool) -> Tensor:
+        generator = torch.Generator().manual_seed(19)
+        size = (shape.num_kv_heads, PROMPT_TOKENS, shape.head_dim)
+        keys, values = torch.randn(2, *size, generator=generator).to(shape.device, shape.dtype)
+        packed = indexed_layer(keys, values, *_bits(shape, PROMPT_TOKENS))
+        fill_in_torch(packed, keys, values)
+        expected = torch.zeros(2, shape.num_kv_heads, device=shape.device)
+        # faults in the last head, which the second result has
+        head = packed.heads[-1]
+        found = []
+        for spoilt in (False, True):
+            if spoilt:
+                head.positions[-1] = head.positions[-2]
+                head.value_minima[0] = torch.inf
+                expected[1, -1] = BAD_POSITIONS | BAD_SCALES
+            if launched:
+                # a CPU install has no Triton
+                from kvferry.kernels.packed import check_kernel
+
+                found.append(check_kernel.faults(packed, PROMPT_TOKENS)[:, 0].float())
+        return torch.stack(found).view(1, -1) if launched else expected.view(1, -1)
+
+    yield OpCheck(
+        op="packed_check",
+        name="a packed prompt with and without faults",
+        launch=partial(run, launched=True),
+        expected=partial(run, launched=False),
+        tolerance=0.0,
+    )
+
+
 _CASES: dict[str, Callable[[BatchShape], Iterator[OpCheck]]] = {
     "chunk_scores": _chunk_cases,
     "column_sums": _column_cases,
     "dense_decode": _dense_cases,
     "hsa": _hsa_cases,
     "kivi": _kivi_cases,
+    "knapsack": _knapsack_cases,
     "pack": _pack_cases,
+    "packed_check": _packed_check_cases,
     "trizone": _trizone_cases,
     "window_scores": _window_cases,
 }

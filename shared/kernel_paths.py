@@ -22,7 +22,7 @@ from kvferry.shared.errors import ConfigurationError
 _log = structlog.get_logger(__name__)
 
 Role = Literal["prefill", "decode"]
-_PREFILL_OPS = ("chunk_scores", "column_sums", "pack", "quantise", "window_scores")
+_PREFILL_OPS = ("chunk_scores", "column_sums", "knapsack", "pack", "quantise", "window_scores")
 OPS: dict[Role, tuple[str, ...]] = {
     "prefill": _PREFILL_OPS,
     "decode": tuple(sorted({*dispatch.TRITON_OPS, *dispatch.TORCH_OPS}.difference(_PREFILL_OPS))),

@@ -12,7 +12,7 @@ from case import MODELS, TINY, Case, Device, Model
 from dense_cases import append_case, dense_case
 from hsa_cases import HsaSize, hsa_cases
 from kivi_cases import kivi_case
-from packed_cases import pack_case, trizone_case
+from packed_cases import check_case, knapsack_case, pack_case, trizone_case
 from score_cases import chunk_case, window_case
 
 __all__ = ["MODELS", "gpu_cases", "tiny_cases"]
@@ -41,6 +41,8 @@ def tiny_cases(device: Device, seed: int) -> list[Case]:
         trizone_case(small, batch_size=1, kept=150, new=3, device=device, seed=seed, target=None),
         window_case(other, window=5, length=40, device=device, seed=seed, target=None),
         pack_case(small, length=20, device=device, seed=seed, target=None),
+        check_case(small, length=20, device=device, seed=seed),
+        knapsack_case(small, length=20, device=device, seed=seed),
         chunk_case(small, chunk=20, length=33, device=device, seed=seed),
         kivi_case(small, bits=4, batch_size=2, length=70, new=3, device=device, seed=seed),
         kivi_case(other, bits=2, batch_size=1, length=33, new=1, device=device, seed=seed),
@@ -95,6 +97,8 @@ def gpu_cases(device: Device, seed: int, model: Model) -> list[Callable[[], list
         lambda: packed(1, None, 10.0),
         lambda: [window_case(model, window=32, length=131072, device=device, seed=seed, target=0.50)],
         lambda: [pack_case(model, length=32768, device=device, seed=seed, target=0.60)],
+        lambda: [check_case(model, length=4096, device=device, seed=seed)],
+        lambda: [knapsack_case(model, length=32768, device=device, seed=seed)],
         lambda: [chunk_case(model, chunk=512, length=32768, device=device, seed=seed)],
         *(partial(quantised, bits) for bits in (2, 4)),
     ]

@@ -18,7 +18,7 @@ from dense_cases import append_case, dense_case
 from gates import breaks
 from hsa_cases import HsaSize, hsa_cases
 from kivi_cases import kivi_case
-from packed_cases import pack_case, trizone_case
+from packed_cases import check_case, knapsack_case, pack_case, trizone_case
 from score_cases import chunk_case, window_case
 
 from kvferry.kernels.hsa.batch import MAX_PAGES
@@ -68,6 +68,8 @@ def compile_cases(model: Model) -> list[Callable[[], Case]]:
         lambda: trizone_case(model, batch_size=1, kept=300, new=16, device=_CPU, seed=0, target=None),
         lambda: window_case(model, window=32, length=64, device=_CPU, seed=0, target=None),
         lambda: pack_case(model, length=300, device=_CPU, seed=0, target=None),
+        lambda: check_case(model, length=300, device=_CPU, seed=0),
+        lambda: knapsack_case(model, length=300, device=_CPU, seed=0),
         lambda: chunk_case(model, chunk=512, length=512, device=_CPU, seed=0),
         *(
             partial(kivi_case, model, bits=bits, batch_size=1, length=40, new=1, device=_CPU, seed=0)

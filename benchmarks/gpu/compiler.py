@@ -28,6 +28,7 @@ _TYPES = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.uint8: "*u8",
     torch.int16: "*i16",
     torch.uint16: "*u16",

@@ -8,10 +8,19 @@ from torch import Tensor
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.descriptors import choose_num_splits
+from kvferry.kernels.knapsack import take_increments_torch
+from kvferry.kernels.knapsack import triton_kernel as knapsack
+from kvferry.kernels.packed import check_kernel
 from kvferry.kernels.packed import triton_kernel as pack
+from kvferry.kernels.packed.check import BAD_POSITIONS
 from kvferry.kernels.packed.layer import PackedLayer, view_packed_layer
 from kvferry.kernels.packed.packing import pack_layer
-from kvferry.kernels.packed.packing_kernels import _key_ranges_kernel, _pack_keys_kernel, _pack_values_kernel
+from kvferry.kernels.packed.packing_kernels import (
+    _key_headers_kernel,
+    _key_ranges_kernel,
+    _pack_keys_kernel,
+    _pack_values_kernel,
+)
 from kvferry.kernels.trizone import torch_path
 from kvferry.kernels.trizone import triton_kernel as trizone
 from kvferry.kernels.trizone.scaled_queries import _prologue_kernel
@@ -131,7 +140,60 @@ def pack_case(model: Model, *, length: int, device: Device, seed: int, target: f
         launch=launch,
         expected=lambda: expected,
         tolerance=1e-3,
-        kernels=(_key_ranges_kernel, _pack_keys_kernel, _pack_values_kernel),
+        kernels=(_key_ranges_kernel, _key_headers_kernel, _pack_keys_kernel, _pack_values_kernel),
         target=target,
+        captured=False,
+    )
+
+
+def check_case(model: Model, *, length: int, device: Device, seed: int) -> Case:
+    """Row 6: what the receiver checks of a prompt's layer."""
+    generator = torch.Generator(device).manual_seed(seed)
+    widths = torch.tensor([0, 2, 2, 2, 4, 4, 8, 16], dtype=torch.uint8, device=device)
+    packed = packed_layer(generator, widths, model.num_kv_heads, length, model.head_dim, device)
+    if packed.heads[0].counts.num_tokens > 1:
+        packed.heads[0].positions[-1] = packed.heads[0].positions[0]
+
+    def expected() -> Tensor:
+        faults = torch.zeros(model.num_kv_heads)
+        faults[0] = BAD_POSITIONS if packed.heads[0].counts.num_tokens > 1 else 0
+        return faults
+
+    return Case(
+        row=6,
+        kernel="packed_check",
+        model=model.name,
+        shape=f"T={length}",
+        num_bytes=packed.layout.size_bytes,
+        launch=lambda: check_kernel.faults(packed, length)[:, 0].float(),
+        expected=expected,
+        tolerance=0.0,
+        kernels=(check_kernel._check_kernel,),
+        captured=False,
+    )
+
+
+def knapsack_case(model: Model, *, length: int, device: Device, seed: int) -> Case:
+    """Row 6: the bits of a prompt's tokens."""
+    generator = torch.Generator(device).manual_seed(seed)
+    size = (model.num_kv_heads, 4 * length)
+    gained = torch.rand(*size, dtype=torch.float64, generator=generator, device=device)
+    gained, order = gained.sort(dim=1, descending=True, stable=True)
+    # a unit's increments in their order, whatever they gain
+    order = (order % length).sort(dim=1, stable=True).indices.argsort(dim=1)
+    order = order % 4 * length + order // 4
+    steps = torch.tensor([2, 2, 4, 8], device=device)
+    budgets = torch.full((model.num_kv_heads,), 2 * length, device=device)
+    arguments = (order, gained, steps, budgets, length)
+    return Case(
+        row=6,
+        kernel="knapsack",
+        model=model.name,
+        shape=f"T={length}",
+        num_bytes=16 * order.numel() // 4,
+        launch=lambda: knapsack.take_increments(*arguments).float(),
+        expected=lambda: take_increments_torch(*arguments).float(),
+        tolerance=0.0,
+        kernels=(knapsack._take_increments_kernel,),
         captured=False,
     )

@@ -1,4 +1,4 @@
-"""One layer's packed K and V: view and check.
+"""Views of one layer's packed K and V.
 
 Decode views the bytes it received and attends to them as they are (`kernels/trizone`). `packing.py` writes
 them.
@@ -6,9 +6,6 @@ them.
 
 from __future__ import annotations
 
-import bisect
-import itertools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
-from kvferry.kernels.packed.key_words import half_tiles
 from kvferry.kernels.packed.layout import OFFSET_BYTES, HeadCounts, PackedLayout
 
 ENTRY_FIELDS = 20
@@ -107,8 +103,12 @@ class PackedLayer:
         the host. `check_packed_layer` computes it, so that a batch takes the layer without reading scales."""
         one = torch.ones((), device=self.buffer.device)
         scales = [head.value_scales.float() for head in self.heads]
-        largest = torch.stack([its.max() if its.numel() else one for its in scales]).cpu()
-        return (SCALE_EXPONENT - torch.frexp(largest).exponent.long()).clamp(-100, 100)
+        return self.exponents_of(torch.stack([its.max() if its.numel() else one for its in scales]).cpu())
+
+    @staticmethod
+    def exponents_of(largest_scales: Tensor) -> Tensor:
+        """`value_exponents` of each head's largest value scale, float32 `[H_kv]` on the host."""
+        return (SCALE_EXPONENT - torch.frexp(largest_scales).exponent.long()).clamp(-100, 100)
 
 
 def view_packed_layer(layout: PackedLayout, buffer: Tensor) -> PackedLayer:
@@ -136,70 +136,6 @@ def view_packed_layer(layout: PackedLayout, buffer: Tensor) -> PackedLayer:
             views[name] = base.as_strided(shape, (shape[-1], 1)[-len(shape) :], start)
         heads.append(PackedHead(counts=counts, **views))
     return PackedLayer(layout=layout, buffer=buffer, heads=tuple(heads))
-
-
-def check_packed_layer(packed: PackedLayer, num_prompt_tokens: int) -> None:
-    """Refuse an index, scales or half floats that no packer writes, before anything attends to them.
-
-    Raises:
-        ValueError: a channel or a position is out of range, repeated or out of order, or a scale is not
-            finite and positive, or a minimum or a 16-bit value not finite.
-    """
-    names = ("channels", "positions", "key_scales", "key_minima", "value_scales", "value_minima", "values_16")
-    of_heads = zip(*map(operator.attrgetter(*names), packed.heads), strict=True)
-    channels, positions, key_scales, key_minima, value_scales, value_minima, halves = of_heads
-    counts = operator.attrgetter("counts.channels", "counts.tokens")
-    num_channels, num_tokens = zip(*map(counts, packed.heads), strict=True)
-    _check_index("channels", channels, num_channels, packed.layout.head_dim)
-    _check_index("positions", positions, num_tokens, num_prompt_tokens)
-    _check_scales(key_scales, key_minima)
-    _check_scales(value_scales, value_minima)
-    bad = _first_head(~torch.cat(halves).isfinite().all(1), list(map(len, halves)))
-    for h, head in enumerate(packed.heads):
-        for tile in half_tiles(head.key_words, head.counts.channels, head.counts.num_tokens, max_blocks=64):
-            if bad is None and not bool(tile.isfinite().all()):
-                bad = h
-    if bad is not None:
-        raise ValueError(f"what head {bad} keeps at 16 bits must be finite")
-    _ = packed.value_exponents, packed.layout.entries  # computed now, not when a batch takes the layer
-
-
-def _check_index(name: str, parts: tuple[Tensor, ...], counts: Sequence[Sequence[int]], limit: int) -> None:
-    """Require every head's part to be distinct, below limit, and ascending within each width."""
-    sizes = list(map(len, parts))
-    index = torch.cat(parts).long()
-    # one range of numbers per head, so that all heads are compared at once
-    numbers = torch.arange(len(parts)).repeat_interleave(torch.tensor(sizes)).to(index.device) * limit + index
-    bad = (index < 0) | (index >= limit)
-    order = numbers.sort(stable=True)
-    bad[order.indices[1:]] |= order.values.diff() == 0
-    falls = index.diff() <= 0
-    start = 0
-    for count in itertools.chain.from_iterable(counts):
-        start += count
-        # the first of the next width has no predecessor
-        falls[max(start - 1, 0) : start] = False
-    bad[1:] |= falls
-    head = _first_head(bad, sizes)
-    if head is not None:
-        raise ValueError(f"{name} of head {head} must be distinct, ascending by width and below {limit}")
-
-
-def _check_scales(scales: tuple[Tensor, ...], minima: tuple[Tensor, ...]) -> None:
-    """Require scales above 0, and finite scales and minima."""
-    scale, minimum = torch.cat(scales), torch.cat(minima)
-    # float16 values: no code times a scale is beyond float32
-    head = _first_head(~((scale > 0) & scale.isfinite() & minimum.isfinite()), list(map(len, scales)))
-    if head is not None:
-        raise ValueError(f"scales of head {head} must be finite and positive, and minima finite")
-
-
-def _first_head(bad: Tensor, sizes: Sequence[int]) -> int | None:
-    """The head of the first bad element, None if there is none. Args: sizes: elements of each head."""
-    if not bool(bad.any()):
-        return None
-    stops = list(itertools.accumulate(sizes))
-    return bisect.bisect_right(stops, int(bad.nonzero()[0]))
 
 
 def packed_entries(layers: Sequence[PackedLayer], base: Tensor) -> Tensor:

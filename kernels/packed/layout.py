@@ -137,7 +137,8 @@ def _packed_layout(heads: tuple[HeadCounts, ...], head_dim: int, num_tokens: int
     )
 
 
-def _position_dtype(num_tokens: int) -> torch.dtype:
+def position_dtype(num_tokens: int) -> torch.dtype:
+    """Of positions in a prompt or segment of so many tokens."""
     return torch.uint16 if num_tokens <= MAX_SHORT_POSITIONS else torch.int32
 
 
@@ -153,7 +154,7 @@ def max_packed_bytes(*, num_tokens: int, budget_tokens: int, num_kv_heads: int, 
     # V: 2 B D bytes, and up to a byte a row where D is no multiple of 4. K: 2 B D, and 7 padding tokens.
     codes_and_rows = 4 * budget * head_dim + retained + 14 * head_dim
     scales = 4 * (retained + head_dim)
-    index = _position_dtype(num_tokens).itemsize * retained + 2 * head_dim
+    index = position_dtype(num_tokens).itemsize * retained + 2 * head_dim
     head_bytes = codes_and_rows + scales + index + _REGIONS_PER_HEAD * ALIGNMENT_BYTES
     return num_kv_heads * (-(-head_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
 
@@ -179,6 +180,6 @@ def _head_shapes(
         "rows": [("values_16", (head.tokens[3], head_dim), torch.float16)],
         "index": [
             ("channels", (head.num_channels,), torch.int16),
-            ("positions", (head.num_tokens,), _position_dtype(num_tokens)),
+            ("positions", (head.num_tokens,), position_dtype(num_tokens)),
         ],
     }

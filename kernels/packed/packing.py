@@ -6,33 +6,49 @@ tokens and nothing is padded to the longest.
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from kvferry.kernels.descriptors import ALIGNMENT_BYTES
 from kvferry.kernels.dispatch import path_for, shape_problem
 from kvferry.kernels.packed.key_words import WIDTHS, pack_key_words
 from kvferry.kernels.packed.layer import PackedHead, PackedLayer, view_packed_layer
-from kvferry.kernels.packed.layout import HeadCounts, packed_layout
+from kvferry.kernels.packed.layout import HeadCounts, packed_layout, position_dtype
 from kvferry.kernels.packed.value_rows import pack_value_rows
 from kvferry.kernels.quantise import quantise_rows
 from kvferry.kernels.quarantine import attempt
 
 
-def pack_layer(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tensor) -> PackedLayer:
-    """Quantise and pack: K per channel over the retained tokens, V per token over D.
+class UnusableBits(ValueError):
+    """The bits were allocated by weights that are not finite."""
+
+
+def pack_layer(
+    keys: Tensor,
+    values: Tensor,
+    key_bits: Tensor,
+    value_bits: Tensor,
+    *,
+    usable: Tensor | None = None,
+) -> PackedLayer:
+    """Quantise and pack: K per channel over the retained tokens, V per token over D. The host waits for the
+    device twice: for the counts of each width, and for whether all values can be represented.
 
     Args:
         keys, values: floating `[H_kv, T, D]`; keys post-RoPE.
         key_bits: uint8 `[H_kv, D]`, each 0, 2, 4, 8 or 16.
         value_bits: uint8 `[H_kv, T]`, the same widths; a token of 0 bits is dropped, with its K.
+        usable: bool `[]` on the device, whether the bits mean something; None if they do.
 
     Raises:
+        UnusableBits: the bits mean nothing.
         ValueError: shapes do not fit together, another width, or a retained value that is not finite in
-            float16).
+            float16.
     """
-    packed = indexed_layer(keys, values, key_bits, value_bits)
+    packed = indexed_layer(keys, values, key_bits, value_bits, usable)
     in_torch = partial(fill_in_torch, packed, keys, values)
     if path_for("pack", keys.device, partial(_unsupported, keys, values)) == "torch":
         in_torch()
@@ -48,23 +64,32 @@ def pack_layer(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tenso
     return packed
 
 
-def indexed_layer(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tensor) -> PackedLayer:
+def indexed_layer(
+    keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tensor, usable: Tensor | None = None
+) -> PackedLayer:
     """The first part of `pack_layer`: channels and positions are written, all else is zero."""
     _check_pack(keys, values, key_bits, value_bits)
+    num_kv_heads, (num_tokens, head_dim) = len(keys), keys.shape[1:]
+    counts = _counts(key_bits, value_bits, usable)
     heads = []
-    for widths, tokens in zip(_counts(key_bits), _counts(value_bits), strict=True):
+    for widths, tokens in zip(counts[:num_kv_heads], counts[num_kv_heads:], strict=True):
         # without tokens there are no channels to store
         heads.append(HeadCounts(channels=widths if any(tokens) else (0, 0, 0, 0), tokens=tokens))
-    layout = packed_layout(heads, keys.shape[2], num_tokens=keys.shape[1])
+    layout = packed_layout(heads, head_dim, num_tokens=num_tokens)
     packed = view_packed_layer(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8, device=keys.device))
-    channel_order = key_bits.sort(dim=1, stable=True).indices
-    token_order = value_bits.sort(dim=1, stable=True).indices
-    for h, head in enumerate(packed.heads):
+    channel_order = key_bits.sort(dim=1, stable=True).indices.to(torch.int16)
+    token_order = value_bits.sort(dim=1, stable=True).indices.to(position_dtype(num_tokens))
+    pieces, padding = [], torch.zeros(ALIGNMENT_BYTES, dtype=torch.uint8, device=keys.device)
+    for h, head in enumerate(layout.heads):
         # channels and tokens of zero bits sort first and are dropped
-        channels = channel_order[h, keys.shape[2] - head.counts.num_channels :]
-        positions = token_order[h, keys.shape[1] - head.counts.num_tokens :]
-        head.channels.copy_(channels)
-        head.positions.copy_(positions)
+        for index in (
+            channel_order[h, head_dim - head.num_channels :],
+            token_order[h, num_tokens - head.num_tokens :],
+        ):
+            octets = index.view(torch.uint8)
+            pieces += [octets, padding[: -len(octets) % ALIGNMENT_BYTES]]
+    start, size_bytes = layout.kinds["index"]
+    torch.cat(pieces, out=packed.buffer[start : start + size_bytes])
     return packed
 
 
@@ -83,16 +108,33 @@ def _unsupported(keys: Tensor, values: Tensor) -> str | None:
     return shape_problem(keys.dtype, 1, keys.shape[2]) or shape_problem(values.dtype, 1, values.shape[2])
 
 
-def _counts(bits: Tensor) -> list[tuple[int, int, int, int]]:
-    """How many units of each row have each width. Args: bits uint8 `[H_kv, U]`."""
-    widths = torch.tensor([0, *WIDTHS], device=bits.device)
+def _counts(key_bits: Tensor, value_bits: Tensor, usable: Tensor | None) -> list[tuple[int, int, int, int]]:
+    """How many units of each row have each width, read at once: of K's heads, then of V's.
+
+    Raises: UnusableBits; ValueError: another width.
+    """
+    widths = _all_widths(key_bits.device)
+    counted = torch.cat([(bits[:, :, None] == widths).sum(1) for bits in (key_bits, value_bits)])
+    if usable is not None:
+        counted = torch.cat([counted.flatten(), usable[None]])
+    *read, is_usable = counted.flatten().tolist() if usable is not None else [*counted.flatten().tolist(), 1]
+    if not is_usable:
+        raise UnusableBits("bits were allocated by weights that are not finite and at least 0")
     counts = []
-    for none, two, four, eight, sixteen in (bits[:, :, None] == widths).sum(1).tolist():
+    for row, start in enumerate(range(0, len(read), len(widths))):
+        none, two, four, eight, sixteen = read[start : start + len(widths)]
+        bits = key_bits if row < len(key_bits) else value_bits
         if none + two + four + eight + sixteen != bits.shape[1]:
             found = sorted(set(bits.flatten().tolist()))
             raise ValueError(f"bits are {found}; each must be one of {(0, *WIDTHS)}")
         counts.append((two, four, eight, sixteen))
     return counts
+
+
+@functools.cache
+def _all_widths(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor([0, *WIDTHS], device=device)
 
 
 def _pack_keys(head: PackedHead, rows: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Packing K and V in Triton.
 
     _key_ranges_kernel   (head, chunk of tokens): smallest and largest value of each channel of K
+    _key_headers_kernel  (head): scales and minima of K's coded channels
     _pack_keys_kernel    (item): quantises and packs some token blocks of one head
     _pack_values_kernel  (item): each row's range, then its codes; some tokens of one head and width
 
@@ -55,6 +56,60 @@ def _key_ranges_kernel(
 
 
 @triton.jit
+def _half_headers(lowest, highest, levels):
+    """As `quantise.half_headers`; products with a power of two are exact. Returns scale and minimum."""
+    nearest = lowest.to(tl.float16)
+    below = (lowest - tl.abs(lowest) * 0.0009765625).to(tl.float16)
+    minimum = tl.where(nearest.to(tl.float32) <= lowest, nearest, below)
+    scale = tl.div_rn(highest - minimum.to(tl.float32), levels)
+    half_scale = (scale + scale * 0.0009765625).to(tl.float16)
+    return tl.where(half_scale.to(tl.float32) > 0, half_scale, 1.0).to(tl.float16), minimum
+
+
+@triton.jit
+def _not_finite(x):
+    """Whether a value is infinite or NaN."""
+    return (x == x) & (tl.abs(x) < float("inf")) == 0
+
+
+@triton.jit
+def _key_headers_kernel(
+    range_ptr, words_ptr, floats_ptr, entries_ptr, refused_ptr, num_chunks,
+    BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    row = entries_ptr + head * FIELDS
+    num_channels = (tl.load(row + 1) + tl.load(row + 2) + tl.load(row + 3) + tl.load(row + 4)).to(tl.int32)
+    c = tl.arange(0, BLOCK_D)
+    inside = c < num_channels
+    channel = tl.load(words_ptr + tl.load(row + 10) + c, mask=inside, other=0).to(tl.int32)
+    lowest = tl.full([BLOCK_D], float("inf"), tl.float32)
+    highest = tl.full([BLOCK_D], float("-inf"), tl.float32)
+    for chunk in range(0, num_chunks):
+        at = (head * num_chunks + chunk) * 2 * BLOCK_D + channel
+        lowest = tl.minimum(lowest, tl.load(range_ptr + at))
+        highest = tl.maximum(highest, tl.load(range_ptr + at + BLOCK_D))
+    # of a head without tokens there are no channels
+    lowest, highest = tl.where(inside, lowest, 0.0), tl.where(inside, highest, 0.0)
+    bad, first = 0, 0
+    for i in tl.static_range(4):
+        count = tl.load(row + 1 + i).to(tl.int32)
+        of_width = (c >= first) & (c < first + count)
+        if i < 3:
+            levels = tl.full([BLOCK_D], (1 << 2 ** (i + 1)) - 1, tl.float32)
+            scale, minimum = _half_headers(lowest, highest, levels)
+            tl.store(floats_ptr + tl.load(row + 11) + c, scale, mask=of_width)
+            tl.store(floats_ptr + tl.load(row + 12) + c, minimum, mask=of_width)
+            wrong = _not_finite(scale.to(tl.float32)) | _not_finite(minimum.to(tl.float32))
+        else:
+            wrong = _not_finite(lowest.to(tl.float16).to(tl.float32))
+            wrong |= _not_finite(highest.to(tl.float16).to(tl.float32))
+        bad += tl.sum((of_width & wrong).to(tl.int32), 0)
+        first += count
+    tl.store(refused_ptr + head, bad)
+
+
+@triton.jit
 def _pack_key_words(
     keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, before, first, count, block, lanes, num_tokens,
     stride_row, BLOCK_C: tl.constexpr, W: tl.constexpr,
@@ -98,7 +153,7 @@ def _pack_keys_kernel(
     BLOCK_C: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     item = items_ptr + tl.program_id(0) * 3
-    head, begin, end = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    head, begin, end = tl.load(item), tl.load(item + 1).to(tl.int32), tl.load(item + 2).to(tl.int32)
     row = entries_ptr + head * FIELDS
     n2, n4 = tl.load(row + 1).to(tl.int32), tl.load(row + 2).to(tl.int32)
     n8, n16 = tl.load(row + 3).to(tl.int32), tl.load(row + 4).to(tl.int32)
@@ -150,14 +205,9 @@ def _pack_rows(
                 bottom = tl.where(ok, tl.where(x == x, x, float("-inf")), float("inf"))
                 highest, lowest = tl.maximum(highest, tl.max(top, 1)), tl.minimum(lowest, tl.min(bottom, 1))
             lowest, highest = tl.where(there, lowest, 0.0), tl.where(there, highest, 0.0)
-            # as `quantise.half_headers`; products with a power of two are exact
-            nearest = lowest.to(tl.float16)
-            below = (lowest - tl.abs(lowest) * 0.0009765625).to(tl.float16)
-            minimum = tl.where(nearest.to(tl.float32) <= lowest, nearest, below)
-            lowest = minimum.to(tl.float32)
-            scale = tl.div_rn(highest - lowest, tl.full([BLOCK_T], (1 << W) - 1, tl.float32))
-            half_scale = (scale + scale * 0.0009765625).to(tl.float16)
-            scale = tl.where(half_scale.to(tl.float32) > 0, half_scale.to(tl.float32), 1.0)
+            levels = tl.full([BLOCK_T], (1 << W) - 1, tl.float32)
+            half_scale, minimum = _half_headers(lowest, highest, levels)
+            scale, lowest = half_scale.to(tl.float32), minimum.to(tl.float32)
             # a row that is refused afterwards has arbitrary codes
             usable = (highest - lowest < float("inf"))[:, None] & (scale < float("inf"))[:, None]
             from_scale = tl.where(usable, scale[:, None], 1.0)
@@ -169,7 +219,7 @@ def _pack_rows(
                 octet |= codes_of(x, from_lowest, from_scale, (1 << W) - 1) << (p * W)
             at = rows + t.to(tl.int64)[:, None] * STRIDE + i[None, :]
             tl.store(bytes_ptr + at, octet.to(tl.uint8), mask=ok)
-            tl.store(floats_ptr + tl.load(row + 13) + start + t, scale.to(tl.float16), mask=there)
+            tl.store(floats_ptr + tl.load(row + 13) + start + t, half_scale, mask=there)
             tl.store(floats_ptr + tl.load(row + 14) + start + t, minimum, mask=there)
 
 
@@ -179,7 +229,8 @@ def _pack_values_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     item = items_ptr + tl.program_id(0) * 4
-    head, kind, begin, end = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    head, kind = tl.load(item), tl.load(item + 1)
+    begin, end = tl.load(item + 2).to(tl.int32), tl.load(item + 3).to(tl.int32)
     row = entries_ptr + head * FIELDS
     values_ptr = value_ptr + head.to(tl.int64) * stride_head
     start = 0

@@ -1,4 +1,4 @@
-"""Quantising and packing a layer in Triton: ranges of K channels, K words, V rows; three launches a layer.
+"""Quantising and packing a layer in Triton: ranges, scales and words of K, rows of V; four launches a layer.
 
 Heads have different numbers of tokens at different widths; items have about equal bytes. The result equals
 the torch path's bit by bit: ranges are exact, divisions and roundings are IEEE's.
@@ -6,23 +6,27 @@ the torch path's bit by bit: ranges are exact, divisions and roundings are IEEE'
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 from torch import Tensor
 
 from kvferry.kernels.dispatch import interpreting
-from kvferry.kernels.packed.key_words import BLOCK_TOKENS, WIDTHS
+from kvferry.kernels.packed.key_words import BLOCK_TOKENS
 from kvferry.kernels.packed.layer import ENTRY_FIELDS, PackedLayer, packed_entries
-from kvferry.kernels.packed.layout import Kind
+from kvferry.kernels.packed.layout import position_dtype
 from kvferry.kernels.packed.packing_kernels import (
+    _key_headers_kernel,
     _key_ranges_kernel,
     _pack_keys_kernel,
     _pack_values_kernel,
 )
-from kvferry.kernels.quantise import half_headers
 
 ITEM_BYTES = 64 << 10
 """Bytes that an item reads, about."""
+_CHUNK = 512
+"""Tokens whose range of each K channel one program finds."""
 KEY_ITEM_FIELDS = 3
 """Columns of an item of K: head, first and last token block."""
 VALUE_ITEM_FIELDS = 4
@@ -41,63 +45,52 @@ def fill(packed: PackedLayer, keys: Tensor, values: Tensor) -> None:
     """
     if not packed.buffer.numel():
         return
-    device, buffer = keys.device, packed.buffer
+    device, buffer, layout = keys.device, packed.buffer, packed.layout
     (entries,) = packed_entries([packed], buffer)
     entries[:, 0] = torch.arange(len(packed.heads))
-    positions = torch.cat([head.positions.to(torch.int32) for head in packed.heads])
-    counts = torch.tensor([head.counts.num_tokens for head in packed.heads])
-    entries[:, ENTRY_FIELDS - 1] = counts.cumsum(0) - counts
-    entries = entries.to(device, non_blocking=True)
-    words, halves = (buffer.view(dtype) for dtype in (torch.int16, torch.float16))
-    _fill_key_ranges(packed, keys, positions, entries)
+    start, size_bytes = layout.kinds["index"]
+    # int32, whatever they are stored as: kernels are compiled once
+    positions = buffer[start : start + size_bytes].view(position_dtype(layout.num_tokens)).to(torch.int32)
+    for h, regions in enumerate(layout.regions):
+        region = regions["positions"]
+        entries[h, ENTRY_FIELDS - 1] = (region.offset - start) // region.dtype.itemsize
     key_items, value_items = _items(packed, keys.element_size())
+    # one copy to the device
+    parts = [entries, *(torch.tensor(its, dtype=torch.int64) for its in (key_items, value_items))]
+    tables = torch.cat([its.flatten() for its in parts]).to(device, non_blocking=True)
+    entries, of_keys, of_values = tables.split([its.numel() for its in parts])
+    words, halves = (buffer.view(dtype) for dtype in (torch.int16, torch.float16))
+    num_heads, head_dim = len(packed.heads), layout.head_dim
+    refused = torch.empty(num_heads, dtype=torch.int32, device=device)
+    block_d = max(triton.next_power_of_2(head_dim), 16)
+    num_chunks = max(triton.cdiv(max(head.counts.num_tokens for head in packed.heads), _CHUNK), 1)
+    ranges = torch.empty(num_heads, num_chunks, 2, block_d, dtype=torch.float32, device=device)
+    shape = {"D": head_dim, "BLOCK_D": block_d, "BLOCK_T": _tile_tokens(block_d), "FIELDS": ENTRY_FIELDS}
+    _key_ranges_kernel[(num_heads, num_chunks)](
+        keys, positions, entries, ranges, keys.stride(0), keys.stride(1), **shape, CHUNK=_CHUNK, num_warps=4
+    )
+    _key_headers_kernel[(num_heads,)](
+        ranges, words, halves, entries, refused, num_chunks,
+        BLOCK_D=block_d, FIELDS=ENTRY_FIELDS, num_warps=4,
+    )  # fmt: skip
     if key_items:
         _pack_keys_kernel[(len(key_items),)](
-            keys, words, positions, halves, entries, torch.tensor(key_items, dtype=torch.int32).to(device),
-            keys.stride(0), keys.stride(1), BLOCK_C=32, FIELDS=ENTRY_FIELDS, num_warps=4,
+            keys, words, positions, halves, entries, of_keys, keys.stride(0), keys.stride(1),
+            BLOCK_C=32, FIELDS=ENTRY_FIELDS, num_warps=4,
         )  # fmt: skip
-        head_dim = packed.layout.head_dim
-        block_d = triton.next_power_of_2(head_dim)
         _pack_values_kernel[(len(value_items),)](
-            values, buffer, halves, positions, halves, entries,
-            torch.tensor(value_items, dtype=torch.int32).to(device), values.stride(0), values.stride(1),
-            D=head_dim, BLOCK_D=block_d, BLOCK_T=_tile_tokens(block_d), FIELDS=ENTRY_FIELDS, num_warps=4,
+            values, buffer, halves, positions, halves, entries, of_values,
+            values.stride(0), values.stride(1), **shape, num_warps=4,
         )  # fmt: skip
-    checked: tuple[Kind, ...] = ("scales", "rows")
-    for kind in checked:
-        start, size = packed.layout.kinds[kind]
-        if not bool(buffer[start : start + size].view(torch.float16).isfinite().all()):
-            raise ValueError("rows have a value that is not finite, or too large for its width")
-
-
-def _fill_key_ranges(packed: PackedLayer, keys: Tensor, positions: Tensor, entries: Tensor) -> None:
-    """Write the scales and minima of K's coded channels."""
-    num_heads, block_d = len(packed.heads), max(triton.next_power_of_2(keys.shape[2]), 16)
-    chunk = 512
-    longest = max(head.counts.num_tokens for head in packed.heads)
-    num_chunks = max(triton.cdiv(longest, chunk), 1)
-    ranges = torch.empty(num_heads, num_chunks, 2, block_d, dtype=torch.float32, device=keys.device)
-    _key_ranges_kernel[(num_heads, num_chunks)](
-        keys, positions, entries, ranges, keys.stride(0), keys.stride(1),
-        D=keys.shape[2], BLOCK_D=block_d, BLOCK_T=_tile_tokens(block_d), CHUNK=chunk,
-        FIELDS=ENTRY_FIELDS, num_warps=4,
-    )  # fmt: skip
-    lowest, highest = ranges[:, :, 0].amin(1), ranges[:, :, 1].amax(1)
-    for h, head in enumerate(packed.heads):
-        start = 0
-        channels = head.channels.long()
-        for width, count in zip(WIDTHS, head.counts.channels, strict=True):
-            low, high = (ranges[h, channels[start : start + count]] for ranges in (lowest, highest))
-            if width == 16:
-                if not bool((low.half().isfinite() & high.half().isfinite()).all()):
-                    raise ValueError("a 16-bit value is not finite in float16; all must be within +-65504")
-                break
-            scales, minima = half_headers(low, high, 2**width - 1)
-            if not bool((scales.isfinite() & minima.isfinite()).all()):
-                raise ValueError("a key is not finite in float16; all must be within +-65504")
-            head.key_scales[start : start + count] = scales
-            head.key_minima[start : start + count] = minima
-            start += count
+    # scales and 16-bit rows of V lie side by side; NaN is its own extreme
+    (start, scales), (_, rows) = layout.kinds["scales"], layout.kinds["rows"]
+    low, high = buffer[start : start + scales + rows].view(torch.float16).aminmax()
+    num_refused, lowest, highest = torch.stack([refused.sum(), low, high]).tolist()
+    if num_refused or not (-math.inf < lowest and highest < math.inf):
+        raise ValueError(
+            "rows have a value that is not finite in float16, or too large for its width; all must be within "
+            "+-65504"
+        )
 
 
 def _tile_tokens(block_d: int) -> int:

@@ -16,6 +16,8 @@ from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.hsa import attend, page_extremes
 from kvferry.kernels.kivi import kivi_decode
 from kvferry.kernels.kivi.rows import kivi_quantise
+from kvferry.kernels.knapsack import take_increments
+from kvferry.kernels.packed.check import check_packed_layer
 from kvferry.kernels.packed.packing import pack_layer
 from kvferry.kernels.trizone import trizone_decode_segments
 
@@ -60,6 +62,19 @@ def run_pack() -> Tensor:
     return pack_layer(keys, values, *bits).buffer
 
 
+def run_knapsack() -> Tensor:
+    gained, order = rows(2, 30).double().abs().sort(dim=1, descending=True, stable=True)
+    return take_increments(order, gained, torch.tensor([2, 14]), torch.tensor([20, 55]), num_units=15)
+
+
+def run_packed_check() -> Tensor:
+    keys, values = rows(2, 2, 37, 16)
+    bits = [torch.full((2, units), 4, dtype=torch.uint8) for units in (16, 37)]
+    packed = pack_layer(keys, values, *bits)
+    check_packed_layer(packed, 37)
+    return packed.value_exponents
+
+
 def run_trizone() -> Tensor:
     keys, values = rows(2, 2, 37, 16)
     bits = [torch.full((2, units), 4, dtype=torch.uint8) for units in (16, 37)]
@@ -82,7 +97,9 @@ OPS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "hsa": ("hsa.triton_kernel.attend", run_hsa),
     "kivi": ("kivi.triton_kernel.kivi_decode", run_kivi),
+    "knapsack": ("knapsack.triton_kernel.take_increments", run_knapsack),
     "pack": ("packed.triton_kernel.fill", run_pack),
+    "packed_check": ("packed.check_kernel.faults", run_packed_check),
     "trizone": ("trizone.triton_kernel.trizone_decode_segments", run_trizone),
     "window_scores": (
         "attention_mass.attention_mass",

@@ -13,7 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed.layer import PackedLayer, check_packed_layer, view_packed_layer
+from kvferry.kernels.packed.check import check_packed_layer
+from kvferry.kernels.packed.layer import PackedLayer, view_packed_layer
 from kvferry.kernels.packed.layout import KINDS, LAYOUT_VERSION, HeadCounts, PackedLayout, packed_layout
 from kvferry.shared.compression.attention.interface import AttentionKind
 from kvferry.shared.compression.formats.interface import (

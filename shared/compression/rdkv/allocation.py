@@ -10,17 +10,15 @@ knapsack: H heads, U units a head (V tokens or K channels), w weights, epsilon t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvferry.kernels.knapsack import take_increments
 from kvferry.shared.compression.rdkv.epsilon import WIDTHS, EpsilonTable
-from kvferry.shared.errors import KvferryError
-
-_NEAR = 64
-"""How many increments after the first that does not fit are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +28,13 @@ class LayerAllocation:
     Attributes:
         values: bits, uint8 `[H_kv, T]`, of V tokens; with 0 the token is dropped, K and V.
         keys: bits, uint8 `[H_kv, D]`, of K channels over the retained tokens; with 0 the channel is dropped.
+        usable: bool `[]`, on the device: whether all weights are finite and at least 0. If not, the widths
+            mean nothing; packing reads it together with their counts.
     """
 
     values: Tensor
     keys: Tensor
+    usable: Tensor
 
 
 def allocate(
@@ -57,9 +58,6 @@ def allocate(
             precision.
         widths: the allowed widths (Table 4's ablations), ascending, a subset of `WIDTHS`; the budget must
             suffice for the least width for every token.
-
-    Raises:
-        KvferryError: a weight is negative or not finite.
     """
     assert budget_tokens >= 1, budget_tokens
     num_kv_heads, num_tokens = token_weights.shape
@@ -67,12 +65,17 @@ def allocate(
     share = WIDTHS[-1] * min(budget_tokens, num_tokens)
     value_budget = torch.full((num_kv_heads,), share, dtype=torch.int64, device=token_weights.device)
     values = solve_knapsack(token_weights, table.value_curve, value_budget, widths=widths)
-    kept = (values > 0).sum(dim=1)
+    kept = values.count_nonzero(dim=1)
+    # of a head without tokens no channel is stored, whatever its bits
     key_budget = (share * head_dim // kept.clamp(min=1)).clamp(max=WIDTHS[-1] * head_dim)
-    keys = solve_knapsack(
-        channel_weights, table.key_curve, torch.where(kept > 0, key_budget, 0), widths=widths
-    )
-    return LayerAllocation(values=values, keys=keys)
+    keys = solve_knapsack(channel_weights, table.key_curve, key_budget, widths=widths)
+    return LayerAllocation(values=values, keys=keys, usable=are_usable(token_weights, channel_weights))
+
+
+def are_usable(*weights: Tensor) -> Tensor:
+    """Whether all weights are finite and at least 0: bool `[]`, on their device."""
+    low, high = torch.cat([its.flatten() for its in weights]).aminmax()
+    return (low >= 0) & (high < torch.inf)
 
 
 def solve_knapsack(
@@ -88,41 +91,38 @@ def solve_knapsack(
     Deviation: Algorithm 2 may return an allocation up to 1 % over budget. Here every head is within it.
 
     Args:
-        weights: `[H, U]`, finite, at least 0.
+        weights: `[H, U]`, finite, at least 0 (`are_usable`).
         curve: epsilon at each of `WIDTHS`: 1 at 0 bits, then at least 0.
-        budget_bits: int64 `[H]`: bits summed over a head's units, at least U times the least width.
+        budget_bits: int64 `[H]`, on the weights' device: bits summed over a head's units, at least U times
+            the least width.
         widths: the widths that a unit may have, ascending, a subset of `WIDTHS`.
 
-    Returns: uint8 `[H, U]`, each one of `widths`. Among equal gains the lowest unit comes first.
-
-    Raises:
-        KvferryError: a weight is negative or not finite.
+    Returns: uint8 `[H, U]`, each one of `widths`. Among equal gains the lowest unit comes first. Of a head
+        whose weights are not finite or negative, any of them.
     """
     assert budget_bits.shape == weights.shape[:1], (weights.shape, budget_bits.shape)
-    if not bool((weights.isfinite() & (weights >= 0)).all()):
-        raise KvferryError("distortion weights must be finite and at least 0; some are not")
     costs, num_units = weights.double(), weights.shape[1]
+    steps, gains = _increments(tuple(curve), tuple(widths), costs.device)
+    gained, order = (
+        (costs[:, None, :] * gains[None, :, None]).flatten(1).sort(dim=1, descending=True, stable=True)
+    )
     # every unit starts with the least width; the hull's increments are added to it
-    budgets = budget_bits.to(costs.device, torch.int64) - widths[0] * num_units
-    assert bool((budgets >= 0).all()), budget_bits
+    budgets = budget_bits - widths[0] * num_units if widths[0] else budget_bits
+    bits = take_increments(order, gained, steps, budgets, num_units=num_units)
+    return (bits + widths[0] if widths[0] else bits).to(torch.uint8)
+
+
+@functools.cache
+def _increments(
+    curve: tuple[float, ...], widths: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """`hull_increments` on a device: int64 and float64."""
     steps, gains = hull_increments(curve, widths)
-    step_bits = torch.tensor(steps, dtype=torch.int64, device=costs.device)
-    gained = (costs[:, None, :] * costs.new_tensor(gains)[None, :, None]).flatten(1)
-    gained, order = gained.sort(dim=1, descending=True, stable=True)
-    taken = step_bits.repeat_interleave(num_units)[order]
-    fits = (taken.cumsum(dim=1) <= budgets[:, None]) & (gained > 0)
-    units = order % max(num_units, 1)
-    bits = torch.zeros_like(costs, dtype=torch.int64).scatter_add_(1, units, taken * fits)
-    # the next few increments; of each unit, only the one after those it has
-    near = fits.sum(dim=1, keepdim=True) + torch.arange(min(_NEAR, order.shape[1]), device=costs.device)
-    inside = near < order.shape[1]
-    near = near.clamp(max=max(order.shape[1] - 1, 0))
-    unit, step = units.gather(1, near), (order // max(num_units, 1)).gather(1, near)
-    left = budgets - bits.sum(dim=1)
-    fits_still = inside & (gained.gather(1, near) > 0) & (step_bits[step] <= left[:, None])
-    fits_still &= bits.gather(1, unit) == (step_bits.cumsum(0) - step_bits)[step]
-    first = fits_still & (fits_still.cumsum(dim=1) == 1)
-    return (bits.scatter_add_(1, unit, step_bits[step] * first) + widths[0]).to(torch.uint8)
+    with torch.inference_mode(False):
+        return (
+            torch.tensor(steps, dtype=torch.int64, device=device),
+            torch.tensor(gains, dtype=torch.float64, device=device),
+        )
 
 
 def hull_increments(curve: Sequence[float], widths: Sequence[int]) -> tuple[list[int], list[float]]:

@@ -11,7 +11,7 @@ from typing import get_args
 from torch import Tensor
 
 from kvferry.kernels.packed.layer import PackedLayer
-from kvferry.kernels.packed.packing import pack_layer
+from kvferry.kernels.packed.packing import UnusableBits, pack_layer
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Allowed, Between, Part, read_params
 from kvferry.shared.compression.rdkv.allocation import LayerAllocation, allocate
@@ -22,7 +22,7 @@ from kvferry.shared.compression.rdkv.weights import (
     score_weights,
     token_weights,
 )
-from kvferry.shared.errors import InvalidRequest
+from kvferry.shared.errors import InvalidRequest, KvferryError
 
 RDKV_PARAMS: Allowed = {
     "epsilon_table": str,
@@ -87,7 +87,6 @@ def allocate_layer(
     """The bits of one layer's tokens and channels. The window is the last min(window, T_new) queries.
 
     Args: scores: float32 `[H_kv, T]`, standardised, for the weights of tokens in place of the window.
-    Raises: KvferryError: weights are not finite.
     """
     queries = inputs.queries[:, :, -min(settings.window, inputs.queries.shape[2]) :]
     if scores is None:
@@ -115,8 +114,11 @@ def compress_layer_rdkv(
         KvferryError: weights are not finite.
         ValueError: K or V of a retained token are not finite, in float16 if they are stored at 16 bits.
     """
-    allocation = allocate_layer(settings, inputs, scores)
-    return pack_layer(inputs.keys, inputs.values, allocation.keys, allocation.values)
+    bits = allocate_layer(settings, inputs, scores)
+    try:
+        return pack_layer(inputs.keys, inputs.values, bits.keys, bits.values, usable=bits.usable)
+    except UnusableBits as error:
+        raise KvferryError("distortion weights must be finite and at least 0; some are not") from error
 
 
 def rdkv_settings(part: Part, *, budget_tokens: int, fingerprint: str = "") -> RdkvSettings:

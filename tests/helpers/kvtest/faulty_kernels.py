@@ -20,7 +20,9 @@ LAUNCHES = {
     "dense_decode": ("kvferry.kernels.dense_decode.triton_kernel", "dense_decode_batch"),
     "hsa": ("kvferry.kernels.hsa.triton_kernel", "append_and_attend_batch"),
     "kivi": ("kvferry.kernels.kivi.triton_kernel", "kivi_decode_batch"),
+    "knapsack": ("kvferry.kernels.knapsack.triton_kernel", "take_increments"),
     "pack": ("kvferry.kernels.packed.triton_kernel", "fill"),
+    "packed_check": ("kvferry.kernels.packed.check_kernel", "faults"),
     "trizone": ("kvferry.kernels.trizone.triton_kernel", "trizone_decode_batch"),
     "window_scores": ("kvferry.kernels.attention_mass", "attention_mass"),
 }
@@ -48,7 +50,7 @@ def _spoil(value: float) -> Callable[..., Any]:
         result = _result(returned, args, kwargs)
         if result.is_floating_point():
             result.view(-1)[:: max(result.numel() // 50, 1)] += value
-        else:  # packed bytes
+        else:  # packed bytes, bits, faults
             result[len(result) // 2 :] ^= 255
         return returned
 

@@ -6,13 +6,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtest.packed import unpack_layer
 
+from kvferry.kernels import dispatch
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
-from kvferry.kernels.packed.layer import check_packed_layer, view_packed_layer
+from kvferry.kernels.packed.check import check_packed_layer
+from kvferry.kernels.packed.layer import view_packed_layer
 from kvferry.kernels.packed.layout import packed_layout
 from kvferry.kernels.packed.packing import pack_layer
 from kvferry.kernels.quantise import dequantise_rows, quantise_rows
+from kvferry.kernels.quarantine import quarantined
 
 WIDTHS = torch.tensor([0, 2, 4, 8, 16], dtype=torch.uint8)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def check(request):
+    """`check_packed_layer` on the torch path, then with its kernel in the interpreter."""
+
+    def run(packed, num_tokens):
+        dispatch.configure(request.param, torch.device("cpu"))
+        try:
+            check_packed_layer(packed, num_tokens)
+        finally:
+            dispatch.configure("auto", torch.device("cpu"))
+
+    yield run
+    assert not quarantined()
 
 
 def make_layer(num_kv_heads, num_tokens, head_dim, seed=0, dtype=torch.float32):
@@ -158,25 +176,27 @@ def test_misfits_are_named():
         ("values_16", float("nan"), "head 1 keeps at 16 bits"),
     ],
 )
-def test_an_index_or_scales_that_no_packer_writes_are_refused(name, entry, named):
+def test_an_index_or_scales_that_no_packer_writes_are_refused(check, name, entry, named):
     keys, values, key_bits, value_bits = make_layer(2, 99, 4)
     key_bits[1] = torch.tensor([2, 4, 8, 2])
     packed = pack_layer(keys, values, key_bits, value_bits)
-    check_packed_layer(packed, 99)
+    check(packed, 99)
     getattr(packed.heads[1], name)[-1] = entry
     with pytest.raises(ValueError, match=named):
-        check_packed_layer(packed, 99)
+        check(packed, 99)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 127, 128, 141])
-def test_sixteen_bit_channels_that_are_not_finite_are_refused_but_padding_may_hold_anything(num_tokens):
+def test_sixteen_bit_channels_that_are_not_finite_are_refused_but_padding_may_hold_anything(
+    check, num_tokens
+):
     keys = torch.ones(1, num_tokens, 3)
     packed = pack_layer(keys, keys, torch.tensor([[4, 16, 16]]), torch.full((1, num_tokens), 8))
     lanes = -(-(num_tokens % 128) // 8) or 16
     last = packed.heads[0].key_words[-2 * 8 * lanes :].view(torch.float16)
     padding = -num_tokens % 8
     last[8 * lanes - padding :] = float("nan")
-    check_packed_layer(packed, num_tokens)
+    check(packed, num_tokens)
     last[8 * lanes - padding - 1] = float("nan")
     with pytest.raises(ValueError, match="at 16 bits"):
-        check_packed_layer(packed, num_tokens)
+        check(packed, num_tokens)

@@ -5,7 +5,7 @@ import torch
 from kvtest.packed import trizone_decode, unpack_layer
 
 from kvferry.kernels.dense_decode import dense_decode
-from kvferry.kernels.packed.layer import check_packed_layer
+from kvferry.kernels.packed.check import check_packed_layer
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.rdkv.compress import RdkvSettings, allocate_layer, compress_layer_rdkv
 from kvferry.shared.compression.rdkv.epsilon import find_table

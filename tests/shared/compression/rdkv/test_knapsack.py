@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.shared.compression.rdkv.allocation import hull_increments, solve_knapsack
+from kvferry.shared.compression.rdkv.allocation import are_usable, hull_increments, solve_knapsack
 from kvferry.shared.compression.rdkv.epsilon import PAPER_TABLES, WIDTHS
-from kvferry.shared.errors import KvferryError
 
 CURVES = [c for table in PAPER_TABLES.values() for c in (table.key_curve, table.value_curve)]
 WEIGHT = st.one_of(st.just(0.0), st.floats(1e-6, 1e3))
@@ -186,6 +185,8 @@ def test_weights_of_zero_get_no_bits():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
-def test_impossible_weights_are_refused(bad):
-    with pytest.raises(KvferryError, match="finite"):
-        solve([1.0, bad], CURVES[0], 10)
+def test_impossible_weights_are_not_usable(bad):
+    usable = torch.tensor([[0.0, 1.0]])
+    assert are_usable(usable, usable)
+    assert not are_usable(torch.tensor([[1.0, bad]]), usable)
+    assert not are_usable(usable, torch.tensor([[1.0, bad]]))
