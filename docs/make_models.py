@@ -18,6 +18,7 @@ from kvtest.quantised_models import WEIGHT_ONLY
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.presets import PRESETS
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.parallel.support import PARALLEL_TYPES
 from kvferry.shared.model.quantised import LIBRARIES
 from kvferry.shared.model.spec import LayerSpec
 
@@ -30,6 +31,7 @@ def _methods(layers: tuple[LayerSpec, ...]) -> str:
     return textwrap.fill(methods, 106, subsequent_indent="  ", break_on_hyphens=False)
 
 
+_PARALLEL = textwrap.fill(", ".join(f"`{its}`" for its in sorted(PARALLEL_TYPES)), 106)
 _KINDS = textwrap.fill(", ".join(WEIGHT_ONLY), 106, break_on_hyphens=False)
 _OTHERS = ", ".join(
     f"`{its}`" for its in LIBRARIES if its not in ("compressed-tensors", "torchao", "bitsandbytes")
@@ -106,6 +108,15 @@ full precision on a CPU and on older GPUs; there they are refused.
 - A latent layer's `kv_b_proj` is expanded once, when the model is loaded, because decode attends to the rows
   by it (as in vLLM). Its activations are not quantised.
 - Scales for a quantised KV cache (`kv_cache_scheme`) are not used: a request's method says how KV is stored.
+
+## Several ranks
+
+`--tensor-parallel N` ([operations](operations.md#a-model-larger-than-one-gpu)) divides a model's weights and
+attention among N processes by KV heads, as transformers' `tp_plan` of the model says. N must divide the KV
+heads. The types that `tests/shared/model/test_parallel.py` checks against one rank, and no others:
+{_PARALLEL}.
+
+Not: quantised weights, states, latent rows, attention sinks, and layers with different numbers of heads.
 
 ## Model types
 

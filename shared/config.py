@@ -118,6 +118,12 @@ class WorkerSettings(TracedSettings):
         description="compile kernels and capture steps of every batch size and method before serving, where "
         "there is something to compile",
     )
+    tensor_parallel: Annotated[int, MODEL] = Field(
+        1,
+        ge=1,
+        description="ranks, processes on this machine among which the model's KV heads and weights are "
+        "divided; rank i has GPU i. Prefill and decode may have different numbers",
+    )
     max_model_len: Annotated[int, MODEL] = Field(
         0, ge=0, description="context window in tokens; 0: the model's own"
     )

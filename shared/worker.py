@@ -21,12 +21,14 @@ from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.config import WorkerSettings
 from kvferry.shared.control.server import serve_control
 from kvferry.shared.cuda_driver import check_device
+from kvferry.shared.device_loss import end_process
 from kvferry.shared.kernel_paths import KernelCalls, KernelQuarantine, Role, choose_kernels
 from kvferry.shared.logging import setup_logging
 from kvferry.shared.metrics import certificate_expiry
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.parallel.model import load_parallel_model
 from kvferry.shared.self_test import model_shapes, self_test
 from kvferry.shared.serving import close_within, end_within, serve_metrics, serve_until_signal
 from kvferry.shared.telemetry import setup_tracing
@@ -102,7 +104,7 @@ async def run_worker(
         transport = ProcessTransport(settings, certs)
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        model = await load_workers_model(settings)
+        model = await _load_model(settings, stack)
         service, metrics = await start_service(settings, role, model, build, transport, stack, certs=certs)
         interface: dict[str, Any] = {role: service}
         control = await serve_control(
@@ -113,6 +115,26 @@ async def run_worker(
         await serve_until_signal(role, info, settings.ready_file)
         if ends_process:
             end_within(settings.shutdown_timeout_s + _CLOSE_TIMEOUT_S + _END_MARGIN_S)
+
+
+async def _load_model(settings: WorkerSettings, stack: AsyncExitStack) -> LanguageModel:
+    """The model, in several ranks if the settings say so; the stack ends them."""
+    if settings.tensor_parallel == 1:
+        return await load_workers_model(settings)
+    check_device(settings.device)
+    model = await asyncio.to_thread(
+        load_parallel_model,
+        settings.model,
+        num_ranks=settings.tensor_parallel,
+        on_lost=end_process,
+        name=settings.model_name,
+        device=settings.device,
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        num_threads=settings.threads,
+    )
+    stack.callback(model.close)
+    return model
 
 
 async def load_workers_model(settings: WorkerSettings) -> TransformersModel:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvferry.services.decode.step import StepDevice
+from kvferry.shared.model.interface import LanguageModel
 
 
 class CudaDevice(StepDevice):
@@ -19,10 +20,10 @@ class CudaDevice(StepDevice):
     memory.
     """
 
-    captures = True
     _WARM_UP_RUNS = 2
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, captures: bool = True) -> None:
+        self.captures = captures
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
@@ -76,6 +77,8 @@ class CudaDevice(StepDevice):
         return host, arrived.query
 
 
-def step_device(device: torch.device) -> StepDevice:
-    """A step device for a model's device."""
-    return CudaDevice(device) if device.type == "cuda" else StepDevice()
+def step_device(model: LanguageModel) -> StepDevice:
+    """The step device for a model."""
+    if model.device.type != "cuda":
+        return StepDevice()
+    return CudaDevice(model.device, captures=model.num_ranks == 1)

@@ -94,7 +94,7 @@ class DecodeEngine:
         self._on_device_lost = on_device_lost
         self._shadow_check = shadow_check
         self._num_steps = 0
-        self._device = device or step_device(model.device)
+        self._device = device or step_device(model)
         self._runner = (StepLanes if self._device.captures else StepRunner)(
             model, self._device, max_batch_size=max_batch_size, warn=_warn_of_capture
         )
@@ -184,6 +184,9 @@ class DecodeEngine:
                             WorkerUnavailable(f"the device is lost: {error}", reason="device_lost")
                         )
                         self._on_device_lost(error)
+                        return
+                    if isinstance(error, WorkerUnavailable):  # a rank is lost, which ends the process
+                        self._close_all(error)
                         return
                     self._close_all(KvferryError(f"the decode step failed: {error}", reason="step_failed"))
         finally:

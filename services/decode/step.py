@@ -73,8 +73,8 @@ class StepPath:
     Attributes:
         name: "graph" or "eager".
         reason: why a step runs eagerly: the names of the formats and attentions without a batched kernel,
-            else "cpu", "capture_failed", or "torch" if kernels are off or do not support the model; "" for a
-            graph.
+            else "cpu", "ranks" (the model has several), "capture_failed", or "torch" if kernels are off or do
+            not support the model; "" for a graph.
     """
 
     name: dispatch.StepPathName
@@ -211,7 +211,7 @@ class DecodeStep:
         """Capture the step if that makes it faster. The runs that this takes change no slot: all of them are
         inactive meanwhile. If it fails, the step runs eagerly, and `retry_on` tries once more."""
         if not device.captures:
-            self._eager_reason = "cpu"
+            self._eager_reason = "cpu" if self._model.device.type == "cpu" else "ranks"
         if device.captures and self.attention.is_launched and not self._capture_on(device, warn):
             self._steps_to_retry = RETRY_STEPS
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.prefill.config import PrefillConfig
@@ -59,6 +59,15 @@ class ServeConfig(RouterConfig, DecodeConfig, PrefillConfig):
     shutdown_timeout_s: Annotated[Seconds, PROCESS] = Field(
         2.0, ge=0, description="how long in-flight requests may still run at shutdown"
     )
+
+    @model_validator(mode="after")
+    def _has_processes_for_ranks(self) -> Self:
+        if self.in_process and self.tensor_parallel > 1:
+            raise ValueError(
+                f"tensor_parallel is {self.tensor_parallel} with in_process; it must be 1, or in_process not "
+                "set"
+            )
+        return self
 
 
 HIDDEN_FROM_SERVE = frozenset(

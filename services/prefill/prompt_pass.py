@@ -78,7 +78,8 @@ class PromptPass:
         clock: Callable[[], float],
     ) -> None:
         """Args:
-        pauses: interrupt a long pass while it computes, but not while it loads, ships or stages.
+        pauses: interrupt a long pass while it computes, but not while it loads, ships or stages; of a model
+            of several ranks while it compresses only.
         open_transfer: called once, with the plan to ship.
         progress: called after each layer, with its number.
         heartbeat: told of waits for stored history and for room in the send buffer.
@@ -93,6 +94,7 @@ class PromptPass:
         self._model = model
         self._copies = copies
         self._pauses = pauses
+        self._pauses_in_model = model.num_ranks == 1
         self._open_transfer = open_transfer
         self._progress = progress
         self._heartbeat = heartbeat
@@ -148,7 +150,7 @@ class PromptPass:
         self._job.check_cancelled()
         self._pauses.allowed = False
         loaded = self._load(self._job.turn, layer) if self._job.turn is not None else None
-        self._pauses.allowed = True
+        self._pauses.allowed = self._pauses_in_model
         return loaded
 
     def _load(self, turn: StagedTurn, layer: int) -> tuple[Tensor, Tensor] | None:
@@ -193,7 +195,7 @@ class PromptPass:
             self._stage(self._job.turn, layer, keys, values)
         self._hand_over(self._copies.layers_behind)
         self._progress(layer)
-        self._pauses.allowed = True
+        self._pauses.allowed = self._pauses_in_model
 
     def load(self, layer: int) -> Tensors | None:
         """See `LayerStates.load`. Raises Cancelled, HistoryMiss."""
@@ -204,7 +206,7 @@ class PromptPass:
         self._pauses.allowed = False
         with self._loading():
             state = turn.load_state(layer)
-        self._pauses.allowed = True
+        self._pauses.allowed = self._pauses_in_model
         if state is None:
             return None
         return {name: its[None].to(self._model.device, copy=True) for name, its in state.items()}
@@ -220,7 +222,7 @@ class PromptPass:
             self._stage_state(self._job.turn, layer, tensors)
         self._hand_over(self._copies.layers_behind)
         self._progress(layer)
-        self._pauses.allowed = True
+        self._pauses.allowed = self._pauses_in_model
 
     def _ship_waiting(self) -> None:
         """After the pass: compress the measured layers and ship them."""

@@ -304,10 +304,14 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
 class TransformersModel:
     """Implements `LanguageModel`. Nothing of a pass is stored here, so one may run within another.
 
+    Attributes: num_ranks: this process alone.
+
     Args:
         model: a transformers causal language model in eval mode that uses our attention function.
         rotation: undoes the rotary positions of its keys; None if that is not possible.
     """
+
+    num_ranks = 1
 
     def __init__(self, model: Any, spec: ModelSpec, rotation: KeyRotation | None = None) -> None:
         self.spec = spec
@@ -343,11 +347,29 @@ class TransformersModel:
             InvalidRequest: `on_logits` is given, and the model scales or caps its head's logits.
             Whatever the observer raises; this ends the pass.
         """
-        end = start + token_ids.shape[0]
-        if end > self.spec.max_model_len:
-            raise ContextLengthExceeded(f"{end} tokens; the model's window is {self.spec.max_model_len}")
-        positions = torch.arange(start, end, device=self.device)
+        self.check_window(start + token_ids.shape[0])
         current = PrefillPass(observer, start=start, spec=self.spec, num_queries=num_queries)
+        return self.run_prompt(token_ids, start, current, states, on_logits=on_logits)
+
+    def check_window(self, num_tokens: int) -> None:
+        """Raises: ContextLengthExceeded: so many tokens are beyond the model's window."""
+        if num_tokens > self.spec.max_model_len:
+            raise ContextLengthExceeded(
+                f"{num_tokens} tokens; the model's window is {self.spec.max_model_len}"
+            )
+
+    @torch.inference_mode()
+    def run_prompt(
+        self,
+        token_ids: Tensor,
+        start: int,
+        current: AttentionPass,
+        states: LayerStates | None = None,
+        *,
+        on_logits: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """Run new prompt tokens in a given pass; otherwise as `prefill`."""
+        positions = torch.arange(start, start + token_ids.shape[0], device=self.device)
         if on_logits is None:
             return self._run(token_ids[None], positions[None], current, states)[0]
         hidden: list[Tensor] = []
@@ -392,8 +414,14 @@ class TransformersModel:
         states: LayerStates | None = None,
     ) -> Tensor:
         """Run one token for each of B sequences; see `LanguageModel.decode`."""
-        current = DecodePass(attention, spec=self.spec)
         assert states is not None or not self._state_layers, "the model has states, and none are given"
+        return self.run_step(token_ids, positions, DecodePass(attention, spec=self.spec), states)
+
+    @torch.inference_mode()
+    def run_step(
+        self, token_ids: Tensor, positions: Tensor, current: AttentionPass, states: LayerStates | None = None
+    ) -> Tensor:
+        """Run one token for each of B sequences in a given pass; otherwise as `decode`."""
         return self._run(token_ids[:, None], positions[:, None], current, states)
 
     @torch.inference_mode()

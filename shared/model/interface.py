@@ -71,6 +71,12 @@ class LanguageModel(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that run each pass together. With several, a prompt's pass can be interrupted within the
+        observer's calls only, and a step is not a function of buffers that could be captured."""
+        ...
+
     def prefill(
         self,
         token_ids: Tensor,

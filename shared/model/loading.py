@@ -21,6 +21,8 @@ from kvferry.shared.model.checkpoint import (
     resolve_model_path,
     weight_files,
 )
+from kvferry.shared.model.parallel.ranks import Ranks
+from kvferry.shared.model.parallel.support import check_parallel, distributed_config, use_local_weights
 from kvferry.shared.model.quantised import check_quantisation, find_quantisation
 from kvferry.shared.model.rotary import find_key_rotation
 from kvferry.shared.model.spec import TORCH_DTYPES, DTypeName, ModelSpec
@@ -34,6 +36,7 @@ def load_model(
     device: str = "auto",
     dtype: str = "auto",
     max_model_len: int = 0,
+    ranks: Ranks | None = None,
 ) -> TransformersModel:
     """Load a model for prefill or decode.
 
@@ -44,12 +47,13 @@ def load_model(
         dtype: "auto" (float32 on CPU, the checkpoint's own on CUDA), "float32", "float16" or "bfloat16". Of
             quantised weights "auto" is the checkpoint's own, but for those of compressed-tensors.
         max_model_len: context window in tokens; 0 takes the model's own.
+        ranks: load one rank's part of the model, of which the spec then is; its passes need all ranks.
 
     Raises:
         ConfigurationError: there is no such model, device or dtype, or its weights are incomplete.
         UnsupportedModel: the model needs an unsupported feature; the message names it.
     """
-    target = _resolve_device(device)
+    target = _resolve_device(device) if ranks is None else ranks.resolve_device()
     if dtype != "auto" and dtype not in TORCH_DTYPES:
         raise ConfigurationError(f"dtype is {dtype!r}; it must be auto, {', '.join(TORCH_DTYPES)}")
     folder = resolve_model_path(path_or_id, weights=True)
@@ -64,14 +68,21 @@ def load_model(
         text_config = config.get_text_config()
         own_len = int(getattr(text_config, "max_position_embeddings", None) or 0)
         layers = check_config(config, max_model_len=max_model_len or own_len)
+        if ranks is not None:
+            check_parallel(config, ranks.num_ranks, is_quantised=quantised is not None)
         max_model_len = _resolve_max_model_len(text_config, max_model_len, own_len)
         rope = _make_rope_static(text_config, max_model_len)
         if target.type == "cuda":
             _prepare_cuda(target)
-        model = _load_weights(folder, config, dtype, target, is_quantised=quantised is not None)
+        num_ranks = 1 if ranks is None else ranks.num_ranks
+        model = _load_weights(
+            folder, config, dtype, target, is_quantised=quantised is not None, num_ranks=num_ranks
+        )
         if quantised is not None and quantised.method == "compressed-tensors":
             keep_compressed(model)
         adapt(model)
+        if ranks is not None:
+            ranks.loaded()
         loaded_dtype = dtype_name(model.dtype)
         spec = ModelSpec(
             name=name or Path(path_or_id).name,
@@ -118,11 +129,18 @@ def _load_config(folder: Path, path_or_id: str) -> Any:
         ) from error
 
 
-def _load_weights(folder: Path, config: Any, dtype: str, device: torch.device, *, is_quantised: bool) -> Any:
+def _load_weights(
+    folder: Path, config: Any, dtype: str, device: torch.device, *, is_quantised: bool, num_ranks: int
+) -> Any:
     from safetensors import SafetensorError
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
+    options: dict[str, Any] = {}
+    if is_quantised:  # quantised weights go straight to the device; this needs accelerate
+        options["device_map"] = {"": device}
+    if num_ranks > 1:  # each rank reads its part only, as transformers' tp_plan divides the model
+        options["distributed_config"] = distributed_config(num_ranks)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -132,8 +150,7 @@ def _load_weights(folder: Path, config: Any, dtype: str, device: torch.device, *
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
-            # quantised weights go straight to the device; this needs accelerate
-            device_map={"": device} if is_quantised else None,
+            **options,
         )
     except (OSError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigurationError(f"weights in {folder} do not load: {error}") from error
@@ -146,6 +163,8 @@ def _load_weights(folder: Path, config: Any, dtype: str, device: torch.device, *
             f"weights in {folder} lack {len(missing)} tensors, {missing[0]!r} among them"
         )
     model = model.eval().requires_grad_(False)
+    if num_ranks > 1:
+        use_local_weights(model)
     return model if is_quantised else model.to(device)
 
 

@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
+from kvtest.recovery import stream_tokens, wait_until_served
 
 pytestmark = pytest.mark.xdist_group("stack")
 
 NUM_TOKENS = 300
-
-
-def stream_tokens(base_url: str, body: dict[str, Any], on_token: Callable[[int], None]) -> str:
-    """The completion's text; `on_token` is told how many chunks with text have come."""
-    pieces: list[str] = []
-    with (
-        httpx.Client(base_url=base_url, timeout=120) as client,
-        client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response,
-    ):
-        assert response.status_code == 200
-        for line in response.iter_lines():
-            assert '"error"' not in line, line
-            if line.startswith("data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    if choice["text"]:
-                        pieces.append(choice["text"])
-                        on_token(len(pieces))
-    return "".join(pieces)
-
-
-def wait_until_served(base_url: str, body: dict[str, Any]) -> None:
-    """Ask as a client does that honours Retry-After, until the worker has been started again."""
-    deadline = time.monotonic() + 30
-    while (response := httpx.post(f"{base_url}/v1/completions", json=body, timeout=60)).status_code != 200:
-        assert response.status_code == 503, response.text
-        assert time.monotonic() < deadline, response.text
-        time.sleep(float(response.headers["retry-after"]))
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,8 @@ class SmallModel:
             hidden = [h + o.reshape(-1) for h, o in zip(hidden, output, strict=True)]
         return self.edit_logits(positions, torch.stack([self._logits(h) for h in hidden]))
 
+    num_ranks = 1
+
     def pre_rope_keys(self, layer, keys):
         """Its keys have no positions."""
         return keys.float()

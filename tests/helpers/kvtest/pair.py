@@ -29,7 +29,7 @@ from kvferry.shared.control.messages import (
 from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.sampling.params import SampledToken, SamplingParams
 from kvferry.shared.wire.in_process import InProcessHub
 
 WAIT_S = 60.0
@@ -43,9 +43,13 @@ class Turn:
     """What one turn came to."""
 
     ticket: Ticket
-    tokens: list[int]
+    sampled: list[SampledToken]
     done: TransferDone
     reused: int
+
+    @property
+    def tokens(self) -> list[int]:
+        return [its.token_id for its in self.sampled]
 
 
 @dataclass(kw_only=True)
@@ -131,13 +135,15 @@ class Pair:
         assert isinstance(first, FirstToken)
         assert isinstance(done, TransferDone)
         assert isinstance(rest[-1], HistoryReturned)
-        drawn = [event.token.token_id for event in rest if isinstance(event, TokenGenerated)]
-        tokens = [first.token.token_id, *drawn]
+        drawn = [event.token for event in rest if isinstance(event, TokenGenerated)]
+        turn = Turn(
+            ticket=issued.ticket, sampled=[first.token, *drawn], done=done, reused=first.reused_tokens
+        )
         await self.prefill.commit_turn(
-            CommitTurnRequest(request_id=request_id, session=session, token_ids=(*prompt, *tokens)),
+            CommitTurnRequest(request_id=request_id, session=session, token_ids=(*prompt, *turn.tokens)),
             timeout_s=WAIT_S,
         )
-        return Turn(ticket=issued.ticket, tokens=tokens, done=done, reused=first.reused_tokens)
+        return turn
 
     def retained_bytes(self) -> int:
         return self.decode.arena.bytes_by_state()["retained"]

@@ -1,0 +1,136 @@
+"""A rank that follows: it loads its part of the model and runs the passes that the lead names.
+
+Entry point of a child process of a worker, which ends with the worker, however that happens:
+
+    python -m kvferry.shared.model.parallel.follower COMMANDS LIFE      (descriptors of two pipes)
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+import torch
+
+from kvferry.shared.errors import InvalidRequest, KvferryError
+from kvferry.shared.logging import setup_logging
+from kvferry.shared.model.bridge import TransformersModel
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.parallel.messages import Abort, Command, Decode, Load, Loaded, Prefill, Proceed
+from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
+from kvferry.shared.model.parallel.ranks import Ranks
+
+
+class PassAborted(Exception):
+    """The lead has given up the pass."""
+
+
+class FollowingRank(Ranks):
+    """A rank other than 0. One thread runs everything."""
+
+    def __init__(self, commands: Connection) -> None:
+        super().__init__(commands.recv())
+        self._commands = commands
+        self._model: TransformersModel | None = None
+
+    def join(self) -> None:
+        self._commands.send(Loaded())
+        super().join()
+
+    def follow(self) -> None:
+        """Run what the lead names. Raises: EOFError: the lead is gone."""
+        while True:
+            self._run(self._commands.recv())
+
+    def loaded(self) -> None:
+        self._commands.send(Loaded())
+        self.proceed()
+
+    def proceed(self) -> None:
+        while True:
+            command: Command = self._commands.recv()
+            if isinstance(command, Proceed):
+                return
+            if isinstance(command, Abort):
+                raise PassAborted
+            self._run(command)  # a pass that overtakes this one
+
+    def _run(self, command: Command) -> None:
+        if isinstance(command, Load):
+            self._load(command)
+            return
+        try:
+            if isinstance(command, Prefill):
+                self._prefill(command)
+            elif isinstance(command, Decode):
+                self._decode(command)
+        except PassAborted:
+            pass
+        except InvalidRequest:
+            pass  # the lead tells the request
+
+    def _load(self, command: Load) -> None:
+        try:
+            self._model = load_model(
+                command.path_or_id,
+                device=command.device,
+                dtype=command.dtype,
+                max_model_len=command.max_model_len,
+                ranks=self,
+            )
+        except KvferryError as error:
+            self._commands.send(Loaded(error=error.message))
+
+    def _prefill(self, command: Prefill) -> None:
+        model = self._model
+        assert model is not None
+        token_ids = torch.empty(command.num_tokens, dtype=torch.int64, device=model.device)
+        self.broadcast(token_ids)
+        current = RankPrefillPass(self, model.spec, start=command.start, num_queries=command.num_queries)
+        on_logits = (lambda first, logits: None) if command.with_logits else None
+        model.run_prompt(token_ids, command.start, current, on_logits=on_logits)
+
+    def _decode(self, command: Decode) -> None:
+        model = self._model
+        assert model is not None
+        step = torch.empty(2, command.batch_size, dtype=torch.int64, device=model.device)
+        self.broadcast(step)
+        model.run_step(step[0], step[1], RankDecodePass(self, model.spec))
+
+
+def _answer(life: Connection) -> None:
+    """Answer the lead's pings; end this process with the lead."""
+    while True:
+        try:
+            life.recv_bytes()
+            life.send_bytes(b"!")
+        except (EOFError, OSError):
+            os._exit(0)
+
+
+def main() -> None:
+    # The lead gets the signals of their terminal or service manager, and ends this process when it is done.
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    commands, life = (Connection(int(descriptor)) for descriptor in sys.argv[1:3])
+    threading.Thread(target=_answer, args=(life,), daemon=True).start()
+    setup_logging("warning", "auto", "rank")
+    code = 1
+    try:
+        rank = FollowingRank(commands)
+        rank.join()
+        rank.follow()
+    except EOFError:
+        code = 0
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""The leading rank: starts the followers, tells them what to run, and notices when one is lost.
+
+    start ──► join ──► load ──► passes ... ──► close
+                │        │         │
+                └────────┴─────────┴── a follower ends or hangs ──► all are killed, `on_lost`
+
+A lost rank is the worker's end: its part of the weights is gone. Exchanges under way fail then, and later
+passes are refused.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import structlog
+import torch.distributed as dist
+
+from kvferry.shared.errors import ConfigurationError, InvalidRequest, WorkerUnavailable
+from kvferry.shared.model.parallel.messages import Abort, Command, Join, Loaded, Proceed
+from kvferry.shared.model.parallel.passes import RankPass
+from kvferry.shared.model.parallel.ranks import Ranks
+
+_log = structlog.get_logger(__name__)
+
+_PING_INTERVAL_S = 1.0
+_HUNG_S = 8.0
+"""A follower that has not answered for so long is lost. It answers while it computes, too."""
+_NAMED_S = 1.0
+"""How long a failed exchange waits to be told which rank is lost."""
+
+
+class _Follower:
+    """A follower's process, and this end of its two pipes: for commands, and for signs of life."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        own, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
+        self.commands, self.life = (Connection(end.detach()) for end in own)
+        descriptors = [end.fileno() for end in theirs]
+        self.process = subprocess.Popen(
+            [
+                # without the current folder on the path, whose kernels/ may hide a package
+                *(sys.executable, "-P", "-m", "kvferry.shared.model.parallel.follower"),
+                *map(str, descriptors),
+            ],
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"LOCAL_RANK": str(rank)},
+        )
+        for end in theirs:
+            end.close()
+
+
+class LeadingRank(Ranks):
+    """Rank 0, in the worker's process. Passes are run by one thread at a time.
+
+    Args:
+        on_lost: called once, by any thread, when a rank is lost. It should end the process.
+    """
+
+    def __init__(
+        self, num_ranks: int, *, backend: str, num_threads: int, on_lost: Callable[[Exception], None]
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="kvferry-ranks-")
+        joins = [
+            Join(
+                rank=rank,
+                num_ranks=num_ranks,
+                store=str(Path(self._folder.name) / "store"),
+                backend=backend,
+                num_threads=num_threads,
+            )
+            for rank in range(num_ranks)
+        ]
+        super().__init__(joins[0])
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._is_lost = threading.Event()
+        self._error: WorkerUnavailable | None = None
+        self._is_loaded = False
+        self._followers = [_Follower(rank) for rank in range(1, num_ranks)]
+        for follower, join in zip(self._followers, joins[1:], strict=True):
+            follower.commands.send(join)
+            watch = threading.Thread(
+                target=self._watch, args=(follower,), name=f"kvferry-rank-{follower.rank}", daemon=True
+            )
+            watch.start()
+
+    def join(self) -> None:
+        """Join the group, once all followers have begun to.
+
+        Raises: ConfigurationError: one has ended before.
+        """
+        for follower in self._followers:
+            self._answer(follower)
+        super().join()
+
+    def command(self, command: Command) -> None:
+        """Tell all followers. Raises: WorkerUnavailable: a rank is lost."""
+        if self._error is not None:
+            raise self._error
+        try:
+            for follower in self._followers:
+                follower.commands.send(command)
+        except OSError as error:
+            raise self.fail(error) from error
+
+    def loaded(self) -> None:
+        for follower in self._followers:
+            answer = self._answer(follower)
+            if answer.error:
+                raise ConfigurationError(
+                    f"rank {follower.rank} of {self.num_ranks} does not load: {answer.error}"
+                )
+        self.proceed()
+        self._is_loaded = True
+
+    def proceed(self) -> None:
+        self.command(Proceed())
+
+    @contextmanager
+    def running(self, current: RankPass) -> Iterator[None]:
+        """Around a pass. What fails while the lead is alone ends the pass; anything else the worker.
+
+        Raises: WorkerUnavailable: a rank is lost, or the ranks are no longer at the same place.
+        """
+        try:
+            yield
+        except InvalidRequest:  # of the model itself, which all ranks refuse
+            if current.is_lead_alone:
+                self.command(Abort())
+            raise
+        except BaseException as error:
+            if current.is_lead_alone and self._error is None:
+                self.command(Abort())
+                raise
+            raise self.fail(error) from error
+
+    def fail(self, error: BaseException) -> WorkerUnavailable:
+        """The worker's error after a failed exchange: that of the lost rank, if there is one."""
+        if not self._is_lost.wait(_NAMED_S):
+            self._lose(f"ranks are out of step: {type(error).__name__}: {error}")
+        assert self._error is not None
+        return self._error
+
+    def close(self) -> None:
+        """End the followers, which have nothing to close. Idempotent. No pass may be running."""
+        self._closing.set()
+        for follower in self._followers:
+            follower.process.kill()
+            follower.process.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._folder.cleanup()
+
+    def _answer(self, follower: _Follower) -> Loaded:
+        """The follower's answer, however long it takes. Raises: ConfigurationError: it has ended."""
+        while not follower.commands.poll(_PING_INTERVAL_S):
+            if self._error is not None:
+                raise ConfigurationError(self._error.message)
+        try:
+            answer = follower.commands.recv()
+        except (EOFError, OSError) as error:
+            raise ConfigurationError(self.fail(error).message) from error
+        assert isinstance(answer, Loaded)
+        return answer
+
+    def _watch(self, follower: _Follower) -> None:
+        """Runs on a thread for each follower: the pipe ends with its process."""
+        while not self._closing.is_set():
+            try:
+                if follower.life.poll(_PING_INTERVAL_S):
+                    follower.life.recv_bytes()
+                if not self._is_loaded:
+                    continue  # imports may take long, in which nothing else runs
+                follower.life.send_bytes(b"?")
+                if not follower.life.poll(_HUNG_S):
+                    self._lose(f"rank {follower.rank} of {self.num_ranks} has not answered for {_HUNG_S:g} s")
+                    return
+                follower.life.recv_bytes()
+            except (EOFError, OSError):
+                with suppress(subprocess.TimeoutExpired):
+                    follower.process.wait(_NAMED_S)
+                code = follower.process.returncode
+                self._lose(f"rank {follower.rank} of {self.num_ranks} has ended with exit code {code}")
+                return
+
+    def _lose(self, reason: str) -> None:
+        with self._lock:
+            if self._closing.is_set() or self._error is not None:
+                return
+            self._error = WorkerUnavailable(f"the worker is lost: {reason}", reason="rank_lost")
+            self._is_lost.set()
+        # so that an exchange with one that hangs fails, too
+        for follower in self._followers:
+            follower.process.kill()
+        if self._is_loaded:
+            self._on_lost(self._error)

@@ -1,0 +1,118 @@
+"""One rank of a tensor-parallel worker: a process with a part of every layer's weights and heads.
+
+    lead       a worker's own process: engine, scheduler, sampler, wire, KV       (`lead.py`)
+    followers  its child processes: they run the same passes over their own parts (`follower.py`)
+
+Tensors go through `torch.distributed`: NCCL between GPUs, gloo on a CPU. Words go through pipes, because a
+rank may wait for the next one for any time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.model.parallel.messages import Join
+
+_COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+"""Ranks reach an exchange at about the same time. One that has stopped is noticed sooner (`lead.py`)."""
+
+
+class Ranks:
+    """A rank's view of its group.
+
+    Attributes: rank: 0 leads.
+    """
+
+    def __init__(self, join: Join) -> None:
+        self.rank = join.rank
+        self.num_ranks = join.num_ranks
+        self._join = join
+
+    def join(self) -> None:
+        """Join the group; returns when all ranks have. The device must not have been used before."""
+        if self._join.backend == "gloo":
+            # All ranks are on this machine. Without it gloo listens on the address of the host's name.
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        else:
+            torch.cuda.set_device(self.rank)
+        torch.set_num_threads(self._join.num_threads)
+        dist.init_process_group(
+            self._join.backend,
+            init_method=f"file://{self._join.store}",
+            rank=self.rank,
+            world_size=self.num_ranks,
+            timeout=_COLLECTIVE_TIMEOUT,
+            device_id=self._device if self._join.backend == "nccl" else None,
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cuda", self.rank) if self._join.backend == "nccl" else torch.device("cpu")
+
+    def resolve_device(self) -> torch.device:
+        """The device of this rank's part of the model."""
+        return self._device
+
+    def loaded(self) -> None:
+        """Called when this rank has its weights; returns when all have.
+
+        Raises: ConfigurationError: another rank has not.
+        """
+        raise NotImplementedError
+
+    def proceed(self) -> None:
+        """The lead lets the others go on; they wait for that, and run other passes meanwhile.
+
+        Raises: PassAborted: in followers, the lead has given up the pass.
+        """
+        raise NotImplementedError
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Copy the lead's tensor into the others'. All are contiguous and of the same shape."""
+        dist.broadcast(tensor, src=0)
+
+    def gather(self, part: Tensor) -> list[Tensor]:
+        """The parts of all ranks, of the same shape; in followers none."""
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.num_ranks)] if self.rank == 0 else []
+        dist.gather(part, parts or None, dst=0)
+        return parts
+
+    def scatter(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+        """This rank's part. Args: parts: of all ranks; in followers empty. like: of a part's shape."""
+        part = torch.empty_like(like, memory_format=torch.contiguous_format)
+        dist.scatter(part, [its.contiguous() for its in parts] or None, src=0)
+        return part
+
+
+def backend_for(device: str, num_ranks: int) -> str:
+    """The backend of `torch.distributed` for ranks on a device.
+
+    Raises: ConfigurationError: the device does not go with so many ranks.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigurationError(
+            f"device is {device!r} with tensor_parallel {num_ranks}; it must be auto, cpu or cuda: rank i "
+            "has GPU i (choose GPUs by CUDA_VISIBLE_DEVICES)"
+        )
+    num_devices = torch.cuda.device_count()
+    if device == "cpu" and num_devices:
+        raise ConfigurationError(
+            f"device is 'cpu' with tensor_parallel {num_ranks}, and this process sees {num_devices} GPUs, "
+            'which transformers would use; set CUDA_VISIBLE_DEVICES=""'
+        )
+    if device == "cpu" or (device == "auto" and not num_devices):
+        return "gloo"
+    if num_devices < num_ranks:
+        raise ConfigurationError(
+            f"tensor_parallel is {num_ranks}, and there are {num_devices} CUDA devices; it must be at "
+            "most so many"
+        )
+    return "nccl"

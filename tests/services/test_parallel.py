@@ -1,0 +1,85 @@
+"""Prefill and decode with different numbers of ranks, real gloo processes: the tokens of one rank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvtest.pair import Pair, Turn
+from kvtest.parallel import same_or_tied
+from kvtest.tiny_models import make_config, save_model
+from kvtest.transformers_model import plan_of, prompt_of
+
+from kvferry.models import DEMO_MODEL
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.parallel.model import load_parallel_model
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.sampling.params import SamplingParams
+from kvferry.tools.oracle import OneProcessGenerator
+
+METHODS = ("full", "rocketkv", "rdkv", "compactor")
+NUM_NEW = 24
+FIRST = prompt_of(90, seed=1)
+SAMPLING = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True, logprobs=2)
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def models(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[tuple[LanguageModel, ...]]:
+    """A model in one rank, and in several: the demo model, and a random one with four KV heads."""
+    folder: Path = DEMO_MODEL
+    if request.param == 4:
+        config = make_config("llama", num_key_value_heads=4, num_hidden_layers=3)
+        folder = save_model(config, tmp_path_factory.mktemp("four-kv-heads"))
+    lost: list[Exception] = []
+    several = load_parallel_model(
+        folder, name="m", num_ranks=request.param, on_lost=lost.append, device="cpu", num_threads=4
+    )
+    try:
+        yield load_model(folder, name="m", device="cpu"), several
+    finally:
+        several.close()
+    assert not lost
+
+
+async def turns_of(prefill: LanguageModel, decode: LanguageModel) -> dict[str, list[Turn]]:
+    """Two turns of a session for each method, all in one batch: a step has sequences of all formats."""
+    async with AsyncExitStack() as stack:
+        pair = Pair(model=prefill, tokenizer=ChatTokenizer.load(DEMO_MODEL), stack=stack)
+        await pair.start_prefill()
+        pair.model = decode
+        await pair.start_decode()
+
+        async def two_turns(method: str) -> list[Turn]:
+            session = SessionKey(owner="o", session_id=method)
+            first = await pair.turn(FIRST, plan_of(method), session=session, sampling=SAMPLING)
+            second = [*FIRST, *first.tokens, *prompt_of(30, seed=2)]
+            return [first, await pair.turn(second, plan_of(method), session=session, sampling=SAMPLING)]
+
+        return dict(zip(METHODS, await asyncio.gather(*map(two_turns, METHODS)), strict=True))
+
+
+@pytest.mark.parametrize("several", ["prefill", "decode"])
+async def test_the_tokens_are_those_of_one_rank_over_a_session(
+    models: tuple[LanguageModel, ...], several: str
+) -> None:
+    one, parallel = models
+    prefill, decode = (parallel if several == role else one for role in ("prefill", "decode"))
+    turns, expected = await turns_of(prefill, decode), await turns_of(one, one)
+    num_same = 0
+    for method, (first, second) in turns.items():
+        expected_first, expected_second = expected[method]
+        oracle = OneProcessGenerator(one).generate(FIRST, plan=plan_of(method), sampling=SAMPLING)
+        assert [its.token_id for its in oracle] == expected_first.tokens
+        assert first.done.bytes_by_kind == expected_first.done.bytes_by_kind
+        num_same += same_or_tied(first.tokens, expected_first.sampled)
+        if first.tokens == expected_first.tokens:
+            assert second.reused == len(FIRST) + NUM_NEW - 1
+            num_same += same_or_tied(second.tokens, expected_second.sampled)
+    assert num_same > len(METHODS) * 2 * NUM_NEW * 0.8, "more ties than chance explains"
