@@ -116,6 +116,7 @@ class ControlledModel:
         self.spec = model.spec
         self.device = model.device
         self.dtype = model.dtype
+        self.num_ranks = model.num_ranks
         self.pre_rope_keys = model.pre_rope_keys
         self.hold = threading.Event()
         self.hold.set()
