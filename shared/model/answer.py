@@ -51,6 +51,8 @@ class AnswerParser:
         """No content yet since a thought or call: white space there belongs to neither."""
         for event in self._parser.initial_events:
             self._field = event["field"] if event["type"] != "region_close" else ""
+        self.begins_with_thought = self._field in THOUGHTS
+        """Whether the prompt has opened one."""
 
     def feed(self, text: str) -> list[AnswerPart]:
         """The parts that are known after this text."""

@@ -196,6 +196,21 @@ class ChatTokenizer:
 
         return thoughts_template(self._template, self._render_example)
 
+    @property
+    def thought_tags(self) -> tuple[str, str] | None:
+        """What the model writes around thoughts; None where it has none, or they have no fixed text."""
+        fields = (self.response_template or {"fields": {}})["fields"]
+        for name in ("reasoning_content", "thinking"):
+            field = fields.get(name, {})
+            if isinstance(field.get("open"), str) and isinstance(field.get("close"), str):
+                return field["open"].strip(), field["close"].strip()
+        return None
+
+    def token_id(self, text: str) -> int | None:
+        """The added token with this spelling; None if it is not one."""
+        found = self._backend.token_to_id(text)
+        return found if found in self._backend.get_added_tokens_decoder() else None
+
     def special_parts(self, text: str) -> list[str | int]:
         """A text in pieces: the ids of the special tokens that it spells, and the texts between them."""
         special = {t.content: i for i, t in self._backend.get_added_tokens_decoder().items() if t.special}

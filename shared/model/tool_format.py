@@ -124,9 +124,12 @@ def _spellings() -> list[str]:
 
 
 def _anchor(render: Callable[..., str]) -> str:
-    """What the template writes before an answer."""
+    """What the template writes before an answer. A thought that it opens there is part of the answer."""
     with_prompt, without = (render([_USER], add_generation_prompt=value) for value in (True, False))
-    return _beyond(without, with_prompt)
+    anchor = _beyond(without, with_prompt)
+    for tag in _THOUGHTS:
+        anchor = anchor.partition(tag)[0]
+    return anchor
 
 
 def _beyond(other: str, text: str) -> str:

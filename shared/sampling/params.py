@@ -22,6 +22,23 @@ class Grammar:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ThinkingBudget:
+    """How long a completion may think.
+
+    Attributes:
+        max_tokens: of all its thoughts together, without the tokens around them; the next token then ends the
+            thought.
+        open_id, end_id: the tokens around a thought.
+        is_open: whether the prompt has opened a thought.
+    """
+
+    max_tokens: int
+    open_id: int
+    end_id: int
+    is_open: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How tokens are drawn and when to stop.
 
@@ -36,10 +53,11 @@ class SamplingParams:
         stop_token_ids: ids that end the completion, in addition to the model's own.
         logit_bias: token id to additive bias.
         grammar: tokens that it does not allow are not drawn, and it decides where the completion may end.
+        thinking: bounds the thoughts; not with a grammar.
         first_index: index of the first token to draw. It is above 0 when a request is replayed after losing a
             worker: the prompt's last `first_index` tokens are then completion tokens already delivered.
-            Penalties, stop strings and the grammar treat them as such; `max_tokens` counts only the remaining
-            ones.
+            Penalties, stop strings, the grammar and the thoughts treat them as such; `max_tokens` counts only
+            the remaining ones.
         delivered: the completion's first tokens, which a replay draws again as they are. Decode then has the
             KV that the lost worker had, also where a method does not compute it as prefill would.
     """
@@ -60,6 +78,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     ignore_eos: bool = False
     grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
     first_index: int = 0
     delivered: tuple[int, ...] = ()
 

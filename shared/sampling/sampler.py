@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvferry.shared.errors import InvalidRequest, KvferryError
-from kvferry.shared.sampling.params import SampledToken, SamplingParams
+from kvferry.shared.sampling.params import SampledToken, SamplingParams, ThinkingBudget
 
 if TYPE_CHECKING:
     from kvferry.shared.sampling.grammar import TokenMatcher
@@ -154,7 +154,8 @@ class SequenceSampler:
     3. repetition penalty over prompt and completion: positive logits are divided by it, others multiplied;
     4. presence and frequency penalties over the completion: minus presence * [count > 0], minus
        frequency * count; then the ids that may not come next have no probability: those that the grammar does
-       not allow, for `min_tokens` those that end the completion, and all but the delivered one;
+       not allow, for `min_tokens` those that end the completion, all but the delivered one, and all but the
+       one that ends a thought which has used up the thinking budget;
     5. temperature 0 takes the argmax now, the lowest index of equal ones; else logits / temperature;
     6. `top_k` selects the k most likely tokens;
     7. `top_p` selects, of these, the most likely ones until their probabilities reach top_p, including the
@@ -200,16 +201,20 @@ class SequenceSampler:
         self._penalties = self._first_penalties(prompt_token_ids) if self._flavour.penalises else None
         self._end_ids = [*eos_token_ids, *params.stop_token_ids]
         self._matcher = matcher
-        if matcher is not None:
-            for token_id in prompt_token_ids[len(prompt_token_ids) - params.first_index :]:
+        self._thoughts = _Thoughts(params.thinking) if params.thinking is not None else None
+        if params.thinking is not None:
+            self._check_ids((params.thinking.open_id, params.thinking.end_id), "a thinking token", None)
+        for token_id in prompt_token_ids[len(prompt_token_ids) - params.first_index :]:
+            if matcher is not None:
                 matcher.accept(token_id)
+            if self._thoughts is not None:
+                self._thoughts.observe(token_id)
 
     @property
     def is_masked(self) -> bool:
         """Whether some ids may not be the next token."""
-        return self._matcher is not None or self.next_index < max(
-            self.params.min_tokens, len(self.params.delivered)
-        )
+        masked = self._matcher is not None or self._thoughts is not None
+        return masked or self.next_index < max(self.params.min_tokens, len(self.params.delivered))
 
     def mask(self) -> Tensor:
         """Which ids may be the next token: bool `[V]` on the host.
@@ -217,15 +222,20 @@ class SequenceSampler:
         Raises: KvferryError: the grammar takes too much time or memory here.
         """
         if self.next_index < len(self.params.delivered):
-            allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
-            allowed[self.params.delivered[self.next_index]] = True
-            return allowed
+            return self._only(self.params.delivered[self.next_index])
+        if self._thoughts is not None and self._thoughts.is_over:
+            return self._only(self._thoughts.budget.end_id)
         if self._matcher is not None:
             allowed = self._matcher.mask()
         else:
             allowed = torch.ones(self._vocab_size, dtype=torch.bool)
         if self.next_index < self.params.min_tokens:
             allowed[self._end_ids] = False
+        return allowed
+
+    def _only(self, token_id: int) -> Tensor:
+        allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
+        allowed[token_id] = True
         return allowed
 
     def sample(self, logits: Tensor) -> SampledToken:
@@ -299,6 +309,8 @@ class SequenceSampler:
         self.next_index += 1
         if self._matcher is not None:
             self._matcher.accept(token_id)
+        if self._thoughts is not None:
+            self._thoughts.observe(token_id)
         if self._penalties is not None:
             self._penalties.seen[0, token_id] = True
             self._penalties.counts[0, token_id] += 1
@@ -322,6 +334,28 @@ class SequenceSampler:
                 raise InvalidRequest(
                     f"{what} is {token_id}; token ids are 0 to {self._vocab_size - 1}", param=param
                 )
+
+
+class _Thoughts:
+    """Counts the tokens of a completion's thoughts."""
+
+    def __init__(self, budget: ThinkingBudget) -> None:
+        self.budget = budget
+        self._is_open = budget.is_open
+        self._num_tokens = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the next token must end a thought."""
+        return self._is_open and self._num_tokens >= self.budget.max_tokens
+
+    def observe(self, token_id: int) -> None:
+        if token_id == self.budget.end_id:
+            self._is_open = False
+        elif self._is_open:
+            self._num_tokens += 1
+        else:
+            self._is_open = token_id == self.budget.open_id
 
 
 def _uniform(seed: int, index: int) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from kvtest.stack import Stack, serving
@@ -94,3 +96,93 @@ def test_a_sessions_earlier_thoughts_are_shown_as_the_template_does(client: open
     assert second.prompt_token_ids == shown.prompt_token_ids  # type: ignore[attr-defined]
     # What comes before the thought is not computed again.
     assert second.usage.prompt_tokens_details.cached_tokens >= len(first.prompt_token_ids) - 1
+
+
+@pytest.fixture(scope="module")
+def thoughtful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A model whose prompts open a thought and whose marks are tokens."""
+    template = TEMPLATE.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
+    folder = make_text_model(
+        tmp_path_factory.mktemp("thoughtful"), template=template, added=("<think>", "</think>")
+    )
+    with serving("--model", str(folder), "--model-name", "thinker", "--in-process") as stack:
+        yield stack
+
+
+def test_a_thought_is_as_long_as_its_budget_in_every_api(thoughtful: Stack) -> None:
+    url = thoughtful.base_url
+    message = [{"role": "user", "content": "hi"}]
+    drawn = {"temperature": 1, "seed": 4}
+    bodies: dict[str, Any] = {
+        "chat/completions": {"messages": message, "max_tokens": 20, "thinking_token_budget": 6},
+        "responses": {"input": "hi", "max_output_tokens": 20, "reasoning": {"max_tokens": 6}, "store": False},
+        "messages": {
+            "messages": message,
+            "max_tokens": 20,
+            "thinking": {"type": "adaptive", "budget_tokens": 6},
+        },
+    }
+    answers = {}
+    for path, body in bodies.items():
+        response = httpx.post(f"{url}/v1/{path}", json={"model": "thinker", **drawn, **body}, timeout=120)
+        assert response.status_code == 200, response.text
+        assert "budget" not in response.headers.get("x-ignored-fields", "")
+        answers[path] = response.json()
+    chat = answers["chat/completions"]["choices"][0]["message"]
+    assert chat["reasoning_content"]
+    assert chat["content"]
+    assert answers["responses"]["usage"]["output_tokens_details"]["reasoning_tokens"] in range(1, 7)
+    texts = [
+        answers["responses"]["output"][0]["content"][0]["text"],
+        answers["messages"]["content"][0]["thinking"],
+    ]
+    assert texts == [chat["reasoning_content"]] * 2
+
+
+def test_budgets_end_thoughts_beside_sequences_without_one(thoughtful: Stack) -> None:
+    body = {
+        "model": "thinker",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 16,
+        "temperature": 1,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    budgets = [None, 0, 3, 9, None, 6]
+
+    def ask(number: int) -> list[int]:
+        budget = budgets[number]
+        fields = {} if budget is None else {"thinking_token_budget": budget}
+        response = httpx.post(
+            f"{thoughtful.base_url}/v1/chat/completions", json={**body, **fields, "seed": number}, timeout=120
+        )
+        assert response.status_code == 200, response.text
+        token_ids: list[int] = response.json()["choices"][0]["token_ids"]
+        return token_ids
+
+    alone = [ask(number) for number in range(len(budgets))]
+    with ThreadPoolExecutor(len(budgets)) as pool:
+        assert list(pool.map(ask, range(len(budgets)))) == alone
+    reply = httpx.post(f"{thoughtful.base_url}/tokenize", json={"prompt": "</think>"}, timeout=60)
+    (end,) = reply.json()["tokens"]
+    for budget, token_ids in zip(budgets, alone, strict=True):
+        if budget is not None:
+            assert token_ids.index(end) <= budget
+            assert token_ids[budget] == end or end in token_ids[:budget]
+
+
+def test_a_budget_that_cannot_be_kept_is_refused_or_named(served: Stack, thoughtful: Stack) -> None:
+    body = {
+        "model": "thinker",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 2,
+        "thinking_token_budget": 3,
+    }
+    refused = httpx.post(f"{served.base_url}/v1/chat/completions", json=body, timeout=60)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "thinking_token_budget"
+    assert "<think> is not one token" in refused.json()["error"]["message"]
+    structured = {**body, "structured_outputs": {"regex": "[0-9]{2}"}}
+    named = httpx.post(f"{thoughtful.base_url}/v1/chat/completions", json=structured, timeout=60)
+    assert named.status_code == 200
+    assert "thinking_token_budget" in named.headers["x-ignored-fields"]

@@ -44,8 +44,6 @@ async def create_message(request: Request, services: Shared, body: MessagesReque
     completion = begin(request, services, chat, session_of(request, chat))
     assert isinstance(completion, Completion), "a message has one prompt"
     ignored = ignored_fields(body, names, services.prompts.ignored_fields(chat))
-    if body.thinking is not None and body.thinking.budget_tokens is not None:
-        ignored.append("thinking.budget_tokens")
     return MessagesAnswer(
         completion,
         names=names,

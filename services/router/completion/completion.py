@@ -44,7 +44,7 @@ from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import KvferryError, Overloaded
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.sampling.params import Grammar, SampledToken
+from kvferry.shared.sampling.params import Grammar, SampledToken, ThinkingBudget
 
 
 class CompletionEnd(TypedDict):
@@ -169,7 +169,8 @@ class Completion:
         self._quality = compression.quality if compression is not None else None
         self._plan = await services.plans.choose(compression, prompt.token_ids, self.model)
         grammar = await services.prompts.grammar(request, self.model) if request.has_structure else None
-        turn = self._turn_request(record, prompt, named, self._plan, grammar)
+        thinking = services.prompts.thinking_budget(request, prompt)
+        turn = self._turn_request(record, prompt, named, self._plan, grammar, thinking)
         if record is None and former is not None:
             turn = replace(turn, prefer_prefill=former.prefill_addresses)
         if lease is None and turn.prompt_logprobs is None:
@@ -218,6 +219,7 @@ class Completion:
         named: NamedDocuments | None,
         plan: CompressionPlan,
         grammar: Grammar | None,
+        thinking: ThinkingBudget | None,
     ) -> TurnRequest:
         request = self.request
         prefer = record.prefill_addresses if record is not None else ()
@@ -233,6 +235,7 @@ class Completion:
                 self.services.config.default_max_tokens,
                 grammar,
                 defaults=self.services.sampling_defaults,
+                thinking=thinking,
             ),
             deadline_s=self._deadline_s,
             owner=self.owner,

@@ -40,7 +40,7 @@ from kvferry.shared.model.tokenizer import (
     render_conversation,
 )
 from kvferry.shared.sampling.grammar import GrammarCompiler
-from kvferry.shared.sampling.params import Grammar
+from kvferry.shared.sampling.params import Grammar, ThinkingBudget
 
 if TYPE_CHECKING:
     from kvferry.shared.model.answer import AnswerParser
@@ -213,11 +213,34 @@ class PromptBuilder:
             fields = {name: field for name, field in fields.items() if name not in THOUGHTS}
         if set(fields) <= {"content"}:
             return None
-        return AnswerParser(
-            {**template, "fields": fields},
-            prefix=self._tokenizer.decode(prompt.token_ids[-_PREFIX_TOKENS:], shows_special=True),
-            tools=[tool.for_template() for tool in request.tools or ()],
-        )
+        tools = [tool.for_template() for tool in request.tools or ()]
+        return AnswerParser({**template, "fields": fields}, prefix=self._end_of(prompt), tools=tools)
+
+    def _end_of(self, prompt: Prompt) -> str:
+        return self._tokenizer.decode(prompt.token_ids[-_PREFIX_TOKENS:], shows_special=True)
+
+    def thinking_budget(self, request: ChatRequest | TextRequest, prompt: Prompt) -> ThinkingBudget | None:
+        """How long the answer may think; None where that is not bounded, or thoughts have no marks.
+
+        Raises: InvalidRequest where a mark is not one token.
+        """
+        tags, template = self._tokenizer.thought_tags, self._tokenizer.response_template
+        if not isinstance(request, ChatRequest) or (limit := request.thinking_limit) is None:
+            return None
+        if tags is None or template is None:
+            return None
+        from kvferry.shared.model.answer import AnswerParser
+
+        open_id, end_id = map(self._tokenizer.token_id, tags)
+        if open_id is None or end_id is None:
+            tag = tags[0] if open_id is None else tags[1]
+            param = "thinking_token_budget"
+            raise InvalidRequest(
+                f"{param} is {limit}; it must not be given, because {tag} is not one token of the model",
+                param=param,
+            )
+        is_open = AnswerParser(template, prefix=self._end_of(prompt)).begins_with_thought
+        return ThinkingBudget(max_tokens=limit, open_id=open_id, end_id=end_id, is_open=is_open)
 
     async def build(
         self,
@@ -332,6 +355,10 @@ class PromptBuilder:
             return ignored
         if request.reasoning_effort is not None and not any(map(self._tokenizer.knows, _EFFORT_VARIABLES)):
             ignored.append("reasoning_effort")
+        if request.thinking_token_budget is not None and (
+            request.thinking_limit is None or self._tokenizer.thought_tags is None
+        ):
+            ignored.append("thinking_token_budget")
         for name in ("name", "reasoning_content"):
             if name not in self._tokenizer.template_fields:
                 for message in request.messages:

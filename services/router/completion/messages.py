@@ -20,6 +20,7 @@ _NAMES = {
     r"response_format\.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
     r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
     r"tools\[(\d+)\]\.function": r"tools[\1]",
     r"tool_choice\.function": "tool_choice",
@@ -229,6 +230,8 @@ def translate(body: MessagesRequest | CountTokensRequest) -> Translation:
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
     if body.thinking is not None and body.thinking.display == "omitted":
         fields["include_reasoning"] = False
+    if body.thinking is not None:
+        fields["thinking_token_budget"] = body.thinking.budget_tokens
     if isinstance(body, MessagesRequest):
         fields["max_tokens"] = body.max_tokens
         fields["stop"] = body.stop_sequences

@@ -31,7 +31,12 @@ from kvferry.services.router.sessions.record import SessionId
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.tokenizer import ChatMessage, normalize_role
-from kvferry.shared.sampling.params import MAX_PROMPT_ALTERNATIVES, Grammar, SamplingParams
+from kvferry.shared.sampling.params import (
+    MAX_PROMPT_ALTERNATIVES,
+    Grammar,
+    SamplingParams,
+    ThinkingBudget,
+)
 
 _TEXT_MAX_TOKENS = 16
 _MAX_BIASES = 1024
@@ -118,7 +123,7 @@ class CompletionFields(EngineFields, StructuredFields, OtherFields):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
-    thinking_token_budget: Annotated[Any, Unsupported()] = None
+    thinking_token_budget: Annotated[int, Range(-1, INT31)] | None = None
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -231,6 +236,12 @@ class ChatRequest(CompletionFields, ChatFields, OtherChatFields):
         return value
 
     @property
+    def thinking_limit(self) -> int | None:
+        """How many tokens the thoughts may have; with a grammar, that alone decides."""
+        budget = self.thinking_token_budget
+        return None if budget == -1 or self.has_structure else budget  # -1 is vLLM's value for no limit
+
+    @property
     def has_structure(self) -> bool:
         return super().has_structure or bool(self.called_tools)
 
@@ -320,6 +331,7 @@ def sampling_params(
     grammar: Grammar | None = None,
     *,
     defaults: Mapping[str, float] = MappingProxyType({}),
+    thinking: ThinkingBudget | None = None,
 ) -> SamplingParams:
     """The request's sampling, with its exact length, and a random seed where it gives none.
 
@@ -383,6 +395,7 @@ def sampling_params(
     return SamplingParams(
         max_tokens=most,
         grammar=grammar if not is_prompt_alone else None,
+        thinking=thinking,
         min_tokens=0 if is_prompt_alone else min_tokens,
         logprobs=request.num_alternatives,
         stop=() if is_prompt_alone else request.stop_strings,

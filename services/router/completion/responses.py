@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
-from kvferry.services.router.completion.engine_fields import ChatFields, EngineFields
+from kvferry.services.router.completion.engine_fields import INT31, ChatFields, EngineFields
 from kvferry.services.router.completion.structured import StructuredField
 from kvferry.services.router.completion.tools import ToolName
 from kvferry.services.router.completion.translation import Names, Translation, chat_request, texts_of
@@ -25,6 +25,7 @@ _NAMES = {
     r"response_format\.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "thinking_token_budget": "reasoning.max_tokens",
     r"tools\[(\d+)\]\.function": r"tools[\1]",
     r"tool_choice\.function": "tool_choice",
     "top_logprobs": "top_logprobs",
@@ -172,10 +173,11 @@ class TextConfig(StrictModel):
 
 
 class Reasoning(StrictModel):
-    """`effort` is chat's `reasoning_effort`. Thoughts are shown as the model wrote them, with or without
-    `summary`."""
+    """`effort` is chat's `reasoning_effort`, `max_tokens` its `thinking_token_budget`. Thoughts are shown as
+    the model wrote them, with or without `summary`."""
 
     effort: Annotated[str, StringConstraints(max_length=32)] | None = None
+    max_tokens: Annotated[int, Range(0, INT31)] | None = None
     summary: Ignored = None
     generate_summary: Ignored = None
     context: Annotated[Any, Unsupported("auto")] = None
@@ -268,6 +270,7 @@ def translate(body: ResponseRequest, before: Sequence[ChatMessage]) -> Translati
         fields["response_format"] = body.text.format.for_chat()
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
+        fields["thinking_token_budget"] = body.reasoning.max_tokens
     return chat_request(body, fields, Names(messages=origins, fields=_NAMES))
 
 

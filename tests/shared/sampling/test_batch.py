@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.sampling.params import SamplingParams, ThinkingBudget
 from kvferry.shared.sampling.sampler import AHEAD_TOKENS, BatchSampler, SequenceSampler
 
 VOCAB = 37
@@ -20,8 +20,11 @@ PARAMS = [
         max_tokens=99, temperature=0.9, presence_penalty=0.7, frequency_penalty=0.4, top_k=1, seed=6
     ),
     SamplingParams(max_tokens=99, temperature=1e-6, top_p=1e-9, seed=-1),
+    SamplingParams(
+        max_tokens=99, thinking=ThinkingBudget(max_tokens=5, open_id=7, end_id=8, is_open=True), seed=7
+    ),
 ]
-CHOICES = [[0], [0, 1], [1, 2, 3], [0, 4], list(range(7))]
+CHOICES = [[0], [0, 1], [1, 2, 3], [0, 4], [0, 7], list(range(8))]
 
 
 def placed_in(batch, samplers):
@@ -54,6 +57,8 @@ def test_tokens_equal_those_of_each_alone(chosen):
         expected = [sampler.sample(logits[i]).token_id for i, sampler in enumerate(own)]
         assert tokens[:-1].tolist() == expected
         assert valid.all()
+        for sampler, token_id in zip(placed, expected, strict=True):
+            sampler.observe(token_id)
 
 
 def test_a_slot_that_is_not_active_remembers_nothing_of_what_is_drawn_for_it():

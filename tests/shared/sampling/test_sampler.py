@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.shared.errors import InvalidRequest, KvferryError
-from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.sampling.params import SamplingParams, ThinkingBudget
 from kvferry.shared.sampling.sampler import SequenceSampler
 
 
@@ -206,3 +206,44 @@ def test_delivered_tokens_are_drawn_again_and_the_rest_is_as_it_was(params):
 def test_a_delivered_token_outside_the_vocabulary_is_refused():
     with pytest.raises(InvalidRequest, match="a delivered token is 8"):
         make_sampler(delivered=(8,))
+
+
+OPEN, END = 4, 5
+THINKS = torch.tensor([0.0, 0.0, 3.0, 0.0, -9.0, -9.0, 0.0, 0.0])
+"""Logits of a model that neither opens nor ends a thought by itself."""
+
+
+def thinking(max_tokens, *, is_open=True):
+    return ThinkingBudget(max_tokens=max_tokens, open_id=OPEN, end_id=END, is_open=is_open)
+
+
+def drawn_by(sampler, *, says=(), count=9):
+    """The ids drawn where the model says these by itself: index to id."""
+    says = dict(says)
+    return [
+        sampler.sample(THINKS.index_fill(0, torch.tensor(says.get(index, 2)), 99.0)).token_id
+        for index in range(sampler.next_index, count)
+    ]
+
+
+@pytest.mark.parametrize("budget", [0, 1, 5])
+def test_a_thought_ends_after_its_budget_and_not_before(budget):
+    sampler = make_sampler(thinking=thinking(budget), temperature=0.0)
+    assert drawn_by(sampler) == [2] * budget + [END] + [2] * (8 - budget)
+
+
+def test_a_thought_that_the_model_opens_counts_from_there_and_all_thoughts_together():
+    sampler = make_sampler(thinking=thinking(3, is_open=False), temperature=0.0)
+    says = {1: OPEN, 4: END, 6: OPEN}
+    assert drawn_by(sampler, says=says) == [2, OPEN, 2, 2, END, 2, OPEN, 2, END]
+    assert (
+        drawn_by(make_sampler(thinking=thinking(7), temperature=0.0), says={2: END}) == [2, 2, END] + [2] * 6
+    )
+
+
+def test_a_replay_ends_a_thought_where_it_would_have_ended():
+    params = {"thinking": thinking(4), "temperature": 0.0}
+    undisturbed = drawn_by(make_sampler(**params))
+    again = make_sampler(prompt=(0, *undisturbed[:2]), first_index=2, **params)
+    assert drawn_by(again) == undisturbed[2:]
+    assert drawn_by(make_sampler(delivered=tuple(undisturbed[:6]), **params)) == undisturbed
