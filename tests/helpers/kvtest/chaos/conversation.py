@@ -67,6 +67,7 @@ class Conversation:
         self.script = script
         self.session_id = self._name = session_id
         self._num_repeated = 0
+        self._reports: list[dict[str, Any]] = []
         self.outcome = Outcome()
         self._urls = urls
         self._changes_router = changes_router
@@ -155,6 +156,7 @@ class Conversation:
                             self._failed(index, event["error"])
                         prompt = event.get("prompt_token_ids") or prompt
                         if "kv" in event:
+                            self._reports.append(event["kv"])
                             num_reused = event["kv"]["reused_tokens"]
                         for choice in event["choices"]:
                             tokens += choice.get("token_ids") or []
@@ -200,4 +202,5 @@ class Conversation:
             self._violate(index, f"wrong beginning: {tokens}")
 
     def _violate(self, index: int, what: str) -> None:
-        self.outcome.violations.append(f"{self.session_id} ({self.script.method}), turn {index + 1}: {what}")
+        said = f"{self.session_id} ({self.script.method}), turn {index + 1}: {what}; reports: {self._reports}"
+        self.outcome.violations.append(said)
