@@ -30,6 +30,8 @@ class Machine(ABC):
     memory_bytes: int
     dtype: DTypeName | None = None
     """In which the machine was measured; None: any."""
+    wire_s_per_byte: float = 0.0
+    """CPU time of the slower end of a transfer, which bounds its speed; 0: in `handover_s`."""
 
     @property
     @abstractmethod
@@ -57,6 +59,10 @@ class Machine(ABC):
         """One decode step of so many sequences."""
 
 
+WIRE_S_PER_BYTE = 0.2e-9
+"""Measured over TCP by `benchmarks/links.py`: 40 Gbit/s, however fast the link is."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gpu(Machine):
     """A GPU.
@@ -70,6 +76,7 @@ class Gpu(Machine):
     memory_bytes: int
     flops: float
     bandwidth: float
+    wire_s_per_byte: float = WIRE_S_PER_BYTE
 
     @property
     def is_modelled(self) -> bool:

@@ -120,7 +120,9 @@ def disaggregated(deployment: Deployment, plan: CompressionPlan, load: Workload)
     )
     prefill_s = machine.prefill_s(model, load.prompt_tokens)
     compress_s = machine.compress_s(plan, sizes, load.prompt_tokens)
-    on_link_s = deployment.link_latency_s + sizes.shipped / deployment.link_bytes_per_s
+    on_link_s = deployment.link_latency_s + sizes.shipped * max(
+        1 / deployment.link_bytes_per_s, machine.wire_s_per_byte
+    )
     # Layers are sent while later ones are computed: only what the link cannot keep up with, and the last
     # layer, come after the pass.
     layers = model.spec.num_layers

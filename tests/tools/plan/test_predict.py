@@ -159,3 +159,12 @@ def test_the_fit_finds_coefficients_and_none_below_zero() -> None:
     falling = [1.0, 0.9, 0.8, 0.7]
     assert all(value >= 0 for value in fit(rows, falling))
     assert fit([(1.0, 5.0)], [0.0]) == [0.0, 0.0]
+
+
+def test_a_link_faster_than_the_wires_ends_saves_nothing(llama: ModelCost) -> None:
+    load = Workload(prompt_tokens=1024, answer_tokens=2, rate=1e-6)
+    slow, fast, faster = (
+        disaggregated(deployed(llama, gbits=gbits), FULL, load).transfer_s for gbits in (20.0, 100.0, 400.0)
+    )
+    assert fast == faster
+    assert slow > 1.5 * fast

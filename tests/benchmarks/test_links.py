@@ -1,0 +1,38 @@
+"""The link study ships real bytes at a link's pace, and says which cells it has measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_link_study_measures_slow_links_and_models_fast_ones(tmp_path: Path) -> None:
+    options = ("--gbits", "1", "400", "--tokens", "2048", "--cell-s", "0.1", "--output", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "benchmarks/links.py", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "links.json").read_text())
+    slow, fast = result["cells"]
+    assert (slow["how"], fast["how"]) == ("part", "modelled")
+    assert all(cost > 0 for cost in result["wire_s_per_byte"].values())
+    full = slow["methods"]["full"]
+    assert full["shipped_bytes"] == 2048 * 32 * 2 * 8 * 128 * 2
+    # Most of the layers come after the pass, at the speed of the link.
+    on_link_s = full["shipped_bytes"] / 1.25e8
+    assert full["second_token_s"] == pytest.approx(on_link_s, rel=0.3)
+    assert slow["methods"][slow["best"]]["last_token_s"] < slow["methods"]["full"]["last_token_s"]
+    for cell in result["cells"]:
+        assert f"{cell['gbits']:g} Gbit/s, 2048 tokens, {cell['how']}" in done.stdout
+        assert cell["planned_over_best"] >= 1 or cell["best"] == "full"
