@@ -66,6 +66,8 @@ LATENCY_S = 0.0002
 SELDOM = 1e-6
 """Requests a second: one alone."""
 LEAST_LAYERS = 4
+REPEATS = 2
+"""Of a transfer; the faster one counts, since other work on the machine only makes it longer."""
 EIGHT_BIT = "fp8-like"
 """The full KV in 8 bits with a scale a group on the wire, and in 16 bits at decode."""
 
@@ -151,8 +153,14 @@ class Study:
             if gbits <= MEASURED_UP_TO:
                 expected_s = num_layers * max(layer_s, layer_bytes / rate)
                 layers = max(LEAST_LAYERS, min(num_layers, int(num_layers * self._cell_s / expected_s)))
-                arrivals = self._link.transfer(
-                    bytes_per_s=rate, layer_bytes=layer_bytes, num_layers=layers, layer_s=layer_s
+                arrivals = min(
+                    (
+                        self._link.transfer(
+                            bytes_per_s=rate, layer_bytes=layer_bytes, num_layers=layers, layer_s=layer_s
+                        )
+                        for _ in range(REPEATS)
+                    ),
+                    key=lambda times_s: times_s[-1],
                 )
                 middle = layers // 2
                 later_s = (arrivals[-1] - arrivals[middle - 1]) / (layers - middle)
@@ -186,8 +194,15 @@ def main() -> None:
                 cells.append(study.cell(gbits, num_tokens))
                 sys.stdout.write(_line(cells[-1]) + "\n")
                 sys.stdout.flush()
-    agree = sum(cell["planned"] == cell["best"] for cell in cells) / len(cells)
-    sys.stdout.write(f"the plan chooses the best method in {100 * agree:.0f} % of {len(cells)} cells\n")
+    agreement = {}
+    for name, of in (("all", cells), ("shipped", [cell for cell in cells if cell["how"] != "modelled"])):
+        same = sum(cell["planned"] == cell["best"] for cell in of)
+        worst = max((cell["planned_over_best"] for cell in of), default=1.0)
+        agreement[name] = {"cells": len(of), "same": same, "worst_planned_over_best": worst}
+        sys.stdout.write(
+            f"{name}: the plan chooses the best method in {same} of {len(of)} cells; elsewhere its choice takes "
+            f"at most {100 * (worst - 1):.1f} % longer\n"
+        )
     if options.output:
         result = {
             "command": sys.argv,
@@ -197,7 +212,7 @@ def main() -> None:
             "answer_tokens": ANSWER_TOKENS,
             "wire_s_per_byte": {"sender": study.sender, "receiver": study.receiver},
             "plans": {name: asdict(plan) for name, plan in study.plans.items()},
-            "agreement": agree,
+            "agreement": agreement,
             "cells": cells,
         }
         options.output.mkdir(parents=True, exist_ok=True)
