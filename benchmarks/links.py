@@ -200,8 +200,8 @@ def main() -> None:
         worst = max((cell["planned_over_best"] for cell in of), default=1.0)
         agreement[name] = {"cells": len(of), "same": same, "worst_planned_over_best": worst}
         sys.stdout.write(
-            f"{name}: the plan chooses the best method in {same} of {len(of)} cells; elsewhere its choice takes "
-            f"at most {100 * (worst - 1):.1f} % longer\n"
+            f"{name}: the plan chooses the best method in {same} of {len(of)} cells; elsewhere its choice "
+            f"takes at most {100 * (worst - 1):.1f} % longer\n"
         )
     if options.output:
         result = {

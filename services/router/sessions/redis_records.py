@@ -6,7 +6,7 @@ a hash slot, so that it runs on a cluster as well.
 
     session  hash   generation, holder, until (ms), committed, record, summary
     index    zset   session id by expiry (Unix ms)
-    tokens   hash   session id -> tokens of its record
+    tokens   hash   session id -> tokens of its record; '' -> their sum
     owners   set    every API key's owner, so that any router finds all indexes; one for all
     routers  zset   router by when it last had nothing that Redis lacks (Unix ms); one for all
 
@@ -59,13 +59,21 @@ local function extend(key, at_least_ms)
   if redis.call('HEXISTS', key, 'record') == 1 then return end
   if redis.call('PTTL', key) < at_least_ms then redis.call('PEXPIRE', key, at_least_ms) end
 end
+local function count(id, num_tokens)
+  -- `num_tokens` nil: the record is gone. The sum is there once someone has asked for it.
+  local before = redis.call('HGET', KEYS[3], id) or 0
+  if num_tokens then redis.call('HSET', KEYS[3], id, num_tokens) else redis.call('HDEL', KEYS[3], id) end
+  if redis.call('HEXISTS', KEYS[3], '') == 1 then
+    redis.call('HINCRBY', KEYS[3], '', (num_tokens or 0) - before)
+  end
+end
 local function put(offset)
   -- ARGV from offset: record, summary, commit_id, expires_ms, session_id, num_tokens
   redis.call('HSET', KEYS[1], 'record', ARGV[offset], 'summary', ARGV[offset + 1],
              'committed', ARGV[offset + 2])
   redis.call('PERSIST', KEYS[1])
   redis.call('ZADD', KEYS[2], ARGV[offset + 3], ARGV[offset + 4])
-  redis.call('HSET', KEYS[3], ARGV[offset + 4], ARGV[offset + 5])
+  count(ARGV[offset + 4], ARGV[offset + 5])
   return 1
 end
 """
@@ -132,7 +140,7 @@ _DELETE = """
 local fields = redis.call('HMGET', KEYS[1], 'holder', 'record', 'committed', 'generation')
 if fields[3] == ARGV[1] then return 1 end
 redis.call('ZREM', KEYS[2], ARGV[3])
-redis.call('HDEL', KEYS[3], ARGV[3])
+count(ARGV[3], nil)
 if not fields[1] and not fields[2] then return 0 end
 redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], 'generation', fields[4] + 1, 'committed', ARGV[1])
@@ -146,13 +154,22 @@ return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms, '+inf')
 """
 
 _USAGE = """
--- KEYS index, tokens; ARGV an id to leave out. Returns {records, tokens}.
-local records, tokens = 0, 0
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms, '+inf')) do
-  if id ~= ARGV[1] then
-    records, tokens = records + 1, tokens + (redis.call('HGET', KEYS[2], id) or 0)
-  end
+-- KEYS index, tokens; ARGV an id to leave out. Returns {records, tokens}. Takes as long as there are expired
+-- sessions that nobody has removed yet, however many others there are.
+local sum = redis.call('HGET', KEYS[2], '')
+if not sum then
+  sum = 0
+  for _, num_tokens in ipairs(redis.call('HVALS', KEYS[2])) do sum = sum + num_tokens end
+  if redis.call('EXISTS', KEYS[2]) == 1 then redis.call('HSET', KEYS[2], '', sum) end
 end
+local records, tokens = redis.call('ZCARD', KEYS[1]), tonumber(sum)
+local function without(id)
+  records, tokens = records - 1, tokens - (redis.call('HGET', KEYS[2], id) or 0)
+end
+local expired = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now_ms)
+for _, id in ipairs(expired) do without(id) end
+local expires_ms = redis.call('ZSCORE', KEYS[1], ARGV[1])
+if expires_ms and tonumber(expires_ms) > now_ms then without(ARGV[1]) end
 return {records, tokens}
 """
 
@@ -185,7 +202,7 @@ if not expires_ms or tonumber(expires_ms) > now_ms then return 0 end
 local fields = redis.call('HMGET', KEYS[1], 'holder', 'until', 'record')
 if fields[1] and tonumber(fields[2]) > now_ms then return 0 end
 redis.call('ZREM', KEYS[2], ARGV[1])
-redis.call('HDEL', KEYS[3], ARGV[1])
+count(ARGV[1], nil)
 if fields[3] then redis.call('DEL', KEYS[1]) end
 return 1
 """

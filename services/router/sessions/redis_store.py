@@ -10,7 +10,8 @@ Records are in Redis and, for sessions that this router has served, copied in it
 - A turn that another router's commit has overtaken ends with an error, unless it was a whole conversation.
 - A session that Redis has lost and nobody has a copy of is refused where its record matters.
 - A Redis that lost its data gets it back from the copies. Copies of sessions deleted through another router
-  are dropped within one sweep; only data lost within that time could bring such a session back.
+  are dropped within one round of sweeps, each of which compares 512 copies with Redis; only data lost within
+  that time could bring such a session back.
 
 Does not call workers.
 """
@@ -21,7 +22,7 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Set
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -36,6 +37,8 @@ from kvferry.shared.errors import SessionBusy, StoreUnavailable
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 _CLEANING_INTERVAL_S = 60.0
+_COMPARED_AT_ONCE = 512
+"""Copies in one sweep, so that requests do not wait while thousands are compared."""
 _RETURNING = "returning"
 """Redis is back, and may not have every router's turns yet."""
 
@@ -90,6 +93,7 @@ class RedisSessionStore(SessionStore):
         """A time at which Redis had every router's turns; as `RedisRecords.failed_s`."""
         self._releases: set[asyncio.Task[None]] = set()
         self._next_cleaning_s = 0.0
+        self._next_compared = 0
 
     # ---- leases ------------------------------------------------------------------------------------------
 
@@ -291,8 +295,8 @@ class RedisSessionStore(SessionStore):
             if not self._pending:
                 self._has_peers = await self._records.register()
         await self._clean()
-        stale = [key for key in self._stale() if key not in self._pending]
-        copies = [(key, record) for key, record in self._idle().items() if key not in self._pending]
+        stale = {key for key in self._stale() if key not in self._pending}
+        copies = self._to_compare(stale)
         now_s = self._clock()
         expired = [key for key, record in copies if key in stale and record.expires_at_s <= now_s]
         try:
@@ -304,6 +308,15 @@ class RedisSessionStore(SessionStore):
             if key in stale or (commit and commit != record.commit_id):
                 self._forget_idle(key, record)
         return [key for key in expired if key not in there]
+
+    def _to_compare(self, stale: Set[SessionKey]) -> list[tuple[SessionKey, SessionRecord]]:
+        """Idle copies: all stale ones, and of the others those whose turn it is."""
+        idle = {key: record for key, record in self._idle().items() if key not in self._pending}
+        others = [key for key in idle if key not in stale]
+        first = self._next_compared if self._next_compared < len(others) else 0
+        self._next_compared = first + _COMPARED_AT_ONCE
+        in_turn = [*others[first:], *others[:first]][:_COMPARED_AT_ONCE]
+        return [(key, idle[key]) for key in (*stale, *in_turn)]
 
     async def _clean(self) -> None:
         now_s = asyncio.get_running_loop().time()

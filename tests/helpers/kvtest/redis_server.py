@@ -184,6 +184,11 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def socket_url(self) -> str:
         return f"unix://{self.folder}/redis.sock"
 

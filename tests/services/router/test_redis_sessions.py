@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.services.router.sessions import redis_store
 from kvferry.services.router.sessions.record import (
     FORMAT_VERSION,
     SessionRecord,
@@ -256,6 +257,26 @@ async def test_usage_counts_what_a_key_keeps(router: Callable[..., Router]) -> N
     await one.store.delete(KEY)
     usage = await other.store.usage(KEY.owner, documents=False, excluding=KEY)
     assert (usage.num_records, usage.num_tokens) == (1, 4)
+    await other.turn(RECORD, key=replace(KEY, session_id="t"))
+    await one.turn(TURN_2, key=replace(KEY, session_id="u"))
+    usage = await one.store.usage(KEY.owner, documents=False, excluding=KEY)
+    assert (usage.num_records, usage.num_tokens) == (2, 7)
+
+
+async def test_many_copies_are_compared_with_redis_in_turn(
+    router: Callable[..., Router], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_store, "_COMPARED_AT_ONCE", 2)
+    one, other = router(), router()
+    keys = [replace(KEY, session_id=f"s{number}") for number in range(5)]
+    for key in keys:
+        await one.turn(key=key)
+        await other.store.delete(key)
+    left = []
+    for _ in range(3):
+        await one.store.remove_stale()
+        left.append(sum(one.store.peek(key) is not None for key in keys))
+    assert left == [3, 1, 0]
 
 
 async def test_a_session_goes_on_while_redis_is_dead_and_is_written_back(
