@@ -332,7 +332,7 @@ def read_record(value: bytes, session: SessionKey) -> TierRecord:
         raise corrupt(f"{what} fails its checksum")
     try:
         body = msgspec.msgpack.decode(encoded, type=RecordBody)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise corrupt(f"{what}: {error}") from None
     if len(body.token_ids) % 4 or (body.owner, body.session_id) != (session.owner, session.session_id):
         raise corrupt(f"{what} is another session's")

@@ -175,6 +175,8 @@ class _Stored(msgspec.Struct, frozen=True):
     record: msgspec.Raw
 
 
+_REFUSALS = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What msgspec raises for bytes that are not what is expected."""
 _RECORD = msgspec.msgpack.Decoder(SessionRecord)
 _SUMMARY = msgspec.msgpack.Decoder(SessionSummary)
 _STORED = msgspec.msgpack.Decoder(_Stored)
@@ -209,7 +211,7 @@ def decode_record(data: bytes) -> SessionRecord:
         if stored.version != FORMAT_VERSION:
             raise _unreadable(f"its format is {stored.version}, not {FORMAT_VERSION}")
         return _RECORD.decode(stored.record)
-    except msgspec.MsgspecError as error:
+    except _REFUSALS as error:
         raise _unreadable(str(error)) from None
 
 
@@ -217,7 +219,7 @@ def decode_summary(data: bytes) -> SessionSummary:
     """Raises: StoreUnavailable, reason "format"."""
     try:
         return _SUMMARY.decode(data)
-    except msgspec.MsgspecError as error:
+    except _REFUSALS as error:
         raise _unreadable(str(error)) from None
 
 
@@ -239,7 +241,7 @@ class FileMessage(StrictModel):
         """See `ChatMessage.fields`."""
         try:
             names = msgspec.json.decode(value, type=dict[str, Any]) if value else {}
-        except msgspec.MsgspecError as error:
+        except _REFUSALS as error:
             raise PydanticCustomError("rule", f"must be empty or a JSON object: {error}") from None
         if not set(names) <= set(TEMPLATE_FIELDS):
             raise PydanticCustomError("rule", f"may have only {', '.join(TEMPLATE_FIELDS)}")
