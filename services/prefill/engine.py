@@ -145,7 +145,8 @@ class PrefillEngine:
             return len(self._schedule)
 
     def submit(self, job: PrefillJob) -> None:
-        """Queue a job; the engine resolves its `first`.
+        """Queue a job; the engine resolves its `first`. When the queue is full, the owner that has most of it
+        gives way: its newest job is refused for one of an owner that has fewer.
 
         Raises:
             CapacityExceeded: too many jobs are waiting.
@@ -156,14 +157,22 @@ class PrefillEngine:
             if self._stopping or not self._thread.is_alive():
                 raise WorkerUnavailable("the prefill engine is stopped", reason="closed")
             num_waiting = len(self._schedule)
+            refused: PrefillJob | None = None
             if num_waiting >= self._config.max_waiting:
-                raise CapacityExceeded(
-                    f"{num_waiting} requests wait for prefill; at most {self._config.max_waiting} may",
-                    reason="queue_full",
-                    retry_after_s=1.0,
-                )
+                refused = self._schedule.give_way(job.owner)
+                if refused is None:
+                    raise self._full(num_waiting)
             self._schedule.push(job)
             self._condition.notify_all()
+        if refused is not None:
+            refused.fail(self._full(num_waiting))
+
+    def _full(self, num_waiting: int) -> CapacityExceeded:
+        return CapacityExceeded(
+            f"{num_waiting} requests wait for prefill; at most {self._config.max_waiting} may",
+            reason="queue_full",
+            retry_after_s=1.0,
+        )
 
     def withdraw(self, job: PrefillJob) -> None:
         """Remove a job from the queue if it is still waiting."""

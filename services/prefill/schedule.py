@@ -116,6 +116,16 @@ class Schedule:
             del self._waiting[job.owner]
         return True
 
+    def give_way(self, owner: str) -> PrefillJob | None:
+        """Remove and return the last waiting job of the owner that has most, if it has more than `owner` with
+        one more would."""
+        most = max(self._waiting.values(), key=len, default=[])
+        if len(most) <= len(self._waiting.get(owner, ())) + 1:
+            return None
+        job = most[-1]
+        self.remove(job)
+        return job
+
     def clear(self) -> list[PrefillJob]:
         """Remove all waiting jobs and return them."""
         jobs = [job for its in self._waiting.values() for job in its]

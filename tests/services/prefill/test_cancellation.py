@@ -186,10 +186,11 @@ async def test_closing_the_service_fails_what_is_under_way(harness: Harness) -> 
         await harness.run(harness.request(make_prompt(20)))
 
 
-async def test_owners_share_the_engine_fairly(harness: Harness) -> None:
-    def session(owner: str, number: int) -> SessionKey:
-        return SessionKey(owner=owner, session_id=str(number))
+def session(owner: str, number: int) -> SessionKey:
+    return SessionKey(owner=owner, session_id=str(number))
 
+
+async def test_owners_share_the_engine_fairly(harness: Harness) -> None:
     harness.model.hold.clear()
     blocker = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
     await harness.eventually(harness.model.entered.is_set)
@@ -218,6 +219,26 @@ async def test_a_full_queue_refuses_with_a_reason(harness: Harness) -> None:
     assert caught.value.retry_after_s is not None
     harness.model.hold.set()
     await asyncio.gather(running, *waiting)
+
+
+@pytest.mark.parametrize("prefill_options", [{"max_waiting": 3}], ids=["three-may-wait"])
+async def test_in_a_full_queue_the_key_that_has_most_of_it_gives_way(harness: Harness) -> None:
+    harness.model.hold.clear()
+    running = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
+    await harness.eventually(harness.model.entered.is_set)
+    tasks = {}
+    for number, name in enumerate(["a1", "a2", "a3", "b1", "b2", "a4"]):
+        request = harness.request(make_prompt(20), session=session(name[0], number), request_id=name)
+        tasks[name] = asyncio.create_task(harness.run(request))
+        await asyncio.sleep(0)
+    await harness.eventually(lambda: tasks["a3"].done() and tasks["b2"].done() and tasks["a4"].done())
+    harness.model.hold.set()
+    ended = dict(zip(tasks, await asyncio.gather(*tasks.values(), return_exceptions=True), strict=True))
+    await running
+    refused = {name: its for name, its in ended.items() if isinstance(its, BaseException)}
+    # b's second would have as many as a, and a's fourth more.
+    assert refused.keys() == {"a3", "b2", "a4"}
+    assert {its.reason for its in refused.values() if isinstance(its, CapacityExceeded)} == {"queue_full"}
 
 
 @pytest.mark.parametrize(

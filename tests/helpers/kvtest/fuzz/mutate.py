@@ -70,7 +70,8 @@ def spoilt_tree(rng: Random, tree: Any) -> Any:
 def spoilt_bytes(rng: Random, data: bytes) -> bytes:
     """The data with one change."""
     at, end = rng.randrange(len(data) + 1), rng.randrange(len(data) + 1)
-    match rng.randrange(7):
+    kind: int = rng.randrange(7)
+    match kind:
         case 0:
             return data[:at]
         case 1:
@@ -86,7 +87,6 @@ def spoilt_bytes(rng: Random, data: bytes) -> bytes:
             return data[:at] + word + data[at + size :]
         case _:
             changed = bytearray(data)
-            for _ in range(rng.choice((1, 1, 2, 8))):
-                if changed:
-                    changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+            for _ in range(rng.choice((1, 1, 2, 8)) if data else 0):
+                changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
             return bytes(changed)

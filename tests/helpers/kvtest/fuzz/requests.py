@@ -101,8 +101,8 @@ class Api:
                 low, high = int(schema.get("minimum", 0)), int(schema.get("maximum", 9))
                 return rng.choice((low, high, low + 1, rng.choice(NUMBERS)))
             case "number":
-                low, high = float(schema.get("minimum", 0)), float(schema.get("maximum", 1))
-                return rng.choice((low, high, (low + high) / 2, 0))
+                least, most = float(schema.get("minimum", 0)), float(schema.get("maximum", 1))
+                return rng.choice((least, most, (least + most) / 2, 0))
             case "boolean":
                 return rng.random() < 0.5
             case "null":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -97,7 +97,7 @@ class _Channel:
     def close(self) -> None: ...
     def wake(self) -> None: ...
 
-    def poll(self, timeout_s: float) -> Iterable[Received | PeerLost]:
+    def poll(self, timeout_s: float) -> Sequence[Received | PeerLost]:
         return ()
 
     def send(self, peer: bytes, message: Sequence[memoryview | bytes]) -> SendResult:
