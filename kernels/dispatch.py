@@ -38,6 +38,7 @@ KERNEL_MODES: tuple[KernelMode, ...] = get_args(KernelMode)
 TRITON_OPS = (
     "chunk_scores",
     "column_sums",
+    "decoder_ops",
     "dense_decode",
     "hsa",
     "kivi",

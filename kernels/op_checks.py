@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.kernels import hsa
+from kvferry.kernels import decoder_ops, hsa
 from kvferry.kernels.chunk_scores import chunk_scores_torch, shared_chunk_scores_torch
 from kvferry.kernels.column_sums import column_sums_torch
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens, SlotBatch
@@ -281,6 +281,43 @@ def _bits(shape: BatchShape, length: int) -> tuple[Tensor, Tensor]:
     return channels.to(shape.device), tokens.to(shape.device)
 
 
+def _decoder_cases(shape: BatchShape) -> Iterator[OpCheck]:
+    kv_heads, head_dim = shape.num_kv_heads, shape.head_dim
+    heads = kv_heads * shape.group_size
+
+    def run(name: str, *, launched: bool) -> Tensor:
+        ops: Any = decoder_ops
+        if launched:
+            # a CPU install has no Triton
+            from kvferry.kernels.decoder_ops import triton_kernel
+
+            ops = triton_kernel
+        generator = torch.Generator().manual_seed(23)
+
+        def random(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator).to(shape.device, shape.dtype)
+
+        suffix = "" if launched else "_torch"
+        queries, keys, cos, sin = (random(3, units * head_dim) for units in (heads, kv_heads, 1, 1))
+        if name == "add_norm":
+            results = getattr(ops, name + suffix)(queries, random(*queries.shape), queries[0], 1e-5)
+        elif name == "silu_product":
+            results = (getattr(ops, name + suffix)(queries, random(*queries.shape)),)
+        else:
+            norms = (random(head_dim), random(head_dim), 1e-5) if name == "rotate after norms" else None
+            results = getattr(ops, "rotate" + suffix)(queries, keys, cos, sin, norms)
+        return torch.cat([its.flatten(1) for its in results], 1).float()
+
+    for name in ("add_norm", "rotate", "rotate after norms", "silu_product"):
+        yield OpCheck(
+            op="decoder_ops",
+            name=name,
+            launch=partial(run, name, launched=True),
+            expected=partial(run, name, launched=False),
+            tolerance=TOLERANCES[shape.dtype],
+        )
+
+
 # ---- prefill ---------------------------------------------------------------------------------------------
 
 
@@ -449,6 +486,7 @@ def _packed_check_cases(shape: BatchShape) -> Iterator[OpCheck]:
 _CASES: dict[str, Callable[[BatchShape], Iterator[OpCheck]]] = {
     "chunk_scores": _chunk_cases,
     "column_sums": _column_cases,
+    "decoder_ops": _decoder_cases,
     "dense_decode": _dense_cases,
     "hsa": _hsa_cases,
     "kivi": _kivi_cases,

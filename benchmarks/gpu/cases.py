@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from case import MODELS, TINY, Case, Device, Model
+from decoder_cases import decoder_cases
 from dense_cases import append_case, dense_case
 from hsa_cases import HsaSize, hsa_cases
 from kivi_cases import kivi_case
@@ -44,6 +45,7 @@ def tiny_cases(device: Device, seed: int) -> list[Case]:
         check_case(small, length=20, device=device, seed=seed),
         knapsack_case(small, length=20, device=device, seed=seed),
         chunk_case(small, chunk=20, length=33, device=device, seed=seed),
+        *decoder_cases(small, batch_size=2, device=device, seed=seed),
         kivi_case(small, bits=4, batch_size=2, length=70, new=3, device=device, seed=seed),
         kivi_case(other, bits=2, batch_size=1, length=33, new=1, device=device, seed=seed),
     ]
@@ -100,5 +102,6 @@ def gpu_cases(device: Device, seed: int, model: Model) -> list[Callable[[], list
         lambda: [check_case(model, length=4096, device=device, seed=seed)],
         lambda: [knapsack_case(model, length=32768, device=device, seed=seed)],
         lambda: [chunk_case(model, chunk=512, length=32768, device=device, seed=seed)],
+        lambda: decoder_cases(model, batch_size=32, device=device, seed=seed),
         *(partial(quantised, bits) for bits in (2, 4)),
     ]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from case import MODELS, Case, Model
 from compiler import Facts, Launch, caught, compile_launch, specialised
+from decoder_cases import decoder_cases
 from dense_cases import append_case, dense_case
 from gates import breaks
 from hsa_cases import HsaSize, hsa_cases
@@ -68,6 +69,7 @@ def compile_cases(model: Model) -> list[Callable[[], Case]]:
         lambda: trizone_case(model, batch_size=1, kept=300, new=16, device=_CPU, seed=0, target=None),
         lambda: window_case(model, window=32, length=64, device=_CPU, seed=0, target=None),
         lambda: pack_case(model, length=300, device=_CPU, seed=0, target=None),
+        *(partial(_decoder_case, model, number) for number in range(4)),
         lambda: check_case(model, length=300, device=_CPU, seed=0),
         lambda: knapsack_case(model, length=300, device=_CPU, seed=0),
         lambda: chunk_case(model, chunk=512, length=512, device=_CPU, seed=0),
@@ -76,6 +78,10 @@ def compile_cases(model: Model) -> list[Callable[[], Case]]:
             for bits in WIDTHS
         ),
     ]
+
+
+def _decoder_case(model: Model, number: int) -> Case:
+    return decoder_cases(model, batch_size=1, device=_CPU, seed=0)[number]
 
 
 def launches_of(case: Case) -> list[Launch]:

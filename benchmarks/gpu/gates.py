@@ -39,6 +39,9 @@ _SCATTERED = {64: 32, 96: 32, 128: 32, 256: 16}
 
 GATES = {
     "_append_rows_kernel": Gate(registers=64),
+    "_add_norm_kernel": Gate(registers=128, conversions=("tl.sum(x * x, 0) / n",)),
+    "_rotate_kernel": Gate(registers=128),
+    "_silu_product_kernel": Gate(registers=64),
     "_dense_decode_kernel": Gate(
         registers=128,
         streams={"tl.load(key_ptr + key_offset + at": _WIDE, "tl.load(value_ptr + value_offset + at": _WIDE},

@@ -23,6 +23,7 @@ from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest, Unsuppo
 from kvferry.shared.model.adapters.decoder import decoder_of
 from kvferry.shared.model.adapters.latent import LATENT, Latent
 from kvferry.shared.model.adapters.temperature import QUERY_SCALE
+from kvferry.shared.model.fused_decode import fused_decode
 from kvferry.shared.model.interface import DecodeAttention, LayerStates, PrefillObserver
 from kvferry.shared.model.layers import state_layers
 from kvferry.shared.model.prefill_attention import expanded_attention, prefill_attention
@@ -323,6 +324,7 @@ class TransformersModel:
         takes_cache_params = "cache_params" in inspect.signature(model.forward).parameters
         self._cache_argument = "cache_params" if takes_cache_params else "past_key_values"
         self._skipped = (0, 0)
+        self._fused = fused_decode(model, spec)
 
     def twin(self) -> TransformersModel:
         """A model of its own over the same weights, for another thread's passes."""
@@ -414,6 +416,8 @@ class TransformersModel:
         states: LayerStates | None = None,
     ) -> Tensor:
         """Run one token for each of B sequences; see `LanguageModel.decode`."""
+        if self._fused is not None and not self._skipped[1] and self._fused.is_used:
+            return self._fused.run(token_ids, positions, attention)
         assert states is not None or not self._state_layers, "the model has states, and none are given"
         return self.run_step(token_ids, positions, DecodePass(attention, spec=self.spec), states)
 

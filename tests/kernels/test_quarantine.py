@@ -12,6 +12,7 @@ from torch import Tensor
 from kvferry.kernels import dispatch, quarantine
 from kvferry.kernels.chunk_scores import chunk_scores
 from kvferry.kernels.column_sums import column_sums, window_scores
+from kvferry.kernels.decoder_ops import silu_product
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.hsa import attend, page_extremes
 from kvferry.kernels.kivi import kivi_decode
@@ -90,6 +91,10 @@ OPS: dict[str, tuple[str, Callable[[], Any]]] = {
     "column_sums": (
         "attention_mass.attention_mass",
         lambda: column_sums(rows(2, 3, 9, 16), rows(2, 37, 16), scaling=0.3).sums,
+    ),
+    "decoder_ops": (
+        "decoder_ops.triton_kernel.silu_product",
+        lambda: silu_product(rows(2, 37), rows(2, 37)),
     ),
     "dense_decode": (
         "dense_decode.triton_kernel.dense_decode",

@@ -17,6 +17,7 @@ import torch
 LAUNCHES = {
     "chunk_scores": ("kvferry.kernels.chunk_scores.triton_kernel", "chunk_scores"),
     "column_sums": ("kvferry.kernels.attention_mass", "attention_mass"),
+    "decoder_ops": ("kvferry.kernels.decoder_ops.triton_kernel", "silu_product"),
     "dense_decode": ("kvferry.kernels.dense_decode.triton_kernel", "dense_decode_batch"),
     "hsa": ("kvferry.kernels.hsa.triton_kernel", "append_and_attend_batch"),
     "kivi": ("kvferry.kernels.kivi.triton_kernel", "kivi_decode_batch"),

@@ -1,0 +1,120 @@
+"""What a decoder layer does beside attention and matrix products, in three launches of a decode step's rows.
+
+Called by `shared/model/fused_decode.py`. Each op rounds where transformers' modules round, so that results
+differ from theirs by the order of a norm's sum alone.
+
+Legend: B rows (one token each), N hidden size, H query heads, H_kv KV heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from kvferry.kernels.dispatch import planned_path
+from kvferry.kernels.quarantine import attempt
+
+T = TypeVar("T")
+
+
+def _launched(launch: Callable[[], T], in_torch: Callable[[], T], device: torch.device) -> T:
+    """A step counts one call of these ops (`FusedDecode.is_used`), so they do not count theirs."""
+    if planned_path("decoder_ops", device) == "torch":
+        return in_torch()
+    return attempt("decoder_ops", launch, in_torch)
+
+
+def add_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`residual + hidden`, and its RMSNorm.
+
+    Args: hidden, residual: `[B, N]`, contiguous; residual None: nothing is added. weight: `[N]`.
+    Returns: the sum, and the norm.
+    """
+    in_torch = partial(add_norm_torch, hidden, residual, weight, eps)
+
+    def launch() -> tuple[Tensor, Tensor]:
+        # a CPU install has no Triton
+        from kvferry.kernels.decoder_ops import triton_kernel
+
+        return triton_kernel.add_norm(hidden, residual, weight, eps)
+
+    return _launched(launch, in_torch, hidden.device)
+
+
+def add_norm_torch(
+    hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`add_norm` in torch."""
+    total = hidden if residual is None else residual + hidden
+    return total, rms_norm(total, weight, eps)
+
+
+def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As transformers' LlamaRMSNorm."""
+    wide = rows.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(rows.dtype)
+
+
+def rotate(
+    queries: Tensor,
+    keys: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotary positions of one token's queries and keys, after an RMSNorm of each head if there is one.
+
+    Args:
+        queries: `[B, H D]`; keys `[B, H_kv D]`, contiguous.
+        cos, sin: `[B, D]`, of the queries' dtype.
+        norms: weights `[D]` of the queries' and the keys' norm, and their eps.
+
+    Returns: `[B, H, D]` and `[B, H_kv, D]`.
+    """
+    in_torch = partial(rotate_torch, queries, keys, cos, sin, norms)
+
+    def launch() -> tuple[Tensor, Tensor]:
+        # a CPU install has no Triton
+        from kvferry.kernels.decoder_ops import triton_kernel
+
+        return triton_kernel.rotate(queries, keys, cos, sin, norms)
+
+    return _launched(launch, in_torch, queries.device)
+
+
+def rotate_torch(
+    queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor, float] | None
+) -> tuple[Tensor, Tensor]:
+    """`rotate` in torch."""
+    rotated = []
+    for i, rows in enumerate((queries, keys)):
+        heads = rows.view(len(rows), -1, cos.shape[1])
+        if norms is not None:
+            heads = rms_norm(heads, norms[0] if i == 0 else norms[1], norms[2])
+        first, second = heads.chunk(2, dim=-1)
+        half = torch.cat([-second, first], -1)
+        rotated.append(heads * cos[:, None] + half * sin[:, None])
+    return rotated[0], rotated[1]
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`. Args: `[B, n]`, contiguous."""
+    in_torch = partial(silu_product_torch, gate, up)
+
+    def launch() -> Tensor:
+        # a CPU install has no Triton
+        from kvferry.kernels.decoder_ops import triton_kernel
+
+        return triton_kernel.silu_product(gate, up)
+
+    return _launched(launch, in_torch, gate.device)
+
+
+def silu_product_torch(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu_product` in torch."""
+    return torch.nn.functional.silu(gate) * up
