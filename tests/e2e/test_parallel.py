@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,16 @@ def rank_of(pid: int) -> int:
             ranks.append(int(child))
     assert len(ranks) == 1, ranks
     return ranks[0]
+
+
+def await_end(pid: int) -> None:
+    """A rank ends with its worker, also with one that was killed."""
+    deadline_s = time.monotonic() + 10
+    status = Path(f"/proc/{pid}/status")
+    # a zombie is left where nobody waits for orphans
+    while status.exists() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < deadline_s, pid
+        time.sleep(0.05)
 
 
 def test_no_turn_is_lost_with_a_rank(
@@ -48,3 +60,10 @@ def test_no_turn_is_lost_with_a_rank(
         assert stream_tokens(stack.base_url, body, kill_once) == undisturbed
         assert killed.is_set()
         assert stack.router_metric("kvferry_recoveries_total", role="decode") == 1
+        ranks = [rank_of(int(stack.addresses["prefill_pid"]))]
+        # the pid of the decode worker that was started again
+        decode_pid = int(json.loads(stack.ready_path.read_text())["decode_pid"])
+        ranks.append(rank_of(decode_pid))
+        os.kill(decode_pid, signal.SIGKILL)
+        await_end(ranks[1])
+    await_end(ranks[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 from kvtest.pair import Pair, Turn
 from kvtest.parallel import same_or_tied
+from kvtest.prefill import ControlledModel
 from kvtest.tiny_models import make_config, save_model
 from kvtest.transformers_model import plan_of, prompt_of
+from torch import Tensor
 
 from kvferry.models import DEMO_MODEL
 from kvferry.shared.control.messages import SessionKey
@@ -83,3 +86,41 @@ async def test_the_tokens_are_those_of_one_rank_over_a_session(
             assert second.reused == len(FIRST) + NUM_NEW - 1
             num_same += same_or_tied(second.tokens, expected_second.sampled)
     assert num_same > len(METHODS) * 2 * NUM_NEW * 0.8, "more ties than chance explains"
+
+
+@pytest.mark.parametrize("models", [2], indirect=True)
+@pytest.mark.parametrize("method", ["full", "rdkv"])
+async def test_a_short_prompt_overtakes_a_long_one_in_every_rank(
+    models: tuple[LanguageModel, ...], method: str
+) -> None:
+    one, parallel = models
+    prompts = {700: prompt_of(700, seed=3), 40: prompt_of(40, seed=4)}
+    layers: list[tuple[int, int]] = []
+    loop, tasks = asyncio.get_running_loop(), list[asyncio.Task[Turn]]()
+    async with AsyncExitStack() as stack:
+        controlled = ControlledModel(parallel)
+        pair = Pair(model=controlled, tokenizer=ChatTokenizer.load(DEMO_MODEL), stack=stack)
+        await pair.start_prefill()
+        pair.model = one
+        await pair.start_decode()
+
+        async def turn(num_tokens: int) -> Turn:
+            session = SessionKey(owner="o", session_id=str(num_tokens))
+            return await pair.turn(prompts[num_tokens], plan_of(method), session=session, sampling=SAMPLING)
+
+        def on_layer(layer: int, keys: Tensor) -> None:
+            layers.append((keys.shape[1], layer))
+            if layers == [(700, 0), (700, 1)]:
+                loop.call_soon_threadsafe(lambda: tasks.append(asyncio.create_task(turn(40))))
+                while pair.prefill._engine.num_waiting == 0:
+                    threading.Event().wait(0.01)
+
+        controlled.on_layer = on_layer
+        turns = {700: await turn(700), 40: await tasks[0]}
+    between = [(40, layer) for layer in range(4)]
+    assert layers == [(700, 0), (700, 1), *between, (700, 2), (700, 3)]
+    for num_tokens, its in turns.items():
+        expected = OneProcessGenerator(one).generate(
+            prompts[num_tokens], plan=plan_of(method), sampling=SAMPLING
+        )
+        assert same_or_tied(its.tokens, expected) > 0

@@ -7,11 +7,13 @@ shipping and decode's attention are those of one rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import DecodeAttention, LayerStates, PrefillObserver
 from kvferry.shared.model.loading import load_model
@@ -122,13 +124,16 @@ def load_parallel_model(
         num_threads=max(1, (num_threads or torch.get_num_threads()) // num_ranks),
         on_lost=on_lost,
     )
-    try:
-        lead.join()
-        lead.command(Load(path_or_id=path_or_id, device=device, dtype=dtype, max_model_len=max_model_len))
-        part = load_model(
-            path_or_id, name=name, device=device, dtype=dtype, max_model_len=max_model_len, ranks=lead
-        )
-        return ParallelModel(part, lead)
-    except BaseException:
-        lead.close()
-        raise
+    with ExitStack() as unless_loaded:
+        unless_loaded.callback(lead.close)
+        try:
+            lead.join()
+            lead.command(Load(path_or_id=path_or_id, device=device, dtype=dtype, max_model_len=max_model_len))
+            part = load_model(
+                path_or_id, name=name, device=device, dtype=dtype, max_model_len=max_model_len, ranks=lead
+            )
+        except RuntimeError as error:  # of an exchange with a rank that has ended
+            raise ConfigurationError(lead.fail(error).message) from error
+        model = ParallelModel(part, lead)
+        unless_loaded.pop_all()
+    return model

@@ -37,10 +37,10 @@ class Ranks:
 
     def join(self) -> None:
         """Join the group; returns when all ranks have. The device must not have been used before."""
-        if self._join.backend == "gloo":
-            # All ranks are on this machine. Without it gloo listens on the address of the host's name.
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        else:
+        # All ranks are on this machine. Otherwise the libraries listen on an address that others may reach.
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, "lo")
+        if self._join.backend == "nccl":
             torch.cuda.set_device(self.rank)
         torch.set_num_threads(self._join.num_threads)
         dist.init_process_group(

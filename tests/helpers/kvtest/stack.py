@@ -31,6 +31,7 @@ class Stack:
     addresses: dict[str, str]
     process: subprocess.Popen[bytes]
     log_path: Path
+    ready_path: Path
 
     def prefill_metric(self, name: str, **labels: str) -> float:
         return _sample(self.prefill_metrics_url, name, labels)
@@ -92,6 +93,7 @@ def serving(*options: str) -> Iterator[Stack]:
                 addresses=addresses,
                 process=process,
                 log_path=log_path,
+                ready_path=ready_path,
             )
         finally:
             process.send_signal(signal.SIGTERM)

@@ -33,3 +33,8 @@ def test_the_weights_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asyncio.run(run())
     assert len(loaded) == 1
+
+
+def test_ranks_need_processes() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel is 2 with in_process; it must be 1"):
+        ServeConfig(in_process=True, tensor_parallel=2)

@@ -242,6 +242,17 @@ def test_a_rank_tells_why_it_does_not_load(lead: LeadingRank) -> None:
         lead.loaded()
 
 
+def test_a_rank_that_ends_before_it_has_loaded_is_named(lead: LeadingRank) -> None:
+    lead.close()  # one group in a process at a time
+    started = LeadingRank(2, backend="gloo", num_threads=1, on_lost=lambda error: None)
+    try:
+        started._followers[0].process.kill()
+        with pytest.raises(ConfigurationError, match="rank 1 of 2 has ended with exit code -9"):
+            started.join()
+    finally:
+        started.close()
+
+
 @pytest.mark.parametrize(
     ("sign", "reason"),
     [
@@ -252,7 +263,7 @@ def test_a_rank_tells_why_it_does_not_load(lead: LeadingRank) -> None:
 def test_a_lost_rank_is_the_workers_end_with_its_name_in_bounded_time(
     lead: LeadingRank, monkeypatch: pytest.MonkeyPatch, sign: signal.Signals, reason: str
 ) -> None:
-    lead.close()  # one group in a process at a time
+    lead.close()
     monkeypatch.setattr("kvferry.shared.model.parallel.lead._HUNG_S", 3.0)
     lost: list[Exception] = []
     told = threading.Event()
