@@ -4,6 +4,7 @@
     python benchmarks/gpu --parts kernels   check every kernel on fresh random inputs, then time it
     python benchmarks/gpu --check           all of it at tiny shapes, kernels in Triton's interpreter; no GPU
     python benchmarks/gpu --compile         compile every kernel for sm_80 and sm_90; no GPU
+    python benchmarks/gpu --roofline        modelled times of whole decode steps; no GPU
 
 Downloads nothing; weights and inputs are random. Prints tables; --output writes JSON, --markdown the tables,
 --plots PNG files. A kernel that differs from its reference, or a case that fails, ends the run with status 1.
@@ -27,14 +28,18 @@ PARTS = ("kernels", "tokens", "end_to_end")
 def main() -> int:
     arguments = _arguments()
     # Read when a kernel is decorated, so before anything imports Triton.
-    if arguments.check:
+    if arguments.check or arguments.roofline:
         os.environ["TRITON_INTERPRET"] = "1"
     else:
         os.environ.pop("TRITON_INTERPRET", None)
     _find_package()
     seed = time.time_ns() % 2**31 if arguments.seed is None else arguments.seed
     result: dict[str, Any] = {"seed": seed, "failures": []}
-    if arguments.compile:
+    if arguments.roofline:
+        from roofline import roofline
+
+        result |= {"mode": "roofline", **roofline()}
+    elif arguments.compile:
         _compile(result, arguments.only, tuple(arguments.models))
     else:
         _run(result, arguments)
@@ -47,6 +52,7 @@ def _arguments() -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="tiny shapes, kernels in the interpreter")
     mode.add_argument("--compile", action="store_true", help="compile only, for sm_80 and sm_90")
+    mode.add_argument("--roofline", action="store_true", help="modelled times of decode steps")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="what to run")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds in which the run ends")
     parser.add_argument("--only", default="", help="with --compile: kernels whose name holds this")
@@ -108,12 +114,18 @@ def _run(result: dict[str, Any], arguments: argparse.Namespace) -> None:
         except Exception as error:  # a fault of the device stays: what is measured by then is still written
             result["failures"].append(f"{name}: {type(error).__name__}: {error}")
     limit.done()
+    if clock.device.type == "cuda" and result.get("decode"):
+        from roofline import add_modelled
+
+        add_modelled(result["decode"], result["device"])
 
 
 def _write(result: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Everything there is, in every form that was asked for."""
     from report import COLUMNS, as_json, markdown, write_table
 
+    if result.get("mode") == "roofline":
+        sys.stdout.write(f"{result['model']}: modelled, not measured\n")
     if result.get("mode") != "compile":
         for name, columns in COLUMNS.items():
             if result.get(name):

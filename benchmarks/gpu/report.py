@@ -14,8 +14,11 @@ COLUMNS = {
     ),
     "tokens": ("method", "prefill", "path", "same", "kept_elsewhere", "kept", "parted_at", "gap", "skipped"),
     "decode": (
-        "model", "context", "batch", "method", "path", "ms_per_token", "tokens_per_s", "speedup",
-        "cache_bytes", "peak_bytes", "skipped",
+        "model", "context", "batch", "method", "path", "ms_per_token", "modelled_ms", "tokens_per_s",
+        "speedup", "cache_bytes", "peak_bytes", "skipped",
+    ),
+    "steps": (
+        "gpu", "batch", "context", "method", "read_bytes", "launches", "modelled_ms", "modelled_speedup",
     ),
     "prefill": (
         "model", "method", "tokens", "prefill_s", "with_method_s", "overhead_percent", "copied_bytes",

@@ -127,7 +127,7 @@ main["_find_package"]()
 importlib.util.find_spec = found
 import kvferry
 assert list(kvferry.__path__) == [{str(ROOT)!r}], kvferry.__path__
-import compile_only, plots, report, runs
+import compile_only, plots, report, roofline, runs
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False
