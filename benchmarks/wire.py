@@ -31,6 +31,7 @@ import torch
 import xxhash
 import zmq
 
+from kvferry.shared.certs import Certs, CurveKeys, Role
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.wire.messages import (
     MAX_PAYLOAD_BYTES,
@@ -79,8 +80,14 @@ class _CopyingSink:
         raise RuntimeError(reason)
 
 
-def _receive_ours(transport: str, bind: str, num_bytes: int, pipe: Connection) -> None:
-    network = ZmqListeningChannel(bind)
+def _keys(transport: str, role: Role) -> CurveKeys | None:
+    """A role's keys where the transport names a folder of them; see `encryption.py`."""
+    _, _, folder = transport.partition(" ")
+    return Certs(folder, role).curve_keys() if folder else None
+
+
+def receive_ours(transport: str, bind: str, num_bytes: int, pipe: Connection) -> None:
+    network = ZmqListeningChannel(bind, keys=_keys(transport, "decode"))
     channel = SharedMemoryListeningChannel(network) if transport == "shm" else network
     server = BlockServer(channel, _CopyingSink(num_bytes))
     pipe.send(server.endpoint)
@@ -110,7 +117,7 @@ def _receive_raw(transport: str, bind: str, num_bytes: int, pipe: Connection) ->
         router.close(linger=0)
 
 
-class _Timer:
+class Timer:
     """Rates and CPU times of transfers, the receiver's included."""
 
     def __init__(self, pipe: Connection) -> None:
@@ -137,10 +144,10 @@ class _Timer:
         return time.process_time(), float(self._pipe.recv())
 
 
-def _measure_ours(transport: str, endpoint: str, num_bytes: int, repeats: int, timer: _Timer) -> None:
+def measure_ours(transport: str, endpoint: str, num_bytes: int, repeats: int, timer: Timer) -> None:
     rows = num_bytes // (2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM * 2)
     tensor = torch.randn(NUM_KV_HEADS, rows, HEAD_DIM).to(torch.float16)
-    network = ZmqConnectingChannel()
+    network = ZmqConnectingChannel(_keys(transport, "prefill"))
     channel = SharedMemoryConnectingChannel(network) if transport == "shm" else network
     sender = BlockSender(channel, buffer_bytes=2 * num_bytes, timeout_s=TIMEOUT_S)
     tensors = [NamedTensor(name=name, tensor=tensor, kind="rows") for name in ("keys", "values")]
@@ -175,7 +182,7 @@ def _measure_ours(transport: str, endpoint: str, num_bytes: int, repeats: int, t
     sender.close()
 
 
-def _measure_raw(transport: str, endpoint: str, num_bytes: int, repeats: int, timer: _Timer) -> None:
+def _measure_raw(transport: str, endpoint: str, num_bytes: int, repeats: int, timer: Timer) -> None:
     block = bytes(MAX_PAYLOAD_BYTES)
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.sndhwm = 64
@@ -188,14 +195,14 @@ def _measure_raw(transport: str, endpoint: str, num_bytes: int, repeats: int, ti
         dealer.close(linger=0)
 
 
-def _run(
+def run(
     receive: Callable[[str, str, int, Connection], None],
-    measure: Callable[[str, str, int, int, _Timer], None],
+    measure: Callable[[str, str, int, int, Timer], None],
     transport: str,
     bind: str,
     num_bytes: int,
     repeats: int,
-) -> _Timer:
+) -> Timer:
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     process = spawn.Process(target=receive, args=(transport, bind, num_bytes, there), daemon=True)
@@ -203,7 +210,7 @@ def _run(
     try:
         if not here.poll(60):
             raise RuntimeError("the receiver did not start")
-        timer = _Timer(here)
+        timer = Timer(here)
         measure(transport, here.recv(), num_bytes, repeats, timer)
         timer.drop_first()
         return timer
@@ -244,7 +251,7 @@ def main() -> None:
         for name in transports:
             bind = "tcp://127.0.0.1:0" if name == "tcp" else f"ipc://{folder}/{name}-{{}}.sock"
             size = num_bytes, options.repeats
-            ours = _run(_receive_ours, _measure_ours, name, bind.format("ours"), *size)
+            ours = run(receive_ours, measure_ours, name, bind.format("ours"), *size)
             cpu = {end: statistics.median(its) for end, its in ours.cpu_s_per_gb.items()}
             results[name] = {"kvferry_gb_s": ours.gb_s, "kvferry_cpu_s_per_gb": ours.cpu_s_per_gb}
             line = (
@@ -252,7 +259,7 @@ def main() -> None:
                 f" {cpu['sender']:.2f} sender, {cpu['receiver']:.2f} receiver"
             )
             if name != "shm":
-                raw = _run(_receive_raw, _measure_raw, name, bind.format("raw"), *size)
+                raw = run(_receive_raw, _measure_raw, name, bind.format("raw"), *size)
                 ratio = statistics.median(ours.gb_s) / statistics.median(raw.gb_s)
                 results[name] |= {"raw_zmq_gb_s": raw.gb_s, "raw_zmq_cpu_s_per_gb": raw.cpu_s_per_gb}
                 results[name]["ratio_of_medians"] = ratio

@@ -338,12 +338,13 @@ def read_record(value: bytes, session: SessionKey) -> TierRecord:
         raise corrupt(f"{what} is another session's")
     token_ids = np.frombuffer(body.token_ids, "<u4").tolist()
     for entry in body.segments:
-        if len(entry.segment_id) != FENCE_BYTES or not 0 < entry.length <= sum(entry.value_tokens):
+        is_whole = 0 < entry.length <= sum(entry.value_tokens) and min(entry.value_tokens) > 0
+        if len(entry.segment_id) != FENCE_BYTES or entry.size_bytes < 0 or not is_whole:
             raise corrupt(f"{what} names an impossible segment")
     if sum(entry.length for entry in body.segments) != len(token_ids):
         raise corrupt(f"{what} has other tokens than its segments")
     for checkpoint in body.checkpoints:
-        is_inside = 0 < checkpoint.num_tokens <= len(token_ids)
+        is_inside = 0 < checkpoint.num_tokens <= len(token_ids) and checkpoint.size_bytes >= 0
         if len(checkpoint.checkpoint_id) != FENCE_BYTES or not is_inside:
             raise corrupt(f"{what} names an impossible checkpoint")
     return tier_record(fence, body, token_ids, len(value))

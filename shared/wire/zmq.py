@@ -42,6 +42,8 @@ _LOST_EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _Socket = zmq.Socket[bytes]
+_CURVE_BYTES = 33
+"""By how much CURVE makes a frame longer: a command's name, a nonce, flags and a MAC."""
 
 
 class _ZmqChannel:
@@ -89,7 +91,9 @@ class _ZmqChannel:
         made.setsockopt(zmq.LINGER, 0)
         made.setsockopt(zmq.SNDHWM, send_messages)
         made.setsockopt(zmq.RCVHWM, receive_messages)
-        made.setsockopt(zmq.MAXMSGSIZE, max(max_bytes, HEADER_BYTES))
+        # ZeroMQ compares frames with it as they come, encrypted.
+        curve_bytes = _CURVE_BYTES if self._keys is not None else 0
+        made.setsockopt(zmq.MAXMSGSIZE, max(max_bytes, HEADER_BYTES) + curve_bytes)
         made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
         made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         if self._keys is not None:

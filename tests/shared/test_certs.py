@@ -28,6 +28,7 @@ from kvferry.shared.certs import ROLES, Certs
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
 from kvferry.shared.control.server import ControlServer, serve_control
 from kvferry.shared.errors import ConfigurationError, TransferFailed, WorkerUnavailable
+from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES
 from kvferry.shared.wire.receiver import BlockServer
 from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
@@ -192,11 +193,13 @@ def receiver(folder: Path) -> Iterator[tuple[wire_kit.RecordingSink, str]]:
     server.close()
 
 
-def send(endpoint: str, certs: Certs | None, timeout_s: float) -> Callable[[wire_kit.RecordingSink], None]:
+def send(
+    endpoint: str, certs: Certs | None, timeout_s: float, rows: tuple[int, ...] = (3, 5)
+) -> Callable[[wire_kit.RecordingSink], None]:
     keys = certs.curve_keys() if certs is not None else None
-    sender = BlockSender(ZmqConnectingChannel(keys), buffer_bytes=1 << 20, timeout_s=timeout_s)
+    sender = BlockSender(ZmqConnectingChannel(keys), buffer_bytes=64 << 20, timeout_s=timeout_s)
     try:
-        manifest = wire_kit.make_manifest()
+        manifest = wire_kit.make_manifest(rows=rows)
         layers = wire_kit.make_layers(manifest)
         transfer = sender.open(wire_kit.make_ticket(manifest, endpoint), manifest, timeout_s=timeout_s)
         wire_kit.ship(transfer, layers)
@@ -208,6 +211,13 @@ def send(endpoint: str, certs: Certs | None, timeout_s: float) -> Callable[[wire
 def test_prefill_sends_blocks_to_decode(folder: Path, receiver: tuple[wire_kit.RecordingSink, str]) -> None:
     sink, endpoint = receiver
     send(endpoint, Certs(str(folder), "prefill"), wire_kit.WAIT_S)(sink)
+
+
+def test_blocks_of_the_largest_size_pass(folder: Path, receiver: tuple[wire_kit.RecordingSink, str]) -> None:
+    """A frame of them is longer when it is encrypted."""
+    sink, endpoint = receiver
+    rows = 3 * MAX_PAYLOAD_BYTES // (2 * 8 * 4)
+    send(endpoint, Certs(str(folder), "prefill"), wire_kit.WAIT_S, (rows,))(sink)
 
 
 @pytest.mark.parametrize("who", ["nobody", "stranger", "decode"])

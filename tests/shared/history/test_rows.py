@@ -165,6 +165,8 @@ def test_a_record_of_another_session_or_of_impossible_segments_is_a_miss() -> No
         ("o", ()),
         ("o", (SegmentEntry(segment_id=b"short", length=2, value_tokens=(2,), size_bytes=9),)),
         ("o", (SegmentEntry(segment_id=SEGMENT, length=2, value_tokens=(1,), size_bytes=9),)),
+        ("o", (SegmentEntry(segment_id=SEGMENT, length=2, value_tokens=(2,), size_bytes=-1),)),
+        ("o", (SegmentEntry(segment_id=SEGMENT, length=2, value_tokens=(3, -1), size_bytes=9),)),
         ("o", (good, good)),
     ):
         body = RecordBody(owner, "s", "f", 32, "full", 1, pack_token_ids((1, 2)), entries)
