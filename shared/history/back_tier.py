@@ -131,6 +131,7 @@ class BackTier:
             num_tokens=stop - start,
             source=source,
             states=states,
+            num_exact_tokens=record.num_exact_tokens,
         )
 
     def reusable(self, record: TierRecord, limit: int) -> int:
@@ -277,6 +278,7 @@ class BackTier:
                 ],
                 checkpoints=record.checkpoints,
                 method=commit.method,
+                num_exact_tokens=record.num_exact_tokens,
                 value_bytes=self.storage.value_bytes,
             )
             self.storage.write(session, base, new)
@@ -320,6 +322,7 @@ class BackRows:
         fetch, fetch_states: begin to read a layer's rows, or all states.
         source: whose record they are of.
         states: None if the model has none.
+        num_exact_tokens: of the record, from its first token; see `StoredRecord`.
     """
 
     def __init__(
@@ -331,8 +334,10 @@ class BackRows:
         num_tokens: int,
         source: ReuseSource,
         states: CheckpointEntry | None,
+        num_exact_tokens: int,
     ) -> None:
         self.num_tokens = num_tokens
+        self.num_exact_tokens = num_exact_tokens
         self.source = source
         self.tier = tier.name
         self.ends_turn = states is not None and states.ends_turn

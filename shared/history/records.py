@@ -118,11 +118,14 @@ class RecordTable:
         num_observed: int | None,
     ) -> Found:
         """The record that saves the prompt the most tokens, and how many. The session's own, unless the
-        document saves more, or another session of the owner a block more. Arguments as in
-        `HistoryStore.begin`."""
+        document saves more, or another session of the owner a block more. KV of the session's generated
+        tokens is always its own. Arguments as in `HistoryStore.begin`."""
         source: ReuseSource = "session"
         found = session
         reused = self.num_reusable(session, prompt)
+        own = self._sessions.get(session)
+        if own is not None and reused > own.num_exact_tokens:
+            document = num_observed = None
         other = self._sessions.get(document) if document is not None else None
         if document is not None and other is not None:
             shared = min(common_prefix(other.token_ids, prompt), other.num_exact_tokens, len(prompt) - 1)

@@ -138,13 +138,18 @@ def new_record(
     method: str,
     value_bytes: int,
     checkpoints: Sequence[Checkpoint] = (),
+    num_exact_tokens: int = 0,
 ) -> NewRecord:
     """The record of `token_ids`: the base's first `num_base_tokens`, then a new segment of `layers`' rows.
 
     Args:
         value_bytes: bytes of one value, about.
         checkpoints: of the new record, with those that the base has.
+        num_exact_tokens: as if all rows were the new ones; see `StoredRecord`.
     """
+    base_exact = base.body.num_exact_tokens if base is not None else 0
+    if base_exact < num_base_tokens:
+        num_exact_tokens = min(num_exact_tokens, base_exact)
     num_tokens = len(token_ids) - num_base_tokens
     layer_bytes = max((sum(chunk.size_bytes for chunk in chunks) for chunks in layers), default=0)
     value_tokens = _value_tokens(layers, max(1, value_bytes * num_tokens // max(1, layer_bytes)))
@@ -168,6 +173,7 @@ def new_record(
         token_ids=pack_token_ids(token_ids),
         segments=(*_first_entries(base.segments if base is not None else (), num_base_tokens), entry),
         checkpoints=entries,
+        num_exact_tokens=num_exact_tokens,
     )
     fence = secrets.token_bytes(FENCE_BYTES)
     value = shape.sealed(session, write_record(fence, body), fence)

@@ -195,6 +195,11 @@ class HistoryStore:
                 self._on_miss("absent")
         answered = {tier: record for tier, record, problem in looked_up if problem != tier.unavailable}
         candidates = [(tier, session, record) for tier, record in answered.items()]
+        for tier, record in answered.items():
+            if record is not None and _reusable(tier, record, prompt_token_ids) > record.num_exact_tokens:
+                # KV of generated tokens is always the session's own.
+                turn.keep_own(record.num_exact_tokens)
+                document = None
         if document is not None and turn.reuse_source != "document":
             candidates += [(tier, document, tier.look_up(document)[0]) for tier in answered]
         fences = {tier: record.fence if record is not None else b"" for tier, record in answered.items()}
@@ -264,10 +269,15 @@ class HistoryStore:
         start = stop = turn.reused_tokens
         rows = None
         for tier, session, record in candidates:
-            if record is not None and tier.storage.shape.serves(record):
-                length = tier.reusable(record, min(common_prefix(record.token_ids, prompt), len(prompt) - 1))
-                if length > stop:
-                    stop = length
-                    source: ReuseSource = "session" if session == turn.session else "document"
-                    rows = tier.rows(session, record, start, stop, source=source)
+            if record is not None and (length := _reusable(tier, record, prompt)) > stop:
+                stop = length
+                source: ReuseSource = "session" if session == turn.session else "document"
+                rows = tier.rows(session, record, start, stop, source=source)
         return rows
+
+
+def _reusable(tier: BackTier, record: TierRecord, prompt: tuple[int, ...]) -> int:
+    """How many of the prompt's first tokens can be continued from."""
+    if not tier.storage.shape.serves(record):
+        return 0
+    return tier.reusable(record, min(common_prefix(record.token_ids, prompt), len(prompt) - 1))

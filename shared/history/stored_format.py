@@ -87,6 +87,7 @@ class RecordBody(msgspec.Struct, frozen=True, array_like=True):
         method: compression method of the turn that committed it.
         turn: how many turns were committed, including this one.
         token_ids: uint32, little-endian.
+        num_exact_tokens: see `StoredRecord`; 0 in a record that an earlier version wrote.
     """
 
     owner: str
@@ -98,6 +99,7 @@ class RecordBody(msgspec.Struct, frozen=True, array_like=True):
     token_ids: bytes
     segments: tuple[SegmentEntry, ...]
     checkpoints: tuple[CheckpointEntry, ...] = ()
+    num_exact_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,10 @@ class TierRecord:
     @property
     def segments(self) -> tuple[SegmentEntry, ...]:
         return self.body.segments
+
+    @property
+    def num_exact_tokens(self) -> int:
+        return self.body.num_exact_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

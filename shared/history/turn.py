@@ -94,7 +94,7 @@ class StagedTurn:
         self._num_exact_reused = (
             min(self._memory_tokens, record.num_exact_tokens) if record is not None else 0
         )
-        self._adopted = False  # rows of another tier are not known to be exact
+        self._adopted = False  # whether rows of another tier were staged
         self._back_rows: BackRows | None = None
         self._replicate: Callable[[StoredRecord, bool], list[Callable[[], None]]]
         self._rebuild = False
@@ -128,6 +128,19 @@ class StagedTurn:
         """`reused_tokens` by where their rows come from, memory first."""
         rows = self._back_rows
         return {"memory": self._memory_tokens} | ({rows.tier: rows.num_tokens} if rows is not None else {})
+
+    def keep_own(self, num_tokens: int) -> None:
+        """Use at most so many tokens' rows of another session's record in memory, because the session has its
+        own rows of those that follow. Before `attach`."""
+        if self.reuse_source != "session" and num_tokens < self._memory_tokens:
+            with self._records.lock:
+                released = parts_of(self._pieces, self._checkpoints)
+                self._pieces = first_pieces(self._pieces, num_tokens)
+                self._checkpoints = tuple(its for its in self._checkpoints if its.num_tokens <= num_tokens)
+                self._records.retain(parts_of(self._pieces, self._checkpoints))
+                self._records.release(released)
+                self._memory_tokens = num_tokens
+                self._num_exact_reused = min(self._num_exact_reused, num_tokens)
 
     def attach(
         self,
@@ -359,10 +372,11 @@ class StagedTurn:
 
     def _num_exact(self, num_tokens: int) -> int:
         """`StoredRecord.num_exact_tokens` of a record of this many tokens."""
-        exact = self._num_exact_reused
-        if exact == self._memory_tokens and not self._adopted:
-            exact = len(self._prompt)
-        return min(exact, num_tokens)
+        exact, reused = self._num_exact_reused, self._memory_tokens
+        if self._adopted and self._back_rows is not None and exact == reused:
+            reused = self.reused_tokens
+            exact = max(exact, min(self._back_rows.num_exact_tokens, reused))
+        return min(exact if exact < reused else len(self._prompt), num_tokens)
 
     def _num_staged(self) -> int:
         """How many tokens after those of memory have rows in every layer, or are followed by a checkpoint if

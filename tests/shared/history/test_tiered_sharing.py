@@ -34,13 +34,31 @@ def test_a_session_that_began_with_anothers_prefix_is_whole_in_redis(
     assert second.store.info(A).tier == "none"
 
 
-def test_rows_from_redis_are_not_taken_for_exact(make_worker: Callable[..., Worker]) -> None:
+def test_generated_rows_from_redis_are_not_taken_for_exact(make_worker: Callable[..., Worker]) -> None:
     conversation = (*SYSTEM, 5, 6, 7)
     make_worker().turn(A, SYSTEM, (5, 6, 7))
     worker = make_worker()
     assert worker.turn(A, (*conversation, 8), num_observed=1) == len(SYSTEM) + 2
-    # Some of those rows are decode's, so that no other session continues from them.
-    assert worker.turn(B, (*conversation, 9), num_observed=1) == 0
+    # The last rows are decode's, so that no other session continues from them.
+    assert worker.turn(B, (*conversation, 9), num_observed=1) == len(SYSTEM)
+
+
+def test_generated_rows_are_the_sessions_own_wherever_they_are(make_worker: Callable[..., Worker]) -> None:
+    conversation = (*SYSTEM, *range(500, 540))
+    first = make_worker()
+    first.turn(A, SYSTEM, conversation[len(SYSTEM) :])
+    stored = len(conversation) - 1
+    second = make_worker()
+    # Another session has the same tokens, all run by prefill.
+    assert second.turn(B, (*conversation, 8), num_observed=1) == 0
+    turn = second.begin(A, (*conversation, 9), num_observed=1)
+    assert turn.reused_by_tier == {"memory": len(SYSTEM), "redis": stored - len(SYSTEM)}
+    assert second.run(turn, (*conversation, 9), lambda layer: None) == stored
+    turn.commit((*conversation, 9))
+    # Its own record is in this worker's memory now, and C's rows do not replace it either.
+    longer = (*conversation, 9, *range(600, 680))
+    assert second.turn(C, longer, num_observed=1) == len(conversation)
+    assert second.turn(A, (*longer, 10), num_observed=1, document=C) == len(conversation) + 1
 
 
 @pytest.mark.parametrize("restarted", [False, True])

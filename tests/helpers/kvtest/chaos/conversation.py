@@ -194,6 +194,8 @@ class Conversation:
         Args: num_reused: as a whole answer reports it; None where the answer was cut.
         """
         script = self.script
+        if index == 1 and script.asks_again(prompt):
+            return  # an attempt that seemed lost was stored after `_is_in_session` looked
         if prompt and prompt != script.prompts[index]:
             self._violate(index, f"the prompt has {len(prompt)} tokens, not {len(script.prompts[index])}")
         elif num_reused is not None and tokens != (right := script.answer(index, num_reused)):

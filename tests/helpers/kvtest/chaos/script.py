@@ -42,7 +42,9 @@ class Script:
     num_stored: int
     max_tokens: int
     _stored: OracleSession
-    """Of all tokens of the conversation; any of its beginnings can be reused."""
+    """After the first turn."""
+    _exact: OracleSession
+    """After the second turn in a session that began with it, so that its whole prompt was run at once."""
     _plan: CompressionPlan
     _sampling: SamplingParams
     _generator: OneProcessGenerator
@@ -59,10 +61,12 @@ class Script:
         if (index, num_reused) not in self._answers:
             session = OracleSession()
             if num_reused:
+                # KV of generated tokens is the session's own or, where that was lost, is computed again.
+                stored = self._stored if index == 1 and num_reused == self.num_stored else self._exact
                 session.token_ids = list(prompt[:num_reused])
                 session.layers = {
                     layer: (keys[:, :num_reused], values[:, :num_reused])
-                    for layer, (keys, values) in self._stored.layers.items()
+                    for layer, (keys, values) in stored.layers.items()
                 }
             tokens = self._generator.generate(
                 list(prompt), plan=self._plan, sampling=self._sampling, session=session
@@ -86,6 +90,13 @@ class Script:
                 return True
         return False
 
+    def asks_again(self, prompt: Tokens) -> bool:
+        """Whether the prompt asks the second question after a session that has it already."""
+        question = self.prompts[1][self.num_stored + 1 :]
+        session = prompt[: -len(question)]
+        is_after = len(session) >= len(self.prompts[1]) and prompt[-len(question) :] == question
+        return is_after and self.has_answered(session)
+
     def _reusable(self, index: int) -> list[int]:
         """Every number of tokens that a turn may reuse, the likely ones first."""
         likely = [self.num_stored, len(self.prompts[0]), 0] if index else [0]
@@ -103,24 +114,24 @@ def make_script(
     end = model.spec.eos_token_ids[0]
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, logit_bias={end: -100.0})
     plan = plan_for(method, budget=Budget(tokens=TOKEN_BUDGET) if preset(method).takes_budget else None)
-    generator, session = OneProcessGenerator(model), OracleSession()
+    generator, stored, exact = OneProcessGenerator(model), OracleSession(), OracleSession()
 
-    def answer(prompt: Tokens) -> Tokens:
+    def answer(prompt: Tokens, session: OracleSession) -> Tokens:
         tokens = generator.generate(list(prompt), plan=plan, sampling=sampling, session=session)
         return tuple(token.token_id for token in tokens)
 
     prompt = tuple(tokenizer.render([{"role": "user", "content": first}]))
-    next_prompt = (*prompt, *answer(prompt), end)
-    num_stored = len(session.token_ids)
+    next_prompt = (*prompt, *answer(prompt, stored), end)
     next_prompt += tuple(tokenizer.render([{"role": "user", "content": second}])[1:])
-    answer(next_prompt)
+    answer(next_prompt, exact)
     return Script(
         method=method,
         questions=(first, second),
         prompts=(prompt, next_prompt),
-        num_stored=num_stored,
+        num_stored=len(stored.token_ids),
         max_tokens=max_tokens,
-        _stored=session,
+        _stored=stored,
+        _exact=exact,
         _plan=plan,
         _sampling=sampling,
         _generator=generator,
