@@ -6,7 +6,8 @@ Bytes are those of Llama-3.1-8B's shape in 16 bits, 4K to 128K tokens, as each m
 retention that `kvferry plan` gives it. The computation is not run: layers become ready, and decode steps take
 as long, as the plan's model of a GPU says (`--machine`). Up to the fastest link that this machine can fill,
 the transfer is real: sender, blocks, credits, checksums and receiver over TCP, paced to the link's speed.
-Each cell says how its transfers were found:
+A folder's cells of other links and lengths stay, so that links may be measured one after another. Each cell
+says how its transfers were found:
 
     measured   all layers were shipped
     part       so many layers that it took about `--cell-s`; the others take as long as each of the later ones
@@ -22,7 +23,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -194,16 +195,12 @@ def main() -> None:
                 cells.append(study.cell(gbits, num_tokens))
                 sys.stdout.write(_line(cells[-1]) + "\n")
                 sys.stdout.flush()
-    agreement = {}
-    for name, of in (("all", cells), ("shipped", [cell for cell in cells if cell["how"] != "modelled"])):
-        same = sum(cell["planned"] == cell["best"] for cell in of)
-        worst = max((cell["planned_over_best"] for cell in of), default=1.0)
-        agreement[name] = {"cells": len(of), "same": same, "worst_planned_over_best": worst}
-        sys.stdout.write(
-            f"{name}: the plan chooses the best method in {same} of {len(of)} cells; elsewhere its choice "
-            f"takes at most {100 * (worst - 1):.1f} % longer\n"
-        )
     if options.output:
+        file = options.output / "links.json"
+        done = {(cell["gbits"], cell["tokens"]) for cell in cells}
+        before = json.loads(file.read_text())["cells"] if file.exists() else []
+        cells += [cell for cell in before if (cell["gbits"], cell["tokens"]) not in done]
+        cells.sort(key=lambda cell: (cell["gbits"], cell["tokens"]))
         result = {
             "command": sys.argv,
             "commit": commit(),
@@ -212,15 +209,34 @@ def main() -> None:
             "answer_tokens": ANSWER_TOKENS,
             "wire_s_per_byte": {"sender": study.sender, "receiver": study.receiver},
             "plans": {name: asdict(plan) for name, plan in study.plans.items()},
-            "agreement": agreement,
+            "agreement": agreement(cells),
             "cells": cells,
         }
+        for name, its in result["agreement"].items():
+            longer = 100 * (its["worst_planned_over_best"] - 1)
+            sys.stdout.write(
+                f"{name}: the plan chooses the best method in {its['same']} of {its['cells']} cells; "
+                f"elsewhere its choice takes at most {longer:.1f} % longer\n"
+            )
         options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "links.json").write_text(json.dumps(result, indent=1) + "\n")
+        file.write_text(json.dumps(result, indent=1) + "\n")
         if options.plots:
             from link_plots import draw
 
             draw(result, options.output)
+
+
+def agreement(cells: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """How often the plan's choice is the best one, over all cells and over those with real transfers."""
+    shipped = [cell for cell in cells if cell["how"] != "modelled"]
+    return {
+        name: {
+            "cells": len(of),
+            "same": sum(cell["planned"] == cell["best"] for cell in of),
+            "worst_planned_over_best": max((cell["planned_over_best"] for cell in of), default=1.0),
+        }
+        for name, of in (("all", cells), ("shipped", shipped))
+    }
 
 
 def _line(cell: dict[str, Any]) -> str:

@@ -31,6 +31,7 @@ from kvferry.shared.control.seal import SEALED_KEY, Seal
 from kvferry.shared.control.server import DEFAULT_MAX_MESSAGE_BYTES, REQUEST_ID_KEY, size_limits
 from kvferry.shared.control.status import from_status
 from kvferry.shared.errors import InvalidRequest, PayloadTooLarge, WorkerUnavailable
+from kvferry.shared.silence import SilenceTimer
 from kvferry.shared.telemetry import carrier
 
 _OPTIONS = (
@@ -107,19 +108,31 @@ class _Client:
         start = self._channel.unary_stream(method.path, None, None)
         decode, seal = method.response.decode, Seal(request_id)
         async with self._call(start, method, request, timeout_s, request_id) as call:
-            while (data := await self._next(call)) is not _EOF:
-                if message := seal.open(data):  # an empty one is a sign of life
-                    yield decode(message)
+            silent = asyncio.Event()
 
-    async def _next(self, call: Any) -> Any:
+            def give_up() -> None:
+                silent.set()
+                call.cancel()
+
+            with SilenceTimer(IDLE_LIMIT_S, give_up) as timer:
+                while (data := await self._next(call, timer, silent)) is not _EOF:
+                    if message := seal.open(data):  # an empty one is a sign of life
+                        yield decode(message)
+
+    async def _next(self, call: Any, timer: SilenceTimer, silent: asyncio.Event) -> Any:
         """A stream's next message, or EOF."""
+        timer.begin()
         try:
-            async with asyncio.timeout(IDLE_LIMIT_S):
-                return await call.read()
-        except TimeoutError:
+            return await call.read()
+        except (asyncio.CancelledError, grpc.aio.AioRpcError):
+            task = asyncio.current_task()
+            if not silent.is_set() or (task is not None and task.cancelling()):
+                raise
             raise WorkerUnavailable(
                 f"{self._address} was silent in a stream for {IDLE_LIMIT_S} s", reason="silent"
             ) from None
+        finally:
+            timer.end()
 
     @asynccontextmanager
     async def _call(

@@ -34,6 +34,7 @@ from kvferry.services.router.sessions.record import session_key
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import Cancelled, InvalidRequest, KvferryError, ModelNotFound
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.silence import SilenceTimer
 
 ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "description": "error"}}
 _STREAM_HEADERS = [
@@ -221,12 +222,18 @@ class CompletionResponse(Response):
         while not isinstance(event := await self.completion.events.get(), dict):
             if isinstance(event, KvferryError):
                 raise self.told(event)
-            deltas.append(event)
+            if event is not None:
+                deltas.append(event)
         answer = JSONResponse(self.whole(deltas, event), headers=self._more_headers)
         await answer(scope, receive, send)
 
     async def _send_stream(self, send: Send) -> None:
-        event = await self._next_event()
+        # Where nothing comes for a while, the stream sends a comment.
+        with SilenceTimer(self._keepalive_s, lambda: self.completion.events.put_nowait(None)) as timer:
+            await self._send_events(send, timer)
+
+    async def _send_events(self, send: Send, timer: SilenceTimer) -> None:
+        event = await self._next_event(timer)
         if isinstance(event, KvferryError):
             raise self.told(event)
         more = [(name.encode(), value.encode()) for name, value in self._more_headers.items()]
@@ -240,15 +247,15 @@ class CompletionResponse(Response):
             piece = _KEEP_ALIVE if event is None else self.piece(event)
             await send({"type": "http.response.body", "body": piece, "more_body": goes_on})
             if goes_on:
-                event = await self._next_event()
+                event = await self._next_event(timer)
 
-    async def _next_event(self) -> CompletionEvent | None:
+    async def _next_event(self, timer: SilenceTimer) -> CompletionEvent | None:
         """The next event, or None after a silent `keepalive_s`."""
+        timer.begin()
         try:
-            async with asyncio.timeout(self._keepalive_s):
-                return await self.completion.events.get()
-        except TimeoutError:
-            return None
+            return await self.completion.events.get()
+        finally:
+            timer.end()
 
     def _note(self) -> None:
         completion, fields = self.completion, self._record.fields
@@ -387,9 +394,12 @@ def _message(choice: Choice, *, shows_reasoning: bool) -> AssistantMessage:
     return message
 
 
+_ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def server_event(data: Mapping[str, Any]) -> bytes:
     """One server-sent event; JSON escapes line ends, so it is always one line."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _ENCODE(data).encode() + b"\n\n"
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:

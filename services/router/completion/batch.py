@@ -21,7 +21,7 @@ class CompletionBatch:
 
     def __init__(self, request: TextRequest, parts: list[Completion]) -> None:
         self.request = request
-        self.events: asyncio.Queue[CompletionEvent] = asyncio.Queue()
+        self.events: asyncio.Queue[CompletionEvent | None] = asyncio.Queue()
         self._parts = parts
         self._reading: asyncio.Task[None] | None = None
 

@@ -87,6 +87,7 @@ class RequestTimer:
         self._gauge = self._waiting
         self._closed = False
         self._gauge.inc()
+        self._method: str | None = None
 
     def admitted(self) -> None:
         """Decode has reserved memory for one of the request's choices."""
@@ -98,13 +99,18 @@ class RequestTimer:
     def token(self, method: str, previous_s: float | None) -> float:
         """Count a choice's token; `previous_s` is when its previous one came. Returns the time now."""
         now_s = time.perf_counter()
-        labels = {"model": self._model, "method": method}
-        self._metrics.generation_tokens.labels(**labels).inc()
+        if method != self._method:  # looking a metric up by its labels takes longer than counting
+            self._method, labels = method, {"model": self._model, "method": method}
+            self._tokens = self._metrics.generation_tokens.labels(**labels)
+            self._latency = self._metrics.inter_token_latency.labels(**labels)
+        self._tokens.inc()
         if previous_s is not None:
-            self._metrics.inter_token_latency.labels(**labels).observe(now_s - previous_s)
+            self._latency.observe(now_s - previous_s)
         if self.first_token_s is None:
             self.first_token_s = now_s - self._arrival_s
-            self._metrics.time_to_first_token.labels(**labels).observe(self.first_token_s)
+            self._metrics.time_to_first_token.labels(model=self._model, method=method).observe(
+                self.first_token_s
+            )
         return now_s
 
     def finished(self, method: str) -> None:

@@ -72,7 +72,7 @@ class Completion:
         arrival_s: on the clock of `time.perf_counter`.
         first_index: of its choices, where they are part of a response's.
         chain: what the answer continues and is stored as, where the request came by the Responses API.
-        events: deltas, then one CompletionEnd or one error.
+        events: deltas, then one CompletionEnd or one error. The reader may add None to wake itself.
     """
 
     services: Services
@@ -86,7 +86,7 @@ class Completion:
     chain: ResponseChain | None = None
 
     def __post_init__(self) -> None:
-        self.events: asyncio.Queue[CompletionEvent] = asyncio.Queue()
+        self.events: asyncio.Queue[CompletionEvent | None] = asyncio.Queue()
         self.choices: list[Choice] = []
         self.num_prompt_tokens = 0
         self.timer = RequestTimer(self.services.metrics, self.model.name, self.arrival_s)
