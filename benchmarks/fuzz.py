@@ -42,7 +42,7 @@ def fuzz(name: str, arguments: argparse.Namespace, progress: Callable[[int], Non
 
 def advance(bar: Progress, task: TaskID, count: int) -> None:
     if count % _REPORT_EVERY == 0:
-        bar.update(task, completed=count)
+        bar.update(task, completed=count, refresh=True)
 
 
 def write(path: Path, name: str, report: Report, arguments: argparse.Namespace) -> None:
@@ -93,10 +93,11 @@ def main() -> int:
         return 0
     num_findings = 0
     for name in arguments.targets or [*TARGETS, "http"]:
-        with Progress() as bar:
+        # A thread that draws would allocate while a case is measured.
+        with Progress(auto_refresh=False) as bar:
             task = bar.add_task(name, total=arguments.count)
             report = fuzz(name, arguments, partial(advance, bar, task))
-            bar.update(task, completed=arguments.count)
+            bar.update(task, completed=arguments.count, refresh=True)
         num_findings += len(report.findings)
         sys.stdout.write(f"{name}: {json.dumps(report.as_json())}\n")
         if arguments.output:
