@@ -2,6 +2,7 @@
 # make test    set up what the tests need, then lint, types, import contracts and tests
 # make debian  the Debian packages that some tests need; test does it by itself where it may
 # make lint | types | clean
+# make audit   ask whether the installed packages have known weaknesses
 # PYTHON=python3.12 picks the interpreter; ARGS="--listen 127.0.0.1:9000" goes to `kvferry serve`.
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
 
-.PHONY: serve test debian lint types contracts clean
+.PHONY: serve test debian lint types contracts audit clean
 .DEFAULT_GOAL := serve
 
 serve: $(INSTALLED)
@@ -49,8 +50,14 @@ types: $(INSTALLED_DEV)
 contracts: $(INSTALLED_DEV)
 	$(BIN)/lint-imports
 
+# Asks the public database of known weaknesses about what is installed; pip-audit has an environment of its own.
+audit: $(INSTALLED)
+	$(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip --disable-pip-version-check --no-input install --quiet pip-audit
+	$(VENV)-audit/bin/pip-audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -53,6 +53,7 @@ fi
 # Prometheus reads the router's metrics with a key for nothing else. The router gets its hash.
 [ -s "$monitoring/metrics-key" ] || random >"$monitoring/metrics-key"
 hash=$(tr -d '\n' <"$monitoring/metrics-key" | openssl dgst -sha256 -r | cut -d ' ' -f 1)
-printf '[[key]]\nname = "prometheus"\nhash = "sha256:%s"\nscopes = ["metrics"]\n' "$hash" >"$worker/keys.part"
+cat "${API_KEYS_FILE:-/run/kvferry/api-keys.toml}" >"$worker/keys.part"
+printf '\n[[key]]\nname = "prometheus"\nhash = "sha256:%s"\nscopes = ["metrics"]\n' "$hash" >>"$worker/keys.part"
 mv "$worker/keys.part" "$worker/keys.toml"
 rm -f "$monitoring/api-key" # of earlier versions, a user's key

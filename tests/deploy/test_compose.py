@@ -200,7 +200,7 @@ def test_options_given_to_services_exist_and_are_valid(stack: str, request: pyte
 def test_variables_reach_what_they_are_for() -> None:
     services = compose(
         COMPOSE_FILE, PREFILL_GPUS="0,1", DECODE_GPUS="2", DECODE_REPLICAS="3", DECODE_CPUS="1.5",
-        MODEL="x/y", API_KEYS="a,b", PORT="9000", REDIS_MEMORY="1gb",
+        MODEL="x/y", API_KEYS_FILE="/etc/keys.toml", PORT="9000", REDIS_MEMORY="1gb",
     )["services"]  # fmt: skip
     devices = services["prefill"]["deploy"]["resources"]["reservations"]["devices"]
     assert devices == [{"driver": "nvidia", "device_ids": ["0,1"], "capabilities": ["gpu"]}]
@@ -209,7 +209,8 @@ def test_variables_reach_what_they_are_for() -> None:
     assert services["decode"]["deploy"]["replicas"] == 3
     assert services["decode"]["deploy"]["resources"]["limits"]["cpus"] == 1.5
     assert {services[role]["environment"]["KVFERRY_MODEL"] for role in ROLES} == {"x/y"}
-    assert services["router"]["environment"]["KVFERRY_API_KEYS"] == "a,b"
+    mounted = {its["target"]: its["source"] for its in services["first-start"]["volumes"]}
+    assert mounted["/run/kvferry/api-keys.toml"] == "/etc/keys.toml"
     assert services["router"]["ports"][0]["published"] == "9000"
     assert services["redis"]["command"][-1] == "1gb"
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +23,6 @@ BUILD_TIMEOUT_S = 1500.0
 UP_TIMEOUT_S = 900.0
 API_KEY = "container-test"
 VARIABLES = {
-    "API_KEYS": API_KEY,
     "PORT": "8000",
     "PROMETHEUS_PORT": "9090",
     "THREADS": "1",
@@ -88,6 +89,11 @@ def up(engine: Any) -> Iterator[Stack]:
     stack = Stack(engine=engine, program=program, environment=environment)
     stack.compose("build", "router", timeout_s=BUILD_TIMEOUT_S)
     began_s = time.monotonic()
+    folder = tempfile.TemporaryDirectory(prefix="kvferry-keys-")
+    keys = Path(folder.name) / "keys.toml"
+    digest = hashlib.sha256(API_KEY.encode()).hexdigest()
+    keys.write_text(f'[[key]]\nname = "test"\nhash = "sha256:{digest}"\nscopes = ["admin"]\n')
+    environment["API_KEYS_FILE"] = str(keys)
     try:
         stack.compose("up", "--detach", "--no-build", "prometheus", timeout_s=UP_TIMEOUT_S)
         yield Stack(
@@ -99,3 +105,4 @@ def up(engine: Any) -> Iterator[Stack]:
         raise
     finally:
         stack.compose("down", "--volumes", "--timeout", "20")
+        folder.cleanup()
