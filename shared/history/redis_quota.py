@@ -6,8 +6,9 @@ changes in one step; the sum over owners is updated after it, so that several wo
 exceed the limit by what each is writing. Entries expire with their sessions, which repairs what a crash left
 wrong.
 
-    kvferry:history:1:{owner:<owner>}:bytes | :expiry    hash, sorted set: sizes of the owner's sessions
-    kvferry:history:1:{total}:bytes | :expiry            sizes of the owners
+    kvferry:history:1:{owner:<owner>}:sizes | :expiry    hash, sorted set: sizes of the owner's sessions; also
+                                                         their sum under ''
+    kvferry:history:1:{total}:sizes | :expiry            sizes of the owners
 """
 
 from __future__ import annotations
@@ -23,36 +24,50 @@ from kvferry.shared.history.stored_format import FORMAT_VERSION
 
 KEY_PREFIX = f"kvferry:history:{FORMAT_VERSION}:"
 
-# Expired members go first. Returns -1 if the member alone is too large, otherwise the sum and the members,
-# least recently used first, that must be deleted to stay within the limit (0: no limit).
-_RESERVE = """
-for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', ARGV[3])) do
+_PRELUDE = """
+local function drop(member)
   redis.call('ZREM', KEYS[2], member)
-  redis.call('HDEL', KEYS[1], member)
-end
-local limit, own, sizes = tonumber(ARGV[5]), tonumber(ARGV[2]), {}
-if limit > 0 and own > limit then return {-1} end
-local total, victims, flat = own, {}, redis.call('HGETALL', KEYS[1])
-for i = 1, #flat, 2 do
-  if flat[i] ~= ARGV[1] then
-    sizes[flat[i]] = tonumber(flat[i + 1])
-    total = total + sizes[flat[i]]
+  local size = redis.call('HGET', KEYS[1], member)
+  if size then
+    redis.call('HDEL', KEYS[1], member)
+    redis.call('HINCRBY', KEYS[1], '', -size)
+    if redis.call('HLEN', KEYS[1]) == 1 then redis.call('DEL', KEYS[1]) end
   end
 end
-if limit > 0 then
-  for _, member in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1)) do
-    if total <= limit then break end
-    if sizes[member] then
-      total = total - sizes[member]
+"""
+"""What both scripts begin with."""
+
+# Expired members go first. Returns -1 if the member alone is too large, otherwise the sum and the members,
+# least recently used first, that must be deleted to stay within the limit (0: no limit). Takes no longer for
+# an owner of many sessions: the sum is kept, and only members that must go are looked at.
+_RESERVE = f"""{_PRELUDE}
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', ARGV[3])) do drop(member) end
+local limit, own, victims = tonumber(ARGV[5]), tonumber(ARGV[2]), {{}}
+if limit > 0 and own > limit then return {{-1}} end
+local before = redis.call('HGET', KEYS[1], ARGV[1]) or 0
+redis.call('HSET', KEYS[1], ARGV[1], own)
+local total, first = redis.call('HINCRBY', KEYS[1], '', own - before), 0
+while limit > 0 and total > limit do
+  local members = redis.call('ZRANGE', KEYS[2], first, first + 99)
+  if #members == 0 then break end
+  first = first + #members
+  for _, member in ipairs(members) do
+    local size = member ~= ARGV[1] and redis.call('HGET', KEYS[1], member)
+    if size and total > limit then
+      total = total - size
       victims[#victims + 1] = member
     end
   end
 end
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('ZADD', KEYS[2], ARGV[4], ARGV[1])
 redis.call('PEXPIREAT', KEYS[1], ARGV[4])
 redis.call('PEXPIREAT', KEYS[2], ARGV[4])
-return {total, unpack(victims)}
+return {{total, unpack(victims)}}
+"""
+
+_RELEASE = f"""{_PRELUDE}
+drop(ARGV[1])
+return tonumber(redis.call('HGET', KEYS[1], '') or 0)
 """
 
 
@@ -102,14 +117,9 @@ class RedisQuota:
 
     def release(self, session: SessionKey) -> None:
         """Count a session as nothing. Raises: as `RedisLink.call`."""
-        sizes, expiries = _keys(_member(session.owner))
-
-        def forget(pipeline: Client) -> None:
-            pipeline.hdel(sizes, session.session_id)
-            pipeline.zrem(expiries, session.session_id)
-            pipeline.hvals(sizes)
-
-        self._set_owner(session.owner, sum(map(int, self._link.pipeline(forget)[-1])))
+        keys = _keys(_member(session.owner))
+        left = self._link.call(lambda client: client.eval(_RELEASE, 2, *keys, session.session_id))
+        self._set_owner(session.owner, int(left))
 
     def _limit(self, owner: str) -> int | None:
         """What the other owners leave of `max_bytes`; None: no limit."""
@@ -150,4 +160,4 @@ def _member(owner: str) -> str:
 
 def _keys(what: str) -> tuple[str, str]:
     """Keys of the sizes and expiries of an owner's sessions, or of all owners ("total")."""
-    return f"{KEY_PREFIX}{{{what}}}:bytes", f"{KEY_PREFIX}{{{what}}}:expiry"
+    return f"{KEY_PREFIX}{{{what}}}:sizes", f"{KEY_PREFIX}{{{what}}}:expiry"

@@ -65,6 +65,7 @@ local function count(id, num_tokens)
   if num_tokens then redis.call('HSET', KEYS[3], id, num_tokens) else redis.call('HDEL', KEYS[3], id) end
   if redis.call('HEXISTS', KEYS[3], '') == 1 then
     redis.call('HINCRBY', KEYS[3], '', (num_tokens or 0) - before)
+    if redis.call('HLEN', KEYS[3]) == 1 then redis.call('DEL', KEYS[3]) end
   end
 end
 local function put(offset)
@@ -191,7 +192,9 @@ return behind
 """
 
 _EXPIRED = """
--- KEYS index; ARGV how many. Returns ids of what has expired.
+-- KEYS index, tokens; ARGV how many. Returns ids of what has expired. The sum is added up again when it is
+-- next needed: routers of earlier releases do not keep it.
+redis.call('HDEL', KEYS[2], '')
 return redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now_ms, 'LIMIT', 0, ARGV[1])
 """
 
@@ -337,7 +340,7 @@ class RedisRecords:
         for owner in owners:
             for documents in (False, True):
                 index = _index(owner, documents)
-                for name in await self._run(_EXPIRED, index[:1], _EXPIRED_AT_ONCE):
+                for name in await self._run(_EXPIRED, index, _EXPIRED_AT_ONCE):
                     key = SessionKey(owner=owner, session_id=name.decode())
                     await self._run(_EXPIRE, [_session(key), *index], key.session_id)
 
