@@ -274,7 +274,7 @@ class PromptPass:
             tensors = compress_layer(resolved, fmt, inputs, scores=scores)
             self._pauses.allowed = False
         if self.kept_map is not None:
-            self.kept_map.add(fmt.positions_by_head(tensors))
+            self.kept_map.add(inputs.layer, fmt.positions_by_head(tensors))
         self._copies.synchronize()
         compressed_s = self._clock()
         self.times.compress_s += compressed_s - begin_s

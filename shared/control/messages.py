@@ -216,7 +216,7 @@ class FirstToken:
         compress_s: compression alone.
         queue_s: time spent waiting for the engine.
         retained_fractions: of each of the request's `retained_bins` stretches of the prompt, the fraction of
-            rows retained, over all layers and KV heads; empty if none were requested.
+            rows retained over the KV heads, for each layer with rows in turn; empty if none were requested.
         history_source: how prefill got the session's KV; None if there was none.
         history_tier: the slowest tier that KV was loaded from; "" if none was.
         prompt_logprobs: the prompt's tokens from the second on, if the request asked for them; `index` is

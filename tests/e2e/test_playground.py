@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 pytestmark = pytest.mark.xdist_group("stack")
@@ -82,7 +83,7 @@ def test_a_conversation_over_a_document_by_keyboard_shows_what_each_turn_moved(p
     ask(page, document.questions[1][0])
 
     expect(page.locator(".turn.user")).to_have_count(2)
-    answers = page.locator(".turn.assistant > span:nth-of-type(2)")
+    answers = page.locator(".turn.assistant .body")
     assert all(text.strip() for text in answers.all_text_contents())
     rows = [row.locator("td").all_text_contents() for row in page.locator("#turns tr").all()]
     assert [row[0] for row in rows] == ["rocketkv", "rocketkv"]
@@ -127,6 +128,129 @@ def test_a_refused_request_says_why_and_gives_the_draft_back(page):
     expect(page.locator("#error")).to_contain_text("token_budget")
     expect(page.locator("#message")).to_have_value("hello")
     expect(page.locator(".turn")).to_have_count(0)
+
+
+def violations(page: Page) -> list[str]:
+    found = Axe().run(page).response["violations"]
+    return [f"{its['id']}: {its['nodes'][0]['html']}" for its in found]
+
+
+MARKDOWN = (
+    "# Title\n\n- one **bold**\n- `code`\n\n```\n<b>no element</b>\n```\n[x](javascript:alert(1)) <img src=x>"
+)
+
+
+def test_everything_that_people_keep_it_open_for(page, make_document, stack):
+    """System prompt, documents, copy, two methods side by side, a reload, the list, markdown, tool calls."""
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    document = make_document(11, num_words=400)
+    page.locator("#instructions summary").click()
+    page.locator("#system").fill("you are a helpful assistant .")
+    page.locator("#paste summary").click()
+    page.locator("#document").fill(document.text)
+    page.locator("#store-document").click()
+    expect(page.locator("#documents input:checked")).to_have_count(1)
+    page.locator("#max-tokens").fill("8")
+    page.locator("#message").focus()
+    ask(page, document.questions[0][0])
+    answer = page.locator(".turn.assistant .body").inner_text().strip()
+    assert answer == document.questions[0][1]
+    page.locator(".turn.assistant .copy").click()
+    expect(page.locator(".turn.assistant .copy")).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()").strip() == answer
+    session = page.locator("#session").input_value()
+    prompt = httpx.get(f"{stack.base_url}/v1/sessions/{session}/export", timeout=30).json()
+    assert prompt["messages"][0] == {"role": "system", "content": "you are a helpful assistant ."} | {
+        name: "" for name in prompt["messages"][0].keys() - {"role", "content"}
+    }
+    assert document.text in prompt["preamble"]
+
+    # Two methods on the last question: the bytes, the first token, and the layers that keep a word.
+    page.locator("#method").select_option("full")
+    page.locator("#other-method").select_option("streamingllm")
+    page.locator("#budget-kind").select_option("retention")
+    page.locator("#budget").fill("0.25")
+    page.locator("#compare").click()
+    expect(page.locator(".comparison .kept")).to_have_count(2, timeout=TIMEOUT_MS)
+    expect(page.locator(".comparison .facts").nth(1)).to_contain_text("first token after")
+    words = page.locator(".comparison section").nth(1).locator(".words")
+    told = page.locator(".comparison section").nth(1).locator(".told")
+    words.locator("span").first.hover()
+    expect(told).to_contain_text("4 of 4 layers keep it: 0, 1, 2, 3")
+    words.locator("span").nth(200).hover()
+    expect(told).to_contain_text("no layer keeps it")
+    words.press("ArrowRight")
+    expect(words.locator(".shown")).to_have_attribute("data-token", "201")
+    full = page.locator(".comparison section").nth(0)
+    full.locator(".words span").nth(200).hover()
+    expect(full.locator(".told")).to_contain_text("4 of 4 layers keep it")
+
+    # It is all there after a reload, and the next turn continues it.
+    page.reload()
+    expect(page.locator("#model")).to_contain_text("context", timeout=TIMEOUT_MS)
+    expect(page.locator(".turn.assistant .body")).to_have_text(answer)
+    expect(page.locator("#turns tr")).to_have_count(1)
+    expect(page.locator("#system")).to_have_value("you are a helpful assistant .")
+    listed = page.locator(f"#conversations button[data-id='{session}']")
+    expect(listed).to_have_attribute("aria-current", "true")
+    page.locator("#max-tokens").fill("8")
+    page.locator("#message").focus()
+    ask(page, document.questions[1][0])
+    assert number(page.locator("#turns tr").nth(1).locator("td").nth(2).text_content()) > 400
+
+    # Another conversation begins empty, and the list leads back. So it does to one of another browser.
+    page.locator("#new-session").click()
+    expect(page.locator(".turn")).to_have_count(0)
+    listed.click()
+    expect(page.locator(".turn")).to_have_count(4)
+    page.evaluate("localStorage.clear()")
+    page.reload()
+    expect(page.locator("#model")).to_contain_text("context", timeout=TIMEOUT_MS)
+    expect(page.locator(".turn")).to_have_count(0)
+    listed.click()
+    expect(page.locator(".turn")).to_have_count(5)  # with the system prompt
+
+    # What a model with tools and markdown writes.
+    shown = page.evaluate(
+        """([content, calls]) => {
+            newSession();
+            conversation.messages.push({ role: "assistant", content, calls });
+            showConversation();
+            return document.querySelector(".turn .body").innerHTML;
+        }""",
+        [MARKDOWN, [{"id": "c", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}]],
+    )
+    assert "<li>one <strong>bold</strong></li><li><code>code</code></li>" in shown
+    assert "&lt;b&gt;no element&lt;/b&gt;" in shown
+    assert "<img" not in shown
+    assert "href" not in shown
+    assert "calls look_up({})" in shown
+    expect(page.locator("#message")).to_have_attribute("placeholder", "Result of look_up({})")
+    page.locator("#tools").fill("no JSON")
+    page.locator("#message").fill("a result")
+    page.locator("#send").click()
+    expect(page.locator("#error")).to_contain_text("The tools are no JSON")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_axe_finds_nothing_to_object_to(browser, stack, scheme, width):
+    context = browser.new_context(viewport={"width": width, "height": 860}, color_scheme=scheme)
+    page = context.new_page()
+    page.goto(f"{stack.base_url}/", timeout=TIMEOUT_MS)
+    expect(page.locator("#model")).to_contain_text("context", timeout=TIMEOUT_MS)
+    assert violations(page) == []
+    # Thirty seconds from opening to seeing compression: the example, and the button that compares.
+    page.locator("#example").click()
+    expect(page.locator("#message")).not_to_have_value("", timeout=TIMEOUT_MS)
+    page.locator("#compare").click()
+    expect(page.locator(".comparison .kept")).to_have_count(2, timeout=TIMEOUT_MS)
+    page.locator("#send").click()
+    expect(page.locator("#turns tr")).to_have_count(1, timeout=TIMEOUT_MS)
+    page.locator("#instructions summary").click()
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert violations(page) == []
+    context.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
@@ -295,9 +296,9 @@ class KvReport(TypedDict):
     """What a response's KV cache cost. Bytes are sums over choices, times those of the slowest choice.
 
     `reason` says why nothing was compressed; it comes with method "full". `quality` and `retention` are there
-    where the request gave a quality, `delta_bytes` where decode had retained KV of the session, `kept` where
-    the request gave `kv_kept_bins`. `smaller_token_budget` is there where decode was short of memory and used
-    a budget between the request's `min_token_budget` and its `token_budget`.
+    where the request gave a quality, `delta_bytes` where decode had retained KV of the session, `kept` and
+    `kept_by_layer` where the request gave `kv_kept_bins`. `smaller_token_budget` is there where decode was
+    short of memory and used a budget between the request's `min_token_budget` and its `token_budget`.
     """
 
     method: str
@@ -316,10 +317,16 @@ class KvReport(TypedDict):
     prefill_ms: float
     transfer_ms: float
     kept: NotRequired[list[float]]
+    kept_by_layer: NotRequired[list[list[float]]]
 
 
 def kv_report(
-    plan: CompressionPlan | None, quality: float | None, num_prompt_tokens: int, stats: Sequence[TurnStats]
+    plan: CompressionPlan | None,
+    quality: float | None,
+    num_prompt_tokens: int,
+    stats: Sequence[TurnStats],
+    *,
+    num_kept_bins: int = 0,
 ) -> KvReport:
     """The report of one response.
 
@@ -327,6 +334,7 @@ def kv_report(
         plan: the request's; None where it failed before it had one.
         quality: the quality that the request gave.
         stats: of each choice's turn.
+        num_kept_bins: the request's `kv_kept_bins`.
     """
     first = stats[0].first
     report = KvReport(
@@ -360,5 +368,11 @@ def kv_report(
         if first.history_tier:
             report["history_tier"] = first.history_tier
         if first.retained_fractions:
-            report["kept"] = [round(fraction, 4) for fraction in first.retained_fractions]
+            layers = _by_layer(first.retained_fractions, min(num_kept_bins, num_prompt_tokens))
+            report["kept_by_layer"] = [[round(fraction, 4) for fraction in layer] for layer in layers]
+            report["kept"] = [round(fmean(fractions), 4) for fractions in zip(*layers, strict=True)]
     return report
+
+
+def _by_layer(fractions: Sequence[float], num_bins: int) -> list[Sequence[float]]:
+    return [fractions[start : start + num_bins] for start in range(0, len(fractions), num_bins)]

@@ -416,7 +416,13 @@ class Completion:
     def kv(self) -> KvReport:
         """The response's `kv` object; of what is known so far while the turns run."""
         stats = [choice.turn.stats for choice in self.choices]
-        return kv_report(self._plan, self._quality, self.num_prompt_tokens, stats)
+        return kv_report(
+            self._plan,
+            self._quality,
+            self.num_prompt_tokens,
+            stats,
+            num_kept_bins=self.request.kv_kept_bins or 0,
+        )
 
     async def _commit(self, lease: SessionLease, before: SessionRecord | None, prompt: Prompt) -> None:
         choice, stats = self.choices[0], self.choices[0].turn.stats
@@ -427,7 +433,7 @@ class Completion:
         record = replace(
             prompt.record(self.model, tuple(stats.token_ids), choice.message),
             turns=(before.turns if before is not None else 0) + 1,
-            last_plan={name: value for name, value in self.kv().items() if name != "kept"},
+            last_plan={name: value for name, value in self.kv().items() if not name.startswith("kept")},
             prefill_addresses=tuple(dict.fromkeys((stats.prefill_address, *earlier))),
             created_at_s=before.created_at_s if before is not None else self.services.clock(),
             decode_address=stats.decode_address,

@@ -1,7 +1,7 @@
 """The router's two pages: the playground, which calls this router as any client does, and the API's
 description.
 
-A page loads nothing from elsewhere: its style and script are inserted into it, and its content security
+A page loads nothing from elsewhere: its style and scripts are inserted into it, and its content security
 policy lets nothing else run. It asks the router for models, methods, sessions or `/openapi.json`.
 """
 
@@ -15,14 +15,23 @@ from typing import Literal
 
 from starlette.responses import Response
 
+_SCRIPTS = {
+    "playground": (
+        *("markdown.js", "messages.js", "turns.js", "kept.js", "documents.js"),
+        *("conversations.js", "compare.js", "playground.js"),
+    ),
+    "docs": ("docs.js",),
+}
+
 
 @cache
 def _page(name: Literal["playground", "docs"]) -> tuple[bytes, str]:
     """The page, and the Content-Security-Policy that fits it: its own style and script by their digests."""
     folder = files(__name__)
-    page, style, script = (
-        (folder / file).read_text("utf-8") for file in (f"{name}.html", "style.css", f"{name}.js")
+    page, style, *scripts = (
+        (folder / file).read_text("utf-8") for file in (f"{name}.html", "style.css", *_SCRIPTS[name])
     )
+    script = "".join(scripts)
     policy = (
         f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -6,9 +6,11 @@ const BUDGETS = {
   retention: { value: 0.1, min: 0.01, max: 1, step: 0.01 },
   quality: { value: 0.95, min: 0.01, max: 1, step: 0.01 },
 };
+const OTHER_METHOD = "streamingllm";
 const hint = $("hint");
-const turns = [];
+let conversation = newConversation("");
 let modelName = "";
+let withoutBudget = new Set();
 let running = null;
 
 // ---- small helpers ----
@@ -60,12 +62,17 @@ async function loadServer() {
   const [models, methods] = await Promise.all([get("/v1/models"), get("/v1/methods")]);
   modelName = models.data[0].id;
   $("model").textContent = `${modelName}, context ${models.data[0].max_model_len.toLocaleString()} tokens`;
+  withoutBudget = new Set(methods.data.filter((its) => its.token_budget === null && its.retention === null).map((its) => its.id));
   const chosen = $("method").value;
   $("method").replaceChildren(...methods.data.map((method) => {
     const option = make("option", { value: method.id }, method.default ? `${method.id} (default)` : method.id);
     option.selected = chosen ? chosen === method.id : method.default;
     return option;
   }));
+  const other = $("other-method").value || OTHER_METHOD;
+  $("other-method").replaceChildren(...methods.data.map((method) => make("option", { value: method.id }, method.id)));
+  if (methods.data.some((method) => method.id === other)) $("other-method").value = other;
+  await refreshDocuments();
 }
 
 async function refreshReady() {
@@ -85,47 +92,90 @@ async function refreshSessions() {
   const sessions = await get("/v1/sessions");
   $("sessions").replaceChildren(...sessions.data.map((session) =>
     make("option", { value: session.id }, `${session.turns} turns, ${session.tokens} tokens`)));
+  $("conversations").replaceChildren(...conversationItems(sessions.data, conversation.id, (chosen) =>
+    (typeof chosen === "string" ? openSession(chosen) : open(chosen)).then(() => showError(null), showError)));
 }
 
 function newSession() {
   const random = crypto.getRandomValues(new Uint32Array(2));
-  $("session").value = `play-${random[0].toString(36)}${random[1].toString(36)}`;
-  clearTurns();
+  conversation = newConversation(`play-${random[0].toString(36)}${random[1].toString(36)}`);
+  showConversation();
   $("message").focus();
 }
 
-function clearTurns() {
-  turns.length = 0;
-  $("log").replaceChildren(hint);
+/** Show a conversation of this browser. */
+async function open(chosen) {
+  if (running) throw new Error("An answer is running; stop it first.");
+  conversation = chosen;
+  localStorage.setItem(CURRENT, conversation.id);
+  showConversation();
+  await refreshSessions();
+}
+
+/** Show a session that only the server has. */
+async function openSession(id) {
+  const file = await get(`/v1/sessions/${encodeURIComponent(id)}/export`);
+  const messages = file.messages.map(({ role, content }) => ({ role, content }));
+  await open({ ...newConversation(id), messages, documents: file.document_ids });
+}
+
+function showConversation() {
+  $("session").value = conversation.id;
+  $("system").value = conversation.system;
+  $("tools").value = conversation.tools;
+  $("instructions").open = Boolean(conversation.system || conversation.tools);
+  for (const box of document.querySelectorAll("#documents input")) box.checked = conversation.documents.includes(box.value);
+  $("log").replaceChildren(...(conversation.messages.length ? [] : [hint]));
+  for (const message of conversation.messages) showMessage(message);
   showTurns();
+  showExpected();
 }
 
 async function deleteSession() {
   const id = $("session").value.trim();
   const response = await fetch(`/v1/sessions/${encodeURIComponent(id)}`, { method: "DELETE", headers: headers() });
-  if (!response.ok) throw new Error((await response.json()).error.message);
-  clearTurns();
+  if (!response.ok && response.status !== 404) throw new Error((await response.json()).error.message);
+  forgetConversation(id);
+  newSession();
   await refreshSessions();
 }
 
 // ---- one turn ----
 
-function requestBody(content) {
+function toolsOf(conversation) {
+  if (!conversation.tools.trim()) return {};
+  try {
+    return { tools: JSON.parse(conversation.tools) };
+  } catch (error) {
+    throw new Error(`The tools are no JSON: ${error.message}`);
+  }
+}
+
+function compressionOf(method) {
   const kind = $("budget-kind").value;
-  const compression = { method: $("method").value };
-  if (kind) compression[kind] = Number($("budget").value);
-  const session = $("session").value.trim();
+  return { method, ...(kind && !withoutBudget.has(method) ? { [kind]: Number($("budget").value) } : {}) };
+}
+
+/** Args: added: messages after those of the conversation. */
+function requestBody(added) {
+  const system = conversation.system.trim() ? [{ role: "system", content: conversation.system.trim() }] : [];
   return {
     model: modelName,
-    messages: [{ role: "user", content }],
+    messages: [...system, ...[...conversation.messages, ...added].map(sent)],
+    ...toolsOf(conversation),
+    ...(conversation.documents.length ? { document_ids: conversation.documents } : {}),
     stream: true,
     stream_options: { include_usage: true },
     max_tokens: Number($("max-tokens").value),
     temperature: Number($("temperature").value),
-    kv_compression: compression,
+    kv_compression: compressionOf($("method").value),
     kv_kept_bins: KEPT_BINS,
-    ...(session ? { session_id: session, session_mode: "append" } : {}),
   };
+}
+
+/** A message as the server takes it. */
+function sent({ role, content, calls, callId }) {
+  return { role, content, ...(calls?.length ? { tool_calls: calls } : {}), ...(callId ? { tool_call_id: callId } : {}) };
 }
 
 async function* chunksOf(response) {
@@ -148,46 +198,70 @@ async function* chunksOf(response) {
   }
 }
 
-function addMessage(role, text, documentText) {
-  hint.remove();
-  const article = make("article", { class: `turn ${role}` });
-  article.append(make("span", { class: "who" }, role === "user" ? "You" : "Model"));
-  if (documentText) {
-    article.append(make("span", { class: "document" },
-      `Document, ${documentText.length.toLocaleString()} characters: ${documentText.slice(0, 160)}${documentText.length > 160 ? "…" : ""}`));
-  }
-  const body = make("span", {}, text);
-  article.append(body);
-  $("log").append(article);
-  $("log").scrollTop = $("log").scrollHeight;
-  return { article, body };
-}
-
-async function runTurn(content, answer) {
+async function runTurn(added, shown) {
   const started = performance.now();
+  const message = { role: "assistant", content: "", reasoning: "", calls: [] };
   let last = null;
   let timeToFirst = null;
   const gaps = [];
+  const session = { session_id: $("session").value.trim() };
   const response = await fetch("/v1/chat/completions", {
-    method: "POST", headers: headers(), body: JSON.stringify(requestBody(content)), signal: running.signal,
+    method: "POST", headers: headers(), signal: running.signal,
+    body: JSON.stringify({ ...requestBody(added), ...(session.session_id ? session : {}) }),
   });
   if (!response.ok) throw new Error((await response.json()).error.message);
-  for await (const chunk of chunksOf(response)) {
-    const text = chunk.choices[0]?.delta?.content;
-    if (text) {
-      const now = performance.now();
-      if (last === null) timeToFirst = now - started;
-      else gaps.push(now - last);
-      last = now;
-      answer.body.textContent += text;
-      $("log").scrollTop = $("log").scrollHeight;
+  try {
+    for await (const chunk of chunksOf(response)) {
+      const delta = chunk.choices[0]?.delta ?? {};
+      if (delta.content || delta.reasoning_content || delta.tool_calls) {
+        const now = performance.now();
+        if (last === null) timeToFirst = now - started;
+        else gaps.push(now - last);
+        last = now;
+        message.content += delta.content ?? "";
+        message.reasoning += delta.reasoning_content ?? "";
+        for (const { id, type, function: called } of delta.tool_calls ?? []) message.calls.push({ id, type: type ?? "function", function: called });
+        showAnswer(shown, message);
+      }
+      if (chunk.kv) {
+        const { kept_by_layer: _, ...kv } = chunk.kv;
+        const turn = { ...kv, ttftMs: timeToFirst, itlMs: median(gaps) };
+        conversation.turns.push(turn);
+        message.facts = factsOf(turn);
+        showAnswer(shown, message);
+        showTurns();
+      }
     }
-    if (chunk.kv) {
-      turns.push({ ...chunk.kv, ttftMs: timeToFirst, itlMs: median(gaps) });
-      answer.article.append(make("span", { class: "facts" }, factsOf(turns.at(-1))));
-      showTurns();
+  } finally {
+    if (message.content || message.calls.length) {
+      conversation.messages.push(...added, message);
+      storeConversation(conversation);
     }
   }
+}
+
+/** The tool calls of the last answer that have no result yet. */
+function openCalls() {
+  const at = conversation.messages.findLastIndex((message) => message.role === "assistant");
+  const results = new Set(conversation.messages.slice(at + 1).map((message) => message.callId));
+  return (conversation.messages[at]?.calls ?? []).filter((call) => !results.has(call.id));
+}
+
+function showExpected() {
+  const [call] = openCalls();
+  $("message").placeholder = call
+    ? `Result of ${call.function.name}(${call.function.arguments})`
+    : "Message (Enter sends, Shift+Enter makes a line)";
+}
+
+/** The draft as messages: a question, or the result of a call. */
+function drafted() {
+  const text = $("message").value.trim();
+  const documentText = $("document").value.trim();
+  const [call] = openCalls();
+  if (call) return { role: "tool", content: text, callId: call.id };
+  const content = documentText ? `${documentText}\n\n${text}` : text;
+  return { role: "user", content, ...(documentText ? { shown: text, document: documentText } : {}) };
 }
 
 function factsOf(turn) {
@@ -217,96 +291,73 @@ function setDraft(message, documentText) {
   showDocumentSize();
 }
 
-async function send(event) {
-  event.preventDefault();
-  const message = $("message").value.trim();
-  if (!message || running) return;
-  const documentText = $("document").value.trim();
+/** Run something that has an answer; Esc and the button stop it. */
+async function busy(work) {
   showError(null);
   running = new AbortController();
-  $("send").disabled = true;
+  for (const id of ["send", "compare"]) $(id).disabled = true;
   $("stop").disabled = false;
-  const question = addMessage("user", message, documentText);
-  const answer = addMessage("assistant", "", "");
-  answer.article.classList.add("pending");
-  setDraft("", "");
   try {
     if (!modelName) await loadServer();
-    await runTurn(documentText ? `${documentText}\n\n${message}` : message, answer);
-    await refreshSessions();
+    await work();
   } catch (error) {
-    if (error.name === "AbortError") answer.body.textContent += " (stopped)";
-    else {
-      showError(error);
-      if (!answer.body.textContent) {
-        question.article.remove();
-        answer.article.remove();
-        setDraft(message, documentText);
-      }
-    }
+    if (error.name !== "AbortError") showError(error);
   } finally {
-    answer.article.classList.remove("pending");
     running = null;
-    $("send").disabled = false;
+    for (const id of ["send", "compare"]) $(id).disabled = false;
     $("stop").disabled = true;
     $("message").focus();
   }
 }
 
-// ---- what the turns moved ----
-
-function showTurns() {
-  showChart();
-  $("strips").replaceChildren(...turns.map(stripOf).filter(Boolean));
-  $("turns").replaceChildren(...turns.map((turn, index) => {
-    const row = make("tr");
-    const cells = [turn.method, turn.prompt_tokens, turn.reused_tokens, formatBytes(turn.full_bytes),
-      formatBytes(turn.shipped_bytes), `${(turn.full_bytes / turn.shipped_bytes).toFixed(1)}×`,
-      formatMs(turn.ttftMs), formatMs(turn.itlMs)];
-    row.append(make("th", { scope: "row" }, String(index + 1)), ...cells.map((cell) => make("td", {}, String(cell))));
-    return row;
-  }));
-}
-
-function showChart() {
-  const chart = $("chart");
-  if (!turns.length) {
-    chart.setAttribute("aria-label", "No turns yet");
-    chart.replaceChildren();
+async function send(event) {
+  event.preventDefault();
+  if (!$("message").value.trim() || running) return;
+  const message = drafted();
+  const draft = [$("message").value, $("document").value];
+  if (message.role === "tool" && openCalls().length > 1) {
+    conversation.messages.push(message);
+    showMessage(message);
+    setDraft("", "");
+    showExpected();
     return;
   }
-  const width = 400, height = 150, base = height - 16, largest = Math.max(...turns.map((turn) => turn.full_bytes));
-  const slot = Math.min(width / turns.length, 80), bar = slot * 0.36;
-  const svg = make("svg:svg", { viewBox: `0 0 ${width} ${height}` });
-  turns.forEach((turn, index) => {
-    const x = index * slot + slot * 0.12;
-    for (const [kind, bytes, at] of [["full", turn.full_bytes, x], ["shipped", turn.shipped_bytes, x + bar + 2]]) {
-      const tall = Math.max(1, (bytes / largest) * (base - 14));
-      svg.append(make("svg:rect", { class: `bar-${kind}`, x: at, y: base - tall, width: bar, height: tall, rx: 1.5 }));
+  const question = showMessage(message);
+  const answer = showMessage({ role: "assistant", content: "" });
+  answer.article.classList.add("pending");
+  setDraft("", "");
+  await busy(async () => {
+    try {
+      await runTurn([message], answer);
+    } catch (error) {
+      if (!conversation.messages.includes(message)) {
+        question.article.remove();
+        answer.article.remove();
+        setDraft(...draft);
+      }
+      throw error;
+    } finally {
+      answer.article.classList.remove("pending");
     }
-    svg.append(make("svg:text", { x: x + bar, y: height - 3, "text-anchor": "middle" }, String(index + 1)));
+    showExpected();
+    await refreshSessions();
   });
-  svg.append(make("svg:text", { x: 0, y: 9 }, formatBytes(largest)));
-  chart.setAttribute("aria-label", turns.map((turn, index) =>
-    `Turn ${index + 1}: ${formatBytes(turn.shipped_bytes)} shipped of ${formatBytes(turn.full_bytes)}`).join(". "));
-  chart.replaceChildren(svg);
 }
 
-function stripOf(turn, index) {
-  if (!turn.kept) return null;
-  const strip = make("div", { class: "strip" });
-  const svg = make("svg:svg", { viewBox: `0 0 ${turn.kept.length} 1`, preserveAspectRatio: "none", role: "img" });
-  turn.kept.forEach((fraction, bin) => {
-    const from = Math.ceil((bin * turn.prompt_tokens) / turn.kept.length);
-    const rect = make("svg:rect", { x: bin, y: 0, width: 1, height: 1, "fill-opacity": fraction });
-    rect.append(make("svg:title", {}, `from token ${from}: ${(fraction * 100).toFixed(0)} % kept`));
-    svg.append(rect);
+/** The draft, or the last question, with both chosen methods. */
+async function sendCompared() {
+  if (running) return;
+  const isDraft = $("message").value.trim() !== "";
+  const last = conversation.messages.findLastIndex((message) => message.role === "user");
+  if (!isDraft && last < 0) {
+    showError("Write a question, or load the example, to compare methods on it.");
+    return;
+  }
+  await busy(() => {
+    const body = requestBody(isDraft ? [drafted()] : []);
+    if (!isDraft) body.messages.splice(body.messages.length - (conversation.messages.length - last - 1));
+    return compare(body, [$("method").value, $("other-method").value]);
   });
-  const mean = turn.kept.reduce((sum, fraction) => sum + fraction, 0) / turn.kept.length;
-  const text = `Turn ${index + 1}, ${turn.method}: ${(mean * 100).toFixed(1)} % of ${turn.prompt_tokens} tokens' rows kept`;
-  svg.setAttribute("aria-label", text);
-  strip.append(make("p", {}, text), svg);
-  return strip;
 }
 
 // ---- controls ----
@@ -346,7 +397,13 @@ $("stop").addEventListener("click", () => running?.abort());
 $("theme").addEventListener("click", switchTheme);
 $("example").addEventListener("click", () => loadExample().then(() => showError(null), showError));
 $("new-session").addEventListener("click", newSession);
-$("session").addEventListener("change", clearTurns);
+$("session").addEventListener("change", () => {
+  conversation = newConversation($("session").value.trim());
+  showConversation();
+});
+for (const name of ["system", "tools"]) $(name).addEventListener("input", () => { conversation[name] = $(name).value; });
+$("compare").addEventListener("click", sendCompared);
+$("store-document").addEventListener("click", () => storeDocument().then(() => showError(null), showError));
 $("delete-session").addEventListener("click", () => deleteSession().then(() => showError(null), showError));
 $("budget-kind").addEventListener("change", showBudget);
 $("document").addEventListener("input", showDocumentSize);
@@ -363,6 +420,10 @@ $("file").addEventListener("change", async () => {
 });
 
 $("key").value = sessionStorage.getItem("kvferry-key") ?? "";
-newSession();
-refreshReady();
+const former = storedConversations().find((its) => its.id === localStorage.getItem(CURRENT));
+if (former) {
+  conversation = former;
+  showConversation();
+} else newSession();
+refreshReady().then(() => modelName && refreshSessions()).catch(showError);
 setInterval(refreshReady, 5000);

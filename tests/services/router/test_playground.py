@@ -71,10 +71,11 @@ async def test_a_request_that_asks_gets_the_map_of_kept_tokens(start_stack: Any)
     stack = await start_stack()
     answer = await stack.client.chat.completions.create(**BODY, extra_body={"kv_kept_bins": 3})
     assert answer.kv["kept"] == [0.0, 0.5, 1.0]
+    assert answer.kv["kept_by_layer"] == [[0.0, 0.5, 1.0]]
     assert "kept" not in (await stack.client.chat.completions.create(**BODY)).kv
 
 
-@pytest.mark.parametrize("bins", [0, 513, 1.5, "many"])
+@pytest.mark.parametrize("bins", [0, 4097, 1.5, "many"])
 async def test_the_number_of_bins_is_checked(start_stack: Any, bins: Any) -> None:
     stack = await start_stack()
     with pytest.raises(openai.BadRequestError) as refused:

@@ -17,14 +17,13 @@ def layer_of(positions, num_tokens):
     return fmt.positions_by_head({"index": torch.tensor(positions, dtype=torch.int32)})
 
 
-def fractions(num_tokens, num_bins, layers):
-    """Token by token."""
+def fractions(num_tokens, num_bins, heads):
+    """Of one layer, token by token."""
     kept, seen = [0] * min(num_bins, num_tokens), [0] * min(num_bins, num_tokens)
-    for heads in layers:
-        for positions in heads:
-            for token in range(num_tokens):
-                seen[token * len(kept) // num_tokens] += 1
-                kept[token * len(kept) // num_tokens] += token in positions
+    for positions in heads:
+        for token in range(num_tokens):
+            seen[token * len(kept) // num_tokens] += 1
+            kept[token * len(kept) // num_tokens] += token in positions
     return [k / s for k, s in zip(kept, seen, strict=True)]
 
 
@@ -35,17 +34,18 @@ def test_it_counts_what_counting_tokens_counts(data, num_tokens, num_bins):
     head = st.lists(st.integers(0, num_tokens - 1), min_size=size, max_size=size, unique=True)
     layers = data.draw(st.lists(st.tuples(head, head), min_size=1, max_size=3))
     made = KeptMap(num_tokens=num_tokens, num_bins=num_bins)
-    for heads in layers:
-        made.add(layer_of(heads, num_tokens))
-    assert made.fractions() == pytest.approx(fractions(num_tokens, num_bins, layers))
+    for layer, heads in reversed(list(enumerate(layers))):  # in any order
+        made.add(layer, layer_of(heads, num_tokens))
+    expected = [fraction for heads in layers for fraction in fractions(num_tokens, num_bins, heads)]
+    assert made.fractions() == pytest.approx(expected)
 
 
 def test_a_layer_that_keeps_everything_counts_as_such():
     made = KeptMap(num_tokens=7, num_bins=3)
     rows = torch.zeros(2, 7, 8)
-    made.add(one_format(rows=7, num_prompt_tokens=7).positions_by_head({"keys": rows, "values": rows}))
-    made.add(layer_of([[0], [6]], 7))
-    assert made.fractions() == pytest.approx(((3 * 2 + 1) / 12, 4 / 8, (2 * 2 + 1) / 8))
+    made.add(0, one_format(rows=7, num_prompt_tokens=7).positions_by_head({"keys": rows, "values": rows}))
+    made.add(1, layer_of([[0], [6]], 7))
+    assert made.fractions() == pytest.approx((1, 1, 1, 1 / 6, 0, 1 / 4))
 
 
 def test_a_packed_layer_counts_the_tokens_that_have_bits():
@@ -61,7 +61,7 @@ def test_a_packed_layer_counts_the_tokens_that_have_bits():
         method="rdkv",
         representation=Part(name="rdkv", params={"budget_tokens": 6}),
     )
-    made.add(fmt.positions_by_head(packed_tensors(packed)))
+    made.add(0, fmt.positions_by_head(packed_tensors(packed)))
     assert made.fractions() == (0, 1, 1, 0, 1, 0)
 
 
@@ -84,5 +84,5 @@ def test_nothing_counted_gives_no_fractions():
 def test_a_layer_stored_otherwise_counts_its_index(part, tensors, expected):
     fmt = one_format(rows=2, num_prompt_tokens=4, representation=part)
     made = KeptMap(num_tokens=4, num_bins=4)
-    made.add(fmt.positions_by_head({name: torch.tensor(value) for name, value in tensors.items()}))
+    made.add(0, fmt.positions_by_head({name: torch.tensor(value) for name, value in tensors.items()}))
     assert made.fractions() == expected

@@ -1,0 +1,28 @@
+"use strict";
+/** The server's documents, which a conversation may begin with. */
+
+async function refreshDocuments() {
+  const documents = await get("/v1/documents");
+  $("documents").replaceChildren(...documents.data.map((its) => {
+    const box = make("input", { type: "checkbox", value: its.id });
+    box.checked = conversation.documents.includes(its.id);
+    box.addEventListener("change", () => {
+      conversation.documents = [...document.querySelectorAll("#documents input:checked")].map((one) => one.value);
+    });
+    const label = make("label");
+    label.append(box, ` ${its.id}, ${its.tokens.toLocaleString()} tokens`);
+    return label;
+  }));
+}
+
+/** Prefill the pasted text once, for conversations to begin with. */
+async function storeDocument() {
+  const text = $("document").value.trim();
+  if (!text) throw new Error("Paste the document's text first.");
+  const response = await fetch("/v1/documents", { method: "POST", headers: headers(), body: JSON.stringify({ text }) });
+  const stored = await response.json();
+  if (!response.ok) throw new Error(stored.error.message);
+  conversation.documents = [...conversation.documents, stored.id];
+  setDraft($("message").value, "");
+  await refreshDocuments();
+}
