@@ -226,6 +226,7 @@ def test_everything_that_people_keep_it_open_for(page, make_document, stack):
     assert "href" not in shown
     assert "calls look_up({})" in shown
     expect(page.locator("#message")).to_have_attribute("placeholder", "Result of look_up({})")
+    page.locator("#instructions summary").click()
     page.locator("#tools").fill("no JSON")
     page.locator("#message").fill("a result")
     page.locator("#send").click()
