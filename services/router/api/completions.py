@@ -283,6 +283,8 @@ class OpenAiResponse(CompletionResponse):
             "model": completion.model.name,
             "system_fingerprint": f"kvferry-{completion.model.fingerprint[:16]}",
         }
+        self._chunk_head = _ENCODE(self._head)[:-1]
+        """As JSON, without the closing brace: every chunk begins with it."""
         self._num_calls: dict[int, int] = {}
         self._begun: set[int] = set()
         self._num_ended = 0
@@ -381,7 +383,8 @@ class OpenAiResponse(CompletionResponse):
             options = self._request.stream_options
             each = options is not None and options.continuous_usage_stats
             usage["usage"] = self.completion.usage() if each else None
-        return server_event({**self._head, "choices": choices, **usage, **extras})
+        rest = _ENCODE({"choices": choices, **usage, **extras})[1:]
+        return f"data: {self._chunk_head},{rest}\n\n".encode()
 
 
 def _message(choice: Choice, *, shows_reasoning: bool) -> AssistantMessage:
