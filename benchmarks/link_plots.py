@@ -1,7 +1,8 @@
-"""Plots of `links.py`: times to the last token by prompt length, one panel a link. Needs matplotlib."""
+"""The table and the plots of `links.py`: times by prompt length for each link. Plots need matplotlib."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +35,28 @@ def draw(result: dict[str, Any], folder: Path) -> None:
         figure.axes[0].set_ylabel(f"time to the {title}, s")
         figure.axes[0].legend(fontsize=7)
         figure.savefig(folder / f"{title.replace(' ', '-')}.png", dpi=_DPI)
+
+
+def table(cells: Sequence[Mapping[str, Any]]) -> str:
+    """A row for each cell, in Markdown."""
+    lines = [
+        "| Gbit/s | tokens | transfers | first token | full, last token | fp8-like | best | last token | "
+        "planned | slower than full |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for cell in cells:
+        methods = cell["methods"]
+        full_s = methods["full"]["last_token_s"]
+        slower = [name for name, its in methods.items() if its["last_token_s"] > 1.02 * full_s]
+        lines.append(
+            f"| {cell['gbits']:g} | {cell['tokens']:,} | {cell['how']} | "
+            f"{methods['full']['first_token_s']:.2f} s | {full_s:.2f} s | "
+            f"{methods['fp8-like']['last_token_s']:.2f} s | {_code(cell['best'])} | "
+            f"{methods[cell['best']]['last_token_s']:.2f} s | {_code(cell['planned'])} | "
+            f"{', '.join(map(_code, slower)) or 'none'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _code(name: str) -> str:
+    return f"`{name}`"

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from link_plots import draw, table
 from link_wire import Link
 
 from kvferry.shared.compression.applicable import applicable_methods
@@ -184,7 +185,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--machine", default="H100-SXM", help="a GPU of kvferry plan")
     parser.add_argument("--cell-s", type=float, default=3.0, help="about how long one transfer may take")
-    parser.add_argument("--output", type=Path, help="folder of links.json and, with --plots, of its plots")
+    parser.add_argument("--output", type=Path, help="folder of links.json, table.md and, with --plots, plots")
     parser.add_argument("--plots", action="store_true", help="needs matplotlib")
     options = parser.parse_args()
     cells = []
@@ -220,9 +221,8 @@ def main() -> None:
             )
         options.output.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(result, indent=1) + "\n")
+        (options.output / "table.md").write_text(table(cells))
         if options.plots:
-            from link_plots import draw
-
             draw(result, options.output)
 
 
