@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Generic, NamedTuple, TypeVar
@@ -23,8 +23,8 @@ from kvferry.kernels.descriptors import LENGTH
 from kvferry.kernels.dispatch import path_for, planned_path, shape_problem
 from kvferry.kernels.quarantine import attempt, is_quarantined
 
-Alone = Callable[[int, Callable[[], Tensor]], Tensor | None]
-"""(slot, attend) -> the result of `attend`; None if the slot has failed, now or before."""
+Errors = dict[int, Exception]
+"""Of the slots that have failed in torch; they are not run again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,16 +245,16 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
     def scratch(self, num_slots: int) -> Scratch:
         """Scratch memory for steps over the first slots, while `size()` stays the same."""
 
-    def attend(self, layer: int, step: NewTokens, *, alone: Alone, scratch: Scratch | None) -> Tensor:
+    def attend(self, layer: int, step: NewTokens, *, errors: Errors, scratch: Scratch | None) -> Tensor:
         """Append a row to every slot of this kind and attend.
 
         Args:
-            alone: runs one slot's part, used if no kernel runs them all.
+            errors: used if no kernel runs all slots; one that fails does not fail the others.
             scratch: for S slots; needed if kernels run the op.
         Returns: `[S, H_kv, G, D]`, zero in the other slots; valid until the next call.
         """
         path_for(self.op, self._shape.device)
-        in_torch = partial(self.attend_slots, layer, step, alone)
+        in_torch = partial(self.attend_slots, layer, step, errors)
         if scratch is None or not self.is_launched:
             return in_torch()
         return attempt(self.op, partial(self.attend_launched, layer, step, scratch), in_torch)
@@ -267,17 +267,20 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         self._launch(layer, step, scratch, output)
         return output
 
-    def attend_slots(self, layer: int, step: NewTokens, alone: Alone) -> Tensor:
+    def attend_slots(self, layer: int, step: NewTokens, errors: Errors) -> Tensor:
         """`attend` in torch, one slot after another."""
         queries, keys, values, scaling = step
         by_slot = list(zip(queries.unbind(0), keys.unbind(0), values.unbind(0), strict=True))
         attended: dict[int, Tensor] = {}
         for slot, rows in self._layers[layer].items():
+            if slot in errors:
+                continue
             position = rows.length + self._num_steps - self._placed_at[slot]
             token = NewToken(*by_slot[slot], position, scaling)
-            output_one = alone(slot, partial(self._attend_one, layer, slot, rows, token))
-            if output_one is not None:
-                attended[slot] = output_one
+            try:
+                attended[slot] = self._attend_one(layer, slot, rows, token)
+            except Exception as error:
+                errors[slot] = error
         if len(attended) == len(by_slot):
             in_order = list(map(attended.__getitem__, range(len(by_slot))))
             return torch.stack(in_order) if len(in_order) > 1 else in_order[0].unsqueeze(0)

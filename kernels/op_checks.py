@@ -150,7 +150,10 @@ class _Inputs:
             if launched:
                 output = batch.attend_launched(0, step, scratch).clone()
             else:
-                output = batch.attend_slots(0, step, lambda slot, attend: attend())
+                errors: dict[int, Exception] = {}
+                output = batch.attend_slots(0, step, errors)
+                for error in errors.values():
+                    raise error
             outputs.append(output.flatten(1).float())
             batch.advance(active)
         written = [

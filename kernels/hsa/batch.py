@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.decode_batch import (
-    Alone,
     BatchShape,
     CachedRows,
+    Errors,
     Fields,
     NewToken,
     NewTokens,
@@ -178,12 +178,12 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
         """See `SlotBatch.scratch`."""
         return HsaScratch.of(self.size(), self._output[:num_slots])
 
-    def attend(self, layer: int, step: NewTokens, *, alone: Alone, scratch: HsaScratch | None) -> Tensor:
+    def attend(self, layer: int, step: NewTokens, *, errors: Errors, scratch: HsaScratch | None) -> Tensor:
         """See `SlotBatch.attend`; in torch the channels of several slots are ranked together."""
         if scratch is None:
             members = self._layers[layer]
             self._ranked = _rank_together(members, step) if len(members) > 1 else {}
-        return super().attend(layer, step, alone=alone, scratch=scratch)
+        return super().attend(layer, step, errors=errors, scratch=scratch)
 
     def _attend_one(self, layer: int, slot: int, rows: SparseRows, token: NewToken) -> Tensor:
         keys, values = rows.append(token)

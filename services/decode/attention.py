@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -140,28 +139,19 @@ class SlotAttention:
             if cache is None:
                 continue
             output = _no_output(step.queries, step.values) if output is None else output
-            attend = partial(
-                cache.append_and_attend,
-                step.queries[slot],
-                step.keys[slot],
-                step.values[slot],
-                num_appended=member.num_appended + self.num_steps - member.placed_at,
-                scaling=scaling,
-            )
-            attended = self.run_alone(slot, attend)
-            if attended is not None:
-                output[slot] = attended
+            if slot in self.errors:
+                continue
+            try:
+                output[slot] = cache.append_and_attend(
+                    step.queries[slot],
+                    step.keys[slot],
+                    step.values[slot],
+                    num_appended=member.num_appended + self.num_steps - member.placed_at,
+                    scaling=scaling,
+                )
+            except Exception as error:
+                self.errors[slot] = error
         return output
-
-    def run_alone(self, slot: int, attend: Callable[[], Tensor]) -> Tensor | None:
-        """See `kernels.decode_batch.Alone`."""
-        if slot in self.errors:
-            return None
-        try:
-            return attend()
-        except Exception as error:  # an error of one sequence must not fail the batch
-            self.errors[slot] = error
-            return None
 
     def _batch(self, kind: _Kind) -> SlotBatch[Any, Any]:
         if kind not in self._batches:
@@ -254,7 +244,7 @@ class BatchAttention:
         outputs: list[Tensor] = []
         for batch, layers, scratch in self._batches:
             if layer in layers:
-                outputs.append(batch.attend(layer, step, alone=slots.run_alone, scratch=scratch))
+                outputs.append(batch.attend(layer, step, errors=slots.errors, scratch=scratch))
         assert not (outputs and isinstance(scaling, Softmax)), "no batched kernel has soft-capping or sinks"
         unbatched = slots.attend_unbatched(layer, step, scaling) if self._has_unbatched else None
         if unbatched is not None:

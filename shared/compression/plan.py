@@ -185,10 +185,6 @@ class Between:
     high: float
     odd: bool = False
 
-    def __contains__(self, value: ParamValue) -> bool:
-        assert not isinstance(value, str)
-        return self.low <= value <= self.high and (not self.odd or value % 2 == 1)
-
     def __str__(self) -> str:
         return f"{'odd, ' if self.odd else ''}{self.low} to {self.high}"
 
@@ -211,7 +207,14 @@ def read_params(name: str, params: Mapping[str, ParamValue], allowed: Allowed) -
         takes = ", ".join(f"{key} ({its.__name__})" for key, its in types.items()) or "no parameters"
         raise InvalidRequest(f"{name} was given {dict(params)}; it takes {takes}", param="kv_compression")
     for key, its in allowed.items():
-        if not isinstance(its, type) and params[key] not in its:
+        value: Any = params[key]
+        if isinstance(its, type):
+            continue
+        if not isinstance(its, Between):
+            is_allowed = value in its
+        else:
+            is_allowed = its.low <= value <= its.high and (not its.odd or value % 2 == 1)
+        if not is_allowed:
             choices = its if isinstance(its, Between) else f"one of {', '.join(map(str, its))}"
             raise InvalidRequest(
                 f"{key} is {params[key]!r}; for {name} it must be {choices}", param=f"kv_compression.{key}"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from kvferry.kernels.dispatch import path_for
 from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
 from kvferry.shared.model.adapters.decoder import decoder_of
@@ -416,8 +417,9 @@ class TransformersModel:
         states: LayerStates | None = None,
     ) -> Tensor:
         """Run one token for each of B sequences; see `LanguageModel.decode`."""
-        if self._fused is not None and not self._skipped[1] and self._fused.is_used:
-            return self._fused.run(token_ids, positions, attention)
+        fused = self._fused if not self._skipped[1] else None
+        if fused is not None and path_for("decoder_ops", self.device) != "torch":
+            return fused.run(token_ids, positions, attention)
         assert states is not None or not self._state_layers, "the model has states, and none are given"
         return self.run_step(token_ids, positions, DecodePass(attention, spec=self.spec), states)
 

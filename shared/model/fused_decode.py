@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.decoder_ops import add_norm, rotate, silu_product
-from kvferry.kernels.dispatch import path_for
 from kvferry.shared.model.interface import DecodeAttention
 from kvferry.shared.model.spec import ModelSpec
 
@@ -34,11 +33,6 @@ class FusedDecode:
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
         self._head_dim = head_dim
-
-    @property
-    def is_used(self) -> bool:
-        """Whether kernels run now; counted as a call."""
-        return path_for("decoder_ops", self._decoder.embed_tokens.weight.device) != "torch"
 
     def run(self, token_ids: Tensor, positions: Tensor, attention: DecodeAttention) -> Tensor:
         """One token for each of B sequences. Args: int64 `[B]`. Returns: float32 logits `[B, V]`."""

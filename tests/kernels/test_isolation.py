@@ -151,10 +151,6 @@ def quantised_batch(arena: Tensor, fault: str) -> Any:
     return placed(KiviBatch(SHAPE, arena, arena.view(torch.uint8)), rows)
 
 
-def run_alone(slot: int, attend: Callable[[], Tensor]) -> Tensor:
-    return attend()
-
-
 def outputs(make_batch: Callable[[Tensor, str], Any], num_steps: int, fault: str, seed: int) -> Tensor:
     """`[num_steps, S, H_kv, G, D]`."""
     generator = torch.Generator().manual_seed(seed)
@@ -170,9 +166,10 @@ def outputs(make_batch: Callable[[Tensor, str], Any], num_steps: int, fault: str
             queries[SPOILT, 0, 0, 3] = NAN if "NaN" in fault else INF
         if fault == "all NaN":
             queries[SPOILT], keys[SPOILT], values[SPOILT] = NAN, NAN, NAN
-        output = batch.attend(
-            0, NewTokens(queries, keys, values, SHAPE.head_dim**-0.5), alone=run_alone, scratch=scratch
-        )
+        errors: dict[int, Exception] = {}
+        step = NewTokens(queries, keys, values, SHAPE.head_dim**-0.5)
+        output = batch.attend(0, step, errors=errors, scratch=scratch)
+        assert not errors
         attended.append(output.clone())
         batch.advance(torch.ones(SHAPE.num_slots, dtype=torch.int64))
     return torch.stack(attended)

@@ -139,7 +139,7 @@ def _dense_batch(shape: BatchShape, num_rows: int) -> tuple[SlotBatch[Any, Any],
     queries = torch.randn(1, heads, shape.group_size, head_dim, device=shape.device).to(shape.dtype)
     row = torch.randn(1, heads, head_dim, device=shape.device).to(shape.dtype)
     step = NewTokens(queries, row, row, head_dim**-0.5)
-    return batch, lambda: batch.attend(0, step, alone=lambda slot, attend: attend(), scratch=scratch)
+    return batch, lambda: batch.attend(0, step, errors={}, scratch=scratch)
 
 
 def graph_findings(shape: BatchShape) -> Iterator[Finding]:

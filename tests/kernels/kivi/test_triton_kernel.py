@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from kvtest.reference.dense import dense_decode as reference
@@ -96,10 +94,6 @@ def in_arena(arena: Arena, num_rows: int, bits: int, seed: int) -> QuantisedRows
     return QuantisedRows(keys=new_keys, values=new_values, length=0, quantised=quantised)
 
 
-def no_alone(slot: int, attend: Callable[[], Tensor]) -> Tensor:
-    raise AssertionError("a kernel runs all slots")
-
-
 @pytest.mark.usefixtures("interpreter")
 def test_a_batch_of_all_widths_and_lengths_goes_on_as_sequences_join_pause_and_leave() -> None:
     shape = BatchShape(
@@ -126,7 +120,7 @@ def test_a_batch_of_all_widths_and_lengths_goes_on_as_sequences_join_pause_and_l
     for number in range(4):
         queries = torch.randn(6, HEADS, GROUP, DIM, generator=generator)
         keys, values = torch.randn(2, 6, HEADS, DIM, generator=generator)
-        output = batch.attend(0, NewTokens(queries, keys, values, 0.125), alone=no_alone, scratch=scratch)
+        output = batch.attend_launched(0, NewTokens(queries, keys, values, 0.125), scratch)
         for slot in range(6):
             if slot not in whole or not active[slot]:
                 assert not output[slot].any()
