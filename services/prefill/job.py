@@ -88,7 +88,7 @@ class PrefillJob:
         self.submitted_s = submitted_s
         self.deadline_s = deadline_s
         self.work = 0.0
-        self.owner = request.session.owner if request.session is not None else ""
+        self.owner = request.owner or (request.session.owner if request.session is not None else "")
         self.priority = request.priority
         self.ticket = request.ticket
         self.lock = threading.Lock()

@@ -164,6 +164,7 @@ class PrefillRequest:
     """Router to prefill: run the prompt, compress its KV, ship it and return the first token.
 
     Attributes:
+        owner: of the API key; owners take turns in the queue. Empty: the session's.
         session: whose history is looked up and staged; None stores none.
         document: whose history a new session may start from; of the same owner.
         retained_bins: how many equal stretches of the prompt to report the retained fraction of; 0 for none,
@@ -189,6 +190,7 @@ class PrefillRequest:
     priority: int = 0
     prompt_logprobs: int | None = None
     retained_as: SessionKey | None = None
+    owner: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

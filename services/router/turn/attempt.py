@@ -291,6 +291,7 @@ class Attempt:
                 priority=request.priority,
                 prompt_logprobs=request.prompt_logprobs,
                 retained_as=request.retained_as,
+                owner=request.owner,
             ),
             timeout_s=self._remaining_s(),
         )

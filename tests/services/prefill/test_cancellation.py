@@ -206,6 +206,21 @@ async def test_owners_share_the_engine_fairly(harness: Harness) -> None:
     assert served == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
+async def test_owners_share_the_engine_without_sessions(harness: Harness) -> None:
+    harness.model.hold.clear()
+    blocker = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
+    await harness.eventually(harness.model.entered.is_set)
+    tasks = []
+    for name in ["a1", "a2", "a3", "b1"]:
+        request = harness.request(make_prompt(20), owner=name[0], request_id=name)
+        tasks.append(asyncio.create_task(harness.run(request)))
+        await asyncio.sleep(0)
+    harness.model.hold.set()
+    await asyncio.gather(blocker, *tasks)
+    served = [manifest.request_id for manifest in harness.sink.manifests[1:]]
+    assert served == ["a1", "b1", "a2", "a3"]
+
+
 @pytest.mark.parametrize("prefill_options", [{"max_waiting": 2}], ids=["two-may-wait"])
 async def test_a_full_queue_refuses_with_a_reason(harness: Harness) -> None:
     harness.model.hold.clear()
