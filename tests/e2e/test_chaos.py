@@ -18,8 +18,7 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 
 pytestmark = [pytest.mark.xdist_group("stack"), pytest.mark.timeout(1200)]
 
-NUM_FAULTS = 100
-"""What the whole suite has time for; the committed result of `benchmarks/chaos.py` has more."""
+NUM_FAULTS = 300
 MAX_ROUNDS = 60
 FIRST_SEED = 1
 MAX_TOKENS = (12, 24, 48)
@@ -54,8 +53,7 @@ async def test_every_request_ends_right_or_by_name_whatever_strikes(
     ("role", "planted", "only", "found"),
     [
         ("decode", "leak", Only(kind="cut", phase="http"), "arena"),
-        # other tokens, or numbers that no kernel can use
-        ("decode", "skipped_checksum", Only(kind="flip", phase="blocks", size=4096), ""),
+        ("decode", "skipped_checksum", Only(kind="flip", phase="blocks", size=4096), "wrong"),
         ("decode", "wrong_generation", Only(kind="delay", phase="control"), "wrong"),
         ("router", "dropped_token", Only(kind="delay", phase="control"), "wrong"),
     ],

@@ -13,6 +13,7 @@ from kvferry.services.router.completion.choice import Choice, ChoiceDelta, KvRep
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
 from kvferry.services.router.completion.responses import ResponseRequest, TextFormat
 from kvferry.services.router.completion.translation import Names
+from kvferry.services.router.http.errors import error_code
 from kvferry.shared.errors import KvferryError
 
 
@@ -152,7 +153,7 @@ class ResponsesAnswer(CompletionResponse):
     def piece(self, event: CompletionEvent) -> bytes:
         events = [] if self._num_events else [self._event("created"), self._event("in_progress")]
         if isinstance(event, KvferryError):
-            error = {"code": event.code or "server_error", "message": event.message}
+            error = {"code": error_code(event) or "server_error", "message": event.message}
             failed = {**self._head, "status": "failed", "error": error}
             events.append(self._event("failed", response=failed))
         elif isinstance(event, dict):

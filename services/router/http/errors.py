@@ -78,7 +78,13 @@ _MESSAGES_TYPES = {
 
 
 def error_body(error: KvferryError) -> ErrorBody:
-    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+    code = error_code(error)
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": code}}
+
+
+def error_code(error: KvferryError) -> str | None:
+    """The error's code; of a server's error without one, why it was raised."""
+    return error.code or (error.reason if error.http_status >= 500 else None)
 
 
 def messages_error_body(error: KvferryError) -> MessagesErrorBody:

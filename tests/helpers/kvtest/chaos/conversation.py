@@ -184,7 +184,7 @@ class Conversation:
         self._failed(index, error)
 
     def _failed(self, index: int, error: dict[str, Any]) -> None:
-        if not error.get("code"):
+        if error.get("code") in (None, "internal"):
             self._violate(index, f"an error without a name: {error}")
         raise _Ended(error.get("code") or "unnamed")
 
