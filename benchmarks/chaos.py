@@ -3,9 +3,10 @@
     python benchmarks/chaos.py [--rounds 100] [--seed 1] [--planted ROLE=NAME] [--output FILE]
 
 Two routers on one Redis, two prefill and two decode workers with the demo model, and a proxy before each. A
-round has six conversations of two turns and ten faults (`tests/helpers/kvtest/chaos/`). A request must end in
-60 s with exactly the tokens of the one-process oracle, or with a named error; repeated, it must succeed once
-the faults are over; after each round the arenas must be free. `--only SEED,SEED` runs single rounds again.
+round has eight conversations of two turns and twenty faults (`tests/helpers/kvtest/chaos/`). A request must
+end in 60 s with exactly the tokens of the one-process oracle, or with a named error; repeated, it must
+succeed once the faults are over; after each round the arenas must be free. `--only SEED,SEED` runs single
+rounds again.
 The exit code is 1 after a violation.
 """
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def _launched(launch: Callable[[], T], in_torch: Callable[[], T], device: torch.device) -> T:
-    """A step counts one call of these ops (`FusedDecode.is_used`), so they do not count theirs."""
+    """A step counts one call of these ops (`TransformersModel.decode`), so they do not count theirs."""
     if planned_path("decoder_ops", device) == "torch":
         return in_torch()
     return attempt("decoder_ops", launch, in_torch)

@@ -16,7 +16,7 @@ from kvtest.chaos.script import METHODS, Script, make_script
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
 
-pytestmark = [pytest.mark.xdist_group("stack"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.xdist_group("chaos"), pytest.mark.timeout(1200)]
 
 NUM_FAULTS = 300
 MAX_ROUNDS = 60

@@ -21,7 +21,7 @@ PHASES = {
     "http": (6_000, 3.0),
     "redis": (20_000, 3.0),
 }
-PROCESS_SHARE = 0.12
+PROCESS_SHARE = 0.06
 
 
 @dataclass(frozen=True, kw_only=True)

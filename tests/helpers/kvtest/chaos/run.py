@@ -62,8 +62,8 @@ async def run_round(
     seed: int,
     report: Report,
     *,
-    num_faults: int = 10,
-    num_conversations: int = 6,
+    num_faults: int = 20,
+    num_conversations: int = 8,
     only: Only | None = None,
 ) -> None:
     """One round, drawn from its seed and added to the report."""
