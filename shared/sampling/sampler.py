@@ -194,8 +194,10 @@ class SequenceSampler:
         self.next_index = params.first_index
         self._vocab_size = vocab_size
         self._check_ids(prompt_token_ids, "a prompt token", "prompt")
-        self._check_ids(params.logit_bias, "a logit_bias key", "logit_bias")
-        self._check_ids(params.delivered, "a delivered token", None)
+        if params.logit_bias:
+            self._check_ids(params.logit_bias, "a logit_bias key", "logit_bias")
+        if params.delivered:
+            self._check_ids(params.delivered, "a delivered token", None)
         self._flavour = Flavour.of([params])
         self._numbers = numbers_of([params])
         self._penalties = self._first_penalties(prompt_token_ids) if self._flavour.penalises else None

@@ -323,7 +323,8 @@ class OutgoingTransfer:
                 f" {buffer.used_bytes} of at most {buffer.limit_bytes}",
                 reason="buffer_full",
             )
-        self._check_open()
+        if self._error is not None or self.is_over:
+            self._check_open()
         buffer.used_bytes += num_bytes
         self._reserved_bytes += num_bytes
 
@@ -332,7 +333,8 @@ class OutgoingTransfer:
 
     def _push(self, message: Message) -> None:
         with self._condition:
-            self._check_open()
+            if self._error is not None or self.is_over:
+                self._check_open()
             if message.header.key != self.key:  # redirected since the header was made
                 message.header = replace(message.header, key=self.key)
             was_empty = not self.queue
