@@ -826,6 +826,7 @@ class PrefillRequest(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     RETAINED_AS_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    MAX_REUSED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model_fingerprint: _builtins.str
     probe: _builtins.bool
@@ -834,6 +835,7 @@ class PrefillRequest(_message.Message):
     priority: _builtins.int
     prompt_logprobs: _builtins.int
     owner: _builtins.str
+    max_reused_tokens: _builtins.int
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -863,13 +865,16 @@ class PrefillRequest(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         retained_as: Global___SessionKey | None = ...,
         owner: _builtins.str = ...,
+        max_reused_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_prompt_logprobs", b"_prompt_logprobs", "_retained_as", b"_retained_as", "_session", b"_session", "document", b"document", "prompt_logprobs", b"prompt_logprobs", "retained_as", b"retained_as", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_max_reused_tokens", b"_max_reused_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_retained_as", b"_retained_as", "_session", b"_session", "document", b"document", "max_reused_tokens", b"max_reused_tokens", "prompt_logprobs", b"prompt_logprobs", "retained_as", b"retained_as", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_prompt_logprobs", b"_prompt_logprobs", "_retained_as", b"_retained_as", "_session", b"_session", "document", b"document", "has_history", b"has_history", "model_fingerprint", b"model_fingerprint", "owner", b"owner", "priority", b"priority", "probe", b"probe", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retained_as", b"retained_as", "retained_bins", b"retained_bins", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_max_reused_tokens", b"_max_reused_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_retained_as", b"_retained_as", "_session", b"_session", "document", b"document", "has_history", b"has_history", "max_reused_tokens", b"max_reused_tokens", "model_fingerprint", b"model_fingerprint", "owner", b"owner", "priority", b"priority", "probe", b"probe", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retained_as", b"retained_as", "retained_bins", b"retained_bins", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__document: _TypeAlias = _typing.Literal["document"]  # noqa: Y015
     _WhichOneofArgType__document: _TypeAlias = _typing.Literal["_document", b"_document"]  # noqa: Y015
+    _WhichOneofReturnType__max_reused_tokens: _TypeAlias = _typing.Literal["max_reused_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_reused_tokens: _TypeAlias = _typing.Literal["_max_reused_tokens", b"_max_reused_tokens"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__retained_as: _TypeAlias = _typing.Literal["retained_as"]  # noqa: Y015
@@ -878,6 +883,8 @@ class PrefillRequest(_message.Message):
     _WhichOneofArgType__session: _TypeAlias = _typing.Literal["_session", b"_session"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__document) -> _WhichOneofReturnType__document | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_reused_tokens) -> _WhichOneofReturnType__max_reused_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload

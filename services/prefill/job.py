@@ -216,6 +216,7 @@ class SessionTurns:
             document=request.document,
             num_observed=job.num_observed,
             has_history=request.has_history,
+            max_reused_tokens=request.max_reused_tokens,
         )
         turn.limit_lease(job.deadline_s + _COMMIT_GRACE_S)
         if not request.session.is_implicit:

@@ -27,7 +27,7 @@ from kvferry.shared.control.messages import (
     SessionKey,
     WorkerStatus,
 )
-from kvferry.shared.control.seal import SEALED_KEY, Seal
+from kvferry.shared.control.seal import SEALED_KEY, Seal, new_call_id
 from kvferry.shared.control.server import DEFAULT_MAX_MESSAGE_BYTES, REQUEST_ID_KEY, size_limits
 from kvferry.shared.control.status import from_status
 from kvferry.shared.errors import InvalidRequest, PayloadTooLarge, WorkerUnavailable
@@ -97,17 +97,17 @@ class _Client:
 
     async def _unary(self, name: str, request: Any, timeout_s: float, request_id: str = "") -> Any:
         method = self._service.methods[name]
-        start = self._channel.unary_unary(method.path, None, None)
-        async with self._call(start, method, request, timeout_s, request_id) as call:
-            return method.response.decode(Seal(request_id).open(await call))
+        start, call_id = self._channel.unary_unary(method.path, None, None), new_call_id()
+        async with self._call(start, method, request, timeout_s, request_id, call_id) as call:
+            return method.response.decode(Seal(method.path, call_id).open(await call))
 
     async def _stream(
         self, name: str, request: Any, timeout_s: float, request_id: str
     ) -> AsyncGenerator[Any, None]:
         method = self._service.methods[name]
-        start = self._channel.unary_stream(method.path, None, None)
-        decode, seal = method.response.decode, Seal(request_id)
-        async with self._call(start, method, request, timeout_s, request_id) as call:
+        start, call_id = self._channel.unary_stream(method.path, None, None), new_call_id()
+        decode, seal = method.response.decode, Seal(method.path, call_id)
+        async with self._call(start, method, request, timeout_s, request_id, call_id) as call:
             silent = asyncio.Event()
 
             def give_up() -> None:
@@ -136,16 +136,22 @@ class _Client:
 
     @asynccontextmanager
     async def _call(
-        self, start: Callable[..., Any], method: Method, request: Any, timeout_s: float, request_id: str
+        self,
+        start: Callable[..., Any],
+        method: Method,
+        request: Any,
+        timeout_s: float,
+        request_id: str,
+        call_id: str,
     ) -> AsyncGenerator[Any, None]:
         """A call that is cancelled on leaving, and whose failures are raised as errors of ours."""
-        message = Seal(request_id).close(method.request.encode(request))
+        message = Seal(method.path, call_id).close(method.request.encode(request))
         if len(message) > self._max_message_bytes:
             raise PayloadTooLarge(
                 f"the request is {len(message)} bytes for a worker; it may be {self._max_message_bytes}"
             )
         try:
-            call = start(message, timeout=timeout_s, metadata=_metadata(request_id))
+            call = start(message, timeout=timeout_s, metadata=_metadata(request_id, call_id))
         except grpc.aio.UsageError:
             raise WorkerUnavailable(
                 f"the connection to {self._address} was closed", reason="closed"
@@ -157,8 +163,13 @@ class _Client:
                 f"{self._address} sent an answer that cannot be decoded: {error.message}", reason="bad_answer"
             ) from error
         except grpc.aio.AioRpcError as error:
-            metadata: Any = error.trailing_metadata() or ()
-            raise from_status(error.code(), error.details() or "", metadata, peer=self._address) from error
+            raise from_status(
+                error.code(),
+                error.details() or "",
+                cast(Any, error.trailing_metadata() or ()),
+                peer=self._address,
+                seal=Seal(method.path, call_id),
+            ) from error
         except asyncio.CancelledError:
             # grpc.aio raises this also where the worker answers CANCELLED, which is no cancellation of our
             # task.
@@ -169,7 +180,9 @@ class _Client:
                     await call.details(),
                     await call.trailing_metadata(),
                 )
-                raise from_status(code, details or "", metadata or (), peer=self._address) from None
+                raise from_status(
+                    code, details or "", metadata or (), peer=self._address, seal=Seal(method.path, call_id)
+                ) from None
             raise
         finally:
             call.cancel()
@@ -213,7 +226,7 @@ class GrpcPrefillClient(_Client):
         return self._unary("PrefixInfo", request, timeout_s)
 
 
-def _metadata(request_id: str) -> tuple[tuple[str, str], ...]:
+def _metadata(request_id: str, call_id: str) -> tuple[tuple[str, str], ...]:
     sendable = request_id.isascii() and request_id.isprintable()
     named = ((REQUEST_ID_KEY, request_id),) if request_id and sendable else ()
-    return (*named, (SEALED_KEY, "1"), *carrier().items())
+    return (*named, (SEALED_KEY, call_id), *carrier().items())

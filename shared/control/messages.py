@@ -170,6 +170,8 @@ class PrefillRequest:
         retained_bins: how many equal stretches of the prompt to report the retained fraction of; 0 for none,
             at most 512.
         has_history: the session has had requests before, so missing history counts as a miss.
+        max_reused_tokens: use stored KV of at most so many of the prompt's first tokens; None: of all. Which
+            rows some methods select depends on this number, so a turn that resumes keeps to its first one.
         prompt_logprobs: report the prompt's own tokens with this many alternatives each, at most 20; every
             token is then run, so there is no session. None reports none.
         priority: orders the waiting prompts of one owner, the smallest first.
@@ -187,6 +189,7 @@ class PrefillRequest:
     document: SessionKey | None = None
     retained_bins: int = 0
     has_history: bool = False
+    max_reused_tokens: int | None = None
     priority: int = 0
     prompt_logprobs: int | None = None
     retained_as: SessionKey | None = None

@@ -7,7 +7,9 @@ neither expects nor sends seals to others.
 
 from __future__ import annotations
 
+import secrets
 import struct
+from collections.abc import Iterable
 
 import xxhash
 
@@ -23,11 +25,13 @@ _SEAL_BYTES = len(_TAG) + _CHECKSUM.size
 class Seal:
     """One direction of one call. Its messages must be passed in order.
 
-    Args: request_id: of the call; empty where calls have none.
+    Args:
+        path: the call's method. A damaged header can make a call look like one of another method.
+        call_id: see `new_call_id`.
     """
 
-    def __init__(self, request_id: str) -> None:
-        self._seed = xxhash.xxh3_64_intdigest(request_id.encode(errors="replace")) if request_id else 0
+    def __init__(self, path: str, call_id: str) -> None:
+        self._seed = xxhash.xxh3_64_intdigest(f"{path} {call_id}".encode(errors="replace"))
 
     def close(self, message: bytes) -> bytes:
         """The next message to send."""
@@ -43,7 +47,22 @@ class Seal:
             raise WorkerUnavailable("a control message arrived damaged or out of order", reason="damaged")
         return message
 
+    def of_status(self, code: str, details: str, fields: Iterable[tuple[str, str | bytes]]) -> str:
+        """The seal of the status that ends the call. Args: fields: what its metadata says of the error."""
+        text = repr((code, details, sorted(fields)))
+        return f"{xxhash.xxh3_64_intdigest(text.encode(errors='replace'), self._seed):016x}"
+
     def _checksum(self, message: bytes) -> bytes:
         checksum = xxhash.xxh3_64_intdigest(message, self._seed)
         self._seed = (self._seed + 1) % (1 << 64)
         return _CHECKSUM.pack(checksum)
+
+
+def new_call_id() -> str:
+    """Tells a call from all others. The client sends it under `SEALED_KEY`."""
+    return secrets.token_hex(8)
+
+
+def is_sealed(message: bytes) -> bool:
+    """Whether a message ends as sealed ones do, whatever the call's metadata says."""
+    return message[-_SEAL_BYTES : -_CHECKSUM.size] == _TAG

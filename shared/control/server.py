@@ -21,7 +21,7 @@ from kvferry.shared.certs import Certs, tls_name
 from kvferry.shared.control import codec
 from kvferry.shared.control.codec import Method
 from kvferry.shared.control.messages import DecodeControl, PrefillControl
-from kvferry.shared.control.seal import SEALED_KEY, Seal
+from kvferry.shared.control.seal import SEALED_KEY, Seal, is_sealed
 from kvferry.shared.control.status import to_status
 from kvferry.shared.errors import ConfigurationError, KvferryError
 from kvferry.shared.logging import request_context
@@ -136,15 +136,20 @@ def _handler(method: Method, call: Callable[..., Any], caller: str) -> grpc.RpcM
         remaining_s = context.time_remaining()
         timeout_s = DEFAULT_TIMEOUT_S if remaining_s is None else max(remaining_s, 0.0)
         request_id = headers.get(REQUEST_ID_KEY, "")
-        is_sealed = SEALED_KEY in headers
+        call_id = headers.get(SEALED_KEY)
+        if call_id is None and is_sealed(data):
+            call_id = ""  # its metadata is damaged: the seal will not fit
+        seal = Seal(method.path, call_id) if call_id is not None else None
         with request_context(request_id):
             try:
-                request = method.request.decode(Seal(request_id).open(data) if is_sealed else data)
+                if call_id is not None:
+                    data = Seal(method.path, call_id).open(data)
+                request = method.request.decode(data)
                 answer = call(*(() if request is None else (request,)), timeout_s=timeout_s)
                 if not method.streams:
                     message = method.response.encode(await answer)
-                    return Seal(request_id).close(message) if is_sealed else message
-                write_all = _sealed(context, request_id) if is_sealed else nullcontext(context.write)
+                    return message if seal is None else seal.close(message)
+                write_all = nullcontext(context.write) if seal is None else _sealed(context, seal)
                 with _span(span_name, headers):
                     async with aclosing(answer), write_all as write:
                         async for event in answer:
@@ -155,7 +160,8 @@ def _handler(method: Method, call: Callable[..., Any], caller: str) -> grpc.RpcM
             except Exception:
                 _log.exception("control call failed")
                 failure = KvferryError("the worker failed internally")
-        await context.abort(*to_status(failure))
+        last = Seal(method.path, call_id) if call_id is not None else None
+        await context.abort(*to_status(failure, last))
         raise AssertionError("abort returned")
 
     if method.streams:
@@ -164,9 +170,9 @@ def _handler(method: Method, call: Callable[..., Any], caller: str) -> grpc.RpcM
 
 
 @asynccontextmanager
-async def _sealed(context: _Context, request_id: str) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
+async def _sealed(context: _Context, seal: Seal) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
     """What writes a stream's messages; while there are none, it writes an empty one every `KEEPALIVE_S`."""
-    seal, lock, num_written = Seal(request_id), asyncio.Lock(), 0
+    lock, num_written = asyncio.Lock(), 0
 
     async def write(message: bytes) -> None:
         nonlocal num_written

@@ -11,12 +11,15 @@ from collections.abc import Iterable, Mapping
 import grpc
 
 from kvferry.shared import errors
+from kvferry.shared.control.seal import Seal
 from kvferry.shared.errors import Cancelled, DeadlineExceeded, KvferryError, WorkerUnavailable
 
 CLASS_KEY = "kvferry-error-class"
 REASON_KEY = "kvferry-error-reason"
 PARAM_KEY = "kvferry-error-param-bin"
 RETRY_AFTER_KEY = "kvferry-error-retry-after-s"
+SEAL_KEY = "kvferry-error-seal"
+_SEALED_KEYS = (CLASS_KEY, REASON_KEY, PARAM_KEY, RETRY_AFTER_KEY)
 
 _MAX_MESSAGE_BYTES = 2000
 _MAX_PARAM_BYTES = 256
@@ -33,8 +36,16 @@ _BY_STATUS: Mapping[grpc.StatusCode, type[KvferryError]] = {
 worker's own errors name their class."""
 
 
-def to_status(error: KvferryError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]:
-    """Status code, details and trailing metadata of an error, bounded so that headers stay small."""
+Metadata = tuple[tuple[str, str | bytes], ...]
+Status = tuple[grpc.StatusCode, str, Metadata]
+
+
+def to_status(error: KvferryError, seal: Seal | None) -> Status:
+    """Status code, details and trailing metadata of an error, bounded so that headers stay small.
+
+    Args: seal: of the call, not used yet. With it, neither a damaged status nor one of another call is taken
+        for this one.
+    """
     metadata: list[tuple[str, str | bytes]] = [
         (CLASS_KEY, _nearest_class(type(error))),
         (REASON_KEY, error.reason if error.reason.isascii() and error.reason.isprintable() else "other"),
@@ -44,19 +55,30 @@ def to_status(error: KvferryError) -> tuple[grpc.StatusCode, str, tuple[tuple[st
     if error.retry_after_s is not None:
         metadata.append((RETRY_AFTER_KEY, repr(float(error.retry_after_s))))
     details = error.message.encode(errors="replace")[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
+    if seal is not None:
+        metadata.append((SEAL_KEY, seal.of_status(error.grpc_status, details, metadata)))
     return grpc.StatusCode[error.grpc_status], details, tuple(metadata)
 
 
 def from_status(
-    code: grpc.StatusCode, details: str, metadata: Iterable[tuple[str, str | bytes]], *, peer: str
+    code: grpc.StatusCode,
+    details: str,
+    metadata: Iterable[tuple[str, str | bytes]],
+    *,
+    peer: str,
+    seal: Seal,
 ) -> KvferryError:
-    """The error of a status, not raised.
+    """The error of a status, not raised; `WorkerUnavailable` ("damaged") where its seal is of another one.
 
     Args:
         metadata: trailing metadata; if it names no class, gRPC itself made the status.
         peer: the worker's address, for messages.
+        seal: of the call, not used yet.
     """
     fields = {str(key): value for key, value in metadata}
+    said = [(key, fields[key]) for key in _SEALED_KEYS if key in fields]
+    if said and fields.get(SEAL_KEY) != seal.of_status(code.name, details, said):
+        return WorkerUnavailable(f"{peer} ended a call with a damaged status", reason="damaged")
     known = _CLASSES.get(_text(fields.get(CLASS_KEY)))
     if known is None:
         return _BY_STATUS.get(code, WorkerUnavailable)(f"{peer} answered {code.name}: {details}")

@@ -105,10 +105,7 @@ class RecordTable:
 
     def num_reusable(self, session: SessionKey, prompt: tuple[int, ...]) -> int:
         """How many of the prompt's first tokens can be continued from, in the session's own record."""
-        own = self._sessions.get(session)
-        if own is None:
-            return 0
-        return self._reusable(own, min(common_prefix(own.token_ids, prompt), len(prompt) - 1))
+        return self._num_reusable(self._sessions.get(session), prompt, len(prompt) - 1)
 
     def find(
         self,
@@ -116,24 +113,24 @@ class RecordTable:
         prompt: tuple[int, ...],
         document: SessionKey | None,
         num_observed: int | None,
+        limit: int,
     ) -> Found:
         """The record that saves the prompt the most tokens, and how many. The session's own, unless the
         document saves more, or another session of the owner a block more. KV of the session's generated
-        tokens is always its own. Arguments as in `HistoryStore.begin`."""
+        tokens is always its own. Arguments as in `HistoryStore.begin`, and the most tokens to use."""
         source: ReuseSource = "session"
         found = session
-        reused = self.num_reusable(session, prompt)
         own = self._sessions.get(session)
+        reused = self._num_reusable(own, prompt, limit)
         if own is not None and reused > own.num_exact_tokens:
             document = num_observed = None
         other = self._sessions.get(document) if document is not None else None
         if document is not None and other is not None:
-            shared = min(common_prefix(other.token_ids, prompt), other.num_exact_tokens, len(prompt) - 1)
-            length = self._reusable(other, shared)
+            length = self._num_reusable(other, prompt, min(other.num_exact_tokens, limit))
             if length > reused:
                 source, reused, found = "document", length, document
         if num_observed is not None:
-            limit = len(prompt) - max(1, num_observed)
+            limit = min(limit, len(prompt) - max(1, num_observed))
             key, length = self._prefixes.longest(session.owner, prompt, limit, self._reusable)
             if key is not None and key != session and length >= reused + BLOCK_TOKENS:
                 source, reused, found = "prefix", length, key
@@ -148,6 +145,11 @@ class RecordTable:
         Args: blocks: the prompt's `block_hashes`.
         """
         return self._prefixes.num_blocks(owner, blocks) * BLOCK_TOKENS
+
+    def _num_reusable(self, record: StoredRecord | None, prompt: tuple[int, ...], limit: int) -> int:
+        if record is None:
+            return 0
+        return self._reusable(record, min(common_prefix(record.token_ids, prompt), limit))
 
     def _reusable(self, record: StoredRecord, limit: int) -> int:
         """How many of the record's first tokens, at most `limit`, can be continued from."""

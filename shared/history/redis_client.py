@@ -54,6 +54,9 @@ _FAILOVER_BACKOFF_S = 0.25
 _REPLICATION_TIMEOUT_MS = 100
 # redis-py's errors of a cluster's layout are no RedisErrors.
 _FAILURES = (RedisError, RedisClusterException, OSError)
+# redis-py's asyncio connection raises these where it is closed while a command is written:
+# https://github.com/redis/redis-py/issues/4287.
+_ASYNC_FAILURES = (*_FAILURES, AttributeError, TypeError)
 # Answers of a server that is loading, failing over or resharding.
 _TRANSIENT = (ReadOnlyError, MasterDownError, ClusterDownError, TryAgainError)
 _DENIED = (AuthenticationError, AuthorizationError, NoPermissionError)
@@ -207,7 +210,7 @@ class AsyncRedisLink(_Link):
                 )
                 async with asyncio.timeout(self._options.timeout_s):
                     result = await operation(self._clients[0])
-            except _FAILURES as error:
+            except _ASYNC_FAILURES as error:
                 cancellation.check()
                 raise self._failure(error, begin_s) from error
             cancellation.check()

@@ -154,6 +154,7 @@ class HistoryStore:
         document: SessionKey | None = None,
         num_observed: int | None = None,
         has_history: bool = False,
+        max_reused_tokens: int | None = None,
     ) -> StagedTurn:
         """Begin a staged turn that continues from the longest prefix of the prompt that is stored, but runs
         at least the prompt's last token, which gives the logits. A request that begins again aborts its
@@ -167,6 +168,7 @@ class HistoryStore:
                 are not used. They are looked up in memory only.
             has_history: whether the session has had turns; if nothing is stored for it, that is counted as a
                 miss.
+            max_reused_tokens: continue from at most so many tokens; None: from all that are stored.
 
         Raises: InvalidRequest: the prompt is empty, another session's turn has this request id, or the
             document belongs to another owner.
@@ -175,13 +177,15 @@ class HistoryStore:
             raise InvalidRequest("the prompt has 0 tokens; it must have at least 1")
         if document is not None and document.owner != session.owner:
             raise InvalidRequest("the document belongs to another owner")
+        limit = len(prompt_token_ids) - 1
+        limit = limit if max_reused_tokens is None else min(limit, max_reused_tokens)
         with self.records.lock:
             former = self.turns.get(request_id)
             if former is not None and former.session != session:
                 raise InvalidRequest(f"request id {request_id!r} is in use by another session's turn")
             if former is not None:
                 former.abort()
-            found = self.records.find(session, prompt_token_ids, document, num_observed)
+            found = self.records.find(session, prompt_token_ids, document, num_observed, limit)
             turn = StagedTurn(self, session, request_id, prompt_token_ids, found)
         tiers = [] if session.is_implicit else self._tiers
         looked_up = [(tier, *tier.look_up(session)) for tier in tiers]
@@ -196,7 +200,9 @@ class HistoryStore:
         answered = {tier: record for tier, record, problem in looked_up if problem != tier.unavailable}
         candidates = [(tier, session, record) for tier, record in answered.items()]
         for tier, record in answered.items():
-            if record is not None and _reusable(tier, record, prompt_token_ids) > record.num_exact_tokens:
+            if record is None:
+                continue
+            if _reusable(tier, record, prompt_token_ids, limit) > record.num_exact_tokens:
                 # KV of generated tokens is always the session's own.
                 turn.keep_own(record.num_exact_tokens)
                 document = None
@@ -212,7 +218,7 @@ class HistoryStore:
                 for tier in tiers
             ]
 
-        turn.attach(self._longest_prefix(turn, prompt_token_ids, candidates), replicate)
+        turn.attach(self._longest_prefix(turn, prompt_token_ids, candidates, limit), replicate)
         return turn
 
     def turn(self, request_id: str) -> StagedTurn | None:
@@ -263,21 +269,22 @@ class HistoryStore:
         turn: StagedTurn,
         prompt: tuple[int, ...],
         candidates: list[tuple[BackTier, SessionKey, TierRecord | None]],
+        limit: int,
     ) -> BackRows | None:
-        """The rows after those of memory, from the record that has most of the prompt, the first tier's among
-        equals; None if none has more than memory."""
+        """The rows after those of memory, from the record that has most of the prompt's first `limit` tokens,
+        the first tier's among equals; None if none has more than memory."""
         start = stop = turn.reused_tokens
         rows = None
         for tier, session, record in candidates:
-            if record is not None and (length := _reusable(tier, record, prompt)) > stop:
+            if record is not None and (length := _reusable(tier, record, prompt, limit)) > stop:
                 stop = length
                 source: ReuseSource = "session" if session == turn.session else "document"
                 rows = tier.rows(session, record, start, stop, source=source)
         return rows
 
 
-def _reusable(tier: BackTier, record: TierRecord, prompt: tuple[int, ...]) -> int:
-    """How many of the prompt's first tokens can be continued from."""
+def _reusable(tier: BackTier, record: TierRecord, prompt: tuple[int, ...], limit: int) -> int:
+    """How many of the prompt's first `limit` tokens can be continued from."""
     if not tier.storage.shape.serves(record):
         return 0
-    return tier.reusable(record, min(common_prefix(record.token_ids, prompt), len(prompt) - 1))
+    return tier.reusable(record, min(common_prefix(record.token_ids, prompt), limit))

@@ -41,6 +41,8 @@ CUT_OFF_S = 10.0
 """Time limit for returning the delivered tokens of a cut-off turn to the history."""
 _CLOSE_TIMEOUT_S = 5.0
 _REDIRECT_TIMEOUT_S = 10.0
+_ACCEPT_TIMEOUT_S = 10.0
+"""How long after a whole transfer decode may take to say that it has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,7 @@ class TurnRequest:
         session: whose history is looked up and stored; of an implicit one the prompt's alone. None: neither.
         document: whose history the session may begin with.
         has_history: whether the session has had turns.
+        max_reused_tokens: as of `PrefillRequest`.
         prefer_prefill: addresses that may have the session's history, best first.
         prefer_decode: addresses that may have retained the session's last selection, best first.
         keeps_cut_off: whether the delivered tokens of a cut-off completion become part of the session.
@@ -72,6 +75,7 @@ class TurnRequest:
     session: SessionKey | None = None
     document: SessionKey | None = None
     has_history: bool = False
+    max_reused_tokens: int | None = None
     keeps_cut_off: bool = False
     prefer_prefill: tuple[str, ...] = ()
     prefer_decode: tuple[str, ...] = ()
@@ -88,7 +92,7 @@ class TurnStats:
 
     Attributes:
         token_ids: the completion so far.
-        first: the first attempt's answer from prefill, whose prompt is the client's.
+        first: prefill's answer of the first attempt that delivered a token. Its prompt is the client's.
         shipped_bytes: everything that crossed the wire.
         delta_bytes: newly selected rows, where decode had retained the others; else None.
         cache_bytes: decode's memory for the sequence at its end.
@@ -217,7 +221,8 @@ class Attempt:
                     if self._due_index is None:
                         await _until(self._first, self._shipping, accepting)
                         yield self._in_order(self._first.result())
-                    await _until(accepting, self._shipping)
+                    with self._blaming("decode"):
+                        await _until(accepting, self._shipping, patience_s=_ACCEPT_TIMEOUT_S)
                     finished = False
                     with self._blaming("decode"):
                         async for event in decoding:
@@ -288,6 +293,7 @@ class Attempt:
                 probe=request.probe,
                 retained_bins=request.retained_bins,
                 has_history=request.has_history,
+                max_reused_tokens=request.max_reused_tokens,
                 priority=request.priority,
                 prompt_logprobs=request.prompt_logprobs,
                 retained_as=request.retained_as,
@@ -366,15 +372,25 @@ class Attempt:
         return token
 
 
-async def _until(wanted: asyncio.Future[Any], *tasks: asyncio.Task[None]) -> None:
+async def _until(
+    wanted: asyncio.Future[Any], *tasks: asyncio.Task[None], patience_s: float | None = None
+) -> None:
     """Wait for one future while other tasks run; a failure of any of them ends the wait at once.
 
     Of two failures, a lost worker says more than the transfer that broke with it.
+
+    Args: patience_s: how long to wait once the other tasks have ended.
+    Raises: WorkerUnavailable: that was not enough.
     """
     while not wanted.done():
         pending = {future for future in (wanted, *tasks) if not future.done()}
-        await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        timeout_s = patience_s if len(pending) == 1 else None
+        done, _ = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         _raise_failure(tasks)
+        if not done:
+            raise WorkerUnavailable(
+                f"Decode did not say within {timeout_s} s that it has a transfer that ended", reason="silent"
+            )
     if isinstance(wanted, asyncio.Task):
         _raise_failure((wanted, *tasks))
 

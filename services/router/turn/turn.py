@@ -31,6 +31,7 @@ from kvferry.shared.control.messages import (
     CommitTurnRequest,
     DecodeControl,
     FinishReason,
+    FirstToken,
     HistoryInfo,
     PrefillControl,
     PrefixRequest,
@@ -298,7 +299,9 @@ class Turn:
             fingerprint=fingerprint, prefer=request.prefer_decode, avoid=avoid["decode"]
         )
         if delivered := tuple(stats.token_ids):
-            request = _resumed(request, delivered)
+            request = _resumed(request, delivered, stats.first)
+        else:
+            stats.first = None  # nothing of an earlier attempt was delivered
         self._attempt = attempt = Attempt(prefill, decode, request, stats, self._other_decode)
         stats.prefill_address, stats.decode_address = prefill.address, decode.address
         stats.worker_request_id = attempt.worker_request_id
@@ -393,8 +396,12 @@ def deadline_passed() -> DeadlineExceeded:
     return DeadlineExceeded("The request's deadline passed before its completion ended")
 
 
-def _resumed(request: TurnRequest, delivered: tuple[int, ...]) -> TurnRequest:
-    """The rest of a turn whose first tokens the client has."""
+def _resumed(request: TurnRequest, delivered: tuple[int, ...], first: FirstToken | None) -> TurnRequest:
+    """The rest of a turn whose first tokens the client has.
+
+    Args: first: prefill's first answer. Another worker selects the same rows only where it runs the same
+        tokens, so it reuses no more than the first one did.
+    """
     session = request.session
     if session is not None and session.is_implicit:
         session = None  # the prompt was stored with the first token
@@ -405,6 +412,7 @@ def _resumed(request: TurnRequest, delivered: tuple[int, ...]) -> TurnRequest:
     else:
         sampling = replace(request.sampling, delivered=delivered)
         prompt = request.prompt_token_ids
+        request = replace(request, max_reused_tokens=first.reused_tokens if first is not None else None)
     return replace(request, prompt_token_ids=prompt, sampling=sampling, session=session, prompt_logprobs=None)
 
 

@@ -201,3 +201,20 @@ async def test_session_turn_that_was_replayed_is_committed_once(stack: Any) -> N
     held = next(iter(stack.prefill[0].history.values()))
     assert held[: len(first.prompt_token_ids)] == first.prompt_token_ids
     assert len(held) == len(first.prompt_token_ids) + 11
+
+
+@pytest.mark.parametrize(("method", "count"), [("rdkv", 5), ("full", 5), ("rdkv", 0)])
+async def test_a_lossy_replay_reuses_no_more_than_the_first_attempt(
+    stack: Any, method: str, count: int
+) -> None:
+    """With another number of reused tokens it would select other rows."""
+    fields = {"session_id": "s", "session_mode": "append", "kv_compression": {"method": method}}
+    first = await complete(stack, **fields)
+    stack.decode[0].faults = [failing_at(count or -1, lost())]
+    answer = await complete(stack, **fields)
+    reused = answer["kv"]["reused_tokens"]
+    assert reused >= first["usage"]["prompt_tokens"]
+    limits = [request.max_reused_tokens for request in stack.prefill[0].requests]
+    assert limits[:2] == [None, None]
+    assert set(limits[2:]) <= {reused if method == "rdkv" and count else None}
+    assert stack.metric("recoveries_total", role="decode") == 1

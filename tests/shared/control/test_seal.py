@@ -23,17 +23,17 @@ MESSAGES = (b"", b"a", b"bcd" * 100)
 
 
 def test_messages_in_order_pass() -> None:
-    sender, receiver = Seal("call"), Seal("call")
+    sender, receiver = Seal("/m", "call"), Seal("/m", "call")
     assert [receiver.open(sender.close(message)) for message in MESSAGES] == list(MESSAGES)
 
 
 def test_every_changed_bit_is_seen() -> None:
-    sealed = Seal("call").close(b"message")
+    sealed = Seal("/m", "call").close(b"message")
     for bit in range(8 * len(sealed)):
         spoilt = bytearray(sealed)
         spoilt[bit // 8] ^= 1 << bit % 8
         with pytest.raises(WorkerUnavailable, match="damaged"):
-            Seal("call").open(bytes(spoilt))
+            Seal("/m", "call").open(bytes(spoilt))
 
 
 @pytest.mark.parametrize(
@@ -43,13 +43,14 @@ def test_every_changed_bit_is_seen() -> None:
         ("left out", lambda sealed: [sealed[0], sealed[2]]),
         ("moved", lambda sealed: [sealed[1], sealed[0]]),
         ("cut", lambda sealed: [sealed[0][:5]]),
-        ("of another call", lambda sealed: [Seal("other").close(b"a")]),
+        ("of another call", lambda sealed: [Seal("/m", "other").close(b"a")]),
+        ("of another method", lambda sealed: [Seal("/n", "call").close(b"a")]),
     ],
 )
 def test_a_message_at_another_place_is_seen(
     what: str, received: Callable[[list[bytes]], list[bytes]]
 ) -> None:
-    sender, receiver = Seal("call"), Seal("call")
+    sender, receiver = Seal("/m", "call"), Seal("/m", "call")
     *before, wrong = received([sender.close(b"a") for _ in range(3)])
     num_right = {"repeated": 1, "left out": 1}.get(what, 0)
     for sealed in before[:num_right]:
@@ -58,13 +59,24 @@ def test_a_message_at_another_place_is_seen(
         receiver.open(before[0] if before[num_right:] else wrong)
 
 
-async def test_a_spoilt_request_is_refused_by_name_and_blames_nobody(server: ControlServer) -> None:
+@pytest.mark.parametrize(
+    ("what", "path", "metadata"),
+    [
+        ("bytes", "", ((SEALED_KEY, "id"),)),
+        ("method", "Finish", ((SEALED_KEY, "id"),)),
+        ("call", "Generate", ((SEALED_KEY, "other"),)),
+        ("metadata", "Generate", (("kvferry-sealee", "id"),)),
+    ],
+)
+async def test_a_request_that_is_not_what_was_sent_is_refused_and_blames_nobody(
+    server: ControlServer, what: str, path: str, metadata: tuple[tuple[str, str], ...]
+) -> None:
     method = DECODE.methods["Generate"]
-    sealed = Seal("").close(method.request.encode(kit.generate_request()))
-    spoilt = sealed.replace(b"request-1", b"request-2")
-    assert spoilt != sealed
+    sealed = Seal(method.path, "id").close(method.request.encode(kit.generate_request()))
+    sent = sealed.replace(b"request-1", b"request-2") if what == "bytes" else sealed
+    assert (sent != sealed) == (what == "bytes")
     async with grpc.aio.insecure_channel(server.address) as channel:
-        call = channel.unary_stream(method.path)(spoilt, metadata=((SEALED_KEY, "1"),))
+        call = channel.unary_stream(DECODE.methods[path or "Generate"].path)(sent, metadata=metadata)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await call.read()
     assert raised.value.code() is grpc.StatusCode.UNAVAILABLE

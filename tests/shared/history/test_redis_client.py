@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import subprocess
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from kvtest import redis_server as redis_servers
 from kvtest.ports import free_port
+from redis.asyncio.connection import AbstractConnection
 
 from kvferry.shared.errors import ConfigurationError, StoreUnavailable
 from kvferry.shared.history.breaker import CircuitBreaker
@@ -245,3 +247,23 @@ async def test_a_cancellation_that_the_client_swallows_is_raised() -> None:
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
+
+
+async def test_a_connection_that_is_closed_while_a_command_is_written_is_replaced(
+    redis_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a cluster that replaces a master, another task does this."""
+    check_health, calls = AbstractConnection.check_health, itertools.count()
+
+    async def closed_meanwhile(self: AbstractConnection) -> None:
+        await check_health(self)
+        if next(calls) == 1:
+            await self.disconnect(nowait=True)
+
+    monkeypatch.setattr(AbstractConnection, "check_health", closed_meanwhile)
+    link = AsyncRedisLink(RedisOptions(url=redis_server.url, timeout_s=WAIT_S))
+    for value in (b"a", b"b"):
+        await link.call(lambda client, value=value: client.set("key", value))  # type: ignore[misc]
+        assert await link.call(lambda client: client.get("key")) == value
+    assert next(calls) > 4
+    await link.close()

@@ -293,3 +293,18 @@ def test_a_prompt_without_a_session_stays_in_memory(
     with redis_server.client() as admin:
         assert admin.keys("*") == []
     assert not worker.misses
+
+
+@pytest.mark.parametrize("most", [0, 20, 50, 73])
+def test_a_turn_may_limit_what_it_continues_from(
+    make_worker: Callable[..., Worker], redis_server: Any, most: int
+) -> None:
+    first, second = make_worker(), make_worker()
+    prompt = tokens(74)
+    first.turn(A, prompt[:40])
+    second.turn(A, prompt)
+    turn = first.begin(A, (*prompt, 7), max_reused_tokens=most)
+    assert turn.reused_by_tier == {"memory": min(most, 40)} | ({"redis": most - 40} if most > 40 else {})
+    assert first.run(turn, (*prompt, 7), lambda layer: None) == most
+    assert turn.commit((*prompt, 7)).num_tokens == 75
+    assert make_worker().turn(A, (*prompt, 7, 8)) == 75

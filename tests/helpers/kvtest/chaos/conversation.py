@@ -216,7 +216,8 @@ class Conversation:
         if prompt and prompt != script.prompts[index]:
             self._violate(index, f"the prompt has {len(prompt)} tokens, not {len(script.prompts[index])}")
         elif num_reused is not None and tokens != (right := script.answer(index, num_reused)):
-            self._violate(index, f"wrong answer after {num_reused} reused tokens: {tokens}, not {right}")
+            if len(tokens) != len(right) or not script.resumed_answer(index, num_reused, tokens):
+                self._violate(index, f"wrong answer after {num_reused} reused tokens: {tokens}, not {right}")
         elif not script.begins_answer(index, tokens):
             self._violate(index, f"wrong beginning: {tokens}")
 

@@ -41,6 +41,7 @@ class Fault:
     after_bytes: int = 0
     seconds: float = 0.0
     size: int = 1
+    bits: int = 0
     seed: int = 0
 
     @property
@@ -52,12 +53,13 @@ class Fault:
 class Only:
     """Which faults to draw: of this kind, on links of this phase, toward their servers.
 
-    Attributes: size: as of `Fault`.
+    Attributes: size, bits: as of `Armed`.
     """
 
     kind: ByteFault
     phase: str
     size: int = 1
+    bits: int = 0
 
 
 def draw(rng: random.Random, cluster: Cluster, count: int, *, only: Only | None = None) -> list[Fault]:
@@ -94,6 +96,7 @@ def _draw(rng: random.Random, cluster: Cluster, only: Only | None) -> Fault:
         after_bytes=int(longest_bytes * rng.random() ** 2),
         seconds=rng.uniform(0.2, longest_s),
         size=rng.choice((1, 1, 8, 64)) if only is None else only.size,
+        bits=0 if only is None else only.bits,
         seed=seed,
     )
 
@@ -108,6 +111,7 @@ async def strike(fault: Fault, cluster: Cluster) -> Armed | None:
             after_bytes=fault.after_bytes,
             seconds=fault.seconds,
             size=fault.size,
+            bits=fault.bits,
             seed=fault.seed,
         )
         cluster.links[fault.target].armed.append(armed)

@@ -36,6 +36,7 @@ class Armed:
 
     Attributes:
         toward: the end that the bytes go to.
+        bits: which bits of a byte `flip` changes; 0: one, drawn for each byte.
         seed: draws places within the chunk.
     """
 
@@ -44,6 +45,7 @@ class Armed:
     after_bytes: int
     seconds: float = 0.0
     size: int = 1
+    bits: int = 0
     seed: int = 0
     struck: bool = False
 
@@ -168,7 +170,7 @@ class Link:
             case "flip":
                 spoilt = bytearray(chunk)
                 for index in range(place, min(place + fault.size, len(spoilt))):
-                    spoilt[index] ^= 1 << rng.randrange(8)
+                    spoilt[index] ^= fault.bits or 1 << rng.randrange(8)
                 writer.write(bytes(spoilt))
         return True
 

@@ -2,13 +2,14 @@
 
 A lossy method that looks at the queries of all new tokens chooses other rows when a turn reuses another
 number of tokens: fewer after a worker's death, more where another session has the same prompt. So an answer
-belongs to the number of reused tokens, which every response reports.
+belongs to the number of reused tokens, which every response reports. A turn that resumes on another worker
+reuses no more than it did before; where that worker has less, its later tokens belong to the smaller number.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for, preset
@@ -55,28 +56,30 @@ class Script:
 
         Raises: ValueError: the prompt has no token after them.
         """
-        prompt = self.prompts[index]
-        if num_reused >= len(prompt):
-            raise ValueError(f"turn {index + 1} of {len(prompt)} tokens reuses {num_reused}")
+        if num_reused >= len(self.prompts[index]):
+            raise ValueError(f"turn {index + 1} of {len(self.prompts[index])} tokens reuses {num_reused}")
         if (index, num_reused) not in self._answers:
-            session = OracleSession()
-            if num_reused:
-                # KV of generated tokens is the session's own or, where that was lost, is computed again.
-                stored = self._stored if index == 1 and num_reused == self.num_stored else self._exact
-                session.token_ids = list(prompt[:num_reused])
-                session.layers = {
-                    layer: (keys[:, :num_reused], values[:, :num_reused])
-                    for layer, (keys, values) in stored.layers.items()
-                }
-            tokens = self._generator.generate(
-                list(prompt), plan=self._plan, sampling=self._sampling, session=session
-            )
-            self._answers[index, num_reused] = tuple(token.token_id for token in tokens)
+            self._answers[index, num_reused] = self._generated(index, num_reused)
         return self._answers[index, num_reused]
+
+    def resumed_answer(self, index: int, num_reused: int, tokens: Tokens) -> bool:
+        """Whether an answer after `num_reused` reused tokens was resumed where fewer were left, and then
+        begins so."""
+        right = self.answer(index, num_reused)
+        num_delivered = next(
+            (n for n, pair in enumerate(zip(tokens, right, strict=False)) if len({*pair}) > 1), 0
+        )
+        return num_delivered > 0 and any(
+            self._generated(index, fewer, tokens[:num_delivered])[: len(tokens)] == tokens
+            for fewer in self._likely(index)
+            if fewer < num_reused
+        )
 
     def begins_answer(self, index: int, tokens: Tokens) -> bool:
         """Whether some answer of the turn begins with these tokens, whatever it reuses."""
-        return any(self.answer(index, its)[: len(tokens)] == tokens for its in self._reusable(index))
+        return any(self.answer(index, its)[: len(tokens)] == tokens for its in self._reusable(index)) or any(
+            self.resumed_answer(index, its, tokens) for its in self._likely(index)
+        )
 
     def has_answered(self, tokens: Tokens) -> bool:
         """Whether a session with these tokens has the second turn, whole or its beginning.
@@ -97,10 +100,26 @@ class Script:
         is_after = len(session) >= len(self.prompts[1]) and prompt[-len(question) :] == question
         return is_after and self.has_answered(session)
 
+    def _generated(self, index: int, num_reused: int, delivered: Tokens = ()) -> Tokens:
+        prompt, session = self.prompts[index], OracleSession()
+        if num_reused:
+            # KV of generated tokens is the session's own or, where that was lost, is computed again.
+            stored = self._stored if index == 1 and num_reused == self.num_stored else self._exact
+            session.token_ids = list(prompt[:num_reused])
+            session.layers = {
+                layer: (keys[:, :num_reused], values[:, :num_reused])
+                for layer, (keys, values) in stored.layers.items()
+            }
+        sampling = replace(self._sampling, delivered=delivered)
+        tokens = self._generator.generate(list(prompt), plan=self._plan, sampling=sampling, session=session)
+        return tuple(token.token_id for token in tokens)
+
+    def _likely(self, index: int) -> list[int]:
+        return [self.num_stored, len(self.prompts[0]), 0] if index else [0]
+
     def _reusable(self, index: int) -> list[int]:
         """Every number of tokens that a turn may reuse, the likely ones first."""
-        likely = [self.num_stored, len(self.prompts[0]), 0] if index else [0]
-        return list(dict.fromkeys([*likely, *reversed(range(len(self.prompts[index])))]))
+        return list(dict.fromkeys([*self._likely(index), *reversed(range(len(self.prompts[index])))]))
 
 
 def make_script(

@@ -377,7 +377,7 @@ def make_control(rng: Random) -> Case:
     message = filled(rng, getattr(pb, _NAMES[kind])).SerializeToString()
     for _ in range(rng.choice((0, 1, 1, 3))):
         message = spoilt_bytes(rng, message)
-    data = Seal("r").close(message)
+    data = Seal("/m", "r").close(message)
     return (bytes([kind]) + (spoilt_bytes(rng, data) if rng.random() < 0.1 else data),)
 
 
@@ -385,7 +385,7 @@ def read_control(case: Case) -> str:
     name = _NAMES[case[0][0]]
     codec = CODECS[name]
     try:
-        value = codec.decode(Seal("r").open(case[0][1:]))
+        value = codec.decode(Seal("/m", "r").open(case[0][1:]))
     except (InvalidRequest, WorkerUnavailable) as error:
         return f"{name} {error.reason}"
     try:
