@@ -215,6 +215,7 @@ async def test_a_lossy_replay_reuses_no_more_than_the_first_attempt(
     reused = answer["kv"]["reused_tokens"]
     assert reused >= first["usage"]["prompt_tokens"]
     limits = [request.max_reused_tokens for request in stack.prefill[0].requests]
+    # An attempt that failed before its transfer goes on with another decode worker's ticket.
     assert limits[:2] == [None, None]
-    assert set(limits[2:]) <= {reused if method == "rdkv" and count else None}
+    assert limits[2:] == ([] if count == 0 else [reused if method == "rdkv" else None])
     assert stack.metric("recoveries_total", role="decode") == 1
