@@ -186,7 +186,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
     """
 
     def __init__(self, op: str, shape: BatchShape, base: Tensor, *, empty: Sequence[int]) -> None:
-        problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim)
+        problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim, shape.device)
         self.has_tables = planned_path(op, shape.device, problem) != "torch"
         self.op, self._shape, self._base = op, shape, base
         self._layers: list[dict[int, Rows]] = [{} for _ in range(shape.num_layers)]

@@ -64,6 +64,8 @@ TORCH_OPS = (
 MAX_GROUP_SIZE = 16
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MODES_WITH_KERNELS: dict[bool, tuple[KernelMode, ...]] = {True: ("auto", "triton"), False: ("triton",)}
+"""The modes in which Triton is looked for, by whether the device is CUDA."""
 
 
 class KernelUnavailable(RuntimeError):
@@ -132,9 +134,8 @@ def path_for(op: str, device: torch.device, unsupported: Problem | str | None = 
     Raises:
         KernelUnavailable: mode is "triton" and Triton cannot run on the device, or cannot run this call.
     """
-    if _state.mode == "auto" and device.type != "cuda":
-        path: KernelPath = "torch"  # as `planned_path` says, one call less in every layer on a CPU
-    else:
+    path: KernelPath = "torch"
+    if _state.mode in _MODES_WITH_KERNELS[device.type == "cuda"]:  # saves a CPU a call in every layer
         path = planned_path(op, device, unsupported)
     if _recording.calls is not None:
         _recording.calls[op, path] += 1
@@ -145,7 +146,7 @@ def path_for(op: str, device: torch.device, unsupported: Problem | str | None = 
 
 def planned_path(op: str, device: torch.device, unsupported: Problem | str | None = None) -> KernelPath:
     """As `path_for`, without counting."""
-    if op in TORCH_OPS or _state.mode == "torch" or (_state.mode == "auto" and device.type != "cuda"):
+    if op in TORCH_OPS or _state.mode not in _MODES_WITH_KERNELS[device.type == "cuda"]:
         return "torch"
     if _torch_only.is_on or is_quarantined(op):
         return "torch"
@@ -301,8 +302,18 @@ def check_scores(queries: Tensor, keys: Tensor, *, rows: str) -> None:
         )
 
 
-def shape_problem(dtype: torch.dtype, group_size: int, head_dim: int) -> str | None:
-    """Whether a kernel supports queries of this dtype and shape."""
+def dtype_problem(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Whether kernels support a dtype on a device. Compiled for float32 they spill, or take more shared
+    memory than smaller GPUs have."""
+    if dtype == torch.float32 and device.type == "cuda":
+        return "dtype is torch.float32; on CUDA it must be torch.float16 or torch.bfloat16"
+    return None
+
+
+def shape_problem(dtype: torch.dtype, group_size: int, head_dim: int, device: torch.device) -> str | None:
+    """Whether a kernel supports queries of this dtype and shape on a device."""
+    if (problem := dtype_problem(dtype, device)) is not None:
+        return problem
     if dtype not in DTYPES:
         return f"dtype is {dtype}; it must be one of {', '.join(str(d) for d in DTYPES)}"
     if group_size > MAX_GROUP_SIZE:
@@ -335,7 +346,9 @@ def width_problem(keys: Tensor, values: Tensor) -> str | None:
 
 def attention_problem(queries: Tensor, keys: Tensor, values: Tensor, *, prefix: str = "") -> str | None:
     """Whether a kernel supports queries `[H_kv, G, D]` and rows `[H_kv, n, D]`; see `check_attention`."""
-    problem = shape_problem(queries.dtype, queries.shape[1], queries.shape[2]) or width_problem(keys, values)
+    problem = shape_problem(
+        queries.dtype, queries.shape[1], queries.shape[2], queries.device
+    ) or width_problem(keys, values)
     if problem is None and keys.shape[1] > 1 and keys.stride(1) != values.stride(1):
         problem = f"rows of {prefix}keys and {prefix}values have strides {keys.stride(1)}, {values.stride(1)}"
     return problem or alignment_problem(**{f"{prefix}keys": keys, f"{prefix}values": values})
@@ -343,4 +356,4 @@ def attention_problem(queries: Tensor, keys: Tensor, values: Tensor, *, prefix: 
 
 def scores_problem(queries: Tensor, keys: Tensor) -> str | None:
     """Whether a kernel supports scores of `[H_kv, T, D]` keys by `[H_kv, G, W, D]` queries."""
-    return shape_problem(queries.dtype, 1, queries.shape[3]) or alignment_problem(keys=keys)
+    return shape_problem(queries.dtype, 1, queries.shape[3], keys.device) or alignment_problem(keys=keys)

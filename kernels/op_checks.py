@@ -82,7 +82,7 @@ def op_checks(op: str, shape: BatchShape) -> Iterator[OpCheck]:
 
     Args: shape: of the model; its layers and slots do not matter.
     """
-    if op in _CASES and shape_problem(shape.dtype, shape.group_size, shape.head_dim) is None:
+    if op in _CASES and shape_problem(shape.dtype, shape.group_size, shape.head_dim, shape.device) is None:
         yield from _CASES[op](shape)
 
 

@@ -81,7 +81,7 @@ def model_shapes(spec: ModelSpec, device: torch.device) -> list[BatchShape]:
 
 def ops_with_kernels(role: Role, shape: BatchShape) -> list[str]:
     """The role's ops that would take a Triton kernel for this shape."""
-    problem = dispatch.shape_problem(shape.dtype, shape.group_size, shape.head_dim)
+    problem = dispatch.shape_problem(shape.dtype, shape.group_size, shape.head_dim, shape.device)
     if problem is not None:
         return []
     return [op for op in OPS[role] if dispatch.planned_path(op, shape.device) != "torch"]

@@ -146,7 +146,9 @@ def check_pages(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: int
 def _unsupported(
     queries: Tensor, keys: Tensor, values: Tensor, page_max: Tensor, page_min: Tensor, page_size: int
 ) -> str | None:
-    problem = shape_problem(queries.dtype, queries.shape[1], queries.shape[2]) or width_problem(keys, values)
+    problem = shape_problem(
+        queries.dtype, queries.shape[1], queries.shape[2], queries.device
+    ) or width_problem(keys, values)
     if problem is None and not keys.stride(1) == values.stride(1) == keys.shape[2]:
         problem = f"rows of keys and values are not {keys.shape[2]} elements apart"
     if problem is None and page_max.stride() != page_min.stride():

@@ -105,7 +105,8 @@ def fill_in_torch(packed: PackedLayer, keys: Tensor, values: Tensor) -> None:
 def _unsupported(keys: Tensor, values: Tensor) -> str | None:
     if keys.stride(2) != 1 or values.stride(2) != 1:
         return "rows of keys and values must be contiguous (stride 1 over D)"
-    return shape_problem(keys.dtype, 1, keys.shape[2]) or shape_problem(values.dtype, 1, values.shape[2])
+    of_keys, of_values = (shape_problem(its.dtype, 1, its.shape[2], its.device) for its in (keys, values))
+    return of_keys or of_values
 
 
 def _counts(key_bits: Tensor, value_bits: Tensor, usable: Tensor | None) -> list[tuple[int, int, int, int]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Sketch = Literal["gaussian", "srht", "none"]
-Solver = Literal["svd", "qr", "gram"]
+Solver = Literal["auto", "svd", "qr", "gram"]
 
 SINGULAR_TOLERANCE = 1e-5
 """Singular values below this fraction of the largest count as zero; library defaults drop more of them if
@@ -34,7 +34,7 @@ def leverage_scores(
         keys: `[H_kv, T, D]`; pre-RoPE for Compactor.
         sketch: Phi `[D, k]`: "gaussian" entries of N(0, 1/k), "srht" (`srht_sketch`), or "none".
         num_columns: k, at least 1.
-        solver: see `solve_leverage`.
+        solver: see `solve_leverage` and `solver_on`.
         centered: subtract each head's mean key first, as the authors' code does and Algorithm 1 does not.
         seed: of Phi; the same seed gives the same Phi everywhere.
 
@@ -48,11 +48,19 @@ def leverage_scores(
         rows = rows @ make(rows.shape[2], num_columns, seed).to(rows.device)
     if rows.shape[1] <= rows.shape[2]:
         return rows.new_ones(rows.shape[:2])
-    return solve_leverage(rows, solver)
+    return solve_leverage(rows, solver_on(rows.device, solver))
+
+
+def solver_on(device: torch.device, solver: Solver) -> Solver:
+    """The solver itself, or of "auto" the one for a device: on CUDA a QR of tall matrices takes as long as a
+    third of a short prompt's pass, and "gram" is one product and small eigenvalue problems."""
+    if solver != "auto":
+        return solver
+    return "gram" if device.type == "cuda" else "svd"
 
 
 def solve_leverage(rows: Tensor, solver: Solver) -> Tensor:
-    """Leverage of X by one of three factorisations (Compactor appendix C).
+    """Leverage of X by one of three factorisations (Compactor appendix C); not by "auto".
 
     "svd": `||U_i||^2` of `X = U S V^T`, by a QR of X; singular values within the tolerance are dropped.
     "qr": `||Q_i||^2`; as "svd" if R's diagonal shows that columns are linearly dependent.

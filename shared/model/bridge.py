@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kvferry.kernels.dispatch import path_for
+from kvferry.kernels.dispatch import dtype_problem, path_for
 from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
 from kvferry.shared.model.adapters.decoder import decoder_of
@@ -326,6 +326,7 @@ class TransformersModel:
         self._cache_argument = "cache_params" if takes_cache_params else "past_key_values"
         self._skipped = (0, 0)
         self._fused = fused_decode(model, spec)
+        self._fused_problem = dtype_problem(self.dtype, self.device)
 
     def twin(self) -> TransformersModel:
         """A model of its own over the same weights, for another thread's passes."""
@@ -418,7 +419,7 @@ class TransformersModel:
     ) -> Tensor:
         """Run one token for each of B sequences; see `LanguageModel.decode`."""
         fused = self._fused if not self._skipped[1] else None
-        if fused is not None and path_for("decoder_ops", self.device) != "torch":
+        if fused is not None and path_for("decoder_ops", self.device, self._fused_problem) != "torch":
             return fused.run(token_ids, positions, attention)
         assert states is not None or not self._state_layers, "the model has states, and none are given"
         return self.run_step(token_ids, positions, DecodePass(attention, spec=self.spec), states)

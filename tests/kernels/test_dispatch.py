@@ -94,3 +94,10 @@ else:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("dtype", "is_supported"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_float32_on_cuda_is_torch_s(dtype: torch.dtype, is_supported: bool) -> None:
+    cuda = torch.device("cuda")
+    assert (dispatch.shape_problem(dtype, 4, 64, cuda) is None) == is_supported
+    assert dispatch.shape_problem(dtype, 4, 64, torch.device("cpu")) is None

@@ -14,6 +14,7 @@ from kvferry.shared.compression.leverage import (
     gaussian_sketch,
     leverage_scores,
     solve_leverage,
+    solver_on,
     srht_sketch,
 )
 
@@ -170,3 +171,14 @@ def test_heads_do_not_touch_each_other() -> None:
     together = solve_leverage(keys, "svd")
     for head in range(3):
         torch.testing.assert_close(together[head], solve_leverage(keys[head : head + 1], "svd")[0])
+
+
+def test_auto_is_gram_on_cuda_and_svd_elsewhere() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [solver_on(device, "auto") for device in (cuda, cpu)] == ["gram", "svd"]
+    assert all(solver_on(device, solver) == solver for device in (cuda, cpu) for solver in SOLVERS)
+    keys = make_keys(90, 16)
+    options = {"sketch": "gaussian", "num_columns": 8, "centered": False, "seed": 0}
+    assert torch.equal(
+        leverage_scores(keys, solver="auto", **options), leverage_scores(keys, solver="svd", **options)
+    )
