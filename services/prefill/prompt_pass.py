@@ -56,8 +56,8 @@ class PromptPass:
         layer_done: measure ──► ... ──► open ──► compress, ship each      (measured layer budgets)
 
     Layers are shipped in order: one that is complete before an earlier one waits. If a layer's history turns
-    out lost, the whole prompt is run. This second run ships only the layers that the first did not; those
-    already sent are of the same prompt.
+    out lost, the whole prompt is run. This second run ships only the layers that the first did not, if the
+    method selects the same rows of those already sent when all queries are there; else the pass fails.
 
     Attributes:
         positions: of the rows of each layer shipped so far, as `RetainedRows.layers`.
@@ -110,7 +110,7 @@ class PromptPass:
 
         Args: on_miss: called if it does not, to restart the staged turn.
         Returns: float32 logits `[V]` of the last token.
-        Raises: Cancelled, TransferFailed.
+        Raises: Cancelled, TransferFailed; HistoryMiss: the layers sent would be of another selection.
         """
         if not self._measured:
             # Before the pass, to detect a refusal early; measured sizes are unknown yet.
@@ -122,6 +122,10 @@ class PromptPass:
                 logits = self._forward()
             except HistoryMiss as miss:
                 self._job.check_cancelled()
+                num_new = self._job.resolved.num_prompt_tokens - self._job.num_reused
+                observed = self._job.num_observed
+                if self._shipped_layers and (observed is None or observed > num_new):
+                    raise
                 on_miss(miss)
                 logits = self._forward()
             if self._measured:

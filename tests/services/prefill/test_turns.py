@@ -327,6 +327,30 @@ async def test_history_lost_in_mid_prompt_is_computed_again(harness: Harness) ->
         await commit(harness, second, longer)
 
 
+@pytest.mark.parametrize(("method", "num_new"), [("compactor", 40), ("h2o", 40), ("snapkv", 10)])
+async def test_no_transfer_has_layers_of_two_selections(harness: Harness, method: str, num_new: int) -> None:
+    """Of these the queries of all new tokens choose the rows, and after the loss more tokens are new."""
+    prompt = make_prompt(150)
+    request = harness.request(prompt, session=A)
+    await harness.run(request)
+    await commit(harness, request, prompt)
+    num_layers = []
+
+    def drop_at_layer_two(layer: int, keys: Tensor) -> None:
+        num_layers.append(layer)
+        if len(num_layers) == 3:
+            harness.store.drop(A)
+
+    harness.model.on_layer = drop_at_layer_two
+    plan = plan_for(method, budget=Budget(tokens=48))
+    longer = prompt + make_prompt(num_new, seed=1)
+    with pytest.raises(HistoryMiss):
+        await harness.run(harness.request(longer, session=A, plan=plan))
+    harness.model.on_layer = None
+    first, _ = await harness.run(harness.request(longer, session=A, plan=plan))
+    assert first.reused_tokens == 0
+
+
 async def test_a_request_retried_under_its_id_replaces_its_turn(harness: Harness) -> None:
     prompt = make_prompt(30)
     request = harness.request(prompt, session=A)
