@@ -257,10 +257,11 @@ async def _sweep(services: Services, interval_s: float) -> None:
     while True:
         await asyncio.sleep(interval_s)
         try:
-            for key in await services.sessions.remove_stale():
-                await services.runner.drop(key)
+            for key, record in (await services.sessions.remove_stale()).items():
+                addresses = (*record.prefill_addresses, record.decode_address)
+                await services.runner.drop(key, addresses=addresses)
             for key, address in services.implicit.remove_stale():
-                await services.runner.drop(key, prefill_address=address)
+                await services.runner.drop(key, addresses=(address,))
         except Exception:
             # The top of the loop: it must go on, or sessions would stay for ever.
             log.exception("session sweep failed")

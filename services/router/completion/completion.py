@@ -208,9 +208,9 @@ class Completion:
         if is_known or turn.prompt_logprobs is not None:
             return turn
         found = await self.services.runner.with_prefix(
-            self.owner, turn.prompt_token_ids, self.model.fingerprint
+            self.owner, turn.prompt_token_ids, self.model.fingerprint, prefer=turn.prefer_prefill
         )
-        return replace(turn, prefer_prefill=found or turn.prefer_prefill)
+        return replace(turn, prefer_prefill=found)
 
     def _turn_request(
         self,
@@ -357,7 +357,7 @@ class Completion:
         if stored:
             where = {"prefill_address": stats.prefill_address, "decode_address": stats.decode_address}
             for key, its_address in self.services.implicit.add(implicit, **where):
-                await runner.drop(key, prefill_address=its_address)
+                await runner.drop(key, addresses=(its_address,))
 
     async def _record(self, lease: SessionLease, before: SessionRecord | None, prompt: Prompt) -> None:
         """Make the turn part of its session, then end the answer."""

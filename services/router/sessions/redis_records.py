@@ -81,9 +81,10 @@ end
 """What all scripts begin with."""
 
 _ACQUIRE = """
--- KEYS session, index; ARGV token, lease_ms, session_id. Returns {1, committed, record, whether the index has
--- a session that is not there} or {0}.
-local fields = redis.call('HMGET', KEYS[1], 'holder', 'until', 'committed', 'record')
+-- KEYS session, index; ARGV token, lease_ms, session_id, the commit that the router has a copy of. Returns
+-- {1, committed, record (empty if there is none or it is the copy), whether the index has a session that is
+-- not there} or {0}.
+local fields = redis.call('HMGET', KEYS[1], 'holder', 'until', 'committed')
 local same_router = fields[1] and router_of(fields[1]) == router_of(ARGV[1])
 if fields[1] and not same_router and tonumber(fields[2]) > now_ms then return {0} end
 redis.call('HINCRBY', KEYS[1], 'generation', 1)
@@ -91,7 +92,8 @@ redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'until', now_ms + ARGV[2])
 extend(KEYS[1], ARGV[2] * 4)
 local expires_ms = redis.call('ZSCORE', KEYS[2], ARGV[3])
 local lost = not fields[3] and expires_ms and tonumber(expires_ms) > now_ms
-return {1, fields[3] or '', fields[4] or '', lost and 1 or 0}
+local record = fields[3] ~= ARGV[4] and redis.call('HGET', KEYS[1], 'record')
+return {1, fields[3] or '', record or '', lost and 1 or 0}
 """
 
 _RENEW = """
@@ -259,12 +261,20 @@ class RedisRecords:
 
     # ---- leases ------------------------------------------------------------------------------------------
 
-    async def acquire(self, key: SessionKey, token: str, lease_s: float) -> Stored | None:
-        """Lease the session; None while another router has it."""
-        keys = _keys(key)[:2]
-        answer = await self._run(_ACQUIRE, keys, token, _ms(lease_s), key.session_id)
+    async def acquire(
+        self, key: SessionKey, token: str, lease_s: float, *, known: SessionRecord | None = None
+    ) -> Stored | None:
+        """Lease the session; None while another router has it.
+
+        Args: known: a copy of the record. While it is current, Redis does not send the record, which grows
+            with every turn.
+        """
+        keys, commit_id = _keys(key)[:2], known.commit_id if known is not None else ""
+        answer = await self._run(_ACQUIRE, keys, token, _ms(lease_s), key.session_id, commit_id)
         if not answer[0]:
             return None
+        if commit_id and answer[1].decode() == commit_id:
+            return Stored(commit_id=commit_id, record=known)
         try:
             return replace(self._stored(key, answer[2], answer[1]), lost=bool(answer[3]))
         except StoreUnavailable:

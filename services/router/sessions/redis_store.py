@@ -170,7 +170,7 @@ class RedisSessionStore(SessionStore):
     async def _acquire(self, key: SessionKey, token: str, deadline_s: float) -> Stored:
         loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
         while True:
-            grant = await self._records.acquire(key, token, self._lease_s)
+            grant = await self._records.acquire(key, token, self._lease_s, known=self.peek(key))
             if grant is not None:
                 return grant
             remaining_s = deadline_s - loop.time()
@@ -288,26 +288,26 @@ class RedisSessionStore(SessionStore):
         if not (deleted or was_pending or was_used):
             raise not_found(key)
 
-    async def remove_stale(self) -> list[SessionKey]:
+    async def remove_stale(self) -> dict[SessionKey, SessionRecord]:
         """Writes turns back, drops outdated copies, and now and then removes what has expired in Redis."""
         await self._write_back()
         with suppress(StoreUnavailable):
             if not self._pending:
                 self._has_peers = await self._records.register()
         await self._clean()
-        stale = {key for key in self._stale() if key not in self._pending}
+        stale = self._stale().keys() - self._pending.keys()
         copies = self._to_compare(stale)
         now_s = self._clock()
-        expired = [key for key, record in copies if key in stale and record.expires_at_s <= now_s]
+        expired = {key: its for key, its in copies if key in stale and its.expires_at_s <= now_s}
         try:
             commits = await self._records.commit_ids([key for key, _ in copies])
         except StoreUnavailable:
-            return []
+            return {}
         there = {key for (key, _), commit in zip(copies, commits, strict=True) if commit}
         for (key, record), commit in zip(copies, commits, strict=True):
             if key in stale or (commit and commit != record.commit_id):
                 self._forget_idle(key, record)
-        return [key for key in expired if key not in there]
+        return {key: record for key, record in expired.items() if key not in there}
 
     def _to_compare(self, stale: Set[SessionKey]) -> list[tuple[SessionKey, SessionRecord]]:
         """Idle copies: all stale ones, and of the others those whose turn it is."""

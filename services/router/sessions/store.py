@@ -220,7 +220,7 @@ class SessionStore:
             raise not_found(key)
         del self._entries[key]
 
-    async def remove_stale(self) -> list[SessionKey]:
+    async def remove_stale(self) -> dict[SessionKey, SessionRecord]:
         """Remove expired sessions, and the longest idle ones above `max_sessions`; returns those whose
         history can be dropped."""
         stale = self._stale()
@@ -236,13 +236,15 @@ class SessionStore:
             f"Session {key.session_id!r} is in another request; waited {self._wait_s:g} s", retry_after_s=1.0
         )
 
-    def _stale(self) -> list[SessionKey]:
+    def _stale(self) -> dict[SessionKey, SessionRecord]:
         """Idle sessions that `remove_stale` would remove."""
         idle = sorted(self._idle().items(), key=lambda item: item[1].expires_at_s)
         now_s, excess = self._clock(), len(self._entries) - self._max_sessions
-        return [
-            key for rank, (key, record) in enumerate(idle) if record.expires_at_s <= now_s or rank < excess
-        ]
+        return {
+            key: record
+            for rank, (key, record) in enumerate(idle)
+            if record.expires_at_s <= now_s or rank < excess
+        }
 
     def _idle(self) -> dict[SessionKey, SessionRecord]:
         """Records of sessions that no request has or waits for."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
+import xxhash
 
 from kvferry.services.router.turn.attempt import (
     Admitted,
@@ -164,16 +165,23 @@ class TurnRunner:
             log("history not committed", address=worker.address, error=error.message)
         return False
 
-    async def with_prefix(self, owner: str, prompt: tuple[int, ...], fingerprint: str) -> tuple[str, ...]:
-        """The prefill workers that have a prefix of the prompt stored for the owner, the longest one first.
+    async def with_prefix(
+        self, owner: str, prompt: tuple[int, ...], fingerprint: str, *, prefer: tuple[str, ...] = ()
+    ) -> tuple[str, ...]:
+        """The prefill workers that have a prefix of the prompt stored for the owner, the longest one first;
+        where none has, `prefer`, or the least loaded of those that were asked if there are others.
 
         They are asked, because other routers' prompts are stored there as well. One that does not answer
-        soon has none. A worker that is alone is not asked.
+        soon has none. A worker that is alone is not asked. Of many workers, the few near the prompt's first
+        block are asked, and prompts go to them: what a request costs does not grow with the workers.
         """
-        workers = self.prefill.ready_workers(fingerprint)
-        request = PrefixRequest(owner=owner, block_hashes=tuple(block_hashes(prompt, len(prompt))))
-        if len(workers) == 1 or not request.block_hashes:
-            return ()
+        num_ready = len(self.prefill.ready_workers(fingerprint))
+        hashes = tuple(block_hashes(prompt, len(prompt)))
+        if num_ready == 1 or not hashes:
+            return prefer
+        place = xxhash.xxh3_64_intdigest(f"{owner} {hashes[0]}".encode())
+        workers = self.prefill.near(place, fingerprint=fingerprint)
+        request = PrefixRequest(owner=owner, block_hashes=hashes)
         calls = (worker.client.prefix_info(request, timeout_s=_PREFIX_TIMEOUT_S) for worker in workers)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         stored = {
@@ -181,17 +189,23 @@ class TurnRunner:
             for worker, answer in zip(workers, answers, strict=True)
             if isinstance(answer, HistoryInfo) and answer.num_tokens
         }
-        return tuple(sorted(stored, key=stored.__getitem__, reverse=True))
+        found = tuple(sorted(stored, key=stored.__getitem__, reverse=True))
+        if found or prefer or len(workers) == num_ready:
+            return found or prefer
+        return (workers[0].address,)
 
-    async def drop(self, session: SessionKey, *, prefill_address: str | None = None) -> None:
-        """Have every worker drop a session's KV, since its turns may have moved between them; or one."""
-        clients: tuple[DecodeControl | PrefillControl, ...] = (
-            *(worker.client for worker in self.prefill.workers()),
-            *(worker.client for worker in self.decode.workers()),
-        )
-        if prefill_address is not None:
-            one = self.prefill.worker(prefill_address)
-            clients = () if one is None else (one.client,)
+    async def drop(self, session: SessionKey, *, addresses: Iterable[str] | None = None) -> None:
+        """Have workers drop a session's KV.
+
+        Args: addresses: of those that may have it; None: every worker is told, however many there are.
+        """
+        pools: tuple[WorkerPool[Any], ...] = (self.prefill, self.decode)
+        if addresses is None:
+            workers = [worker for pool in pools for worker in pool.workers()]
+        else:
+            known = [pool.worker(address) for address in addresses for pool in pools]
+            workers = [worker for worker in known if worker is not None]
+        clients = [worker.client for worker in workers]
         calls = (client.drop_session(session, timeout_s=_DROP_TIMEOUT_S) for client in clients)
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, KvferryError):

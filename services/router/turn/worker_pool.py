@@ -1,22 +1,25 @@
 """The workers of one role: their addresses, clients and polled status, and the choice of one for a turn.
 
 A configured name may resolve to many addresses, and to others later. Every worker is polled for its status,
-and names are resolved again now and then, so that workers may come and go. Runs no turns.
+and names are resolved again now and then, so that workers may come and go. A choice looks at a few workers,
+however many there are: which are ready is noted when a status changes it. Runs no turns.
 """
 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import ipaddress
 import random
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import structlog
+import xxhash
 
 from kvferry.shared.control.messages import WorkerStatus
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
@@ -27,6 +30,12 @@ from kvferry.shared.wire.messages import PROTOCOL_VERSION
 Role = Literal["prefill", "decode"]
 Resolve = Callable[[str], Awaitable[tuple[str, ...]]]
 
+NUM_COMPARED = 8
+"""Workers that one choice compares, drawn at random where there are more."""
+NUM_NEAR = 8
+"""Workers that may have the prompts which begin alike; see `WorkerPool.near`."""
+MAX_STATUS_CALLS_PER_S = 200.0
+"""Of one pool. With more workers, each is asked less often."""
 _STATUS_TIMEOUT_S = 2.0
 _RESOLVE_INTERVAL_S = 5.0
 _RESOLVE_TIMEOUT_S = 5.0
@@ -49,7 +58,7 @@ class Worker(Generic[ClientT]):
                                                               └─ missed again: its turns are given up
 
     Attributes:
-        status: the last one; None while the worker is down.
+        status: the last one; None while the worker is down. The pool alone sets it.
         model: the model that it had when it was last up.
         in_flight: this router's turns at the worker.
     """
@@ -61,14 +70,13 @@ class Worker(Generic[ClientT]):
     instance_id: str = ""
     in_flight: int = 0
 
-    def is_ready_for(self, fingerprint: str | None) -> bool:
+    @property
+    def ready_for(self) -> str | None:
+        """The fingerprint of the model that it can run turns of now; None where it can run none."""
         status = self.status
-        return (
-            status is not None
-            and status.ready
-            and status.protocol_version == PROTOCOL_VERSION
-            and fingerprint in (None, status.model.fingerprint)
-        )
+        if status is None or not status.ready or status.protocol_version != PROTOCOL_VERSION:
+            return None
+        return status.model.fingerprint
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -78,6 +86,20 @@ class Worker(Generic[ClientT]):
             yield
         finally:
             self.in_flight -= 1
+
+
+class _Ready(Generic[ClientT]):
+    """The ready workers of one model, or of all, as a ring: in the order of their addresses' digests."""
+
+    def __init__(self, workers: Iterable[Worker[ClientT]]) -> None:
+        ring = sorted((xxhash.xxh3_64_intdigest(its.address.encode()), its.address, its) for its in workers)
+        self.places = tuple(place for place, _, _ in ring)
+        self.workers = tuple(worker for _, _, worker in ring)
+
+    def following(self, place: int, number: int) -> list[Worker[ClientT]]:
+        first, number = bisect.bisect(self.places, place), min(number, len(self.workers))
+        turned = max(0, first + number - len(self.workers))
+        return [*self.workers[first : first + number], *self.workers[:turned]]
 
 
 class WorkerPool(Generic[ClientT]):
@@ -112,6 +134,10 @@ class WorkerPool(Generic[ClientT]):
         self._resolve_interval_s = resolve_interval_s
         self._workers: dict[str, Worker[ClientT]] = {}
         self._resolved: dict[str, tuple[str, ...]] = {}
+        self._ready: dict[str | None, _Ready[ClientT]] = {}
+        """By model, and of all models under None; empty after a change, until it is needed."""
+        self._models: dict[bool, Counter[ModelSpec]] = {}
+        """Of ready workers alone, and of all; likewise."""
         self._changed = asyncio.Event()
         self._loops: list[asyncio.Task[None]] = []
         self._log = structlog.get_logger(__name__).bind(role=role)
@@ -150,13 +176,16 @@ class WorkerPool(Generic[ClientT]):
     def workers(self) -> list[Worker[ClientT]]:
         return list(self._workers.values())
 
-    def ready_workers(self, fingerprint: str | None = None) -> list[Worker[ClientT]]:
-        return [worker for worker in self._workers.values() if worker.is_ready_for(fingerprint)]
+    def ready_workers(self, fingerprint: str | None = None) -> tuple[Worker[ClientT], ...]:
+        return self._ring(fingerprint).workers
 
     def models(self, *, ready_only: bool) -> Counter[ModelSpec]:
         """The workers' models, and how many workers have each."""
-        workers = self.ready_workers() if ready_only else self.workers()
-        return Counter(worker.model for worker in workers if worker.model is not None)
+        if ready_only not in self._models:
+            workers = self.ready_workers() if ready_only else self.workers()
+            found = Counter(worker.model for worker in workers if worker.model is not None)
+            self._models[ready_only] = found
+        return self._models[ready_only]
 
     def kernel_paths(self) -> dict[str, list[str]]:
         """The kernel paths that the workers which are up use, by op."""
@@ -170,7 +199,7 @@ class WorkerPool(Generic[ClientT]):
     def choose(
         self, *, fingerprint: str, prefer: Sequence[str] = (), avoid: Collection[str] = ()
     ) -> Worker[ClientT]:
-        """The worker for a turn: the first preferred one that is ready, else the least loaded.
+        """The worker for a turn: the first preferred one that is ready, else the least loaded of a few.
 
         Args:
             prefer: addresses that may have the session's KV, best first.
@@ -183,13 +212,21 @@ class WorkerPool(Generic[ClientT]):
             raise WorkerUnavailable(
                 f"No {self.role} worker is ready; {len(self._workers)} known", retry_after_s=1.0
             )
-        candidates = [worker for worker in ready if worker.address not in avoid] or ready
-        by_address = {worker.address: worker for worker in candidates}
         for address in prefer:
-            if address in by_address:
-                return by_address[address]
-        random.shuffle(candidates)  # equally idle workers take turns
-        return min(candidates, key=_load)
+            worker = self._workers.get(address)
+            if worker is not None and worker.ready_for == fingerprint and address not in avoid:
+                return worker
+        # Drawn in random order, so that equally idle workers take turns.
+        drawn = random.sample(ready, min(len(ready), NUM_COMPARED + len(avoid)))
+        return min([worker for worker in drawn if worker.address not in avoid] or drawn, key=_load)
+
+    def near(self, place: int, *, fingerprint: str) -> list[Worker[ClientT]]:
+        """The `NUM_NEAR` ready workers after a place on the ring of 64-bit digests, the least loaded first.
+
+        They are the same ones for every router that sees the same workers, and when a worker comes or goes
+        all but one of them stay.
+        """
+        return sorted(self._ring(fingerprint).following(place, NUM_NEAR), key=_load)
 
     async def wait_ready(self, fingerprint: str, *, timeout_s: float) -> None:
         """Wait until some worker is ready; at the timeout it returns, and `choose` raises."""
@@ -206,7 +243,35 @@ class WorkerPool(Generic[ClientT]):
         since."""
         worker = self._workers.get(address)
         if worker is not None and worker.instance_id == instance_id:
-            worker.status = None
+            self._set_status(worker, None)
+
+    def take_status(self, worker: Worker[ClientT], status: WorkerStatus) -> None:
+        """Note what a worker has answered."""
+        if worker.instance_id and worker.instance_id != status.instance_id:
+            self._log.warning("worker restarted", address=worker.address, instance_id=status.instance_id)
+        elif worker.status is None:
+            self._log.info("worker up", address=worker.address, ready=status.ready)
+        worker.instance_id = status.instance_id
+        if worker.model != status.model:
+            worker.model = status.model
+            self._workers_changed()
+        self._set_status(worker, status)
+
+    def _set_status(self, worker: Worker[ClientT], status: WorkerStatus | None) -> None:
+        before = worker.ready_for
+        worker.status = status
+        if worker.ready_for != before:
+            self._workers_changed()
+
+    def _workers_changed(self) -> None:
+        self._ready.clear()
+        self._models.clear()
+
+    def _ring(self, fingerprint: str | None) -> _Ready[ClientT]:
+        if fingerprint not in self._ready:
+            ready = [its for its in self._workers.values() if its.ready_for is not None]
+            self._ready[fingerprint] = _Ready(its for its in ready if fingerprint in (None, its.ready_for))
+        return self._ready[fingerprint]
 
     async def _repeat(self, work: Callable[[], Awaitable[None]], interval_s: float) -> None:
         while True:
@@ -229,7 +294,9 @@ class WorkerPool(Generic[ClientT]):
             self._log.info("worker added", address=address)
         for address in sorted(self._workers.keys() - addresses):
             if self._workers[address].in_flight == 0:
-                await self._close_client(self._workers.pop(address))
+                worker = self._workers.pop(address)
+                self._workers_changed()
+                await self._close_client(worker)
                 self._log.info("worker removed", address=address)
 
     async def _close_client(self, worker: Worker[ClientT]) -> None:
@@ -237,25 +304,24 @@ class WorkerPool(Generic[ClientT]):
             await self._disconnect(worker.client)
 
     async def _poll_all(self) -> None:
-        await asyncio.gather(*(self._poll(worker) for worker in list(self._workers.values())))
+        await asyncio.gather(
+            *(
+                self._poll(worker, index / MAX_STATUS_CALLS_PER_S)
+                for index, worker in enumerate(list(self._workers.values()))
+            )
+        )
         self._changed.set()
 
-    async def _poll(self, worker: Worker[ClientT]) -> None:
+    async def _poll(self, worker: Worker[ClientT], delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
         status = await self._status_of(worker)
         if status is None and worker.in_flight:
             # One answer may be late on a busy machine; after two the turns go on elsewhere.
             status = await self._status_of(worker)
             if status is None:
                 await self._give_up_turns(worker)
-        if status is None:
-            return
-        if worker.instance_id and worker.instance_id != status.instance_id:
-            self._log.warning("worker restarted", address=worker.address, instance_id=status.instance_id)
-        elif worker.status is None:
-            self._log.info("worker up", address=worker.address, ready=status.ready)
-        worker.instance_id = status.instance_id
-        worker.model = status.model
-        worker.status = status
+        if status is not None:
+            self.take_status(worker, status)
 
     async def _status_of(self, worker: Worker[ClientT]) -> WorkerStatus | None:
         """Ask once; without an answer the worker is down."""
@@ -265,7 +331,7 @@ class WorkerPool(Generic[ClientT]):
         except (KvferryError, TimeoutError) as error:
             if worker.status is not None:
                 self._log.warning("worker down", address=worker.address, error=str(error))
-            worker.status = None
+            self._set_status(worker, None)
             return None
 
     async def _give_up_turns(self, worker: Worker[ClientT]) -> None:

@@ -242,7 +242,7 @@ async def test_sessions_expire_in_redis_and_here(router: Callable[..., Router], 
     assert len(await one.store.owned_by(KEY.owner, documents=True)) == 1
     with redis_server.client() as client:
         client.delete("kvferry:router:{0a1b}:session:s")
-    assert await one.store.remove_stale() == [KEY]
+    assert list(await one.store.remove_stale()) == [KEY]
 
 
 async def test_usage_counts_what_a_key_keeps(router: Callable[..., Router]) -> None:
@@ -261,6 +261,28 @@ async def test_usage_counts_what_a_key_keeps(router: Callable[..., Router]) -> N
     await one.turn(TURN_2, key=replace(KEY, session_id="u"))
     usage = await one.store.usage(KEY.owner, documents=False, excluding=KEY)
     assert (usage.num_records, usage.num_tokens) == (2, 7)
+
+
+async def test_redis_sends_a_record_to_a_router_that_has_no_current_copy(
+    router: Callable[..., Router], redis_server: Any
+) -> None:
+    one, other = router(), router()
+    long = replace(RECORD, messages=(ChatMessage("user", "x" * 100_000),))
+    await one.turn(long)
+
+    async def sent_bytes(its: Router) -> int:
+        with redis_server.client() as client:
+            before = client.info("stats")["total_net_output_bytes"]
+            async with its.store.lease(KEY) as lease:
+                assert lease.record is not None
+                assert len(lease.record.messages[0].content) == 100_000
+            return int(client.info("stats")["total_net_output_bytes"]) - before
+
+    assert await sent_bytes(one) < 20_000
+    assert await sent_bytes(other) > 100_000
+    assert await sent_bytes(other) < 20_000
+    await other.turn(replace(long, turns=2))
+    assert await sent_bytes(one) > 100_000
 
 
 async def test_many_copies_are_compared_with_redis_in_turn(

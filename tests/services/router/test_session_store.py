@@ -121,9 +121,9 @@ async def test_idle_sessions_expire_and_busy_ones_do_not() -> None:
     assert (await sessions.get(key("t"))).expires_at_s == 1000.0 + 59.0 + 60.0
     async with sessions.lease(key("t")):
         clock.now_s += 600.0
-        assert await sessions.remove_stale() == [key("s")]
+        assert list(await sessions.remove_stale()) == [key("s")]
         assert await sessions.get(key("t"))
-    assert await sessions.remove_stale() == [key("t")]
+    assert list(await sessions.remove_stale()) == [key("t")]
 
 
 async def test_expired_session_starts_anew() -> None:

@@ -290,6 +290,15 @@ async def test_expired_session_is_gone(start_stack: Any) -> None:
     assert (await say(stack, SECOND, session_mode="append")).usage.prompt_tokens < len(prompts(stack)[0]) * 2
 
 
+async def test_only_workers_that_had_an_expired_session_are_told(start_stack: Any) -> None:
+    stack = await start_stack(num_prefill=3, num_decode=3, session_ttl_s=0.3)
+    await say(stack, FIRST)
+    workers = (*stack.prefill, *stack.decode)
+    await eventually(lambda: sum(bool(worker.dropped) for worker in workers) == 2, timeout_s=30.0)
+    await asyncio.sleep(0.1)
+    assert [sum(bool(its.dropped) for its in role) for role in (stack.prefill, stack.decode)] == [1, 1]
+
+
 async def test_a_sessions_own_ttl_and_pin_stay_until_a_turn_changes_them(stack: Any) -> None:
     worker = stack.prefill[0]
 

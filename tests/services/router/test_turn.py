@@ -13,9 +13,9 @@ from kvtest.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, Wir
 
 from kvferry.services.router.turn.attempt import Admitted, Finished, TurnRequest
 from kvferry.services.router.turn.turn import BackgroundTasks, Turn, TurnRunner
-from kvferry.services.router.turn.worker_pool import WorkerPool
+from kvferry.services.router.turn.worker_pool import NUM_NEAR, WorkerPool
 from kvferry.shared.compression.presets import plan_for
-from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.control.messages import HistoryInfo, PrefixRequest, SessionKey
 from kvferry.shared.errors import DeadlineExceeded, WorkerUnavailable
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
@@ -135,3 +135,27 @@ async def test_a_turn_run_for_its_effects_ends_at_its_deadline(workers: Workers)
     with pytest.raises(DeadlineExceeded):
         await workers.runner.run(workers.request(time_s=0.1))
     assert workers.prefill.active == workers.decode.active == set()
+
+
+async def test_a_prompt_is_looked_for_at_a_few_workers_and_goes_to_one_of_them() -> None:
+    it = Workers()
+    clients = {f"p{number}": CountedPrefill(it.script, Wire()) for number in range(20)}
+    it.runner.prefill = WorkerPool.of_clients("prefill", clients, status_interval_s=1000.0)
+    await it.runner.prefill.start()
+    prompt = tuple(range(200))
+    first = await it.runner.with_prefix("me", prompt, SPEC.fingerprint)
+    assert len(first) == 1
+    assert sum(client.asked for client in clients.values()) == NUM_NEAR
+    assert await it.runner.with_prefix("me", prompt, SPEC.fingerprint, prefer=("p1",)) == ("p1",)
+    # Another router finds it there, and so does a prompt that only begins with it.
+    clients[first[0]].history[SessionKey(owner="me", session_id="s")] = prompt
+    assert await it.runner.with_prefix("me", (*prompt[:100], 7), SPEC.fingerprint, prefer=("p1",)) == first
+    await it.runner.prefill.close()
+
+
+class CountedPrefill(ScriptedPrefill):
+    asked = 0
+
+    async def prefix_info(self, request: PrefixRequest, *, timeout_s: float) -> HistoryInfo:
+        self.asked += 1
+        return await super().prefix_info(request, timeout_s=timeout_s)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +13,14 @@ import pytest
 from kvtest.router import SPEC, eventually, scripted_token
 from kvtest.scripted_workers import Script, ScriptedDecode, Wire
 
-from kvferry.services.router.turn.worker_pool import WorkerPool, resolve_address, served_model
+from kvferry.services.router.turn import worker_pool
+from kvferry.services.router.turn.worker_pool import (
+    NUM_COMPARED,
+    NUM_NEAR,
+    WorkerPool,
+    resolve_address,
+    served_model,
+)
 from kvferry.shared.errors import ConfigurationError, WorkerUnavailable
 
 
@@ -156,6 +166,64 @@ async def test_served_model_is_one_that_both_roles_hold() -> None:
         other.workers["c"].ready = False
         await eventually(lambda: served_model(one.pool, other.pool, ready_only=True) is None)
         assert served_model(one.pool, other.pool) == changed
+
+
+@asynccontextmanager
+async def large_pool(*names: str) -> AsyncIterator[WorkerPool[Any]]:
+    """A pool of idle scripted workers that is polled once."""
+    script = Script(spec=SPEC, token=scripted_token, new_assembler=lambda stop: None)  # type: ignore[arg-type,return-value]
+    clients = {name: ScriptedDecode(script, Wire()) for name in names}
+    pool: WorkerPool[Any] = WorkerPool.of_clients("decode", clients, status_interval_s=1000.0)
+    await pool.start()
+    yield pool
+    await pool.close()
+
+
+async def test_a_choice_looks_at_a_few_of_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: Counter[str] = Counter()
+    load = worker_pool._load
+
+    def counted(worker: Any) -> tuple[int, int]:
+        looked[worker.address] += 1
+        return load(worker)
+
+    async with large_pool(*(f"w{number}" for number in range(40))) as pool:
+        monkeypatch.setattr(worker_pool, "_load", counted)
+        avoid = {"w0", "w1"}
+        chosen = Counter(pool.choose(fingerprint=SPEC.fingerprint, avoid=avoid).address for _ in range(400))
+        assert looked.total() <= 400 * (NUM_COMPARED + len(avoid))
+        assert looked.total() >= 400 * NUM_COMPARED
+        assert not avoid & set(chosen)
+        assert len(chosen) > 30  # equally idle ones take turns
+        looked.clear()
+        assert pool.choose(fingerprint=SPEC.fingerprint, prefer=("gone", "w7")).address == "w7"
+        assert not looked
+        busy = pool.worker("w9")
+        with busy.busy():
+            for _ in range(200):
+                assert pool.choose(fingerprint=SPEC.fingerprint) is not busy
+
+
+async def test_every_router_finds_the_same_workers_near_a_place() -> None:
+    names = [f"w{number}" for number in range(20)]
+
+    def near(pool: WorkerPool[Any], place: int) -> set[str]:
+        return {worker.address for worker in pool.near(place, fingerprint=SPEC.fingerprint)}
+
+    async with large_pool(*names) as one, large_pool(*reversed(names)) as other:
+        places = [number * (1 << 64) // 64 for number in range(64)]
+        found = [near(one, place) for place in places]
+        assert found == [near(other, place) for place in places]
+        assert {len(its) for its in found} == {NUM_NEAR}
+        assert set.union(*found) == set(names)
+        one.report_lost("w3", one.worker("w3").instance_id)
+        for before, place in zip(found, places, strict=True):
+            assert len(near(one, place) & before) == NUM_NEAR - ("w3" in before)
+        with one.worker(min(found[0] - {"w3"})).busy():
+            least = one.near(places[0], fingerprint=SPEC.fingerprint)
+            assert least[-1].address == min(found[0] - {"w3"})
+    async with large_pool("a", "b") as few:
+        assert sorted(near(few, 0)) == ["a", "b"]
 
 
 async def test_clients_of_the_caller_have_names_that_are_not_resolved_and_stay_open() -> None:
