@@ -24,6 +24,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvferry.kernels.device_limits import num_multiprocessors
+
 KEY_OFFSET, VALUE_OFFSET, LENGTH = range(3)
 """The first columns of every table: first K row, first V row, rows in use."""
 ROW_FIELDS = 3
@@ -81,5 +83,5 @@ def choose_num_splits(num_heads: int, device: torch.device) -> int:
     """
     if device.type != "cuda":
         return _INTERPRETED_SPLITS
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(max(-(-CTAS_PER_SM * num_sms // num_heads), 1), MAX_SPLITS)
+    num_programs = CTAS_PER_SM * num_multiprocessors(device)
+    return min(max(-(-num_programs // num_heads), 1), MAX_SPLITS)

@@ -3,7 +3,7 @@
     python benchmarks/gpu                   all of it on a GPU, in at most 8 minutes
     python benchmarks/gpu --parts kernels   check every kernel on fresh random inputs, then time it
     python benchmarks/gpu --check           all of it at tiny shapes, kernels in Triton's interpreter; no GPU
-    python benchmarks/gpu --compile         compile every kernel for sm_80 and sm_90; no GPU
+    python benchmarks/gpu --compile         compile every kernel for sm_80 and sm_90, or others; no GPU
     python benchmarks/gpu --roofline        modelled times of whole decode steps; no GPU
 
 Downloads nothing; weights and inputs are random. Prints tables; --output writes JSON, --markdown the tables,
@@ -40,7 +40,7 @@ def main() -> int:
 
         result |= {"mode": "roofline", **roofline()}
     elif arguments.compile:
-        _compile(result, arguments.only, tuple(arguments.models))
+        _compile(result, arguments)
     else:
         _run(result, arguments)
     _write(result, arguments)
@@ -51,12 +51,15 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="tiny shapes, kernels in the interpreter")
-    mode.add_argument("--compile", action="store_true", help="compile only, for sm_80 and sm_90")
+    mode.add_argument("--compile", action="store_true", help="compile only")
     mode.add_argument("--roofline", action="store_true", help="modelled times of decode steps")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="what to run")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds in which the run ends")
     parser.add_argument("--only", default="", help="with --compile: kernels whose name holds this")
     parser.add_argument("--models", nargs="*", default=(), help="with --compile: shapes of these names")
+    parser.add_argument(
+        "--architectures", nargs="*", default=("sm_80", "sm_90"), help="with --compile: those to compile for"
+    )
     parser.add_argument("--seed", type=int, help="of the random inputs; the time if not given")
     parser.add_argument("--output", type=Path, help="file for the results as JSON")
     parser.add_argument("--markdown", type=Path, help="file for the tables")
@@ -72,15 +75,24 @@ def _find_package() -> None:
         sys.modules["kvferry"] = package
 
 
-def _compile(result: dict[str, Any], only: str, models: tuple[str, ...]) -> None:
+def _compile(result: dict[str, Any], arguments: argparse.Namespace) -> None:
     import triton
     from compile_only import compile_all
     from report import write_table
 
     # lines of the source are looked up, and Triton's cache may hold code from a copy of it elsewhere
     triton.knobs.compilation.always_compile = True
-    rows = compile_all(only, models)
-    columns = ("kernel", "arch", "model", "registers", "stack_bytes", "wide_loads", "int_to_float")
+    rows = compile_all(arguments.only, tuple(arguments.models), tuple(arguments.architectures))
+    columns = (
+        "kernel",
+        "arch",
+        "model",
+        "registers",
+        "stack_bytes",
+        "shared_bytes",
+        "wide_loads",
+        "int_to_float",
+    )
     write_table(rows, columns)
     result |= {"mode": "compile", "triton": triton.__version__, "kernels": rows}
     result["failures"] += [

@@ -1,4 +1,4 @@
-"""Every kernel compiled for sm_80 and sm_90 without a GPU, held against its gate.
+"""Every kernel compiled without a GPU, held against its gate.
 
 Needs no GPU and takes no times: registers, spills, shared memory, load widths, conversions.
 """
@@ -16,16 +16,17 @@ from case import MODELS, Case, Model
 from compiler import Facts, Launch, caught, compile_launch, specialised
 from decoder_cases import decoder_cases
 from dense_cases import append_case, dense_case
-from gates import breaks
+from gates import SHARED_BYTES, TUNED, breaks
 from hsa_cases import HsaSize, hsa_cases
 from kivi_cases import kivi_case
 from packed_cases import check_case, knapsack_case, pack_case, trizone_case
 from score_cases import chunk_case, window_case
 
+from kvferry.kernels.dense_decode import triton_kernel
+from kvferry.kernels.device_limits import RESERVED_BYTES
 from kvferry.kernels.hsa.batch import MAX_PAGES
 from kvferry.kernels.quantise import WIDTHS
 
-ARCHITECTURES = (80, 90)
 HEAD_DIMS = (64, 96, 128, 256)
 GROUP_SIZES = (1, 4, 5, 7, 8, 16)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -84,44 +85,49 @@ def _decoder_case(model: Model, number: int) -> Case:
     return decoder_cases(model, batch_size=1, device=_CPU, seed=0)[number]
 
 
-def launches_of(case: Case) -> list[Launch]:
-    """What a case launches."""
-    with caught(list(case.kernels)) as launches:
-        case.launch()
+def launches_of(case: Case, arch: str) -> list[Launch]:
+    """What a case launches on a GPU of an architecture."""
+    shared = triton_kernel.shared_bytes
+    triton_kernel.shared_bytes = lambda _: SHARED_BYTES[arch] + RESERVED_BYTES
+    try:
+        with caught(list(case.kernels)) as launches:
+            case.launch()
+    finally:
+        triton_kernel.shared_bytes = shared
     return launches
 
 
-def compile_all(only: str = "", model_names: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def compile_all(
+    only: str = "", model_names: tuple[str, ...] = (), architectures: tuple[str, ...] = TUNED
+) -> list[dict[str, Any]]:
     """Facts of every kernel whose name holds `only`, at the named models' shapes (all where none is named).
 
     What would compile to the same code, as of models of one shape, is compiled once and listed for each.
 
     Raises:
-        ValueError: no model has such a name.
+        ValueError: no model or architecture has such a name.
         Exception: whatever the compiler raises where a kernel does not compile.
     """
     known = {model.name: model for model in models()}
     if unknown := set(model_names) - set(known):
         raise ValueError(f"models is {sorted(unknown)}; there are {', '.join(known)}")
+    if others := set(architectures) - set(SHARED_BYTES):
+        raise ValueError(f"architectures is {sorted(others)}; there are {', '.join(SHARED_BYTES)}")
     compiled: dict[tuple[Any, ...], Facts] = {}
     rows = []
     for name in model_names or known:
         model = known[name]
         for make in compile_cases(model):
-            for launch, arch in itertools.product(launches_of(make()), ARCHITECTURES):
-                if only not in launch.kernel.__name__:
-                    continue
-                key = (launch.kernel.__name__, arch, repr(specialised(launch)), repr(launch.options))
-                if key not in compiled:
-                    compiled[key] = compile_launch(launch, arch)
-                facts = compiled[key]
-                shape = {"model": name, "head_dim": model.head_dim, "group_size": model.group_size}
-                rows.append(
-                    {
-                        **shape,
-                        "dtype": str(model.dtype),
-                        **facts.row(),
-                        "breaks": breaks(facts, model.head_dim),
-                    }
-                )
+            case = make()
+            for arch in architectures:
+                for launch in launches_of(case, arch):
+                    if only not in launch.kernel.__name__:
+                        continue
+                    key = (launch.kernel.__name__, arch, repr(specialised(launch)), repr(launch.options))
+                    if key not in compiled:
+                        compiled[key] = compile_launch(launch, arch)
+                    facts = compiled[key]
+                    shape = {"model": name, "head_dim": model.head_dim, "group_size": model.group_size}
+                    dtype, broken = str(model.dtype), breaks(facts, model.head_dim)
+                    rows.append({**shape, "dtype": dtype, **facts.row(), "breaks": broken})
     return rows

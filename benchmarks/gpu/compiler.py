@@ -135,11 +135,13 @@ def caught(kernels: list[Any]) -> Iterator[list[Launch]]:
             del kernel.run
 
 
-def compile_launch(launch: Launch, arch: int) -> Facts:
-    """Args: arch: 80 or 90. Raises: whatever the compiler raises where a kernel does not compile."""
+def compile_launch(launch: Launch, arch: str) -> Facts:
+    """Args: arch: such as "sm_90". Raises: whatever the compiler raises where a kernel does not compile."""
     signature, constants, attributes = specialised(launch)
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, WARP_SIZE), options=launch.options)
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", int(arch[3:]), WARP_SIZE), options=launch.options
+    )
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
@@ -150,7 +152,7 @@ def compile_launch(launch: Launch, arch: int) -> Facts:
         raise RuntimeError(f"the disassembler says nothing of {launch.kernel.__name__}: {usage[:200]}")
     return Facts(
         kernel=launch.kernel.__name__,
-        arch=f"sm_{arch}",
+        arch=arch,
         num_warps=compiled.metadata.num_warps,
         registers=int(found[1]),
         stack_bytes=int(found[2]),

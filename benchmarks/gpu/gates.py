@@ -1,4 +1,7 @@
-"""What each kernel's machine code must keep to, on sm_80 and sm_90, at every shape that is served."""
+"""What each kernel's machine code must keep to at every shape that is served.
+
+Registers, spills, loads and conversions on sm_80 and sm_90; shared memory on every architecture.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,13 @@ from dataclasses import dataclass, field
 
 from compiler import Facts
 
+SHARED_BYTES = {
+    "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10,
+    "sm_120": 99 << 10,
+}  # fmt: skip
+"""Shared memory that one program may have (CUDA C++ programming guide, technical specifications)."""
+TUNED = ("sm_80", "sm_90")
+"""The architectures whose registers, spills and loads are held; the others run the same tiles or smaller."""
 _LOGARITHM = "tl.log2("
 _TOKENS_OF_A_PAGE = "count = tl.minimum(length - p * page_size, page_size)"
 
@@ -101,8 +111,12 @@ GATES = {
 
 def breaks(facts: Facts, head_dim: int) -> list[str]:
     """What a kernel's machine code does not keep to, in words."""
-    gate = GATES[facts.kernel]
+    gate, limit = GATES[facts.kernel], SHARED_BYTES[facts.arch]
     found = []
+    if facts.shared_bytes > limit:
+        found.append(f"{facts.shared_bytes} bytes of shared memory; at most {limit}")
+    if facts.arch not in TUNED:
+        return found
     if facts.registers > gate.registers:
         found.append(f"{facts.registers} registers; at most {gate.registers}")
     if facts.stack_bytes:

@@ -33,8 +33,9 @@ from kvferry.shared.model.spec import ModelSpec
 from kvferry.tools.plan.hardware import GPUS
 from kvferry.tools.plan.sizes import sizes_of
 
-COMPILED = Path(__file__).parents[1] / "results" / "kernels" / "compile.json"
-STORED = Path(__file__).parents[1] / "results" / "kernels" / "roofline.json"
+_RESULTS = Path(__file__).parents[1] / "results" / "kernels"
+COMPILED = (_RESULTS / "compile.json", _RESULTS / "compile-others.json")
+STORED = _RESULTS / "roofline.json"
 REACHABLE = 0.9
 """The share of a memory's bandwidth that a kernel reaches at best, assumed."""
 LAUNCH_S = 2e-6
@@ -78,8 +79,8 @@ CHIPS = (
     Chip(name="H100-SXM", num_sms=132, arch="sm_90", shared_bytes=228 << 10),
     Chip(name="H200", num_sms=132, arch="sm_90", shared_bytes=228 << 10),
     Chip(name="A100-80GB", num_sms=108, arch="sm_80", shared_bytes=164 << 10),
-    Chip(name="L4", num_sms=58, arch="sm_80", shared_bytes=100 << 10, threads=1536),
-    Chip(name="RTX-4090", num_sms=128, arch="sm_80", shared_bytes=100 << 10, threads=1536),
+    Chip(name="L4", num_sms=58, arch="sm_89", shared_bytes=100 << 10, threads=1536),
+    Chip(name="RTX-4090", num_sms=128, arch="sm_89", shared_bytes=100 << 10, threads=1536),
 )
 
 
@@ -180,7 +181,7 @@ def asked_share(chip: Chip, row: dict[str, Any]) -> float:
 
 
 def compiled_row(kernel: str, arch: str, shape: Shape) -> dict[str, Any]:
-    rows = json.loads(COMPILED.read_text())["kernels"]
+    rows = [row for path in COMPILED for row in json.loads(path.read_text())["kernels"]]
     found = (its for its in rows if (its["kernel"], its["arch"], its["model"]) == (kernel, arch, shape.name))
     row: dict[str, Any] = next(found)
     return row

@@ -18,6 +18,7 @@ from kvferry.kernels.descriptors import (
     split_workspace,
     uniform_heads,
 )
+from kvferry.kernels.device_limits import RESERVED_BYTES, shared_bytes
 from kvferry.kernels.dispatch import interpreting
 from kvferry.kernels.split_attention import (
     LOG2_E,
@@ -33,6 +34,8 @@ MIN_SPLIT_BYTES = 32 << 10
 MAX_REGISTERS = 128
 """Per thread: an SM then fits 16 warps, `CTAS_PER_SM` programs of four. Without a limit the compiler spills
 registers to fit more programs than shared memory allows."""
+
+_SCRATCH_BYTES = 2 << 10
 
 
 @triton.jit
@@ -92,7 +95,7 @@ def dense_decode_batch(
     """
     batch_size, num_kv_heads, group_size, head_dim = queries.shape
     block_d = max(triton.next_power_of_2(head_dim), 16)
-    block_n = block_tokens(queries.dtype, block_d)
+    block_n = block_tokens(queries, block_d)
     row_bytes = 2 * head_dim * queries.element_size()
     _dense_decode_kernel[(batch_size * num_kv_heads, num_splits)](
         queries, keys, values, heads, workspace.partial, workspace.lse, workspace.counters, output,
@@ -124,12 +127,18 @@ def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: floa
     return output
 
 
-def block_tokens(dtype: torch.dtype, block_d: int) -> int:
-    """Rows per tile: 64 if three stages of K and V fit in shared memory.
+def block_tokens(queries: Tensor, block_d: int) -> int:
+    """Rows per tile: the most with which a multiprocessor of the queries' device has two programs.
 
-    The interpreter has larger tiles, because its cost is per operation, not per element.
+    A program has two stages of K and V in shared memory, the queries and some scratch. The interpreter has
+    larger tiles, because its cost is per operation, not per element.
     """
-    return 256 if interpreting() else 64 if dtype.itemsize * block_d <= 256 else 32
+    if interpreting():
+        return 256
+    row_bytes = block_d * queries.element_size()
+    others = MIN_BLOCK_G * row_bytes + _SCRATCH_BYTES + RESERVED_BYTES
+    for_rows = shared_bytes(queries.device) // 2 - others
+    return next((size for size in (64, 32) if 4 * size * row_bytes <= for_rows), 16)
 
 
 def decode_warps(block_d: int) -> int:

@@ -104,7 +104,7 @@ def attend_selected(
     """The third launch of `append_and_attend_batch`: exact attention to `scratch.tokens`."""
     group_size, head_dim = queries.shape[2:]
     block_d = _block_d(head_dim)
-    block_n = block_tokens(queries.dtype, block_d)
+    block_n = block_tokens(queries, block_d)
     _gather_attend_kernel[(heads.shape[0], scratch.num_splits)](
         queries, arena, heads, scratch.tokens, scratch.counts, scratch.splits.partial, scratch.splits.lse,
         scratch.splits.counters, output, scaling * LOG2_E, scratch.tokens.shape[1],

@@ -164,7 +164,7 @@ def trizone_decode_batch(
         scratch.statistics, splits.partial, splits.lse, splits.counters, output, scale_log2, row_stride,
         **shape,
         BLOCK_N=INTERPRETED_LANES if interpreting() else BLOCK_LANES, BLOCK_C=BLOCK_CHANNELS,
-        BLOCK_R=block_tokens(queries.dtype, block_d),
+        BLOCK_R=block_tokens(queries, block_d),
         ITEM=ITEM_FIELDS,
         HEAD_FIELDS=heads.shape[1], ALIGN=ALIGNMENT_BYTES // queries.element_size(),
         DOT=dot_dtype(queries.dtype), ASM=not interpreting(),

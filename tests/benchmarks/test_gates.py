@@ -85,6 +85,19 @@ def test_what_does_not_keep_to_a_gate_is_named(
     assert re.search(message, found)
 
 
+@pytest.mark.parametrize(
+    ("arch", "limit"), [("sm_86", 99), ("sm_89", 99), ("sm_90", 227), ("sm_100", 227), ("sm_120", 99)]
+)
+def test_shared_memory_is_held_to_what_the_architecture_has(
+    modules: tuple[ModuleType, ModuleType], arch: str, limit: int
+) -> None:
+    gates, compiler = modules
+    fits = replace(facts(compiler, *GOOD), arch=arch, shared_bytes=limit << 10)
+    assert gates.breaks(fits, 128) == []
+    (found,) = gates.breaks(replace(fits, shared_bytes=(limit << 10) + 1), 128)
+    assert found == f"{(limit << 10) + 1} bytes of shared memory; at most {limit << 10}"
+
+
 def test_a_stream_that_is_not_found_breaks_the_gate(modules: tuple[ModuleType, ModuleType]) -> None:
     """Else a line that is worded anew would be watched no more."""
     gates, compiler = modules

@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 STORED = ROOT / "benchmarks" / "results" / "kernels" / "compile.json"
+OTHERS = STORED.with_name("compile-others.json")
 
 
 def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -186,9 +187,39 @@ def test_the_stored_table_keeps_to_the_gates_at_the_models_and_at_every_head_dim
     assert {row["dtype"] for row in rows} == {"torch.bfloat16", "torch.float16"}
 
 
-def stored_rows() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads(STORED.read_text())["kernels"]
+def stored_rows(path: Path = STORED) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["kernels"]
     return rows
+
+
+def test_two_programs_of_dense_decode_are_on_every_multiprocessor(tmp_path: Path) -> None:
+    """An L4's has 100 KiB, of which each program takes 1 beside its own, so tiles are smaller there."""
+    output = tmp_path / "compile.json"
+    done = run(
+        "--compile", "--models", "Llama-3.1-8B", "--only", "dense_decode", "--architectures", "sm_89",
+        "--output", str(output), TRITON_CACHE_DIR=str(tmp_path / "cache"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (fresh,) = json.loads(output.read_text())["kernels"]
+    others = stored_rows(OTHERS)
+    assert fresh in others
+    sizes = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_90": 228, "sm_100": 228, "sm_120": 100}
+    dense = [row for row in (*others, *stored_rows()) if row["kernel"] == "_dense_decode_kernel"]
+    assert {row["arch"] for row in dense} == set(sizes)
+    for row in dense:
+        assert 2 * (row["shared_bytes"] + 1024) <= sizes[row["arch"]] << 10, row
+
+
+def test_every_kernel_fits_the_other_architectures() -> None:
+    """At Llama's shape and at the largest one."""
+    rows = stored_rows(OTHERS)
+    assert not any(row["breaks"] for row in rows)
+    kernels = {row["kernel"] for row in stored_rows()}
+    for arch, name in itertools.product(
+        ("sm_86", "sm_89", "sm_100", "sm_120"), ("Llama-3.1-8B", "D256-G16-fp16")
+    ):
+        found = {row["kernel"] for row in rows if (row["arch"], row["model"]) == (arch, name)}
+        assert found == kernels, (arch, name)
 
 
 def test_a_shape_that_there_is_not_is_refused() -> None:

@@ -1,0 +1,106 @@
+"""A kernel that fails reaches no client: answers over HTTP are the oracle's, and /version names it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from kvtest import faulty_kernels
+from kvtest.steps import interpreter as interpreter
+
+from kvferry.kernels import dispatch, quarantine
+from kvferry.services.launcher.config import ServeConfig
+from kvferry.services.launcher.in_process import InProcessStack
+from kvferry.shared import self_test, worker
+from kvferry.shared.compression.plan import Budget
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.sampling.params import SamplingParams
+from kvferry.tools.oracle import OneProcessGenerator
+
+PROMPT = list(range(20, 84))
+MAX_TOKENS, BUDGET = 4, 24
+METHODS: dict[str, dict[str, Any]] = {"full": {}, "rocketkv": {"token_budget": BUDGET}}
+
+
+def oracle(folder: Path) -> dict[str, str]:
+    """The greedy answer by method, of torch."""
+    model, tokenizer = load_model(folder, device="cpu"), ChatTokenizer.load(folder)
+    answers = {}
+    for method, options in METHODS.items():
+        budget = Budget(tokens=options["token_budget"]) if options else None
+        tokens = OneProcessGenerator(model).generate(
+            PROMPT,
+            plan=plan_for(method, budget=budget),
+            sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True),
+        )
+        answers[method] = tokenizer.decode([token.token_id for token in tokens])
+    return answers
+
+
+async def answer(client: httpx.AsyncClient, method: str) -> str:
+    body = {
+        "model": "demo", "prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True,
+        "kv_compression": {"method": method, **METHODS[method]},
+    }  # fmt: skip
+    reply = await client.post("/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    text: str = reply.json()["choices"][0]["text"]
+    return text
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """hsa's results are wrong, which the self-test finds; two others raise when they serve."""
+    for op, kind in (
+        ("hsa", "wrong_result"), ("dense_decode", "out_of_resources"), ("window_scores", "exception"),
+    ):  # fmt: skip
+        faulty_kernels.install(op, kind, monkeypatch.setattr)
+    # a process that cannot test: the worker does it itself, with the fault that is installed here
+    without_process = functools.partial(self_test.self_test, command=("false",))
+    monkeypatch.setattr(worker, "self_test", without_process)
+    monkeypatch.setattr(self_test, "OPS", {"prefill": (), "decode": ("hsa",)})
+    yield
+    quarantine.release_all()
+
+
+async def serve_and_ask() -> tuple[dict[str, str], dict[str, Any]]:
+    """Answers by method, and `/version`'s kernels once they name three quarantines."""
+    stack = InProcessStack(
+        ServeConfig(listen="127.0.0.1:0", arena_bytes=1 << 22, kernels="triton", warm_up=False)
+    )
+    try:
+        await stack.start()
+        address = f"http://{stack.addresses['address']}"
+        async with httpx.AsyncClient(base_url=address, timeout=120) as client:
+            answers = {method: await answer(client, method) for method in METHODS}
+            deadline_s = time.monotonic() + 30
+            while True:  # the router asks its workers now and then
+                kernels = (await client.get("/version")).json()["kernels"]
+                if str(kernels).count("quarantined") == 3 or time.monotonic() > deadline_s:
+                    return answers, kernels
+                await asyncio.sleep(0.05)
+    finally:
+        await stack.close()
+
+
+@pytest.mark.timeout(300)
+def test_answers_are_the_oracle_s_and_the_version_names_each_quarantine(
+    demo_model_dir: Path, faults: None, interpreter: None
+) -> None:
+    dispatch.configure("auto", torch.device("cpu"))
+    expected = oracle(demo_model_dir)
+    answers, kernels = asyncio.run(serve_and_ask())
+    assert answers == expected
+    assert kernels["decode"]["hsa"] == ["torch (quarantined: wrong_result)"]
+    assert kernels["decode"]["dense_decode"] == ["torch (quarantined: out_of_resources)"]
+    assert kernels["prefill"]["window_scores"] == ["torch (quarantined: exception)"]
+    assert kernels["decode"]["trizone"] == ["interpreter"]
