@@ -79,6 +79,13 @@ class StateCache(Cache):
         self._enter(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """MiniMax's name of a layer's recurrent state."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.update_recurrent_state(linear_cache, layer_idx)
+
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         if layer_idx is None:
             raise UnsupportedModel("the model asks for the state of no layer in particular")

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvferry.shared.model.adapters.arguments import pass_arguments
 from kvferry.shared.model.adapters.latent import pass_latent_rows
+from kvferry.shared.model.adapters.recurrent import pass_states
 from kvferry.shared.model.adapters.sharing import run_every_token
 from kvferry.shared.model.adapters.temperature import scale_queries_by_position
 from kvferry.shared.model.adapters.tokens import continue_by_token
@@ -26,6 +27,7 @@ ADAPTERS: Mapping[str, Callable[[Any], None]] = {
     "llama4_text": scale_queries_by_position,
     "mamba": continue_by_token,
     "nemotron": pass_arguments,
+    "recurrent_gemma": pass_states,
     "stablelm": pass_arguments,
     "zamba": continue_by_token,
 }

@@ -65,7 +65,11 @@ def logits_of(model: TransformersModel, tokens: list[int], start: int, observer:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_next", "granitemoehybrid", "lfm2", "falcon_h1", "mamba2", *WITHOUT_INITIAL_STATE]
+    "name",
+    [
+        *("qwen3_next", "granitemoehybrid", "lfm2", "falcon_h1", "mamba2", "minimax", "recurrent_gemma"),
+        *WITHOUT_INITIAL_STATE,
+    ],
 )
 def test_a_prompt_in_parts_and_token_by_token_ends_in_the_states_of_the_whole(
     name: str, tmp_path: Path
@@ -103,13 +107,22 @@ def test_transformers_own_scan_still_ignores_the_state(name: str, tmp_path: Path
     assert not torch.allclose(continued, expected, atol=1e-2)
 
 
+def test_transformers_recurrent_gemma_still_stores_states_in_its_modules(tmp_path: Path) -> None:
+    """Fails once it does not, so that the adapter is not needed any more."""
+    reference = Reference(FAMILIES["recurrent_gemma"].save(tmp_path))
+    reference.tokens(prompt_of(9, seed=1), 2)
+    block = reference._model.model.layers[0].temporal_block
+    assert block.rg_lru.recurrent_states.shape == (1, block.lru_width)
+
+
 def test_a_model_without_a_limit_needs_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="max_model_len is 0, and the model's configuration has no"):
         load_model(FAMILIES["mamba2"].save(tmp_path), device="cpu")
 
 
-def test_a_twin_has_the_adapters_of_its_model(tmp_path: Path) -> None:
-    model = load_model(FAMILIES["jamba"].save(tmp_path), device="cpu", max_model_len=256)
+@pytest.mark.parametrize("name", ["jamba", "recurrent_gemma"])
+def test_a_twin_has_the_adapters_of_its_model(name: str, tmp_path: Path) -> None:
+    model = load_model(FAMILIES[name].save(tmp_path), device="cpu", max_model_len=256)
     prompt, twin = prompt_of(NUM_TOKENS, seed=2), model.twin()
     first, other = Observer(), Observer()
     logits_of(model, prompt[:CUT], 0, first)

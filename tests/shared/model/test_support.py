@@ -29,10 +29,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("OPT", {}, "no rotary positions"),
     ("Bloom", {}, "no rotary positions"),
     ("Falcon", {"alibi": True}, "ALiBi"),
-    ("RecurrentGemma", {}, "has not been checked"),
+    ("Doge", {}, "has not been checked"),
     ("Qwen2", {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "window"),
     ("MiniMaxM3VLText", {}, "has not been checked"),
-    ("MiniMax", {}, "has not been checked"),
     (
         "Llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "served": 4096},
