@@ -19,6 +19,7 @@
     ├── Overloaded                     overloaded       503  UNAVAILABLE          retryable
     │   ├── WorkerUnavailable          worker_lost      503  UNAVAILABLE          retryable
     │   └── StoreUnavailable           store_lost       503  UNAVAILABLE          retryable
+    │       └── SessionPending         store_lost       503  UNAVAILABLE          retryable
     ├── DeadlineExceeded               deadline         504  DEADLINE_EXCEEDED    retryable
     ├── Cancelled                      cancelled        499  CANCELLED
     ├── TransferFailed                 transfer         502  DATA_LOSS            retryable
@@ -173,6 +174,21 @@ class StoreUnavailable(Overloaded):
     """Redis does not answer, or answers with an error."""
 
     category = "store_lost"
+
+
+class SessionPending(StoreUnavailable):
+    """Another router has acknowledged a turn of the session that Redis does not have yet."""
+
+    code = "session_pending"
+
+    @classmethod
+    def of(cls, session_id: str) -> SessionPending:
+        return cls(
+            f"Session {session_id!r} has had a turn that only another router knows, which cannot reach Redis "
+            "now; repeat the request later",
+            reason="session_pending",
+            retry_after_s=2.0,
+        )
 
 
 class DeadlineExceeded(KvferryError):

@@ -38,7 +38,7 @@ from kvferry.services.router.http.errors import error_response, from_framework
 from kvferry.services.router.http.middleware import LimitsMiddleware, RequestMiddleware
 from kvferry.services.router.sessions.implicit import ImplicitSessions
 from kvferry.services.router.sessions.redis_records import RedisRecords
-from kvferry.services.router.sessions.redis_store import RedisSessionStore
+from kvferry.services.router.sessions.redis_store import Announce, RedisSessionStore
 from kvferry.services.router.sessions.store import SessionStore
 from kvferry.services.router.turn.readiness import Readiness
 from kvferry.services.router.turn.turn import BackgroundTasks, TurnRunner
@@ -116,7 +116,7 @@ def create_app(
         clock=clock,
         runner=runner,
         readiness=readiness,
-        sessions=session_store(config, metrics, clock, timing),
+        sessions=session_store(config, metrics, clock, timing, runner),
         implicit=ImplicitSessions(
             max_per_key=config.implicit_sessions, ttl_s=config.implicit_session_ttl_s, clock=clock
         ),
@@ -188,7 +188,11 @@ def create_app(
 
 
 def session_store(
-    config: RouterConfig, metrics: RouterMetrics, clock: Callable[[], float], timing: Timing
+    config: RouterConfig,
+    metrics: RouterMetrics,
+    clock: Callable[[], float],
+    timing: Timing,
+    workers: Announce,
 ) -> SessionStore:
     """The sessions of this router, or of all that share its Redis. Opens nothing yet."""
     options: dict[str, Any] = {
@@ -217,6 +221,7 @@ def session_store(
         ),
         lease_s=timing.session_lease_s,
         on_event=count,
+        workers=workers,
         **options,
     )
 

@@ -171,6 +171,8 @@ class Completion:
         grammar = await services.prompts.grammar(request, self.model) if request.has_structure else None
         thinking = services.prompts.thinking_budget(request, prompt)
         turn = self._turn_request(record, prompt, named, self._plan, grammar, thinking)
+        if lease is not None:
+            turn = replace(turn, session_base=lease.base)
         if record is None and former is not None:
             turn = replace(turn, prefer_prefill=former.prefill_addresses)
         if lease is None and turn.prompt_logprobs is None:

@@ -3,8 +3,12 @@
 Records are in Redis and, for sessions that this router has served, copied in its memory. Guarantees:
 
 - Of two turns that started from one record, one commits. DELETE wins over a running turn on any router.
-- A turn that ends while Redis is down is written back when Redis returns. Until then, other routers neither
-  show nor continue sessions: they wait for every router that was there, for at most the time of a lease.
+- A turn that ends while Redis is down is written back when Redis returns. Until then, other routers that have
+  missed Redis as well neither show nor continue sessions: they wait for every router that was there, for at
+  most the time of a lease.
+- Such a turn is announced to every prefill worker before it is acknowledged, and until it is written back.
+  So a router that reaches Redis meanwhile does not continue the session without the turn (SessionPending),
+  and a turn that another router has overtaken is not acknowledged.
 - While Redis is down, a session continues whose last turn is known to be here: its turns wait to be written
   back, or there is no other router. Any other session is refused where its record matters.
 - A turn that another router's commit has overtaken ends with an error, unless it was a whole conversation.
@@ -13,7 +17,7 @@ Records are in Redis and, for sessions that this router has served, copied in it
   are dropped within one round of sweeps, each of which compares 512 copies with Redis; only data lost within
   that time could bring such a session back.
 
-Does not call workers.
+Calls no workers but through `Announce`.
 """
 
 from __future__ import annotations
@@ -25,15 +29,21 @@ import time
 from collections.abc import AsyncIterator, Callable, Set
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
 from kvferry.services.router.sessions.record import KeyUsage, SessionRecord, SessionSummary
 from kvferry.services.router.sessions.redis_records import DELETED, RedisRecords, Stored
 from kvferry.services.router.sessions.store import SessionLease, SessionStore, is_document, not_found
-from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.errors import SessionBusy, StoreUnavailable
+from kvferry.shared.control.messages import (
+    PendingInfo,
+    PendingTurn,
+    PendingTurns,
+    SessionBase,
+    SessionKey,
+)
+from kvferry.shared.errors import SessionBusy, SessionPending, StoreUnavailable
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 _CLEANING_INTERVAL_S = 60.0
@@ -42,19 +52,53 @@ _COMPARED_AT_ONCE = 512
 _RETURNING = "returning"
 """Redis is back, and may not have every router's turns yet."""
 
+_PENDING_LEASE_S, _ANNOUNCE_INTERVAL_S = 30.0, 5.0
+_ANNOUNCED_AT_ONCE = 1000
+
 _log = structlog.get_logger(__name__)
+
+
+class Announce(Protocol):
+    """The prefill workers, as `TurnRunner` calls them."""
+
+    async def announce_pending(self, turns: PendingTurns) -> frozenset[SessionKey]:
+        """Tell every worker; returns the sessions that another router has overtaken."""
+        ...
+
+    async def pending_turn(self, session: SessionKey) -> list[PendingInfo]:
+        """What each worker knows."""
+        ...
 
 
 class RedisLease(SessionLease):
     """A lease that Redis granted under `token`; with None it is valid in this router alone."""
 
     def __init__(
-        self, store: RedisSessionStore, local: SessionLease, token: str | None, *, needs_record: bool
+        self,
+        store: RedisSessionStore,
+        local: SessionLease,
+        token: str | None,
+        *,
+        needs_record: bool,
+        commit_id: str = "",
     ) -> None:
+        """Args: commit_id: what Redis has without a record."""
         super().__init__(store, local.key, local._entry)
         self._redis_store = store
         self.token = token
         self.needs_record = needs_record
+        self._commit_id = commit_id
+
+    @property
+    def commit_id(self) -> str:
+        """Of what the turn continues: the record, or a deletion's marker."""
+        return self.record.commit_id if self.record is not None else self._commit_id
+
+    @property
+    def base(self) -> SessionBase | None:
+        if not self.needs_record:
+            return None
+        return SessionBase(router=self._redis_store.instance, commit_id=self.commit_id)
 
     async def is_current(self) -> bool:
         return self.is_valid and (self.token is None or await self._redis_store.renew(self.key, self.token))
@@ -72,17 +116,27 @@ class RedisSessionStore(SessionStore):
     Args:
         lease_s: a lease that is not renewed for this long may be taken over.
         on_event: called with "offline", "written_back", "restored" or "conflict".
+        workers: where turns are announced.
         options: of `SessionStore`.
+
+    Attributes: instance: random, of this start.
     """
 
     def __init__(
-        self, records: RedisRecords, *, lease_s: float, on_event: Callable[[str], None], **options: Any
+        self,
+        records: RedisRecords,
+        *,
+        lease_s: float,
+        on_event: Callable[[str], None],
+        workers: Announce,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self._records = records
         self._lease_s = lease_s
         self._on_event = on_event
-        self._instance = secrets.token_hex(8)
+        self._workers = workers
+        self.instance = secrets.token_hex(8)
         self._pending: dict[SessionKey, tuple[str, ...]] = {}
         """Sessions with turns that are not in Redis yet, and the commits that may be there: the one that they
         build on, and their own, because a call that was given up may still arrive."""
@@ -92,6 +146,7 @@ class RedisSessionStore(SessionStore):
         self._settled_s = 0.0
         """A time at which Redis had every router's turns; as `RedisRecords.failed_s`."""
         self._releases: set[asyncio.Task[None]] = set()
+        self._announcing: asyncio.Task[None] | None = None
         self._next_cleaning_s = 0.0
         self._next_compared = 0
 
@@ -101,7 +156,7 @@ class RedisSessionStore(SessionStore):
     async def lease(self, key: SessionKey, *, needs_record: bool = True) -> AsyncIterator[RedisLease]:
         deadline_s = asyncio.get_running_loop().time() + self._wait_s
         async with super().lease(key) as local:
-            token = f"{self._instance}.{secrets.token_hex(8)}"
+            token = f"{self.instance}.{secrets.token_hex(8)}"
             grant = await self._grant(local, token, deadline_s, needs_record)
             if grant is None:
                 self._offline.add(key)
@@ -119,7 +174,8 @@ class RedisSessionStore(SessionStore):
                         "session_mode 'replace', or delete the session",
                         reason="lost",
                     )
-                yield RedisLease(self, local, token, needs_record=needs_record)
+                commit_id = grant.commit_id
+                yield RedisLease(self, local, token, needs_record=needs_record, commit_id=commit_id)
             finally:
                 renewing.cancel()
                 release = asyncio.create_task(self._release(key, token))
@@ -198,13 +254,13 @@ class RedisSessionStore(SessionStore):
 
     async def commit(self, lease: RedisLease, record: SessionRecord) -> bool:
         """See `SessionLease.commit`. While Redis is down the turn is in memory alone, and pending."""
-        key, before = lease.key, lease.record
+        key = lease.key
         written = replace(
             record, expires_at_s=self.next_expiry_s(key, record), commit_id=secrets.token_hex(16)
         )
         if not lease.is_valid:
             return False
-        bases = self._pending.get(key, (before.commit_id if before is not None else "",))
+        bases = self._pending.get(key, (lease.commit_id,))
         try:
             if lease.token is not None:
                 committed = await self._records.commit(key, lease.token, bases, written)
@@ -212,17 +268,39 @@ class RedisSessionStore(SessionStore):
                 committed = await self._records.write_back(key, bases, written)
         except StoreUnavailable as error:
             _log.warning("session stays in memory until Redis is back", error=error.message)
+            if lease.needs_record and key in await self._announce([PendingTurn(session=key, bases=bases)]):
+                self._on_event("conflict")
+                raise _continued(key) from None
             if not lease.put(written):
                 return False
             self._pending[key] = (*bases, written.commit_id)
+            if self._announcing is None or self._announcing.done():
+                self._announcing = asyncio.create_task(self._keep_announcing())
             return True
         self._pending.pop(key, None)
         if committed:
             return lease.put(written)
         lease.put(None)
         if lease.needs_record and not (await self._records.read(key)).is_deleted:
-            raise SessionBusy(f"Session {key.session_id!r} was continued by another router meanwhile")
+            raise _continued(key)
         return False
+
+    async def _announce(self, turns: list[PendingTurn]) -> frozenset[SessionKey]:
+        return await self._workers.announce_pending(
+            PendingTurns(router=self.instance, lease_s=_PENDING_LEASE_S, turns=tuple(turns))
+        )
+
+    async def _keep_announcing(self) -> None:
+        while self._pending:
+            await asyncio.sleep(_ANNOUNCE_INTERVAL_S)
+            turns = [PendingTurn(session=key, bases=bases[:-1]) for key, bases in self._pending.items()]
+            for first in range(0, len(turns), _ANNOUNCED_AT_ONCE):
+                await self._announce(turns[first : first + _ANNOUNCED_AT_ONCE])
+
+    async def _check_pending(self, key: SessionKey, commit_id: str) -> None:
+        """Raises: SessionPending: another router has acknowledged a turn after this commit."""
+        if any(known.goes_beyond(commit_id) for known in await self._workers.pending_turn(key)):
+            raise SessionPending.of(key.session_id)
 
     async def renew(self, key: SessionKey, token: str) -> bool:
         """Extend a lease; returns whether it is current, as far as this router can know."""
@@ -258,6 +336,8 @@ class RedisSessionStore(SessionStore):
         record = stored.record
         if copy is not None and (not stored.commit_id or key in self._pending):
             record = copy
+        elif record is None or not is_document(key):
+            await self._check_pending(key, stored.commit_id)
         if record is None or record.expires_at_s <= self._clock():
             raise not_found(key)
         return record
@@ -286,6 +366,7 @@ class RedisSessionStore(SessionStore):
         self._pending.pop(key, None)
         self._entries.pop(key, None)
         if not (deleted or was_pending or was_used):
+            await self._check_pending(key, "")
             raise not_found(key)
 
     async def remove_stale(self) -> dict[SessionKey, SessionRecord]:
@@ -331,6 +412,9 @@ class RedisSessionStore(SessionStore):
                 )
 
     async def close(self) -> None:
+        if self._announcing is not None:
+            self._announcing.cancel()
+            await asyncio.wait((self._announcing,))
         if self._releases:
             await asyncio.wait(self._releases)
         await self._write_back()
@@ -374,3 +458,7 @@ class RedisSessionStore(SessionStore):
     def _conflict(self, key: SessionKey) -> None:
         self._on_event("conflict")
         _log.warning("turns made while Redis was down are dropped: another router has committed since")
+
+
+def _continued(key: SessionKey) -> SessionBusy:
+    return SessionBusy(f"Session {key.session_id!r} was continued by another router meanwhile")

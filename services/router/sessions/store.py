@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.sessions.record import KeyUsage, SessionRecord, SessionSummary
-from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.control.messages import SessionBase, SessionKey
 from kvferry.shared.errors import (
     CapacityExceeded,
     DocumentNotFound,
@@ -62,6 +62,11 @@ class SessionLease:
     def is_valid(self) -> bool:
         """Whether the store still has the session that was leased."""
         return self._store._entries.get(self.key) is self._entry
+
+    @property
+    def base(self) -> SessionBase | None:
+        """What the turn continues, for workers that know other routers' turns; None where there are none."""
+        return None
 
     async def is_current(self) -> bool:
         """False once the session was deleted or taken over: this turn must not bring it back."""

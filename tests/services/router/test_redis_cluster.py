@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from kvtest.redis_cluster import NODE_TIMEOUT_MS, RedisCluster
+from kvtest.scripted_workers import Announced
 
 from kvferry.services.router.http.access import KeyFile, KeyLimits
 from kvferry.services.router.sessions.record import SessionRecord
@@ -59,6 +60,7 @@ class Router:
             records,
             lease_s=30.0,
             on_event=self.events.append,
+            workers=Announced(),
             ttl_s=600.0,
             document_ttl_s=600.0,
             wait_s=30.0,

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from kvtest.scripted_workers import Announced
 
 from kvferry.services.router.sessions import redis_store
 from kvferry.services.router.sessions.record import (
@@ -68,6 +69,7 @@ class Router:
             ),
             lease_s=settings["lease_s"],
             on_event=self.events.append,
+            workers=Announced(),
             ttl_s=settings["ttl_s"],
             wait_s=settings["wait_s"],
             max_sessions=100,
@@ -382,6 +384,22 @@ async def test_an_emptied_redis_gets_its_sessions_back(
         assert found is not None
         assert found.turns == 1
         assert "restored" in one.events
+    assert await router().turns() == 2
+
+
+async def test_a_turn_without_redis_in_a_deleted_sessions_place_is_written_back(
+    router: Callable[..., Router], redis_server: Any
+) -> None:
+    one = router()
+    await one.turn()
+    await one.store.delete(KEY)
+    async with one.store.lease(KEY) as lease:
+        with redis_server.client() as client:
+            client.config_set("maxmemory", 1)  # every write is refused from here on
+            assert await lease.commit(TURN_2)
+            client.config_set("maxmemory", 0)
+    await one.store.remove_stale()
+    assert one.events == ["written_back"]
     assert await router().turns() == 2
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
+from kvtest.chaos.links import Link
 from kvtest.router import eventually
+
+from kvferry.services.router.app import Timing
 
 A = {"Authorization": "Bearer key-a"}
 
@@ -99,3 +104,106 @@ async def test_the_server_goes_on_without_redis_and_says_what_it_cannot(
     # 404 where an answer came too late for the request that it was of: the next one finds it done.
     assert status in (200, 404)
     assert (await stack.http.get("/v1/sessions/s", headers=A)).status_code == 404
+
+
+@contextlib.asynccontextmanager
+async def one_cut_off(start_stack: Any, redis_server: Any) -> AsyncIterator[tuple[Any, Any, Link]]:
+    """Two routers before the same workers, and the link between the first one and Redis."""
+    link = Link(name="redis", target_port=redis_server.port)
+    await link.start()
+    # a lease is over before Redis is back, and nothing is written back by itself
+    timing = Timing(session_lease_s=0.5, sweep_interval_s=0.3, recovery_backoff_s=0.01)
+    one = await start_stack(
+        history_redis=f"redis://127.0.0.1:{link.port}/0", history_redis_timeout_s=0.3, timing=timing
+    )
+    other = await start_stack(history_redis=redis_server.url, timing=timing)
+    other.prefill[0].pending = one.prefill[0].pending
+    try:
+        yield one, other, link
+    finally:
+        link.heal()
+        await one.close()
+        await other.close()
+        await link.close()
+
+
+async def cut_during(one: Any, link: Link, content: str, **extra: Any) -> Any:
+    """A turn that the router acknowledges without Redis, which it loses in the middle of it."""
+    one.script.prefill_delay_s = 0.5
+    asked = len(one.prefill[0].requests)
+    turn = asyncio.create_task(say(one, content, **extra))
+    await eventually(lambda: len(one.prefill[0].requests) > asked)
+    link.hold()
+    answer = await turn
+    one.script.prefill_delay_s = 0.0
+    return answer
+
+
+async def refused(stack: Any, content: str, **extra: Any) -> None:
+    with pytest.raises(openai.InternalServerError) as error:
+        await say(stack, content, **extra)
+    assert error.value.status_code == 503
+    assert error.value.code == "session_pending"
+    assert int(error.value.response.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("turns_before", [0, 1])
+async def test_a_router_with_redis_does_not_go_on_without_a_turn_that_another_one_has_acknowledged(
+    start_stack: Any, redis_server: Any, turns_before: int
+) -> None:
+    alone = await start_stack()
+    contents = ["the red castle .", "what is the pin ?", "and the word ?"][: turns_before + 2]
+    for content in contents:
+        await say(alone, content)
+    async with one_cut_off(start_stack, redis_server) as (one, other, link):
+        for content in contents[:turns_before]:
+            await say(other, content)
+        await cut_during(one, link, contents[-2])
+        assert one.metric("session_store_events_total", event="offline") == 0
+        await asyncio.sleep(0.6)  # the lease of the turn is over
+        await refused(other, contents[-1])
+        assert (await other.http.get("/v1/sessions/s", headers=A)).json()["error"][
+            "code"
+        ] == "session_pending"
+        if not turns_before:
+            deleted = await other.http.delete("/v1/sessions/s", headers=A)
+            assert (deleted.status_code, deleted.json()["error"]["code"]) == (503, "session_pending")
+        link.heal()
+        async with asyncio.timeout(60.0):
+            while True:
+                with contextlib.suppress(openai.InternalServerError):
+                    await say(other, contents[-1])
+                    break
+                await asyncio.sleep(0.1)
+    asked = alone.prefill[0].requests[-1].prompt_token_ids
+    assert other.prefill[0].requests[-1].prompt_token_ids == asked
+
+
+@pytest.mark.parametrize("way", ["delete", "replace"])
+async def test_what_replaces_a_session_need_not_wait_for_another_routers_turn(
+    start_stack: Any, redis_server: Any, way: str
+) -> None:
+    async with one_cut_off(start_stack, redis_server) as (one, other, link):
+        await say(other, "the red castle .")
+        await cut_during(one, link, "what is the pin ?")
+        if way == "delete":
+            assert (await other.http.delete("/v1/sessions/s", headers=A)).status_code == 200
+        mode = "append" if way == "delete" else "replace"
+        assert (await say(other, "and the word ?", session_mode=mode)).usage.completion_tokens > 0
+
+
+async def test_a_turn_that_another_router_has_overtaken_is_not_acknowledged(
+    start_stack: Any, redis_server: Any
+) -> None:
+    async with one_cut_off(start_stack, redis_server) as (one, other, link):
+        await say(one, "the red castle .")
+        one.script.prefill_delay_s = 3.0
+        asked = len(one.prefill[0].requests)
+        turn = asyncio.create_task(say(one, "what is the pin ?"))
+        await eventually(lambda: len(one.prefill[0].requests) > asked)
+        link.hold()
+        async with asyncio.timeout(2.5):  # the lease ends, and the other router takes the session over
+            await say(other, "and the word ?")
+        with pytest.raises(openai.ConflictError):
+            await turn
+        await other.has_turns("s", 2)

@@ -8,7 +8,6 @@ over. A turn that was acknowledged is part of the session.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 from collections import Counter
@@ -78,24 +77,8 @@ class Conversation:
             if await self._turn(client, 0):
                 if self._changes_router:
                     self._urls = self._urls[::-1]
-                    await self._arrives(client)
                 await self._turn(client, 1)
         return self.outcome
-
-    async def _arrives(self, client: httpx.AsyncClient) -> None:
-        """Wait until another router has the first turn.
-
-        One that is cut off from Redis keeps an acknowledged turn in its memory until Redis is back. Another
-        router would take the session's id for a new one meanwhile; `docs/limits.md` says so.
-        """
-        deadline_s = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline_s:
-            with contextlib.suppress(httpx.HTTPError):
-                reply = await client.get(f"{self._urls[0]}/v1/sessions/{self.session_id}")
-                if reply.status_code == 200:
-                    return
-            await asyncio.sleep(PAUSE_S)
-        self._violate(0, f"the acknowledged turn is unknown to {self._urls[0]} after {PATIENCE_S:.0f} s")
 
     async def _turn(self, client: httpx.AsyncClient, index: int) -> bool:
         """Ask until there is an answer; returns whether there is one."""

@@ -80,6 +80,10 @@ class Link:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def hold(self) -> None:
+        """Let nothing pass until `heal`."""
+        self._open.clear()
+
     def heal(self) -> None:
         """Forget what has not struck, and let bytes pass."""
         self.armed.clear()
