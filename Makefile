@@ -2,6 +2,7 @@
 # make test    set up what the tests need, then lint, types, import contracts and tests
 # make debian  the Debian packages that some tests need; test does it by itself where it may
 # make lint | types | clean
+# make release VERSION=1.2.3   version, changelog, wheel, sdist, commit and tag; see tools/release.py
 # make audit   ask whether the installed packages have known weaknesses
 # PYTHON=python3.12 picks the interpreter; ARGS="--listen 127.0.0.1:9000" goes to `kvferry serve`.
 
@@ -17,7 +18,7 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
 
-.PHONY: serve test debian lint types contracts audit clean
+.PHONY: serve test debian lint types contracts audit release clean
 .DEFAULT_GOAL := serve
 
 serve: $(INSTALLED)
@@ -55,6 +56,9 @@ audit: $(INSTALLED)
 	$(PYTHON) -m venv $(VENV)-audit
 	$(VENV)-audit/bin/python -m pip --disable-pip-version-check --no-input install --quiet pip-audit
 	$(VENV)-audit/bin/pip-audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+
+release: $(INSTALLED_DEV)
+	$(BIN)/python tools/release.py "$(VERSION)"
 
 clean:
 	rm -rf $(VENV) $(VENV)-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
