@@ -284,7 +284,7 @@ class DecodeBench:
         if WARM_UP_STEPS * one_s > left_s:
             return 1e3 * one_s, 1
         left_s -= one_s
-        for _ in range(WARM_UP_STEPS - 1):
+        for _ in range(WARM_UP_STEPS - 1 if self._clock.warms_up else 0):
             one_s = self._clock.elapsed_s(step)
             left_s -= one_s
         num_steps = max(min(self._grid.max_steps, int(left_s / max(one_s, 1e-6))), 1)

@@ -28,10 +28,11 @@ REPEATS = 30
 class Clock(Protocol):
     """Times work on a device.
 
-    Attributes: device: where tensors are made.
+    Attributes: device: where tensors are made; warms_up: whether first runs are slower than those after them.
     """
 
     device: torch.device
+    warms_up: bool
 
     def launch_us(self, launch: Callable[[], object], *, captured: bool) -> float:
         """Median microseconds of one launch. Args: captured: without the host's part."""
@@ -76,6 +77,8 @@ class Clock(Protocol):
 
 class CudaClock:
     """Implements `Clock`."""
+
+    warms_up = True
 
     def __init__(self) -> None:
         self.device = torch.device("cuda")
@@ -151,6 +154,8 @@ class RepeatingDevice(StepDevice):
 
 class HostClock:
     """Implements `Clock` on the CPU, with one repetition of everything."""
+
+    warms_up = False
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
