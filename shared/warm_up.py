@@ -2,7 +2,7 @@
 
 A prompt of its own goes through the model and through every method that the model can use. Prefill stops
 there; decode takes steps over the compressed prompts (`services/decode/warm_up.py`). Only where kernels are
-compiled, which is not so on a CPU; a model with states has no batched steps, and is not warmed up either.
+compiled, which is not so on a CPU.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ class WarmPrompt:
 
 def needs_warm_up(role: Role, model: LanguageModel) -> bool:
     """Whether a worker has kernels to compile."""
-    spec = model.spec
-    shapes = model_shapes(spec, model.device)
-    return not spec.state_layers and any(ops_with_kernels(role, shape) for shape in shapes)
+    return any(ops_with_kernels(role, shape) for shape in model_shapes(model.spec, model.device))
 
 
 def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> Iterator[WarmPrompt]:
@@ -71,7 +69,7 @@ def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> I
     methods = applicable_methods(spec.layers)
     pass_ = _Pass(model)
     token_ids = torch.arange(num_tokens, device=model.device) % spec.vocab_size
-    model.prefill(token_ids, start=0, observer=pass_)
+    model.prefill(token_ids, start=0, observer=pass_, states=pass_ if spec.state_layers else None)
     for number, method in enumerate(methods):
         progress(number / len(methods), method)
         try:
@@ -83,7 +81,7 @@ def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> I
                 head_dim=spec.head_dim,
                 layers=spec.layers,
             )
-            resolved, tensors = compress_prompt(spec, resolved, pass_.layers)
+            resolved, tensors = compress_prompt(spec, resolved, pass_.layers, pass_.states)
         except Exception as error:
             if is_lost():
                 raise
@@ -99,10 +97,11 @@ def _budget(method: str, num_tokens: int) -> Budget | None:
 
 @dataclass
 class _Pass:
-    """Implements `PrefillObserver`: collects the layers of a prompt without history."""
+    """Implements `PrefillObserver` and `LayerStates`: collects the layers of a prompt without history."""
 
     model: LanguageModel
     layers: list[LayerInputs] = field(default_factory=list)
+    states: dict[int, Tensors] = field(default_factory=dict)
 
     def history(self, layer: int) -> None:
         return None
@@ -118,3 +117,9 @@ class _Pass:
                 unrotate=lambda rows: self.model.pre_rope_keys(layer, rows),
             )
         )
+
+    def load(self, layer: int) -> None:
+        return None
+
+    def store(self, layer: int, state: Tensors) -> None:
+        self.states[layer] = {name: its[0].contiguous() for name, its in state.items()}

@@ -12,9 +12,14 @@ from torch import Tensor
 from kvferry.services.decode.step import StepDevice
 from kvferry.shared.model.interface import LanguageModel
 
+_PRIORITY = -1
+"""Above the default, 0."""
+
 
 class CudaDevice(StepDevice):
     """A `StepDevice` with its own stream and with CUDA graphs that share one memory pool.
+
+    The stream's programs go before those of a prefill in the same process, whose stream has no priority.
 
     Graphs write their results to buffers allocated before capture, so they can reuse each other's scratch
     memory.
@@ -25,7 +30,7 @@ class CudaDevice(StepDevice):
     def __init__(self, device: torch.device, *, captures: bool = True) -> None:
         self.captures = captures
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority=_PRIORITY)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._failed: list[torch.cuda.CUDAGraph] = []
 

@@ -4,15 +4,18 @@ import asyncio
 import time
 
 import pytest
+import structlog
 import torch
+from kvtest.families import FAMILIES
 from kvtest.faulty_kernels import install
 from kvtest.steps import ReplayingDevice
 
-from kvferry.kernels import quarantine
+from kvferry.kernels import dispatch, quarantine
 from kvferry.kernels.hsa import triton_kernel
 from kvferry.services.decode import engine
 from kvferry.services.decode.warm_up import batch_sizes
 from kvferry.shared import warm_up
+from kvferry.shared.model.loading import load_model
 from kvferry.tools.oracle import OneProcessGenerator
 
 METHODS = ("full", "snapkv", "rocketkv", "rdkv", "h2o")
@@ -99,3 +102,18 @@ async def test_nothing_is_warmed_up_on_a_cpu(harness, monkeypatch):
     made = await harness(warm_up=True)
     await until_ready(made)
     assert made.value("decode_warm_up_ratio") == 1
+
+
+@pytest.mark.timeout(900)
+async def test_a_model_with_states_is_warmed_up(device, harness, monkeypatch, tmp_path):
+    """Its steps are eager, and their attention's kernels are compiled all the same."""
+    monkeypatch.setattr(warm_up, "applicable_methods", lambda layers: ("rocketkv",))
+    model = load_model(FAMILIES["qwen3_next"].save(tmp_path / "model"), device="cpu", max_model_len=128)
+    assert model.spec.state_layers
+    before = dispatch.calls()
+    with structlog.testing.capture_logs() as logs:
+        made = await harness(model=model, warm_up=True, max_batch_size=1)
+        await until_ready(made)
+    assert not [entry for entry in logs if entry["log_level"] != "info"]
+    assert dispatch.calls()["hsa", "interpreter"] > before.get(("hsa", "interpreter"), 0)
+    assert await made.arena_is_free(within_s=5)
