@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
 from kvtest.families import FAMILIES, Family
-from kvtest.quantised_models import WEIGHT_ONLY
+from kvtest.quantised_models import ACTIVATIONS, WEIGHT_ONLY
 
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.presets import PRESETS
@@ -33,6 +33,7 @@ def _methods(layers: tuple[LayerSpec, ...]) -> str:
 
 _PARALLEL = textwrap.fill(", ".join(f"`{its}`" for its in sorted(PARALLEL_TYPES)), 106)
 _KINDS = textwrap.fill(", ".join(WEIGHT_ONLY), 106, break_on_hyphens=False)
+_ACTIVATIONS = textwrap.fill("; ".join(ACTIVATIONS), 106, subsequent_indent="  ", break_on_hyphens=False)
 _OTHERS = ", ".join(
     f"`{its}`" for its in LIBRARIES if its not in ("compressed-tensors", "torchao", "bitsandbytes")
 )
@@ -102,9 +103,13 @@ full precision on a CPU and on older GPUs; there they are refused.
 
 - Linear modules of `compressed-tensors` expand their weight when they run, one at a time; transformers by
   itself expands all of them in the first pass. This costs time in every decode step.
-- If activations are quantised, too (`bitsandbytes` int8, W8A8 of the others), a difference of rounding may
-  become one of a quantisation step, so tokens may differ from `generate`'s. `bitsandbytes` int8 and scales
-  for a whole batch depend on the batch's other sequences.
+- If activations are quantised, too, a difference of rounding may become one of a quantisation step, so tokens
+  may differ from `generate`'s. `bitsandbytes` int8 and scales for a whole batch depend on the batch's other
+  sequences. Of these kinds `tests/shared/model/test_quantised.py` compares the first token with the library's
+  logits:
+  {_ACTIVATIONS}.
+- Weights of `compressed-tensors` in float4 and microscaling formats have the precision of bfloat16, to which
+  the library expands them, with every `--dtype`.
 - A latent layer's `kv_b_proj` is expanded once, when the model is loaded, because decode attends to the rows
   by it (as in vLLM). Its activations are not quantised.
 - Scales for a quantised KV cache (`kv_cache_scheme`) are not used: a request's method says how KV is stored.

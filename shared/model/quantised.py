@@ -64,7 +64,7 @@ class Quantisation:
 
     Attributes:
         method: `quant_method` of its configuration.
-        kind: method and data type, for people: "bitsandbytes nf4".
+        kind: method and data types, for people: "bitsandbytes nf4".
     """
 
     method: str
@@ -96,9 +96,16 @@ def _data_types(method: str, found: Mapping[str, Any]) -> list[str]:
         name = str(((found.get("quant_type") or {}).get("default") or {}).get("_type", ""))
         return [re.sub(r"(?<!^)(?=[A-Z])", " ", name.removesuffix("Config")).lower()] if name else []
     if method == "compressed-tensors":
-        weights = [its.get("weights") or {} for its in (found.get("config_groups") or {}).values()]
-        return list(dict.fromkeys(f"{its['type']}{its['num_bits']}" for its in weights if "num_bits" in its))
+        groups = list((found.get("config_groups") or {}).values())
+        weights, activations = (_of_groups(groups, part) for part in ("weights", "input_activations"))
+        return [f"{' '.join(weights)}, {' '.join(activations)} activations"] if activations else weights
     return [f"int{found['bits']}"] if isinstance(found.get("bits"), int) else []
+
+
+def _of_groups(groups: list[Mapping[str, Any]], part: str) -> list[str]:
+    """The data types of a part of compressed-tensors' groups, each once."""
+    parts = [its.get(part) or {} for its in groups]
+    return list(dict.fromkeys(f"{its['type']}{its['num_bits']}" for its in parts if "num_bits" in its))
 
 
 def check_quantisation(config: Any, its: Quantisation, *, device: torch.device, dtype: str) -> None:

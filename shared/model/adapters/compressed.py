@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -32,15 +33,16 @@ def keep_compressed(model: Any) -> None:
                 "nn.Embedding"
             )
         compressor = BaseCompressor.get_value_from_registry(module.quantization_scheme.format.value)
-        module.forward = partial(_forward, module, compressor)
+        module.forward = partial(_forward, module, compressor, model.dtype)
 
 
-def _forward(module: Any, compressor: Any, inputs: Tensor) -> Tensor:
+def _forward(module: Any, compressor: Any, dtype: torch.dtype, inputs: Tensor) -> Tensor:
     from compressed_tensors.quantization.lifecycle.forward import forward_quantize
     from compressed_tensors.utils import get_direct_state_dict
 
     scheme = module.quantization_scheme
-    weight = compressor.decompress(get_direct_state_dict(module), scheme)["weight"]
+    # of float4 and microscaling formats it is bfloat16, whatever the model computes in
+    weight = compressor.decompress(get_direct_state_dict(module), scheme)["weight"].to(dtype)
     if scheme.input_activations:
         inputs = forward_quantize(module, inputs, "input", scheme.input_activations)
     if isinstance(module, nn.Linear):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from kvferry.shared.compression.plan import Budget, CompressionPlan
@@ -27,6 +28,10 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        compressor = getattr(getattr(self._model, "hf_quantizer", None), "compressor", None)
+        if compressor is not None:  # expands float4 and microscaling formats to bfloat16
+            compressor.decompress_model(self._model)
+            nn.Module.float(self._model)
 
     def tokens(self, prompt: list[int], num_tokens: int) -> list[int]:
         output = self._model.generate(

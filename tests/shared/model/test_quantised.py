@@ -16,12 +16,14 @@ from kvtest.quantised_models import ACTIVATIONS, WEIGHT_ONLY, save_quantised
 from kvtest.tiny_models import make_model
 from kvtest.transformers_model import Reference, greedy, prompt_of
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.errors import ConfigurationError, UnsupportedModel
 from kvferry.shared.model import quantised
 from kvferry.shared.model.bridge import TransformersModel, _tensors_of
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.quantised import find_quantisation
 from kvferry.tools.oracle import OneProcessGenerator
 
 for name in ("accelerate", "bitsandbytes", "compressed_tensors", "torchao"):
@@ -115,6 +117,26 @@ def test_with_quantised_activations_the_first_logits_are_close_to_the_librarys(
     )
     chosen = logits[0].token_id
     assert expected.max() - expected[chosen] < 0.05 * expected.std()
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("compressed-tensors float4", "compressed-tensors float4"),
+        ("compressed-tensors float4, float4 activations", "compressed-tensors float4, float4 activations"),
+        (
+            "compressed-tensors float8 blocks, float8 activations",
+            "compressed-tensors float8, float8 activations",
+        ),
+    ],
+)
+def test_the_kind_tells_whether_activations_are_quantised(
+    checkpoint: Checkpoint, kind: str, told: str
+) -> None:
+    config = AutoConfig.from_pretrained(checkpoint(kind))
+    its = find_quantisation(config)
+    assert its is not None
+    assert its.kind == told
 
 
 def test_compressed_tensors_take_any_dtype_and_the_others_their_own(checkpoint: Checkpoint) -> None:
