@@ -12,11 +12,11 @@ MODEL_TYPES = frozenset((
     "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss",
     "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
     "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "jamba",
-    "jetmoe", "kimi_linear", "lfm2", "lfm2_moe", "llama", "llama4_text", "longcat_flash", "mamba",
-    "mamba2", "mellum", "minicpm3", "minimax", "minimax_m2", "ministral", "ministral3", "mistral",
-    "mixtral", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe",
-    "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
-    "qwen3_5_text", "qwen3_moe", "qwen3_next", "recurrent_gemma", "seed_oss", "smollm3", "solar_open",
-    "stablelm", "starcoder2", "vaultgemma", "youtu", "zamba", "zamba2",
+    "jetmoe", "kimi_linear", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text",
+    "longcat_flash", "mamba", "mamba2", "mellum", "minicpm3", "minimax", "minimax_m2", "ministral",
+    "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3",
+    "olmo_hybrid", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "recurrent_gemma", "seed_oss",
+    "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu", "zamba", "zamba2",
 ))  # fmt: skip
 """Of text configurations (`get_text_config`)."""

@@ -128,6 +128,7 @@ _STATEFUL: Mapping[str, Mapping[str, Any]] = {
     },
     "granitemoehybrid": {**_MAMBA, "layer_types": _STATE_SPACE_PATTERN},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "bamba": {**_MAMBA, "attn_layer_indices": [2]},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
@@ -238,6 +239,10 @@ FAMILIES: Mapping[str, Family] = {
             "expert_ffn_hidden_size": 32,
             "zero_expert_num": 1,
         },
+    ),
+    "laguna": Family(
+        model_type="laguna",
+        settings={"layer_types": _PATTERN, "num_attention_heads_per_layer": [4, 8, 4, 8]},
     ),
     "llama4_text": Family(model_type="llama4_text", settings={"floor_scale": 16}),
     "phi3-longrope": Family(
