@@ -5,6 +5,7 @@ The schedule is bookkeeping for the engine: it reads no clock and runs nothing.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,9 @@ LEAST_ADVANTAGE = 2.0
 """How many times more work the running prompt must have left than one that overtakes it."""
 HEAD_START = 0.25
 """The part of its own time for which a prompt may be kept waiting before it has run at all."""
+_OF_LATE_S = 10.0
+"""What an owner's prompts ran so long ago counts by 1/e."""
+_MAX_SHARES = 4096
 _DECAY = 0.8
 """Weight of earlier passes in a method's speed, relative to the last one."""
 
@@ -65,6 +69,23 @@ class _Speed:
         self.work = _DECAY * self.work + work
 
 
+@dataclass(kw_only=True)
+class _Share:
+    """What one owner has had: for how long its prompts ran, which counts less the longer ago it was.
+
+    Attributes:
+        at_s: the time at which `ran_s` was counted.
+        last_started: the number of its last prompt that was started, of all owners' prompts.
+    """
+
+    at_s: float
+    ran_s: float = 0.0
+    last_started: int = 0
+
+    def of_late_s(self, now_s: float) -> float:
+        return self.ran_s * math.exp((self.at_s - now_s) / _OF_LATE_S)
+
+
 class Schedule:
     """Waiting prompts in fair order, and those in mid-pass as a stack of which the top one runs.
 
@@ -74,18 +95,23 @@ class Schedule:
                                           ▼
                                         waits
 
-    Fair order: owners take turns, and one owner's prompts run by their priority and in the order in which
-    they came. A prompt much shorter than what the running one has left overtakes it; owners take turns in
-    this too, each with its shortest first. In return a prompt in mid-pass is kept waiting at most for as long
-    as it runs, so it finishes within twice its time: up to then it may have waited as long as it has run, and
-    a quarter of its whole time besides. No owner starves: each comes to the front of the fair order, and a
-    started prompt finishes.
+    Fair order: the owner is next whose prompts have run least of late, and of equals the one whose last
+    prompt was started longest ago. So one that asks for less than its share does not wait behind one that
+    asks for more, and two that ask for more take turns. One owner's prompts run by their priority and in the
+    order in which they came. A prompt much shorter than what the running one has left overtakes it, in the
+    same order of owners, each with its shortest first. In return a prompt in mid-pass is kept waiting at most
+    for as long as it runs, so it finishes within twice its time: up to then it may have waited as long as it
+    has run, and a quarter of its whole time besides. No owner starves: the others run more the longer it
+    waits, and a started prompt finishes.
 
     Times are estimated from `PrefillJob.work` and each method's measured speed. Not thread-safe.
     """
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, list[PrefillJob]] = OrderedDict()
+        self._waiting: dict[str, list[PrefillJob]] = {}
+        self._num_started = 0
+        self._shares: OrderedDict[str, _Share] = OrderedDict()
+        """Of the owners whose prompts were started last, the last one at the end."""
         self._started: list[Started] = []
         self._speeds: dict[str, _Speed] = {"": _Speed()}
 
@@ -137,7 +163,7 @@ class Schedule:
         assert not self._started, "a job is in mid-pass"
         if not self._waiting:
             return None
-        return self._start(next(iter(self._waiting.values()))[0], now_s)
+        return self._start(self._in_turn(now_s)[0][0], now_s)
 
     def overtake(self, now_s: float) -> Started | None:
         """Start a job that overtakes the running one; None if none may."""
@@ -146,7 +172,7 @@ class Schedule:
         running = self._started[-1]
         limit = self._left(running) / LEAST_ADVANTAGE
         longest_s = self._longest_s(now_s)
-        for jobs in self._waiting.values():
+        for jobs in self._in_turn(now_s):
             job = min(jobs, key=self._estimate)
             estimate = self._estimate(job)
             if estimate <= limit and (not self._is_timed or estimate <= longest_s):
@@ -160,6 +186,8 @@ class Schedule:
         Args: is_whole: whether it has done all of its work, so that its time tells the method's speed.
         """
         finished = self._started.pop()
+        if (share := self._shares.get(finished.job.owner)) is not None:
+            share.ran_s, share.at_s = share.of_late_s(now_s) + finished.ran_s(now_s), now_s
         if self._started:
             self._started[-1].resumed_s = now_s
         if is_whole:
@@ -168,13 +196,24 @@ class Schedule:
                 self._speeds.setdefault(name, _Speed()).add(ran_s, job.work)
 
     def _start(self, job: PrefillJob, now_s: float) -> Started:
-        jobs = self._waiting.pop(job.owner)
-        jobs.remove(job)
-        if jobs:
-            self._waiting[job.owner] = jobs  # at the end of the round
+        self.remove(job)
+        self._num_started += 1
+        self._shares.setdefault(job.owner, _Share(at_s=now_s)).last_started = self._num_started
+        self._shares.move_to_end(job.owner)
+        if len(self._shares) > _MAX_SHARES:
+            self._shares.popitem(last=False)
         started = Started(job=job, begin_s=now_s, resumed_s=now_s)
         self._started.append(started)
         return started
+
+    def _in_turn(self, now_s: float) -> list[list[PrefillJob]]:
+        """The waiting prompts of each owner, in fair order."""
+
+        def rank(owner: str) -> tuple[float, int]:
+            share = self._shares.get(owner)
+            return (0.0, 0) if share is None else (share.of_late_s(now_s), share.last_started)
+
+        return [self._waiting[owner] for owner in sorted(self._waiting, key=rank)]
 
     @property
     def _is_timed(self) -> bool:

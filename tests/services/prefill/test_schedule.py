@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import statistics
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -240,3 +243,53 @@ def test_short_prompts_do_not_wait_for_a_long_one_while_it_has_patience(jobs: li
         assert job.ended_s is not None
         if job.ended_s <= (long.ended_s or 0.0):
             assert job.ended_s - job.comes_s <= job.work + queue + (len(shorts) + 1) * SLICE_S
+
+
+@pytest.mark.parametrize("pass_s", [0.2, 1.0])
+@pytest.mark.parametrize("share", [0.1, 0.25])
+def test_a_key_that_floods_the_line_moves_anothers_p95_by_at_most_half(share: float, pass_s: float) -> None:
+    """The polite key asks at random for this share of the worker, at most half of its fair share; the noisy
+    one always has twenty waiting prompts of the same length. Times are of the schedule alone."""
+    rng = random.Random(4)
+    comes_s = list(itertools.accumulate(rng.expovariate(share / pass_s) for _ in range(1000)))
+
+    def p95(num_noisy: int) -> float:
+        schedule, now_s, noisy = schedule_of(), 1.0, 0
+        coming = deque(Job("polite", pass_s, comes_s=1.0 + its) for its in comes_s)
+        first_s: list[float] = []
+        while len(first_s) < len(comes_s):
+            while coming and coming[0].comes_s <= now_s:
+                schedule.push(coming.popleft())
+            while noisy < num_noisy:
+                schedule.push(Job("noisy", pass_s))
+                noisy += 1
+            started = schedule.start_next(now_s)
+            if started is None:
+                now_s = coming[0].comes_s
+                continue
+            now_s += pass_s
+            schedule.finish(now_s, is_whole=True)
+            if started.job.owner == "polite":
+                first_s.append(now_s - started.job.comes_s)
+            else:
+                noisy -= 1
+        return statistics.quantiles(first_s, n=20)[-1]
+
+    assert p95(num_noisy=20) <= 1.5 * p95(num_noisy=0)
+
+
+def test_a_key_that_floods_the_line_still_gets_what_nobody_else_asks_for() -> None:
+    """Two keys that both ask for more than there is get half each, however much the first has had before."""
+    schedule, now_s = schedule_of(*[Job("first", 1.0) for _ in range(40)]), 1.0
+    order = []
+    for index in range(80):
+        if index == 20:
+            for _ in range(60):
+                schedule.push(Job("second", 1.0))
+        order.append(schedule.start_next(now_s).job.owner)
+        now_s += 1.0
+        schedule.finish(now_s, is_whole=True)
+    assert order[:20] == ["first"] * 20
+    late = order[20:30]
+    assert late.count("second") >= 5
+    assert 9 <= order[40:60].count("first") <= 11
