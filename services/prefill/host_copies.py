@@ -17,6 +17,8 @@ _OPERATIONS_AHEAD = 8
 
 Arrived = Callable[[], tuple[Tensor, ...]]
 """Waits for copies and returns them."""
+Elapsed = Callable[[], float]
+"""Waits for the end of what was timed and returns its seconds."""
 
 
 class HostCopies:
@@ -35,8 +37,18 @@ class HostCopies:
         """Begin to copy tensors, computed or still queued. They must not change until the copies are done."""
         return lambda: tuple(tensors)
 
-    def synchronize(self) -> None:
-        """Wait until the device's queued computation is done, but not for copies."""
+    def time(self, clock: Callable[[], float]) -> Callable[[], Elapsed]:
+        """Begin to time what is computed from now on; the result ends that, and waits for nothing.
+
+        Args: clock: seconds of the thread.
+        """
+        begin_s = clock()
+
+        def end() -> Elapsed:
+            elapsed_s = clock() - begin_s
+            return lambda: elapsed_s
+
+        return end
 
     def pace(self) -> None:
         """Called between operations of a long pass: wait until the device has few of them left to do, so that
@@ -78,8 +90,24 @@ class PinnedCopies(HostCopies):
 
         return wait
 
-    def synchronize(self) -> None:
-        torch.cuda.current_stream(self._device).synchronize()
+    def time(self, clock: Callable[[], float]) -> Callable[[], Elapsed]:
+        begin = self._timed_event()
+
+        def end() -> Elapsed:
+            done = self._timed_event()
+
+            def elapsed_s() -> float:
+                done.synchronize()
+                return float(begin.elapsed_time(done)) / 1000
+
+            return elapsed_s
+
+        return end
+
+    def _timed_event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def pace(self) -> None:
         self._num_operations += 1

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvferry.services.prefill.host_copies import HostCopies
+from kvferry.services.prefill.host_copies import Elapsed, HostCopies
 from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.prompt_logprobs import PromptLogprobs
 from kvferry.services.prefill.schedule import Pauses
@@ -103,6 +103,7 @@ class PromptPass:
         self._waiting: dict[int, WaitingLayer] = {}
         self._complete: dict[int, Tensors] = {}
         self._leaving: deque[Callable[[], None]] = deque()
+        self._compressing: list[Elapsed] = []
         self._shipped_layers = 0
 
     def run(self, on_miss: Callable[[HistoryMiss], None]) -> Tensor:
@@ -131,6 +132,8 @@ class PromptPass:
             if self._measured:
                 self._ship_waiting()
             self._hand_over(0)
+        # not before: the device would have nothing queued while a layer's time is waited for
+        self.times.compress_s += sum(elapsed_s() for elapsed_s in self._compressing)
         assert self._shipped_layers == self._model.spec.num_layers, self._shipped_layers
         return logits
 
@@ -270,18 +273,14 @@ class PromptPass:
     ) -> None:
         """Compress a layer, and ship it."""
         fmt = formats[inputs.layer]
-        # Kernels run asynchronously: without synchronizing, times would include earlier work.
-        self._copies.synchronize()
-        begin_s = self._clock()
+        end = self._copies.time(self._clock)
         with stage("compress", layer=inputs.layer):
             self._pauses.allowed = True
             tensors = compress_layer(resolved, fmt, inputs, scores=scores)
             self._pauses.allowed = False
         if self.kept_map is not None:
             self.kept_map.add(inputs.layer, fmt.positions_by_head(tensors))
-        self._copies.synchronize()
-        compressed_s = self._clock()
-        self.times.compress_s += compressed_s - begin_s
+        self._compressing.append(end())
         self._ship_complete(formats, inputs.layer, tensors)
 
     def _ship_complete(self, formats: tuple[LayerFormat, ...], layer: int, tensors: Tensors) -> None:
@@ -298,8 +297,6 @@ class PromptPass:
     def _send(self, fmt: LayerFormat, layer: int, tensors: Tensors) -> None:
         begin_s = self._clock()
         job, transfer = self._job, self._job.transfer
-        if fmt.is_plain:
-            self.positions[layer] = layer_positions(tensors)
         if job.retained is not None:
             num_rows = tensors["keys"][:, :, 0].numel()
             tensors = delta_tensors(tensors, layer, job.retained)
@@ -313,9 +310,11 @@ class PromptPass:
             begin_s = self._clock()
             with stage("ship", layer=layer):
                 assert transfer is not None, "the transfer is not open"
+                copied = dict(zip(names, arrived(), strict=True))
+                if fmt.is_plain:
+                    self.positions[layer] = layer_positions(copied)
                 sent = [
-                    NamedTensor(name=name, tensor=tensor, kind=kinds[name])
-                    for name, tensor in zip(names, arrived(), strict=True)
+                    NamedTensor(name=name, tensor=tensor, kind=kinds[name]) for name, tensor in copied.items()
                 ]
                 transfer.send_layer(layer, sent)
             self.times.pack_s += self._clock() - begin_s

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvferry.services.prefill.host_copies import Arrived, HostCopies
+from kvferry.services.prefill.host_copies import Arrived, Elapsed, HostCopies
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey
@@ -50,6 +51,21 @@ class LateCopies(HostCopies):
 
         return wait
 
+    def time(self, clock: Callable[[], float]) -> Callable[[], Elapsed]:
+        """On a GPU, to ask for a time is to wait for the device."""
+        end, number = super().time(clock), self._num_started
+
+        def logged_end() -> Elapsed:
+            elapsed_s = end()
+
+            def asked() -> float:
+                self.log.append(f"time {number}")
+                return elapsed_s()
+
+            return asked
+
+        return logged_end
+
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str]:
@@ -78,7 +94,8 @@ async def test_layers_leave_one_behind_and_in_order(log: list[str], harness: Har
     harness.model.on_layer = lambda layer, keys: seen.append(len(log))
     await harness.run(harness.request(make_prompt(30)))
     pairs = [[f"start {layer}", f"wait {layer - 1}"] for layer in range(1, num_layers)]
-    assert log == ["start 0", *[entry for pair in pairs for entry in pair], f"wait {num_layers - 1}"]
+    times = [f"time {layer}" for layer in range(num_layers)]
+    assert log == ["start 0", *itertools.chain(*pairs), f"wait {num_layers - 1}", *times]
     assert seen == [0, *range(1, 2 * num_layers - 2, 2)]
 
 

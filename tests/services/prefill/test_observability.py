@@ -45,7 +45,7 @@ async def test_every_family_is_moved(harness: Harness) -> None:
     await harness.service.commit_turn(
         CommitTurnRequest(request_id=request.request_id, session=A, token_ids=prompt), timeout_s=10
     )
-    more = prompt + make_prompt(20, seed=1)
+    more = prompt + make_prompt(40, seed=1)  # more than the queries that the method observes
     next_request = harness.request(more, session=A, plan=plan)
     ticket = replace(
         next_request.ticket,
