@@ -32,6 +32,8 @@ from kvferry.shared.model.spec import ModelSpec
 GROWTH_TOKENS = 64
 """Tokens for which a sequence has room at first, at least, and by which it grows, at least."""
 _OBSERVED_ANSWERS = 64
+_MAX_OWNERS = 4096
+"""API keys whose last grant is remembered."""
 _MIN_RETRY_AFTER_S = 1.0
 
 
@@ -56,9 +58,10 @@ class _Waiter:
 
 
 class Scheduler:
-    """Owners of API keys take turns; one owner's requests are strictly first in, first out. A large request
-    at the head is not overtaken by small ones. When the line is full, the owner that has most of it gives
-    way: its newest request is refused for one of an owner that has fewer.
+    """Owners of API keys take turns: the one that was granted memory longest ago is next. One owner's
+    requests are strictly first in, first out. A large request at the head is overtaken only by those of an
+    owner whose turn was before. When the line is full, the owner that has most of it gives way: its newest
+    request is refused for one of an owner that has fewer.
 
         reserve ──► granted at once ──────────────────────────────────► Allocation
            └──────► waits in the queue ──bytes freed, it is the head──► Allocation
@@ -87,8 +90,11 @@ class Scheduler:
         self._lease_s = lease_s
         self._lock = threading.Lock()
         self._num_pauses = 0
-        self._queues: OrderedDict[str, deque[_Waiter]] = OrderedDict()
-        """By the API key's owner, in the order of their turns."""
+        self._queues: dict[str, deque[_Waiter]] = {}
+        """By the API key's owner."""
+        self._num_granted = 0
+        self._last_granted: OrderedDict[str, int] = OrderedDict()
+        """The number of each owner's last grant, the last one at the end."""
 
     @property
     def num_waiting(self) -> int:
@@ -195,14 +201,17 @@ class Scheduler:
             if allocation is None:
                 return
             self._remove(waiter)
-            if waiter.key_owner in self._queues:
-                self._queues.move_to_end(waiter.key_owner)
+            self._num_granted += 1
+            self._last_granted[waiter.key_owner] = self._num_granted
+            self._last_granted.move_to_end(waiter.key_owner)
+            if len(self._last_granted) > _MAX_OWNERS:
+                self._last_granted.popitem(last=False)
             waiter.allocation = allocation  # set first: the waiter may run before this thread continues
             if not waiter.wake():  # nothing would use the bytes
                 self._arena.free(allocation)
 
     def _head(self) -> _Waiter:
-        return next(iter(self._queues.values()))[0]
+        return self._queues[min(self._queues, key=lambda owner: self._last_granted.get(owner, 0))][0]
 
     def _remove(self, waiter: _Waiter) -> None:
         queue = self._queues[waiter.key_owner]

@@ -141,6 +141,20 @@ async def test_owners_of_keys_take_turns():
     assert order == ["greedy0", "polite0", "greedy1", "polite1", "greedy2", "greedy3"]
 
 
+async def test_a_key_that_was_away_does_not_wait_for_two_requests_of_one_that_was_not():
+    _, scheduler = make()
+    held = await scheduler.reserve(640, owner="first", key_owner="greedy", timeout_s=30)
+    greedy = await line_up(scheduler, "greedy", 4)
+    (polite,) = await line_up(scheduler, "polite", 1)
+    scheduler.release(held)
+    assert (await asyncio.wait_for(polite, 10)).owner == "polite0"
+    assert not any(task.done() for task in greedy)
+    scheduler.release(polite.result())
+    assert (await asyncio.wait_for(greedy[0], 10)).owner == "greedy0"
+    for task in greedy[1:]:
+        task.cancel()
+
+
 async def test_a_line_that_one_key_has_filled_takes_another_keys_requests():
     _, scheduler = make(max_waiting=4)
     held = await scheduler.reserve(640, owner="first", timeout_s=30)
