@@ -3,6 +3,9 @@
 gRPC has none of its own. With it, a message that was changed, repeated, left out, moved, or delivered to
 another call is not taken for what was sent. A client of ours says in its metadata that it seals; a server
 neither expects nor sends seals to others.
+
+Workers are upgraded before routers, so a server also takes the seals of the release before. A worker of the
+release before does not know these seals and answers without; the client says so.
 """
 
 from __future__ import annotations
@@ -10,12 +13,15 @@ from __future__ import annotations
 import secrets
 import struct
 from collections.abc import Iterable
+from typing import Self
 
 import xxhash
 
 from kvferry.shared.errors import WorkerUnavailable
 
-SEALED_KEY = "kvferry-sealed"
+SEALED_KEY = "kvferry-call"
+EARLIER_KEY = "kvferry-sealed"
+"""What clients of the release before send instead: their seals are bound to the request's id alone."""
 _TAG = b"\xf9\x7f"
 """Field 2047, fixed64, which protobuf does not know and skips."""
 _CHECKSUM = struct.Struct("<Q")
@@ -33,6 +39,16 @@ class Seal:
     def __init__(self, path: str, call_id: str) -> None:
         self._seed = xxhash.xxh3_64_intdigest(f"{path} {call_id}".encode(errors="replace"))
 
+    @classmethod
+    def of_earlier(cls, request_id: str) -> Self:
+        """As clients of the release before make it.
+
+        Args: request_id: of the call; empty where it has none.
+        """
+        seal = cls("", "")
+        seal._seed = xxhash.xxh3_64_intdigest(request_id.encode(errors="replace")) if request_id else 0
+        return seal
+
     def close(self, message: bytes) -> bytes:
         """The next message to send."""
         return message + _TAG + self._checksum(message)
@@ -43,6 +59,12 @@ class Seal:
         Raises: WorkerUnavailable: it is not the one that was sent ("damaged").
         """
         message, seal = sealed[:-_SEAL_BYTES], sealed[-_SEAL_BYTES:]
+        if not is_sealed(sealed):
+            raise WorkerUnavailable(
+                "a control message arrived without its seal: it is damaged, or from a worker of an earlier "
+                "release; workers are upgraded before routers",
+                reason="damaged",
+            )
         if seal != _TAG + self._checksum(message):
             raise WorkerUnavailable("a control message arrived damaged or out of order", reason="damaged")
         return message

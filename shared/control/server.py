@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -21,7 +22,7 @@ from kvferry.shared.certs import Certs, tls_name
 from kvferry.shared.control import codec
 from kvferry.shared.control.codec import Method
 from kvferry.shared.control.messages import DecodeControl, PrefillControl
-from kvferry.shared.control.seal import SEALED_KEY, Seal, is_sealed
+from kvferry.shared.control.seal import EARLIER_KEY, SEALED_KEY, Seal, is_sealed
 from kvferry.shared.control.status import to_status
 from kvferry.shared.errors import ConfigurationError, KvferryError
 from kvferry.shared.logging import request_context
@@ -136,14 +137,12 @@ def _handler(method: Method, call: Callable[..., Any], caller: str) -> grpc.RpcM
         remaining_s = context.time_remaining()
         timeout_s = DEFAULT_TIMEOUT_S if remaining_s is None else max(remaining_s, 0.0)
         request_id = headers.get(REQUEST_ID_KEY, "")
-        call_id = headers.get(SEALED_KEY)
-        if call_id is None and is_sealed(data):
-            call_id = ""  # its metadata is damaged: the seal will not fit
-        seal = Seal(method.path, call_id) if call_id is not None else None
+        new_seal = _seals(method, headers, data)
+        seal = new_seal() if new_seal is not None else None
         with request_context(request_id):
             try:
-                if call_id is not None:
-                    data = Seal(method.path, call_id).open(data)
+                if new_seal is not None:
+                    data = new_seal().open(data)
                 request = method.request.decode(data)
                 answer = call(*(() if request is None else (request,)), timeout_s=timeout_s)
                 if not method.streams:
@@ -160,13 +159,22 @@ def _handler(method: Method, call: Callable[..., Any], caller: str) -> grpc.RpcM
             except Exception:
                 _log.exception("control call failed")
                 failure = KvferryError("the worker failed internally")
-        last = Seal(method.path, call_id) if call_id is not None else None
-        await context.abort(*to_status(failure, last))
+        await context.abort(*to_status(failure, new_seal() if new_seal is not None else None))
         raise AssertionError("abort returned")
 
     if method.streams:
         return grpc.unary_stream_rpc_method_handler(handle)
     return grpc.unary_unary_rpc_method_handler(handle)
+
+
+def _seals(method: Method, headers: Mapping[str, str], data: bytes) -> Callable[[], Seal] | None:
+    """What makes the seals of a call; None where the caller does not seal."""
+    call_id = headers.get(SEALED_KEY)
+    if call_id is None and EARLIER_KEY in headers:
+        return partial(Seal.of_earlier, headers.get(REQUEST_ID_KEY, ""))
+    if call_id is None and is_sealed(data):
+        call_id = ""  # its metadata is damaged: the seal will not fit
+    return partial(Seal, method.path, call_id) if call_id is not None else None
 
 
 @asynccontextmanager
