@@ -295,10 +295,11 @@ class Usage(TypedDict):
 class KvReport(TypedDict):
     """What a response's KV cache cost. Bytes are sums over choices, times those of the slowest choice.
 
-    `reason` says why nothing was compressed; it comes with method "full". `quality` and `retention` are there
-    where the request gave a quality, `delta_bytes` where decode had retained KV of the session, `kept` and
-    `kept_by_layer` where the request gave `kv_kept_bins`. `smaller_token_budget` is there where decode was
-    short of memory and used a budget between the request's `min_token_budget` and its `token_budget`.
+    `reason` says why nothing was compressed, with method "full", or that compression saved no bytes of this
+    prompt. `quality` and `retention` are there where the request gave a quality, `delta_bytes` where decode
+    had retained KV of the session, `kept` and `kept_by_layer` where the request gave `kv_kept_bins`.
+    `smaller_token_budget` is there where decode was short of memory and used a budget between the request's
+    `min_token_budget` and its `token_budget`.
     """
 
     method: str
@@ -360,6 +361,8 @@ def kv_report(
     if plan is not None:
         if report["method"] == "full":
             report["reason"] = why_full(plan, num_prompt_tokens=num_prompt_tokens)
+        elif (reason := _why_not_compress(plan, stats[0])) is not None:
+            report["reason"] = reason
         if quality is not None and plan.budget.retention is not None:
             report["quality"], report["retention"] = quality, plan.budget.retention
     if first is not None:
@@ -372,6 +375,23 @@ def kv_report(
             report["kept_by_layer"] = [[round(fraction, 4) for fraction in layer] for layer in layers]
             report["kept"] = [round(fmean(fractions), 4) for fractions in zip(*layers, strict=True)]
     return report
+
+
+def _why_not_compress(plan: CompressionPlan, turn: TurnStats) -> str | None:
+    """For a client: that its method was not worth using for this prompt.
+
+    Returns: None where it was, and where bytes do not tell: with an attention that reads a part of what was
+        shipped, and of a delta or several attempts.
+    """
+    first = turn.first
+    if first is None or turn.replays or turn.delta_bytes is not None or plan.attention.name != "dense":
+        return None
+    if not turn.shipped_bytes or turn.shipped_bytes < first.full_bytes:
+        return None
+    return (
+        f"method {first.method} shipped {turn.shipped_bytes} bytes, no fewer than the {first.full_bytes} of "
+        "the full KV: it saves nothing for a prompt as short as this"
+    )
 
 
 def _by_layer(fractions: Sequence[float], num_bins: int) -> list[Sequence[float]]:
