@@ -21,6 +21,7 @@ from kvferry.shared.model.checkpoint import (
     resolve_model_path,
     weight_files,
 )
+from kvferry.shared.model.flash_attention import use_flash_attention_3
 from kvferry.shared.model.parallel.ranks import Ranks
 from kvferry.shared.model.parallel.support import check_parallel, distributed_config, use_local_weights
 from kvferry.shared.model.quantised import check_quantisation, find_quantisation
@@ -186,6 +187,7 @@ def _prepare_cuda(device: torch.device) -> None:
         torch.cuda.set_device(device)
     # On the newest GPUs torch prefers cuDNN's attention, which builds and caches a plan for every length.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    use_flash_attention_3(device)
 
 
 def _make_rope_static(config: Any, max_model_len: int) -> str:
