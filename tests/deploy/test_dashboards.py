@@ -20,7 +20,7 @@ from kvferry.shared.metrics import CERTIFICATE_EXPIRY, DecodeMetrics, PrefillMet
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 RULES = sorted((DEPLOY / "prometheus" / "rules").glob("*.yml"))
-MACROS = {"$__rate_interval": "1m", "$model": ".*"}
+MACROS = {"$__rate_interval": "1m", "$model": ".*", "$instance": ".*", "$method": ".*"}
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +115,75 @@ def test_dashboards_use_the_datasource_that_is_provisioned() -> None:
     scrape = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
     assert source["jsonData"]["timeInterval"] == scrape["global"]["scrape_interval"]
     for path in DASHBOARDS:
-        for panel in json.loads(path.read_text(encoding="utf-8"))["panels"]:
-            for holder in (panel, *panel["targets"]):
-                assert holder["datasource"] == {"type": source["type"], "uid": source["uid"]}
+        dashboard = json.loads(path.read_text(encoding="utf-8"))
+        variables = {its["name"]: its for its in dashboard["templating"]["list"]}
+        chosen = variables["datasource"]
+        assert (chosen["query"], chosen["current"]["value"]) == (source["type"], source["uid"])
+        asked = [its for its in variables.values() if its["type"] == "query"]
+        for panel in dashboard["panels"]:
+            for holder in (panel, *panel["targets"], *asked):
+                assert holder["datasource"] == {"type": source["type"], "uid": "${datasource}"}
+
+
+def test_variables_choose_instances_and_methods(generator: ModuleType) -> None:
+    of_methods = {
+        name.removesuffix("_total")
+        for metrics in (RouterMetrics(), PrefillMetrics(), DecodeMetrics())
+        for family in vars(metrics).values()
+        if "method" in getattr(family, "_labelnames", ())
+        for name in [family._name.removeprefix("kvferry_")]
+    }
+    assert of_methods == generator.OF_METHODS
+    for path in DASHBOARDS:
+        dashboard = json.loads(path.read_text(encoding="utf-8"))
+        names = [its["name"] for its in dashboard["templating"]["list"]]
+        used = ["model", "instance", *(["method"] if path.stem != "sessions" else [])]
+        assert names == ["datasource", *used]
+        for name in used:
+            assert f"${name}" in json.dumps(dashboard["panels"]), (path.stem, name)
+        for panel in dashboard["panels"]:
+            for target in panel["targets"]:
+                series = re.findall(r"kvferry_\w+", target["expr"])
+                if series and ":kvferry" not in target["expr"]:
+                    assert target["expr"].count("$instance") == len(series), target["expr"]
+
+
+def test_latencies_have_heat_maps_thresholds_and_tables(generator: ModuleType) -> None:
+    panels = [
+        panel for path in DASHBOARDS for panel in json.loads(path.read_text(encoding="utf-8"))["panels"]
+    ]
+    for panel in panels:
+        is_heat_map = panel["type"] == "heatmap"
+        assert ("_bucket" in panel["targets"][0]["expr"] and "le" in panel["targets"][0]["legendFormat"]) == (
+            is_heat_map
+        ), panel["title"]
+        assert [its["format"] for its in panel["targets"] if its["format"] == "heatmap"] == (
+            ["heatmap"] if is_heat_map else []
+        )
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+    shown = " ".join(panel["targets"][0]["expr"] for panel in panels if panel["type"] == "heatmap")
+    for family in (
+        "time_to_first_token",
+        "inter_token_latency",
+        "e2e_request_latency",
+        "transfer",
+        "prefill",
+    ):
+        assert f"kvferry_{family}_seconds_bucket" in shown
+    bounds = {float(bound) for path in RULES for bound in re.findall(r'le="([\d.]+)"', path.read_text())}
+    assert bounds == {generator.FIRST_TOKEN_S, generator.NEXT_TOKEN_S}
+    marked = {
+        panel["title"]: steps[1]["value"]
+        for panel in panels
+        if len(steps := panel["fieldConfig"]["defaults"]["thresholds"]["steps"]) > 1
+    }
+    assert marked["Time to first token"] == generator.FIRST_TOKEN_S
+    assert marked["Inter-token latency"] == generator.NEXT_TOKEN_S
+    tables = [panel for panel in panels if panel["type"] == "table"]
+    assert {panel["title"] for panel in tables} == {"Methods", "Workers"}
+    for panel in tables:
+        by = panel["transformations"][0]["options"]["byField"]
+        assert all(
+            target["instant"] and f"by ({by}" in target["expr"].replace("le, ", "")
+            for target in panel["targets"]
+        )

@@ -22,7 +22,7 @@ from kvtest.ports import free_port
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS = shutil.which("prometheus")
 TIMEOUT_S = 200.0
-MACROS = {"$__rate_interval": "5m", "$model": ".*"}
+MACROS = {"$__rate_interval": "5m", "$model": ".*", "$instance": ".*", "$method": ".*"}
 
 pytestmark = [
     pytest.mark.xdist_group("stack"),
