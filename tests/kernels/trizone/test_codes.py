@@ -1,0 +1,83 @@
+"""The inline assembly that unpacks codes on a GPU equals the plain branch, by a model of its instructions."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvferry.kernels.trizone import codes
+from kvferry.kernels.trizone.codes import code_of, half_of, high_byte
+
+Words = NDArray[np.uint32]
+ALL = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+MASKS = [3, 12, 48, 192, 15, 240, 255]
+
+
+def _lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
+    """PTX: bit (a, b, c) of the result is that bit of the table."""
+    out = np.zeros_like(a)
+    for i in range(8):
+        if int(table[0]) >> i & 1:
+            chosen = [its if i >> shift & 1 else ~its for its, shift in ((a, 2), (b, 1), (c, 0))]
+            out |= chosen[0] & chosen[1] & chosen[2]
+    return out
+
+
+def _sub_halves(a: Words, b: Words) -> Words:
+    return (a.view(np.float16) - b.view(np.float16)).view(np.uint32)
+
+
+_INSTRUCTIONS: dict[str, Any] = {
+    "shr.b32": lambda a, b: a >> b,
+    "lop3.b32": _lop3,
+    "mov.b32": lambda a: a,
+    "sub.rn.f16x2": _sub_halves,
+}
+
+
+def run(assembly: Any, words: Tensor) -> Tensor:
+    """The assembly on two 16-bit words at a time, as `pack=2` gives them."""
+    registers: dict[str, Words] = {"$1": words.numpy().view(np.uint32)}
+    for line in filter(
+        None, (part.strip(" {}") for part in str(getattr(assembly, "value", assembly)).split(";"))
+    ):
+        name, _, rest = line.partition(" ")
+        if name == ".reg":
+            continue
+        target, *sources = re.split(r",\s*", rest)
+        values = [
+            registers[its] if its in registers else np.full_like(registers["$1"], int(its, 0))
+            for its in sources
+        ]
+        registers[target] = _INSTRUCTIONS[name](*values)
+    return torch.from_numpy(registers["$0"].view(np.int16).copy())
+
+
+@triton.jit
+def _plain_kernel(word_ptr, half_ptr, code_ptr, high_ptr, MASK: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    words = tl.load(word_ptr + i)
+    tl.store(half_ptr + i, half_of(words, MASK, False))
+    tl.store(code_ptr + i, code_of(words, MASK, False))
+    tl.store(high_ptr + i, high_byte(words, False))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_word_s_code_is_that_of_the_plain_branch(mask: int) -> None:
+    halves, unpacked = torch.empty(2, 1 << 16, dtype=torch.float16)
+    high = torch.empty_like(ALL)
+    _plain_kernel[(1,)](ALL, halves, unpacked, high, MASK=mask, BLOCK=1 << 16)
+    assert torch.equal(run(codes._half_assembly(mask), ALL).view(torch.float16), halves)
+    assert torch.equal(run(codes._code_assembly(mask), ALL).view(torch.float16), unpacked)
+    # the high byte of the result is undefined
+    assert torch.equal(run(codes._SHIFT, ALL) & 255, high & 255)
+    code = (ALL.int() & mask).float() / 1024
+    assert torch.equal(unpacked.float(), code)
