@@ -12,11 +12,17 @@ import pytest
 
 pytestmark = pytest.mark.xdist_group("launcher")
 
+FEW_TOKENS = """
+import kvferry.tools.plan.measure as measure
+measure._ALONE, measure._ANSWER = 2, {1: 6, 4: 6}
+"""
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+
+def run(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    """Args: before: code to run before the command."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
     return subprocess.run(
-        [sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()", *arguments],
+        [sys.executable, "-c", f"{before}from kvferry.services.launcher.cli import main; main()", *arguments],
         env=clean | {"COLUMNS": "60"}, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
 
@@ -55,7 +61,7 @@ def test_a_machine_is_measured_and_planned_for(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     done = run(
         "calibrate", "machine", "--lengths", "64,128,256", "--rounds", "1", "--methods", "snapkv",
-        "--machine-name", "mine", "--machine-file", str(file),
+        "--machine-name", "mine", "--machine-file", str(file), before=FEW_TOKENS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     written = json.loads(file.read_text())
