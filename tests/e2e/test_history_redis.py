@@ -151,15 +151,23 @@ def test_history_lost_everywhere_at_once_is_a_miss_and_is_computed_again(
     assert [said(answer) for answer in (first, second, third)] == [said(answer) for answer in undisturbed]
 
 
-@pytest.mark.parametrize("fault", ["paused", "killed"])
-def test_a_conversation_goes_on_without_redis_and_is_kept_again_after_it(
-    redis_stack: Any, server: Any, make_document: Callable[..., Any], fault: str
-) -> None:
+@pytest.fixture(scope="module")
+def conversation(
+    redis_stack: Any, make_document: Callable[..., Any]
+) -> tuple[list[str], dict[str, Any], list[str]]:
+    """Questions, their method, and the answers where nothing fails."""
     method = {"method": "full"}
     document = make_document(23, num_words=150, num_facts=6)
     questions = [document.questions[index][0] for index in range(4)]
     questions[0] = f"{document.text} {questions[0]}"
-    undisturbed = [ask(redis_stack, text, f"whole-{fault}", method) for text in questions]
+    return questions, method, [said(ask(redis_stack, text, "whole-faulty", method)) for text in questions]
+
+
+@pytest.mark.parametrize("fault", ["paused", "killed"])
+def test_a_conversation_goes_on_without_redis_and_is_kept_again_after_it(
+    redis_stack: Any, server: Any, conversation: tuple[list[str], dict[str, Any], list[str]], fault: str
+) -> None:
+    questions, method, undisturbed = conversation
     session = f"faulty-{fault}"
     answers = [ask(redis_stack, questions[0], session, method)]
     wait_stored(server, session, known_tokens(answers[0]))
@@ -187,7 +195,7 @@ def test_a_conversation_goes_on_without_redis_and_is_kept_again_after_it(
     kill_prefill(redis_stack)
     answers.append(ask(redis_stack, questions[3], session, method))
     assert answers[3]["kv"]["reused_tokens"] == known_tokens(answers[2])
-    assert [said(answer) for answer in answers] == [said(answer) for answer in undisturbed]
+    assert [said(answer) for answer in answers] == undisturbed
     response = httpx.delete(f"{redis_stack.base_url}/v1/sessions/{session}", timeout=60)
     assert response.status_code == 200
     deadline = time.monotonic() + 60
