@@ -41,6 +41,12 @@ _EXCLUSIVE = (("exclusiveMinimum", "minimum", 1e-4), ("exclusiveMaximum", "maxim
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 """What these have is no schema."""
 
+_BLOCKED_BY_BYTE = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1, 0.0, -np.inf
+).astype(np.float32)
+"""`[256, 8]`: what eight bits of a mask add to eight logits. Copying a row a byte is many times as fast
+as choosing for each bit."""
+
 _vocabularies: dict[tuple[str, int, tuple[int, ...]], _Vocabulary] = {}
 _lock = threading.Lock()
 
@@ -53,8 +59,10 @@ class TokenMatcher:
         self._vocab_size = vocab_size
         self._bits = np.zeros((vocab_size + 31) // 32, dtype=np.int32)
 
-    def mask(self) -> Tensor:
-        """Which ids may come next: bool `[V]`. At the grammar's end, only those that end the completion.
+    def blocked(self) -> Tensor:
+        """What to add to the logits: float32 `[V]`, 0 for ids that may come next and -inf for others.
+
+        At the grammar's end, only those that end the completion may come.
 
         Raises: KvferryError: the grammar takes too much time or memory here (reason `grammar_limit`).
         """
@@ -63,8 +71,8 @@ class TokenMatcher:
             raise KvferryError(
                 f"the grammar cannot be followed: {_first_line(self._matcher)}", reason="grammar_limit"
             )
-        bits = np.unpackbits(self._bits.view(np.uint8), count=self._vocab_size, bitorder="little")
-        return torch.from_numpy(bits.view(np.bool_))
+        blocked = np.take(_BLOCKED_BY_BYTE, self._bits.view(np.uint8), axis=0, mode="clip")
+        return torch.from_numpy(blocked).view(-1)[: self._vocab_size]
 
     def accept(self, token_id: int) -> None:
         """Go on with a token.
@@ -106,10 +114,10 @@ class GrammarCompiler:
     def check(self, grammar: Grammar) -> None:
         """Raises: InvalidRequest: as `matcher`, or no token can begin what the grammar allows."""
         try:
-            mask = TokenMatcher(self._vocabulary.compiled(grammar), self._vocab_size).mask()
+            blocked = TokenMatcher(self._vocabulary.compiled(grammar), self._vocab_size).blocked()
         except KvferryError as error:
             raise InvalidRequest(error.message) from None
-        if not mask.any():
+        if blocked.isinf().all():
             raise InvalidRequest("no token of the model's vocabulary can begin it")
 
     @cached_property

@@ -253,27 +253,25 @@ class SequenceSampler:
         masked = self._matcher is not None or self._thoughts is not None
         return masked or self.next_index < max(self.params.min_tokens, len(self.params.delivered))
 
-    def mask(self) -> Tensor:
-        """Which ids may be the next token: bool `[V]` on the host.
+    def blocked(self) -> Tensor:
+        """What to add to the logits: float32 `[V]` on the host, 0 for ids that may be the next token and -inf
+        for others.
 
         Raises: KvferryError: the grammar takes too much time or memory here.
         """
         if self.next_index < len(self.params.delivered):
-            return self._only(self.params.delivered[self.next_index])
+            return self._all_but(self.params.delivered[self.next_index])
         if self._thoughts is not None and self._thoughts.is_over:
-            return self._only(self._thoughts.budget.end_id)
-        if self._matcher is not None:
-            allowed = self._matcher.mask()
-        else:
-            allowed = torch.ones(self._vocab_size, dtype=torch.bool)
+            return self._all_but(self._thoughts.budget.end_id)
+        blocked = self._matcher.blocked() if self._matcher is not None else torch.zeros(self._vocab_size)
         if self.next_index < self.params.min_tokens:
-            allowed[self._end_ids] = False
-        return allowed
+            blocked[self._end_ids] = -torch.inf
+        return blocked
 
-    def _only(self, token_id: int) -> Tensor:
-        allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
-        allowed[token_id] = True
-        return allowed
+    def _all_but(self, token_id: int) -> Tensor:
+        blocked = torch.full((self._vocab_size,), -torch.inf)
+        blocked[token_id] = 0.0
+        return blocked
 
     def sample(self, logits: Tensor) -> SampledToken:
         """Draw the next token and record it.
@@ -292,7 +290,7 @@ class SequenceSampler:
         if self._penalties is not None:
             wide = self._penalties.apply(wide, self._numbers)
         if self.is_masked:
-            wide = wide.masked_fill(~self.mask(), -torch.inf)
+            wide = wide + self.blocked()
             if not wide.max().isfinite():
                 raise self.refusal()
         uniforms = torch.tensor(self.uniforms(1, at=self.next_index), dtype=torch.float64)
@@ -317,7 +315,7 @@ class SequenceSampler:
         """The error to raise if no token can be drawn."""
         if self._matcher is not None:
             try:
-                if not self._matcher.mask().any():
+                if self._matcher.blocked().isinf().all():
                     return KvferryError(
                         f"the grammar allows no token at token {self.next_index}", reason="grammar_dead_end"
                     )
@@ -498,8 +496,7 @@ class BatchSampler:
                 self._unmask(slot)
                 continue
             try:
-                barred = torch.where(sampler.mask(), 0.0, -torch.inf)
-                self._blocked[slot].copy_(barred, non_blocking=True)
+                self._blocked[slot].copy_(sampler.blocked(), non_blocking=True)
             except KvferryError:
                 self._blocked[slot].fill_(
                     -torch.inf

@@ -31,7 +31,7 @@ def regex(text):
 
 
 def allowed_texts(matcher):
-    ids = matcher.mask().nonzero()[:, 0].tolist()
+    ids = (matcher.blocked() == 0).nonzero()[:, 0].tolist()
     return {RAW.decode([token_id], skip_special_tokens=False) for token_id in ids}
 
 
@@ -39,19 +39,20 @@ def accepts(compiler, grammar, text):
     """Whether the grammar allows a text, and its end there."""
     matcher = compiler.matcher(grammar)
     for token_id in RAW.encode(text, add_special_tokens=False).ids:
-        if not matcher.mask()[token_id]:
+        if matcher.blocked()[token_id] != 0:
             return False
         matcher.accept(token_id)
-    return bool(matcher.mask()[list(ENDS)].all())
+    return bool((matcher.blocked()[list(ENDS)] == 0).all())
 
 
 def test_at_the_end_only_ends_are_allowed_and_padding_never_is(compiler):
     matcher = compiler.matcher(regex("(ab|cd)"))
-    mask = matcher.mask()
-    assert mask.shape == (VOCAB,)
-    assert mask.dtype == torch.bool
+    blocked = matcher.blocked()
+    assert blocked.shape == (VOCAB,)
+    assert blocked.dtype == torch.float32
+    assert set(blocked.tolist()) == {0.0, -torch.inf}
     assert allowed_texts(matcher) <= {"a", "ab", "c", "cd"}
-    assert not mask[-3:].any()
+    assert blocked[-3:].isneginf().all()
     for token_id in RAW.encode("cd", add_special_tokens=False).ids:
         matcher.accept(token_id)
     assert allowed_texts(matcher) == {"<|endoftext|>", "<|im_end|>"}
