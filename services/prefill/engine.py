@@ -21,8 +21,8 @@ from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.host_copies import host_copies
 from kvferry.services.prefill.job import PrefillJob, SessionTurns
 from kvferry.services.prefill.prompt_pass import LONG_TOKENS, PassTimes, PromptPass
-from kvferry.services.prefill.receiver import HistoryReceiver
 from kvferry.services.prefill.schedule import Pauses, Schedule, Started
+from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
 from kvferry.shared.control.messages import FirstToken
 from kvferry.shared.errors import CapacityExceeded, KvferryError, WorkerUnavailable

@@ -9,7 +9,7 @@ from concurrent.futures import Future, InvalidStateError
 
 import structlog
 
-from kvferry.services.prefill.receiver import HistoryReceiver
+from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.cache.delta import Positions, RetainedChain, RetainedRows, ShippedSelections
 from kvferry.shared.compression.formats import make_formats, num_observed_queries
 from kvferry.shared.control.messages import (

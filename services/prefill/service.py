@@ -18,8 +18,7 @@ import structlog
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.engine import PrefillEngine
 from kvferry.services.prefill.job import PrefillJob
-from kvferry.services.prefill.pending import PendingTable
-from kvferry.services.prefill.receiver import HistoryReceiver
+from kvferry.services.prefill.turns import HistoryReceiver, PendingTable
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.kept import MAX_KEPT_BINS
 from kvferry.shared.compression.resolve import check_resolved

@@ -7,13 +7,13 @@ the package `flash_attn_3` asks for it. It is used only if it agrees with plain 
 from __future__ import annotations
 
 import importlib.util
+import logging
 
-import structlog
 import torch
 
 from kvferry.shared.model.prefill_attention import causal_attention
 
-_log = structlog.get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _MODULE = "flash_attn_interface"
 _HOPPER = 9
@@ -44,7 +44,7 @@ def use_flash_attention_3(device: torch.device) -> bool:
             return True
         problem = f"it differs by {difference:.2e}, allowed {_TOLERANCE:g}"
     restore_flash_attention_impl(False)
-    _log.error("FlashAttention 3 is not used", problem=problem)
+    _log.error("FlashAttention 3 is not used: %s", problem)
     return False
 
 

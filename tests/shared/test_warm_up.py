@@ -40,10 +40,10 @@ def test_every_method_and_every_kernel_of_prefill_is_run():
 def test_a_method_that_fails_is_left_out(monkeypatch):
     compress = warm_up.compress_prompt
 
-    def fail(spec, resolved, layers):
+    def fail(spec, resolved, layers, states):
         if resolved.method == "snapkv":
             raise RuntimeError("out of memory")
-        return compress(spec, resolved, layers)
+        return compress(spec, resolved, layers, states)
 
     monkeypatch.setattr(warm_up, "compress_prompt", fail)
     monkeypatch.setattr(warm_up, "applicable_methods", lambda layers: ("full", "snapkv", "streamingllm"))

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 
-from kvferry.services.prefill.pending import PendingTable
+from kvferry.services.prefill.turns import PendingTable
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import (
     CommitTurnRequest,

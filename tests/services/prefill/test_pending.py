@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from kvtest.control import PREFILL_REQUEST
 
-from kvferry.services.prefill.pending import PendingTable
+from kvferry.services.prefill.turns import PendingTable
 from kvferry.shared.control.messages import PendingTurn, PendingTurns, PrefillRequest, SessionBase, SessionKey
 from kvferry.shared.errors import SessionPending
 

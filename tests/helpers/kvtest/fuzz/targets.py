@@ -372,20 +372,21 @@ def _scalar(rng: Random, field: Any) -> Any:
 
 
 def make_control(rng: Random) -> Case:
-    """A sealed control message and, in its first byte, which one it is."""
-    kind = rng.randrange(len(_NAMES))
-    message = filled(rng, getattr(pb, _NAMES[kind])).SerializeToString()
+    """A control message's name, a space, and the message with its seal."""
+    name = rng.choice(_NAMES)
+    message = filled(rng, getattr(pb, name)).SerializeToString()
     for _ in range(rng.choice((0, 1, 1, 3))):
         message = spoilt_bytes(rng, message)
     data = Seal("/m", "r").close(message)
-    return (bytes([kind]) + (spoilt_bytes(rng, data) if rng.random() < 0.1 else data),)
+    return (name.encode() + b" " + (spoilt_bytes(rng, data) if rng.random() < 0.1 else data),)
 
 
 def read_control(case: Case) -> str:
-    name = _NAMES[case[0][0]]
+    kind, _, data = case[0].partition(b" ")
+    name = kind.decode()
     codec = CODECS[name]
     try:
-        value = codec.decode(Seal("/m", "r").open(case[0][1:]))
+        value = codec.decode(Seal("/m", "r").open(data))
     except (InvalidRequest, WorkerUnavailable) as error:
         return f"{name} {error.reason}"
     try:
