@@ -3,6 +3,7 @@
 # make debian  the Debian packages that some tests need; test does it by itself where it may
 # make lint | types | clean
 # make release VERSION=1.2.3   version, changelog, wheel, sdist, commit and tag; see tools/release.py
+# make hashed  set up .venv with the digests of everything but torch checked; make hashes writes the digests anew
 # make audit   ask whether the installed packages have known weaknesses
 # PYTHON=python3.12 picks the interpreter; ARGS="--listen 127.0.0.1:9000" goes to `kvferry serve`.
 
@@ -18,7 +19,7 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
 
-.PHONY: serve test debian lint types contracts audit release clean
+.PHONY: serve test debian lint types contracts audit hashed hashes release clean
 .DEFAULT_GOAL := serve
 
 serve: $(INSTALLED)
@@ -57,11 +58,25 @@ audit: $(INSTALLED)
 	$(VENV)-audit/bin/python -m pip --disable-pip-version-check --no-input install --quiet pip-audit
 	$(VENV)-audit/bin/pip-audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
+# pip checks digests only where every package of a command has one, so torch comes after the others.
+hashed: $(VENV)/.created
+	$(PIP) install --quiet --no-deps --require-hashes -r constraints-hashes.txt
+	$(PIP) install --quiet -c constraints.txt -e .
+
+# Without torch, which pins another Triton on each platform, so that uv finds no set for all of them.
+hashes: $(VENV)/.created
+	$(PYTHON) -m venv $(VENV)-uv
+	$(VENV)-uv/bin/python -m pip --disable-pip-version-check --no-input install --quiet uv
+	$(PYTHON) docker/requirements.py | grep -v '^torch' | $(VENV)-uv/bin/uv pip compile --quiet --universal \
+		--python-version 3.11 --generate-hashes --no-annotate --no-header -c constraints.txt - >hashes.part
+	{ sed -n '/^#/p' constraints-hashes.txt; sed '/^ *#/d; /^$$/d' hashes.part; } >hashes.whole
+	mv hashes.whole constraints-hashes.txt && rm hashes.part
+
 release: $(INSTALLED_DEV)
 	$(BIN)/python tools/release.py "$(VERSION)"
 
 clean:
-	rm -rf $(VENV) $(VENV)-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-uv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
