@@ -29,9 +29,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from kvferry.kernels import dispatch
 from kvferry.kernels.decode_batch import BatchShape
 from kvferry.kernels.op_checks import op_checks
+from kvferry.shared.costs.machine import GPUS
+from kvferry.shared.costs.sizes import sizes_of
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.tools.plan.hardware import GPUS
-from kvferry.tools.plan.sizes import sizes_of
 
 _RESULTS = Path(__file__).parents[1] / "results" / "kernels"
 COMPILED = (_RESULTS / "compile.json", _RESULTS / "compile-others.json")

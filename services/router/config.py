@@ -84,6 +84,14 @@ class RouterConfig(StoredSettings):
         "",
         description="folder of quality curves of kvferry calibrate quality, beside the shipped ones",
     )
+    machine: Annotated[str, COMPRESSION] = Field(
+        "",
+        description="file of kvferry calibrate machine, by which the method auto chooses; empty: there is no "
+        "method auto",
+    )
+    link_gbits: Annotated[float, COMPRESSION] = Field(
+        100.0, gt=0, description="speed of the link between prefill and decode, Gbit/s, for the method auto"
+    )
     default_max_tokens: Annotated[int, ACCESS] = Field(
         512, ge=1, description="limit of chat completions that give no max_tokens, within the context"
     )

@@ -20,6 +20,9 @@ from rich.progress import Progress
 from kvferry.shared.command_line import version
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for, preset
+from kvferry.shared.costs.machine import MeasuredMachine
+from kvferry.shared.costs.model import ModelCost
+from kvferry.shared.costs.sizes import sizes_of
 from kvferry.shared.errors import ConfigurationError, KvferryError
 from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.bench.load import make_load
@@ -31,10 +34,8 @@ from kvferry.tools.bench.serving import served
 from kvferry.tools.evaluation.provenance import commit, hardware
 from kvferry.tools.plan.config import CalibrateMachineConfig
 from kvferry.tools.plan.fit import Point, fit_method, fit_prefill
-from kvferry.tools.plan.hardware import MeasuredMachine
-from kvferry.tools.plan.model import ModelCost, read_model
+from kvferry.tools.plan.model import read_model
 from kvferry.tools.plan.predict import Deployment, Workload, disaggregated
-from kvferry.tools.plan.sizes import sizes_of
 
 _ALONE, _TOGETHER = 5, 4
 """Requests one after another, and at the same time."""
@@ -79,20 +80,14 @@ async def calibrate_machine(config: CalibrateMachineConfig, *, console: Console 
     console = console or Console(stderr=True, highlight=False)
     lengths = _lengths(config.lengths)
     methods = list(dict.fromkeys(("full", *(name.strip() for name in config.methods.split(",")))))
+    # Answers run together only where prompts are computed in less time than answers take.
     grid = [
-        (
-            Setting(
-                method=method,
-                prompt_tokens=num_tokens,
-                answer_tokens=_ANSWER[batch],
-                budget_tokens=num_tokens // _BUDGET_SHARE,
-            ),
-            batch,
-        )
+        (_calibrated(method, num_tokens, batch), batch)
         for num_tokens in lengths
         for method in methods
-        for batch in (1, _TOGETHER)
+        for batch in ((1, _TOGETHER) if num_tokens == lengths[0] else (1,))
     ]
+    reference_cell = (_calibrated("full", lengths[len(lengths) // 2], 1), 1)
     prompts = PromptMaker(config.model)
     found: dict[tuple[Setting, int], list[list[Sample]]] = {cell: [] for cell in grid}
     checked = _settings_to_check(methods) if config.check else []
@@ -100,17 +95,16 @@ async def calibrate_machine(config: CalibrateMachineConfig, *, console: Console 
         async with Server.connect("url", addresses["url"], "", "", _load_config()) as server:
             if not server.is_kvferry:
                 raise KvferryError(f"{addresses['url']} is no kvferry")
-            for cell in grid:  # warms up every length and method
-                await _measure(server, prompts, *cell, seed=-1)
+            for setting, batch in grid:  # warms up every length and method
+                await _measure(server, prompts, setting, batch, seed=-1, requests=1)
             with Progress(console=console, refresh_per_second=2) as progress:
                 for number in progress.track(range(config.rounds), description="rounds"):
                     for cell in grid:
                         found[cell].append(await _measure(server, prompts, *cell, seed=number))
                 machine, model = _fitted(config, methods, found)
-                cell = (grid[len(lengths) // 2 * 2 * len(methods)][0], 1)
-                reference = _point(model, *cell, found[cell])
+                reference = _point(model, *reference_cell, found[reference_cell])
                 rows = [
-                    await _check(server, prompts, machine, model, setting, cell[0], reference)
+                    await _check(server, prompts, machine, model, setting, reference_cell[0], reference)
                     for setting in progress.track(checked, description="checks")
                 ]
     result: dict[str, Any] = {
@@ -138,6 +132,15 @@ async def calibrate_machine(config: CalibrateMachineConfig, *, console: Console 
     Path(config.machine_file).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     console.print(f"written to {config.machine_file}", markup=False)
     return 0
+
+
+def _calibrated(method: str, num_tokens: int, batch: int) -> Setting:
+    return Setting(
+        method=method,
+        prompt_tokens=num_tokens,
+        answer_tokens=_ANSWER[batch],
+        budget_tokens=num_tokens // _BUDGET_SHARE,
+    )
 
 
 def _lengths(text: str) -> list[int]:

@@ -11,9 +11,10 @@ import math
 from dataclasses import dataclass
 
 from kvferry.shared.compression.plan import CompressionPlan
-from kvferry.tools.plan.hardware import USABLE_MEMORY, Machine
-from kvferry.tools.plan.model import ModelCost
-from kvferry.tools.plan.sizes import Sizes, sizes_of
+from kvferry.shared.costs.machine import USABLE_MEMORY, Machine
+from kvferry.shared.costs.model import ModelCost
+from kvferry.shared.costs.request import RequestTimes, after_first_s, request_times
+from kvferry.shared.costs.sizes import Sizes
 
 MAX_UTILISATION = 0.7
 """Of a worker; above it waits grow fast."""
@@ -69,8 +70,7 @@ class Prediction:
     @property
     def after_first_s(self) -> float:
         """From the first to the last token."""
-        further = self.load.answer_tokens - 1
-        return self.transfer_s + further * self.step_s if further else 0.0
+        return after_first_s(self.load.answer_tokens, self.transfer_s, self.step_s)
 
     @property
     def per_token_s(self) -> float:
@@ -113,32 +113,16 @@ def disaggregated(deployment: Deployment, plan: CompressionPlan, load: Workload)
 
     Raises: InvalidRequest, ConfigurationError: the method does not go with the model or the machine.
     """
-    machine, model = deployment.machine, deployment.model
-    machine.check(model, plan.method)
-    sizes = sizes_of(
-        model.spec, plan, num_prompt_tokens=load.prompt_tokens, max_new_tokens=load.answer_tokens
-    )
-    prefill_s = machine.prefill_s(model, load.prompt_tokens)
-    compress_s = machine.compress_s(plan, sizes, load.prompt_tokens)
-    on_link_s = deployment.link_latency_s + sizes.shipped * max(
-        1 / deployment.link_bytes_per_s, machine.wire_s_per_byte
-    )
-    # Layers are sent while later ones are computed: only what the link cannot keep up with, and the last
-    # layer, come after the pass.
-    layers = model.spec.num_layers
-    pass_s = prefill_s + compress_s
-    transfer_s = machine.handover_s(plan, sizes) + max(
-        on_link_s / layers, on_link_s - pass_s * (layers - 1) / layers
-    )
-    prefill_workers, wait_s = _prefill_workers(pass_s, load)
-    decode_workers, batch, step_s = _decode_workers(deployment, plan, sizes, load, transfer_s)
+    alone = _alone(deployment, plan, load)
+    prefill_workers, wait_s = _prefill_workers(alone.pass_s, load)
+    decode_workers, batch, step_s = _decode_workers(deployment, plan, alone.sizes, load, alone.transfer_s)
     return Prediction(
         load=load,
-        sizes=sizes,
-        prefill_s=prefill_s,
-        compress_s=compress_s,
+        sizes=alone.sizes,
+        prefill_s=alone.prefill_s,
+        compress_s=alone.compress_s,
         wait_s=wait_s,
-        transfer_s=transfer_s,
+        transfer_s=alone.transfer_s,
         step_s=step_s,
         stall_s=0.0,
         prefill_workers=prefill_workers,
@@ -151,14 +135,8 @@ def together(
     deployment: Deployment, plan: CompressionPlan, load: Workload, *, least_workers: int = 1
 ) -> Prediction:
     """Every worker computes prompts and answers; nothing is shipped, and a prompt stops the streams."""
-    machine, model = deployment.machine, deployment.model
-    machine.check(model, plan.method)
-    sizes = sizes_of(
-        model.spec, plan, num_prompt_tokens=load.prompt_tokens, max_new_tokens=load.answer_tokens
-    )
-    prefill_s = machine.prefill_s(model, load.prompt_tokens)
-    compress_s = machine.compress_s(plan, sizes, load.prompt_tokens)
-    pass_s = prefill_s + compress_s
+    alone = _alone(deployment, plan, load)
+    sizes, pass_s = alone.sizes, alone.pass_s
     room = deployment.arena_bytes() / sizes.arena
     found: tuple[int, float, float, float] | None = None
     for workers in _numbers(least_workers):
@@ -177,8 +155,8 @@ def together(
     return Prediction(
         load=load,
         sizes=sizes,
-        prefill_s=prefill_s,
-        compress_s=compress_s,
+        prefill_s=alone.prefill_s,
+        compress_s=alone.compress_s,
         wait_s=wait_s,
         transfer_s=0.0,
         step_s=step_s,
@@ -186,6 +164,18 @@ def together(
         prefill_workers=0,
         decode_workers=workers_needed,
         batch=batch,
+    )
+
+
+def _alone(deployment: Deployment, plan: CompressionPlan, load: Workload) -> RequestTimes:
+    return request_times(
+        deployment.machine,
+        deployment.model,
+        plan,
+        prompt_tokens=load.prompt_tokens,
+        answer_tokens=load.answer_tokens,
+        link_bytes_per_s=deployment.link_bytes_per_s,
+        link_latency_s=deployment.link_latency_s,
     )
 
 

@@ -53,7 +53,7 @@ async def create(services: Services, key: SessionKey, body: DocumentRequest, req
             f"{model.max_model_len}",
             param="text",
         )
-    plan = await services.plans.choose(compression, token_ids, model)
+    chosen = await services.plans.choose(compression, token_ids, model, answer_tokens=1)
     async with services.sessions.lease(key, needs_record=False) as lease:
         earlier = lease.record.prefill_addresses if lease.record is not None else ()
         await services.sessions.check_quota(lease, services.config, num_tokens=len(token_ids))
@@ -61,7 +61,7 @@ async def create(services: Services, key: SessionKey, body: DocumentRequest, req
             request_id=request_id,
             model=model,
             prompt_token_ids=token_ids,
-            plan=plan,
+            plan=chosen.plan,
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
             deadline_s=asyncio.get_running_loop().time() + services.config.request_timeout_s,
             session=key,

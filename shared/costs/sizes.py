@@ -9,7 +9,6 @@ from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.tools.evaluation.budgets import kept_bytes, read_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ def sizes_of(spec: ModelSpec, plan: CompressionPlan, *, num_prompt_tokens: int, 
         method=resolved.method,
         full=spec.full_bytes(num_prompt_tokens),
         shipped=sum(fmt.shipped_bytes() for fmt in formats),
-        kept=kept_bytes(spec, resolved),
-        read=read_bytes(spec, resolved) + grown,
+        kept=sum(fmt.kept_bytes() for fmt in formats),
+        read=sum(fmt.read_bytes() for fmt in formats) + grown,
         arena=sequence_layout(formats).size_bytes,
     )

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvferry.shared.compression.plan import CompressionPlan
+from kvferry.shared.costs.model import ModelCost
+from kvferry.shared.costs.sizes import Sizes
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.spec import DTypeName
-from kvferry.tools.plan.model import ModelCost
-from kvferry.tools.plan.sizes import Sizes
 
 MEASURED = Path(__file__).parent / "machines"
 """Files of measured machines that come with the package, NAME.json."""
