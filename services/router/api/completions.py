@@ -9,12 +9,12 @@ is an ordinary error answer, for streams as well, unless a keep-alive had to be 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.security import HTTPBearer
 from starlette.responses import JSONResponse, Response
@@ -283,8 +283,8 @@ class OpenAiResponse(CompletionResponse):
             "model": completion.model.name,
             "system_fingerprint": f"kvferry-{completion.model.fingerprint[:16]}",
         }
-        self._chunk_head = _ENCODE(self._head)[:-1]
-        """As JSON, without the closing brace: every chunk begins with it."""
+        self._chunk_head = b"data: " + _ENCODE(self._head)[:-1]
+        """With the head as JSON, without the closing brace: every chunk begins so."""
         self._num_calls: dict[int, int] = {}
         self._begun: set[int] = set()
         self._num_ended = 0
@@ -383,8 +383,8 @@ class OpenAiResponse(CompletionResponse):
             options = self._request.stream_options
             each = options is not None and options.continuous_usage_stats
             usage["usage"] = self.completion.usage() if each else None
-        rest = _ENCODE({"choices": choices, **usage, **extras})[1:]
-        return f"data: {self._chunk_head},{rest}\n\n".encode()
+        rest = _ENCODE({"choices": choices, **usage, **extras})
+        return b"%b,%b\n\n" % (self._chunk_head, rest[1:])
 
 
 def _message(choice: Choice, *, shows_reasoning: bool) -> AssistantMessage:
@@ -397,12 +397,12 @@ def _message(choice: Choice, *, shows_reasoning: bool) -> AssistantMessage:
     return message
 
 
-_ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_ENCODE = msgspec.json.Encoder().encode
 
 
 def server_event(data: Mapping[str, Any]) -> bytes:
     """One server-sent event; JSON escapes line ends, so it is always one line."""
-    return b"data: " + _ENCODE(data).encode() + b"\n\n"
+    return b"data: " + _ENCODE(data) + b"\n\n"
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
