@@ -249,13 +249,14 @@ def step(options: argparse.Namespace) -> dict[str, Any]:
     They are the server's own figures: a step with what the engine does for it on the host.
     """
     sizes = {
-        "2 layers of 64, small vocabulary": (None, {}),
-        "8 layers of 512, usual vocabulary": (
+        "2-layers-of-64_vocabulary-of-bytes": (None, {}),
+        "8-layers-of-512_usual-vocabulary": (
             usual_tokenizer(),
             {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8},
         ),
     }
     found: dict[str, Any] = {"threads": options.threads, "sequences": BATCH, "tokens": NUM_STEPS}
+    found["temperature"] = options.temperature
     for name, (tokenizer, overrides) in sizes.items():
         with tempfile.TemporaryDirectory(prefix="kvferry-structured-") as folder:
             model = make_text_model(Path(folder), tokenizer=tokenizer, **overrides)
@@ -263,7 +264,7 @@ def step(options: argparse.Namespace) -> dict[str, Any]:
                 times: dict[str, list[float]] = {"plain": [], "structured": []}
                 for number in range(-1, options.rounds):
                     for kind, means in times.items():
-                        mean_s = _mean_step_s(stack, kind == "structured", options.seed)
+                        mean_s = _mean_step_s(stack, kind == "structured", options)
                         if number >= 0:  # the first round warms up
                             means.append(mean_s)
         plain, structured = (statistics.median(times[kind]) for kind in ("plain", "structured"))
@@ -275,14 +276,15 @@ def step(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _mean_step_s(stack: Any, is_structured: bool, seed: int) -> float:
+def _mean_step_s(stack: Any, is_structured: bool, options: argparse.Namespace) -> float:
     """Of one batch of requests that all have the same number of tokens."""
     import httpx
 
-    rng = random.Random(seed)
+    rng = random.Random(options.seed)
 
     def ask(schema: dict[str, Any]) -> None:
         body: dict[str, Any] = {"model": "structured", "prompt": "it is", "max_tokens": NUM_STEPS, "seed": 1}
+        body["temperature"] = options.temperature
         if is_structured:
             body["structured_outputs"] = {"json": {"type": "array", "items": schema, "minItems": 1000}}
         else:
@@ -312,6 +314,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=16)
     parser.add_argument("--threads", type=int, default=1, help="of the server")
     parser.add_argument("--rounds", type=int, default=5, help="of `step`")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of `step`")
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     options = parser.parse_args()
     parts = {"validity": validity, "step": step, "libraries": libraries}

@@ -188,12 +188,14 @@ class ChatTokenizer:
         own: Mapping[str, Any] | None = getattr(self._tokenizer, "response_template", None)
         if own is not None or self._template is None:
             return own
+        from kvferry.shared.model.tool_format import HARMONY, is_harmony, thoughts_template
+
+        if is_harmony(self._template):
+            return HARMONY
         if self.tool_format is not None and self.tool_format.response_template is not None:
             return self.tool_format.response_template
         if "think" not in self._template.lower():
             return None
-        from kvferry.shared.model.tool_format import thoughts_template
-
         return thoughts_template(self._template, self._render_example)
 
     @property

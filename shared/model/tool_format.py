@@ -1,8 +1,8 @@
 """How a model writes tool calls and thoughts: learnt from its chat template, for parsing and for grammars.
 
 A checkpoint may bring a `response_template` of transformers; without one, a template is made from what the
-chat template writes for a call with known parts. Calls must be JSON objects with the name and the arguments.
-Others are not recognised, and stay in the content.
+chat template writes for a call with known parts. Calls must be JSON objects with the name and the arguments,
+or in Harmony's channels (gpt-oss). Others are not recognised, and stay in the content.
 """
 
 from __future__ import annotations
@@ -25,6 +25,37 @@ _EXAMPLE_TOOL = {
     },
 }
 _USER = {"role": "user", "content": "hello"}
+_HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|message|>")
+_HARMONY_NAME = r" to=functions\.(?P<name>[\w.-]+)"
+_HARMONY_ARGUMENTS = r"\s*(?:<\|constrain\|>)?\w*<\|message\|>"
+_HARMONY_CALL = r"<\|channel\|>(?:commentary|analysis)"
+HARMONY: Mapping[str, Any] = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|start|>assistant",
+    "fields": {
+        "reasoning_content": {
+            "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>",
+            "close": "<|end|>",
+            "content": "text",
+        },
+        "tool_calls": {
+            # The function's name comes after the channel's, or before it as chat templates write it.
+            "open_pattern": (
+                rf"(?:<\|start\|>assistant)?{_HARMONY_CALL}{_HARMONY_NAME}{_HARMONY_ARGUMENTS}"
+                rf"|(?:\A|<\|start\|>assistant){_HARMONY_NAME}{_HARMONY_CALL}{_HARMONY_ARGUMENTS}"
+            ),
+            "close": ["<|call|>", "<|end|>"],
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {
+            "close_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>\w+\s*<\|message\|>|<\|end\|>",
+            "content": "text",
+        },
+    },
+}
+"""transformers' template of Harmony's channels: analysis is thoughts; final and commentary are content."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +195,11 @@ def _response_template(
     if not is_list and closing.strip():
         calls["close"] = closing.strip()
     return _with_anchor({**thoughts, "tool_calls": calls}, anchor)
+
+
+def is_harmony(chat_template: str) -> bool:
+    """Whether the chat template writes messages in Harmony's channels."""
+    return all(mark in chat_template for mark in _HARMONY_MARKS)
 
 
 def thoughts_template(chat_template: str, render: Callable[..., str]) -> dict[str, Any] | None:

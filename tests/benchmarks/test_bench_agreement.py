@@ -1,4 +1,4 @@
-"""`kvferry bench` measures what `vllm bench serve` measures, by the committed result."""
+"""`kvferry bench` measures what `vllm bench serve` measures, and other clients run, by committed results."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "bench" / "vllm-bench-serve.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "bench"
 
 
 def test_every_figure_agrees_within_5_percent_under_both_loads() -> None:
-    loads = json.loads(RESULT.read_text())["loads"]
+    loads = json.loads((RESULTS / "vllm-bench-serve.json").read_text())["loads"]
     assert loads.keys() == {"closed", "even"}
     for load in loads.values():
         assert len(load["medians"]) == 4
@@ -22,3 +22,12 @@ def test_every_figure_agrees_within_5_percent_under_both_loads() -> None:
                 assert len(runs) >= 5
                 assert its[client] == pytest.approx(statistics.median(runs))
             assert its["kvferry"] / its["vllm"] == pytest.approx(1, abs=0.05)
+
+
+def test_guidellm_and_aiperf_get_every_answer_whole() -> None:
+    found = json.loads((RESULTS / "load-clients.json").read_text())
+    loads = [its for client in found["clients"].values() for its in client.values() if isinstance(its, dict)]
+    assert found["clients"].keys() == {"guidellm", "aiperf"}
+    assert len(loads) == 5
+    whole = {"complete": found["requests"], "failed": 0, "answer_tokens": found["answer_tokens"]}
+    assert all(its == whole for its in loads)

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, f
 from pydantic_core import PydanticCustomError
 
 from kvferry.services.router.completion.engine_fields import INT31, ChatFields, EngineFields
+from kvferry.services.router.completion.requests import StopString
 from kvferry.services.router.completion.structured import StructuredField
 from kvferry.services.router.completion.tools import ToolName
 from kvferry.services.router.completion.translation import Names, Translation, chat_request, texts_of
@@ -203,6 +204,8 @@ class ResponseRequest(EngineFields, ChatFields, StructuredField):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     include: list[_INCLUDABLE] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
     top_logprobs: Annotated[int, Range(0, 20)] | None = None
     metadata: Annotated[
         dict[str, Annotated[str, StringConstraints(max_length=512)]], Field(max_length=16)
@@ -263,6 +266,8 @@ def translate(body: ResponseRequest, before: Sequence[ChatMessage]) -> Translati
         "tool_choice": body.tool_choice,
         "logprobs": body.has_logprobs or None,
         "top_logprobs": body.top_logprobs,
+        "stop": body.stop,
+        "ignore_eos": body.ignore_eos,
     }
     if isinstance(body.tool_choice, ChosenFunction):
         fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}

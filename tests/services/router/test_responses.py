@@ -90,6 +90,18 @@ async def test_a_chat_in_a_responses_session_keeps_what_it_still_has(stack: Any)
         await stack.client.responses.retrieve(first.id)
 
 
+async def test_fields_of_vllm_that_end_an_answer_are_followed(stack: Any) -> None:
+    whole = await stack.client.responses.create(**ASK, input="the red castle .", extra_body={"stop": None})
+    stop = whole.output_text.split()[1]
+    cut = await stack.client.responses.create(
+        **ASK, input="the red castle .", extra_body={"stop": [stop], "ignore_eos": True}
+    )
+    assert cut.output_text == whole.output_text.partition(stop)[0]
+    assert stack.prefill[0].requests[-1].sampling.ignore_eos
+    with pytest.raises(openai.BadRequestError, match="stop"):
+        await stack.client.responses.create(**ASK, input="the red castle .", extra_body={"stop": [1]})
+
+
 async def test_a_failed_response_is_told_as_an_event(start_stack: Any) -> None:
     stack = await start_stack(request_timeout_s=0.6)
     stack.script.token_delay_s = 0.2

@@ -55,6 +55,53 @@ def test_an_answers_parts_are_found_however_it_comes(template, text, expected, s
     assert answer(tokenizer_of(template).response_template, text, step) == expected
 
 
+HARMONY = (
+    "{% for m in messages %}{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}"
+    "{{ '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}"
+    "{{ (call.arguments | tojson) + '<|im_end|>' }}{% elif m.role == 'assistant' %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% else %}"
+    "{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}{# tools #}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+FINAL = "<|channel|>final<|message|>"
+THOUGHT = "<|channel|>analysis<|message|>a < b<|end|>"
+TO_F = f" to=functions.f<|channel|>commentary json<|message|>{ONE.arguments}"
+TO_G = "<|channel|>commentary to=functions.g <|constrain|>json<|message|>{}"
+PREAMBLE = "<|channel|>commentary<|message|>Let me see.<|end|>"
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{FINAL}yes to=all", ("yes to=all", "", [])),
+        (f"{THOUGHT}<|start|>assistant{FINAL}yes", ("yes", "a < b", [])),
+        (f"{THOUGHT}<|start|>assistant{TO_G}<|call|>", ("", "a < b", [TWO])),
+        (f"{THOUGHT}<|start|>assistant{TO_F}", ("", "a < b", [ONE])),
+        (f"{TO_F}<|call|>", ("", "", [ONE])),
+        (f"{TO_F}<|call|><|start|>assistant{TO_G}", ("", "", [ONE, TWO])),
+        (f"{PREAMBLE}<|start|>assistant{TO_G}", ("Let me see.", "", [TWO])),
+        (f"{TO_G[:-1]}", (TO_G[:-1], "", [])),
+        ("no channel", ("no channel", "", [])),
+    ],
+)
+def test_harmonys_channels_are_told_apart(text, expected, step):
+    template = tokenizer_of(HARMONY).response_template
+    assert answer(template, text, step, prefix="<|end|><|start|>assistant") == expected
+
+
+def test_harmonys_final_channel_that_the_prompt_has_opened_goes_on():
+    template = tokenizer_of(HARMONY).response_template
+    assert answer(template, "yes", prefix=f"<|start|>assistant{FINAL}") == ("yes", "", [])
+
+
+def test_a_demanded_call_in_harmonys_form_is_found():
+    tokenizer = tokenizer_of(HARMONY)
+    begin, middle = tokenizer.tool_format.begin, tokenizer.tool_format.middle
+    text = f"{begin}{TWO.name}{middle}{TWO.arguments}{tokenizer.tool_format.end}"
+    assert answer(tokenizer.response_template, text, prefix="<|start|>assistant") == ("", "", [TWO])
+
+
 def test_a_template_without_tools_or_marks_implies_no_parts():
     plain, llama = tokenizer_of(CHATML), tokenizer_of(LLAMA)
     assert not plain.knows("tools")
