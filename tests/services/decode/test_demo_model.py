@@ -107,3 +107,36 @@ async def test_a_batch_of_every_method_equals_each_alone(harness, models, demo_r
     assert alone == expected
     assert together == expected
     assert await made.arena_is_free()
+
+
+async def test_logprobs_beside_others_differ_from_those_alone_by_rounding_at_most(
+    harness, models, demo_request
+):
+    """A matrix product's order of summation depends on the number of its rows."""
+    methods = ({"method": "full"}, {"method": "rdkv", "tokens": 64}, {"method": "rocketkv", "tokens": 64})
+    requests = [
+        demo_request(filler, request_id=f"{filler} {case['method']}", logprobs=0, ignore_eos=True, **case)
+        for filler in (10, 21)
+        for case in methods
+    ]
+    made = await harness(model=models[0], prefill_model=models[1], arena_bytes=64 << 20, max_batch_size=8)
+
+    async def sampled(stream, first):
+        return [first] + [event.token async for event in stream if hasattr(event, "token")]
+
+    async def begun(stack, request):
+        stream = made.service.generate(request, timeout_s=60)
+        await stack.enter_async_context(contextlib.aclosing(stream))
+        ticket = (await anext(stream)).ticket
+        return stream, await asyncio.to_thread(made.shipper.ship, request, ticket)
+
+    async with contextlib.AsyncExitStack() as stack:
+        alone = [await sampled(*await begun(stack, request)) for request in requests]
+    async with contextlib.AsyncExitStack() as stack:
+        streams = [await begun(stack, request) for request in requests]
+        together = [await sampled(*its) for its in streams]
+    worst = 0.0
+    for mine, theirs in zip(alone, together, strict=True):
+        assert [its.token_id for its in mine] == [its.token_id for its in theirs]
+        worst = max(worst, *(abs(a.logprob - b.logprob) for a, b in zip(mine, theirs, strict=True)))
+    assert worst < 1e-4, worst
