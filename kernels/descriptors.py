@@ -76,6 +76,16 @@ def split_workspace(output: Tensor, num_slots: int) -> SplitWorkspace:
     )
 
 
+def choose_num_programs(num_heads: int, device: torch.device) -> int:
+    """Programs of a launch that divides them among its heads by their lengths; fixed for a batch bucket.
+
+    One for each head, because none goes without, and what fills the device a few times.
+    """
+    if device.type != "cuda":
+        return (_INTERPRETED_SPLITS + 1) * num_heads
+    return num_heads + CTAS_PER_SM * num_multiprocessors(device)
+
+
 def choose_num_splits(num_heads: int, device: torch.device) -> int:
     """Splits per head so that all heads together fill the device a few times; fixed for a batch bucket.
 

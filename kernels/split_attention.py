@@ -11,8 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvferry.kernels.descriptors import MAX_SPLITS
+
 LOG2_E = 1.4426950408889634
 MIN_BLOCK_G = 16
+_HEADS_AT_ONCE = tl.constexpr(128)
+_MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 _SPLITS_AT_ONCE = tl.constexpr(16)
 """A constant, so that no kernel is compiled again for another number of splits."""
 
@@ -49,6 +53,52 @@ def split_range(num_tiles, split, num_splits, MIN_TILES: tl.constexpr):
     per_split = tl.maximum(tl.cdiv(num_tiles, num_splits), MIN_TILES)
     begin = split * per_split
     return begin, tl.minimum(begin + per_split, num_tiles), tl.maximum(tl.cdiv(num_tiles, per_split), 1)
+
+
+@triton.jit
+def _splits_of(heads_ptr, h, num_heads, per_split, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr):
+    """Tiles of each of some heads, and its splits: as few as have at most `per_split` tiles, at least 1."""
+    length = tl.load(heads_ptr + h * FIELDS + 2, mask=h < num_heads, other=0).to(tl.int32)
+    tiles = tl.cdiv(length, BLOCK_N)
+    return tiles, tl.where(h < num_heads, tl.maximum(tl.cdiv(tiles, per_split), 1), 0)
+
+
+@triton.jit
+def place_of(
+    heads_ptr, num_heads, program, num_programs, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
+    FIELDS: tl.constexpr,
+):  # fmt: skip
+    """What one of more than `num_heads` programs attends to, so that each has about as many tiles.
+
+    All programs read all lengths, on the device: a long head gets more of them.
+
+    Returns: the head, or `num_heads` for a program that has nothing to do; its begin and end among the head's
+        tiles; the head's first program, and how many it has, 1 to MAX_SPLITS.
+    """
+    h = tl.arange(0, _HEADS_AT_ONCE)
+    total, longest = 0, 0
+    for first in range(0, num_heads, _HEADS_AT_ONCE):
+        tiles, _ = _splits_of(heads_ptr, first + h, num_heads, 1, BLOCK_N, FIELDS)
+        total += tl.sum(tiles, 0)
+        longest = tl.maximum(longest, tl.max(tiles, 0))
+    # rounding up costs each head one program at most
+    per_split = tl.maximum(tl.cdiv(total, num_programs - num_heads), tl.cdiv(longest, _MAX_SPLITS))
+    per_split = tl.maximum(per_split, MIN_TILES)
+    head, mine, first_program, num_splits, taken = num_heads, 0, 0, 1, 0
+    for first in range(0, num_heads, _HEADS_AT_ONCE):
+        tiles, splits = _splits_of(heads_ptr, first + h, num_heads, per_split, BLOCK_N, FIELDS)
+        after = taken + tl.cumsum(splits, 0)
+        here = (after - splits <= program) & (program < after)
+        if tl.sum(here.to(tl.int32), 0) > 0:
+            head = first + tl.sum(tl.where(here, h, 0), 0)
+            mine = tl.sum(tl.where(here, tiles, 0), 0)
+            first_program = tl.sum(tl.where(here, after - splits, 0), 0)
+            num_splits = tl.sum(tl.where(here, splits, 0), 0)
+        taken += tl.sum(splits, 0)
+    split = program - first_program
+    # equal parts: the last is not a remainder
+    begin, end = mine * split // num_splits, mine * (split + 1) // num_splits
+    return head, begin, end, first_program, num_splits
 
 
 @triton.jit

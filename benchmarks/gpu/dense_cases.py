@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvferry.kernels import split_attention as append
 from kvferry.kernels.dense_decode import triton_kernel as dense_decode
-from kvferry.kernels.descriptors import choose_num_splits, split_workspace
+from kvferry.kernels.descriptors import choose_num_programs, split_workspace
 
 
 def dense_case(
@@ -28,9 +28,8 @@ def dense_case(
         [(2 * i * step, (2 * i + 1) * step, lengths[i // heads]) for i in range(batch_size * heads)],
         device=device,
     )
-    splits = choose_num_splits(batch_size * heads, device)
     output = torch.full_like(queries, torch.nan)
-    workspace = split_workspace(output, batch_size * heads * splits)
+    workspace = split_workspace(output, choose_num_programs(batch_size * heads, device))
     flat = arena.view(-1)
 
     def launch() -> Tensor:
@@ -42,7 +41,6 @@ def dense_case(
             row_stride=head_dim,
             scaling=head_dim**-0.5,
             workspace=workspace,
-            num_splits=splits,
             output=output,
         )
         return output

@@ -53,7 +53,7 @@ GATES = {
     "_rotate_kernel": Gate(registers=128),
     "_silu_product_kernel": Gate(registers=64),
     "_dense_decode_kernel": Gate(
-        registers=128,
+        registers=168,
         streams={"tl.load(key_ptr + key_offset + at": _WIDE, "tl.load(value_ptr + value_offset + at": _WIDE},
     ),
     "_score_pages_kernel": Gate(

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from decode_cases import Method, methods_of
+from mixed_batch import mixed_rows
 from random_model import SHAPES, TINY_SHAPES, Shape, random_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +29,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.decode_batch import BatchShape
+from kvferry.kernels.dense_decode.triton_kernel import MIN_SPLIT_BYTES
 from kvferry.kernels.op_checks import op_checks
 from kvferry.shared.costs.machine import GPUS
 from kvferry.shared.costs.sizes import sizes_of
@@ -252,8 +254,22 @@ def roofline() -> dict[str, Any]:
             "attention": {method: dict(its) for method, its in model.attention.items()},
         },
         "kernels": kernels,
+        "mixed_batches": [its for chip in CHIPS for its in _mixed(chip, SHAPES[0])],
         "steps": steps,
     }
+
+
+def _mixed(chip: Chip, shape: Shape) -> list[dict[str, Any]]:
+    """Dense decode's rows of `mixed_batch.py`."""
+    row = compiled_row(_STREAMS["full"], chip.arch, shape)
+    token_bytes = 4 * shape.head_dim
+    block_tokens = 64 if row["shared_bytes"] > 128 * token_bytes else 32
+    return mixed_rows(
+        chip.name, num_sms=chip.num_sms, per_sm=occupancy(chip, row), in_flight=row["shared_bytes"] // 2,
+        latency_s=LATENCY_S, bandwidth=REACHABLE * chip.bandwidth, num_kv_heads=shape.num_kv_heads,
+        block_tokens=block_tokens, tile_bytes=block_tokens * token_bytes,
+        min_tiles=max(MIN_SPLIT_BYTES // (block_tokens * token_bytes), 1),
+    )  # fmt: skip
 
 
 def add_modelled(rows: list[dict[str, Any]], device_name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewToken, NewTokens, SlotBatch
-from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_splits, split_workspace
+from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_programs, split_workspace
 from kvferry.kernels.torch_attention import attend_rows
 
 
@@ -21,8 +21,7 @@ class DenseBatch(SlotBatch[CachedRows, SplitWorkspace]):
     def scratch(self, num_slots: int) -> SplitWorkspace:
         """See `SlotBatch.scratch`."""
         num_heads = num_slots * self._shape.num_kv_heads
-        num_splits = choose_num_splits(num_heads, self._shape.device)
-        return split_workspace(self._output[:num_slots], num_heads * num_splits)
+        return split_workspace(self._output[:num_slots], choose_num_programs(num_heads, self._shape.device))
 
     def _attend_one(self, layer: int, slot: int, rows: CachedRows, token: NewToken) -> Tensor:
         return attend_rows(token.queries, *rows.append(token), scaling=token.scaling)
@@ -42,6 +41,5 @@ class DenseBatch(SlotBatch[CachedRows, SplitWorkspace]):
             row_stride=self._shape.head_dim,
             scaling=step.scaling,
             workspace=scratch,
-            num_splits=len(scratch.lse) // len(heads),
             output=output,
         )

@@ -1,7 +1,8 @@
 """Dense decode attention in Triton: split-K over a head's rows; the last split to finish combines them.
 
-One program per (sequence, KV head) and split; the G query heads of a group share every row it loads.
-Descriptors (`kernels/descriptors.py`) locate rows; lengths are read on the device.
+One program per split; the G query heads of a group share every row it loads. Descriptors
+(`kernels/descriptors.py`) locate rows. Lengths are read on the device, and splits are divided among heads
+there, so that one long sequence among short ones is read by as many programs as a batch of long ones.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from kvferry.kernels.descriptors import (
     ALIGNMENT_BYTES,
     SplitWorkspace,
-    choose_num_splits,
+    choose_num_programs,
     split_workspace,
     uniform_heads,
 )
@@ -26,7 +27,7 @@ from kvferry.kernels.split_attention import (
     attend_tile,
     finish_split,
     load_queries,
-    split_range,
+    place_of,
 )
 
 MIN_SPLIT_BYTES = 32 << 10
@@ -34,6 +35,8 @@ MIN_SPLIT_BYTES = 32 << 10
 MAX_REGISTERS = 128
 """Per thread: an SM then fits 16 warps, `CTAS_PER_SM` programs of four. Without a limit the compiler spills
 registers to fit more programs than shared memory allows."""
+MORE_REGISTERS = 168
+"""Of larger tiles: an SM then fits 12 warps, three programs of four. Fewer spill on sm_90."""
 
 _SCRATCH_BYTES = 2 << 10
 
@@ -41,16 +44,18 @@ _SCRATCH_BYTES = 2 << 10
 @triton.jit
 def _dense_decode_kernel(
     query_ptr, key_ptr, value_ptr, heads_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr,
-    scale_log2, stride_row,
+    scale_log2, stride_row, num_heads,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     MIN_TILES: tl.constexpr, ALIGN: tl.constexpr, FIELDS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    bh, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    key_offset = tl.multiple_of(tl.load(heads_ptr + bh * FIELDS), ALIGN)
-    value_offset = tl.multiple_of(tl.load(heads_ptr + bh * FIELDS + 1), ALIGN)
-    length = tl.load(heads_ptr + bh * FIELDS + 2).to(tl.int32)
-    begin, end, active = split_range(tl.cdiv(length, BLOCK_N), split, num_splits, MIN_TILES)
-    if split < active:
+    program = tl.program_id(0)
+    bh, begin, end, first_program, num_splits = place_of(
+        heads_ptr, num_heads, program, tl.num_programs(0), MIN_TILES, BLOCK_N, FIELDS
+    )
+    if bh < num_heads:
+        key_offset = tl.multiple_of(tl.load(heads_ptr + bh * FIELDS), ALIGN)
+        value_offset = tl.multiple_of(tl.load(heads_ptr + bh * FIELDS + 1), ALIGN)
+        length = tl.load(heads_ptr + bh * FIELDS + 2).to(tl.int32)
         g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
         q = load_queries(query_ptr, bh, g, d, G, D, DOT)
         highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
@@ -66,7 +71,7 @@ def _dense_decode_kernel(
             highest, total, acc = attend_tile(q, k, v, ok, highest, total, acc, scale_log2)
         finish_split(
             acc, highest, total, partial_ptr, lse_ptr, counter_ptr, out_ptr, bh,
-            bh * num_splits + split, bh * num_splits, active, g, d, G, D,
+            program, first_program, num_splits, g, d, G, D,
         )  # fmt: skip
 
 
@@ -79,7 +84,6 @@ def dense_decode_batch(
     row_stride: int,
     scaling: float,
     workspace: SplitWorkspace,
-    num_splits: int,
     output: Tensor,
 ) -> None:
     """softmax(scaling * q K^T) V for one new token of every sequence of a batch, in one launch.
@@ -89,29 +93,29 @@ def dense_decode_batch(
         keys, values: the buffers that offsets count from (one arena, or two buffers), the queries' dtype.
         heads: int64 `[B * H_kv, F]`, see `descriptors`; a head without rows has an output of zero.
         row_stride: elements from one row to the next.
-        workspace: of at least B * H_kv * num_splits slots and B * H_kv heads.
-        num_splits: 1 to MAX_SPLITS; the grid's second size.
+        workspace: of B * H_kv heads at least. The launch has a program for each of its slots, and these are
+            more than the heads.
         output: out, contiguous `[B, H_kv, G, D]` in the queries' dtype.
     """
     batch_size, num_kv_heads, group_size, head_dim = queries.shape
     block_d = max(triton.next_power_of_2(head_dim), 16)
     block_n = block_tokens(queries, block_d)
     row_bytes = 2 * head_dim * queries.element_size()
-    _dense_decode_kernel[(batch_size * num_kv_heads, num_splits)](
+    _dense_decode_kernel[(len(workspace.lse),)](
         queries, keys, values, heads, workspace.partial, workspace.lse, workspace.counters, output,
-        scaling * LOG2_E, row_stride,
+        scaling * LOG2_E, row_stride, batch_size * num_kv_heads,
         G=group_size, BLOCK_G=MIN_BLOCK_G, D=head_dim, BLOCK_D=block_d, BLOCK_N=block_n,
         MIN_TILES=max(MIN_SPLIT_BYTES // (block_n * row_bytes), 1),
         ALIGN=ALIGNMENT_BYTES // queries.element_size(),
         FIELDS=heads.shape[1], DOT=dot_dtype(queries.dtype), num_warps=decode_warps(block_d), num_stages=3,
-        maxnreg=MAX_REGISTERS,
+        # of 128 channels, shared memory lets an SM have three programs at most
+        maxnreg=MORE_REGISTERS if block_d == 128 else MAX_REGISTERS,
     )  # fmt: skip
 
 
 def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float) -> Tensor:
     """One sequence of `dense_decode_batch`; `__init__.py` checks arguments."""
     num_kv_heads = queries.shape[0]
-    splits = choose_num_splits(num_kv_heads, queries.device)
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)
     dense_decode_batch(
         queries.contiguous()[None],
@@ -120,8 +124,7 @@ def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: floa
         uniform_heads(keys, values),
         row_stride=keys.stride(1),
         scaling=scaling,
-        workspace=split_workspace(output, num_kv_heads * splits),
-        num_splits=splits,
+        workspace=split_workspace(output, choose_num_programs(num_kv_heads, queries.device)),
         output=output[None],
     )
     return output

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvferry.kernels.dense_decode.triton_kernel import (
     MAX_REGISTERS,
     MIN_SPLIT_BYTES,
+    MORE_REGISTERS,
     decode_warps,
     dot_dtype,
 )
@@ -39,9 +40,6 @@ from kvferry.kernels.split_attention import (
     split_range,
 )
 
-MORE_REGISTERS = 168
-"""Of a tile of two groups: with fewer, some shapes spill on sm_90. An SM then fits three programs of four
-warps."""
 _WARP_SIZE = 32
 _GROUP = tl.constexpr(GROUP_TOKENS)
 _WORD_ALIGN = tl.constexpr(ALIGNMENT_BYTES // 4)
@@ -220,7 +218,8 @@ def kivi_decode_batch(
         queries: contiguous `[B, H_kv, G, D]`.
         heads: int64 `[B * H_kv, FIELDS]`, see `batch.py`.
         row_stride: elements from one row to the next.
-        workspace, num_splits: as of `dense_decode_batch`.
+        workspace: of at least B * H_kv * num_splits slots and B * H_kv heads.
+        num_splits: 1 to MAX_SPLITS; the grid's second size.
         output: out, contiguous `[B, H_kv, G, D]` in the queries' dtype; zero of a head without a length,
             unchanged of a head of another width.
     """

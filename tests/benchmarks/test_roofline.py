@@ -86,3 +86,13 @@ print(rows[0]["modelled_ms"], rows[1]["modelled_ms"], "modelled_ms" in rows[2])
     )
     expected = by_step(STORED)["H100-SXM", "full", 7, 131072]["modelled_ms"]
     assert done.stdout.split() == [str(expected), "None", "False"]
+
+
+def test_one_long_sequence_among_short_ones_does_not_set_a_layers_time(fresh: dict[str, Any]) -> None:
+    """Modelled: near what its bytes take where all programs share them, which is faster than equal splits."""
+    rows = {(row["gpu"], row["longest"], row["others"]): row for row in fresh["mixed_batches"]}
+    assert fresh["mixed_batches"] == STORED["mixed_batches"]
+    row = rows["H100-SXM", 131072, 1024]
+    assert row["equal_splits_modelled_us"] > 1.6 * row["splits_by_length_modelled_us"]
+    for its in rows.values():
+        assert its["splits_by_length_modelled_us"] <= its["equal_splits_modelled_us"]

@@ -80,7 +80,6 @@ def test_a_batch_of_ragged_sequences_in_one_arena_is_one_launch() -> None:
         row_stride=head_dim,
         scaling=0.125,
         workspace=workspace,
-        num_splits=3,
         output=output,
     )
     torch.testing.assert_close(output, torch.stack(expected).view_as(output), rtol=1e-5, atol=1e-6)
@@ -99,8 +98,7 @@ def test_more_splits_than_are_combined_at_once_are_all_counted() -> None:
         uniform_heads(keys, values),
         row_stride=16,
         scaling=0.5,
-        workspace=split_workspace(output, 24),
-        num_splits=24,
+        workspace=split_workspace(output, 25),
         output=output,
     )
     torch.testing.assert_close(output[0], reference(queries[0], keys, values, scaling=0.5))
