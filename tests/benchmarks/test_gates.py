@@ -66,7 +66,7 @@ def test_code_that_keeps_to_its_gate_passes(modules: tuple[ModuleType, ModuleTyp
 @pytest.mark.parametrize(
     ("change", "code", "message"),
     [
-        ({"registers": 129}, (), "129 registers; at most 128"),
+        ({"registers": 169}, (), "169 registers; at most 168"),
         ({"stack_bytes": 8}, (), "8 bytes of spilled registers"),
         ({}, (("LDG.E.64", KEY),), r"loads of \[64, 128\] bits at .*key_offset"),
         ({}, (("LDGSTS.E.LTC128B", KEY),), r"loads of \[32, 128\] bits"),
