@@ -1,6 +1,6 @@
 """What RDKV's bit-widths are worth on the demo model: the ablation of the paper's Table 4.
 
-    python benchmarks/rdkv_widths.py [--examples 40] [--tokens 1024] [--output FILE]
+    python benchmarks/rdkv_widths.py [--examples 100] [--tokens 1024] [--output FILE]
 
 Each prompt is run once and compressed with every set of widths at every budget; the last prompt token is fed
 again, so that every answer token sees the compressed cache. Measures the right answer's mean negative
@@ -32,7 +32,7 @@ from kvferry.tools.oracle import CapturedPrompt, Continuation, OneProcessGenerat
 from kvferry.tools.recall.tasks import TASKS
 
 WIDTHS = {"joint": "0,2,4,8,16", "tri-state": "0,4,16", "evict-only": "0,16", "quant-only": "2,4,8,16"}
-RETENTIONS = (0.0625, 0.125)
+RETENTIONS = (0.01, 0.025, 0.0625, 0.125)
 TASK_NAMES = ("multi_key_8", "single_needle")
 MAX_NEW_TOKENS = 20
 
@@ -75,7 +75,7 @@ def measure(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--examples", type=int, default=40, help="of each task")
+    parser.add_argument("--examples", type=int, default=100, help="of each task")
     parser.add_argument("--tokens", type=int, default=1024, help="prompt length")
     parser.add_argument("--output", type=Path, help="write the result here as JSON")
     arguments = parser.parse_args()

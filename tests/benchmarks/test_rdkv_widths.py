@@ -27,7 +27,7 @@ def test_every_set_of_widths_is_measured_at_the_budgets_that_it_can_keep_to(
         (task, *of)
         for task in ("multi_key_8", "single_needle")
         # 2 bits for every token are an eighth of 16
-        for of in [*((name, r) for name in sets for r in (0.0625, 0.125)), ("quant-only", 0.125)]
+        for of in [*((name, r) for name in sets for r in (0.01, 0.025, 0.0625, 0.125)), ("quant-only", 0.125)]
     }
     printed = capsys.readouterr().out
     for cell in cells:
