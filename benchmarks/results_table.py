@@ -11,9 +11,10 @@ Pages name the files themselves, relative to the repository, in comments:
     took <!-- value benchmarks/results/first-answer/cpu.json total_s .0f -->56<!-- /value --> s
 
 A table for each setting and length: a row per method, a column per task, one accuracy for each budget, n/a
-where a method cannot meet it. A value is a number in a JSON file, its keys separated by slashes, and a Python
-format. --check changes nothing and fails where a page is not what the files say. Measures nothing; needs no
-packages.
+where a method cannot meet it. The last column has the other axis, as a share of the full KV's bytes at each
+budget: bytes read per decode step where budgets are bytes kept, and the reverse. A value is a number in a
+JSON file, its keys separated by slashes, and a Python format. --check changes nothing and fails where a page
+is not what the files say. Measures nothing; needs no packages.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _SETTINGS = {
     "agnostic": "Query-agnostic: the document is compressed before any question",
 }
 _MATCH = {"kept": "bytes kept", "read": "bytes read per decode step", "given": "budgets as given"}
+_OTHER_AXIS = {"kept": ("read_share", "bytes read, %"), "read": ("kept_share", "bytes kept, %")}
 _FULL = "100%"
 
 Cell = dict[str, Any]
@@ -104,19 +106,23 @@ def _table(result: dict[str, Any], cells: Sequence[Cell], heading: str) -> Itera
     number = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     error = max((_standard_error(c) for c in cells), default=0.0)
     shares = " / ".join(budget.removesuffix("%") for budget in budgets)
-    match = _MATCH[result["match"].partition(":")[0]]
+    matched = result["match"].partition(":")[0]
+    other, title = _OTHER_AXIS.get(matched, _OTHER_AXIS["kept"])
     yield f"**{heading}.**"
-    yield f"Exact match in % at {shares} % of the full KV's bytes ({match}), n = {number} a cell, standard"
-    yield f"errors at most {error:.0f} points."
+    yield f"Exact match in % at {shares} % of the full KV's bytes ({_MATCH[matched]}), n = {number} a cell,"
+    yield f"standard errors at most {error:.0f} points."
     yield ""
-    yield "| method | " + " | ".join(names.get(task, task.replace("_", " ")) for task in tasks) + " |"
-    yield "|---|" + "---|" * len(tasks)
+    columns = [names.get(task, task.replace("_", " ")) for task in tasks]
+    yield "| " + " | ".join(["method", *columns, title]) + " |"
+    yield "|---|" + "---|" * (len(tasks) + 1)
     for method in dict.fromkeys(c["method"] for c in cells):
         texts = []
         for task in tasks:
             whole = found.get((method, task, _FULL))
             row = [whole] if whole else [found.get((method, task, budget)) for budget in budgets]
             texts.append(" / ".join(_accuracy(cell) for cell in row))
+        of_budget = [[found.get((method, task, budget)) for task in tasks] for budget in (_FULL, *budgets)]
+        texts.append(" / ".join(_mean(row, other) for row in of_budget if any(row)))
         yield f"| `{method}` | " + " | ".join(texts) + " |"
 
 
@@ -124,6 +130,15 @@ def _accuracy(cell: Cell | None) -> str:
     if cell is None or cell["scores"] is None:
         return "n/a"
     return f"{100 * cell['scores']['accuracy']:.0f}"
+
+
+def _mean(cells: Sequence[Cell | None], name: str) -> str:
+    """A share's mean over tasks, in %."""
+    shares = [cell["scores"][name] for cell in cells if cell is not None and cell["scores"] is not None]
+    if not shares:
+        return "n/a"
+    share = 100 * sum(shares) / len(shares)
+    return f"{share:.0f}" if share >= 9.95 else f"{share:.1f}"
 
 
 def _standard_error(cell: Cell) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,16 +19,14 @@ from rich.console import Console
 from rich.progress import track
 
 from kvferry.shared.command_line import option_name
-from kvferry.shared.compression.calibration import Measure, Observation, estimate_context_nll
+from kvferry.shared.compression.calibration import Measure, estimate_context_nll
 from kvferry.shared.compression.curves import ModelCurves, QualityCurve
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import method_names, plan_for, preset
 from kvferry.shared.compression.rdkv.epsilon import PAPER_TABLES
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel
-from kvferry.shared.model.checkpoint import model_fingerprint, resolve_model_path
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.spec import DTYPE_BYTES
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.tools.evaluation.calibration_config import (
     CalibrateConfig,
@@ -38,15 +35,13 @@ from kvferry.tools.evaluation.calibration_config import (
 )
 from kvferry.tools.evaluation.epsilon import EpsilonAccumulator, save_table
 from kvferry.tools.evaluation.experiment import FULL, read_list
-from kvferry.tools.evaluation.fitting import fit_calibration, save_curves
-from kvferry.tools.evaluation.provenance import commit, hardware
+from kvferry.tools.evaluation.fitting import Comparison, fit_curve, save_curves
+from kvferry.tools.evaluation.provenance import commit, fingerprints, hardware
 from kvferry.tools.evaluation.samples import Sample, draw_samples
 from kvferry.tools.evaluation.scoring import forced, greedy
 from kvferry.tools.evaluation.settings import PendingAnswer
 from kvferry.tools.oracle import OneProcessGenerator
 
-_LEAST_NLL = 1e-6
-"""Nats. An answer below it counts as certain, and the ratio of two such answers is 1."""
 _ANSWER_TOKENS = 32
 """The most tokens that are compared with the full cache's answer, where the right one has fewer."""
 _SHOWN_QUALITIES = (0.9, 0.95, 0.99)
@@ -69,7 +64,7 @@ def calibrate_epsilon(config: CalibrateEpsilonConfig, *, console: Console | None
             accumulator.add(layer.keys, layer.values)
     path = Path(config.epsilon_tables) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    origin = {"fingerprints": _fingerprints(config.model), **_origin("epsilon", config, model)}
+    origin = {"fingerprints": fingerprints(config.model), **_origin("epsilon", config, model)}
     save_table(path, accumulator.table(), origin=origin)
     console.print(str(path), markup=False, soft_wrap=True)
     return 0
@@ -96,17 +91,21 @@ def calibrate_quality(config: CalibrateQualityConfig, *, console: Console | None
         _values(generator, sample, [plan_for(FULL), *plans], config.measure, model.spec.eos_token_ids)
         for sample in track(samples, description="prompts", console=console)
     ]
-    groups = _groups(contexts, config.groups)
     curves = {}
     for i, method in enumerate(methods):
-        first = 1 + i * len(retentions)
-        columns = {r: [(row[0], row[first + j]) for row in values] for j, r in enumerate(retentions)}
-        curves[method] = _fit(columns, contexts, groups, config.measure)
+        budgets = [
+            [
+                Comparison(retention=r, context_nll=nll, full=row[0], compressed=row[column])
+                for nll, row in zip(contexts, values, strict=True)
+            ]
+            for column, r in enumerate(retentions, 1 + i * len(retentions))
+        ]
+        curves[method] = fit_curve(budgets, measure=config.measure, groups=config.groups)
     path = save_curves(
         Path(config.calibration),
         ModelCurves(
             model=_model_name(config),
-            fingerprints=_fingerprints(config.model),
+            fingerprints=fingerprints(config.model),
             curves=curves,
             origin=_origin("quality", config, model),
         ),
@@ -142,59 +141,6 @@ def _values(
     nlls, likeliest = forced(pending, [answer] * len(pending))
     # Greedy decoding gives an answer if each of its tokens is the likeliest after those before it.
     return nlls if measure == "nll" else [float(tokens == answer) for tokens in likeliest]
-
-
-def _fit(
-    columns: dict[float, list[tuple[float, float]]],
-    contexts: Sequence[float],
-    groups: Sequence[Sequence[int]],
-    measure: Measure,
-) -> QualityCurve:
-    """A method's curve.
-
-    Deviation: the paper's y is one context's. Here it is of means over contexts of similar NLL(c): one answer
-    agrees or does not, and the NLL of an answer that a model is certain of is near 0, so that the ratio of
-    two such values is noise.
-
-    Args: columns: (value with the full cache, with the compressed one) of each sample, by retention.
-    Raises: ConfigurationError: the full cache answers none of a group right.
-    """
-    observations = [
-        Observation(
-            retention=retention,
-            nll=fmean(contexts[i] for i in group),
-            quality=_quality(fmean(pairs[i][0] for i in group), fmean(pairs[i][1] for i in group), measure),
-        )
-        for retention, pairs in columns.items()
-        for group in groups
-    ]
-    means = [o.nll for o in observations]
-    return QualityCurve(
-        measure=measure,
-        calibration=fit_calibration(observations),
-        lowest_nll=min(means),
-        highest_nll=max(means),
-        observations=tuple(observations),
-    )
-
-
-def _quality(full: float, compressed: float, measure: Measure) -> float:
-    """y from the two means."""
-    if measure == "nll":
-        return max(full, _LEAST_NLL) / max(compressed, _LEAST_NLL)
-    if full == 0:
-        raise ConfigurationError(
-            f"--measure is {measure!r}, and the full KV answers no prompt of a group right; take agreement, "
-            "fewer --groups or other prompts"
-        )
-    return compressed / full
-
-
-def _groups(contexts: Sequence[float], number: int) -> list[list[int]]:
-    """Indices of contexts by their NLL, in groups of about equal size."""
-    order = sorted(range(len(contexts)), key=lambda i: contexts[i])
-    ends = [len(order) * i // number for i in range(number + 1)]
-    return [order[start:end] for start, end in pairwise(ends)]
 
 
 def _summary(method: str, curve: QualityCurve, nll: float) -> str:
@@ -242,11 +188,6 @@ def _prepare(config: CalibrateConfig) -> tuple[TransformersModel, list[Sample]]:
 
 def _model_name(config: CalibrateConfig) -> str:
     return Path(config.model).name
-
-
-def _fingerprints(model: str) -> dict[str, str]:
-    folder = resolve_model_path(model, weights=True)
-    return {dtype: model_fingerprint(folder, dtype=dtype) for dtype in DTYPE_BYTES}
 
 
 def _origin(kind: str, config: CalibrateConfig, model: TransformersModel) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 OUT/records.jsonl   every example of every contender; a later run resumes from it
 OUT/results.json    command, commit, hardware, and the cells
 OUT/results.md      the cells as tables, and a recommended method and budget
+OUT/*.quality.json  quality curves, as `kvferry calibrate quality` writes them; a router reads them from OUT
 OUT/*.png           with --plots
 """
 
@@ -27,14 +28,17 @@ from rich.progress import (
 )
 
 from kvferry.shared.command_line import option_name, version
+from kvferry.shared.compression.curves import ModelCurves
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.tools.evaluation import plots
+from kvferry.tools.evaluation.agreement_curves import agreement_curves
 from kvferry.tools.evaluation.config import EvalConfig
 from kvferry.tools.evaluation.experiment import Experiment, describe_task, read_experiment
+from kvferry.tools.evaluation.fitting import save_curves
 from kvferry.tools.evaluation.jobs import WorkerOptions, run_jobs
-from kvferry.tools.evaluation.provenance import commit, hardware
+from kvferry.tools.evaluation.provenance import commit, fingerprints, hardware
 from kvferry.tools.evaluation.recommendation import Recommendation, describe, recommend
 from kvferry.tools.evaluation.records import Key, Record, RecordFile
 from kvferry.tools.evaluation.runner import Job
@@ -81,6 +85,15 @@ def run(config: EvalConfig, *, console: Console | None = None) -> int:
     found = recommend(experiment, spec.fingerprint, file.records, max_loss=config.max_loss / 100)
     for path in _write(out, cells, found, config, experiment, spec, commits):
         console.print(str(path), markup=False, soft_wrap=True)
+    if curves := agreement_curves(experiment, spec.fingerprint, file.records):
+        found_curves = ModelCurves(
+            model=Path(model).name,
+            fingerprints=fingerprints(model),
+            curves=curves,
+            origin={**_provenance(config, experiment, spec), "commits": commits},
+        )
+        (out / found_curves.file_name).unlink(missing_ok=True)  # it may have methods that this run has not
+        console.print(str(save_curves(out, found_curves)), markup=False, soft_wrap=True)
     for line in describe(found, max_loss=config.max_loss / 100, score=_score(cells)):
         console.print(line, markup=False, soft_wrap=True)
     return 0

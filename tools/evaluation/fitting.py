@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvferry.shared.compression.calibration import FLAT_SLOPE, Calibration, Observation
+from kvferry.shared.compression.calibration import FLAT_SLOPE, Calibration, Measure, Observation
 from kvferry.shared.compression.curves import FORMAT, ModelCurves, QualityCurve, load_curves
 from kvferry.shared.errors import ConfigurationError
 
@@ -22,6 +24,79 @@ OVER_PREDICTION_WEIGHT = 4.0
 publish its weight."""
 _STARTS = (-12.0, -4.0, -1.0, 1.0, 4.0, 12.0)
 _MAX_STEPS = 200
+_LEAST_NLL = 1e-6
+"""Nats. An answer below it counts as certain, and the ratio of two such answers is 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One answer from the full cache and from a compressed one.
+
+    Attributes:
+        retention: rho, the budget as a fraction of the prompt.
+        context_nll: of the prompt, by `estimate_context_nll`.
+        full, compressed: with each cache the right answer's mean NLL, or 1 where the answer is the one
+            wanted, else 0.
+    """
+
+    retention: float
+    context_nll: float
+    full: float
+    compressed: float
+
+
+def fit_curve(budgets: Sequence[Sequence[Comparison]], *, measure: Measure, groups: int) -> QualityCurve:
+    """A method's curve.
+
+    Deviation: the paper's y is one context's. Here it is of means over contexts of similar NLL(c): one answer
+    agrees or does not, and the NLL of an answer that a model is certain of is near 0, so that the ratio of
+    two such values is noise.
+
+    Args:
+        budgets: the comparisons at each budget.
+        groups: into how many groups of similar contexts those of a budget are divided.
+
+    Raises: ConfigurationError: fewer than two budgets are below the whole prompt, or the full cache answers
+        none of a group right.
+    """
+    observations = [
+        Observation(
+            retention=fmean(its.retention for its in group),
+            nll=fmean(its.context_nll for its in group),
+            quality=_quality(
+                fmean(its.full for its in group), fmean(its.compressed for its in group), measure
+            ),
+        )
+        for compared in budgets
+        for group in _groups(compared, groups)
+    ]
+    means = [o.nll for o in observations]
+    return QualityCurve(
+        measure=measure,
+        calibration=fit_calibration(observations),
+        lowest_nll=min(means),
+        highest_nll=max(means),
+        observations=tuple(observations),
+    )
+
+
+def _groups(compared: Sequence[Comparison], number: int) -> Iterator[Sequence[Comparison]]:
+    """By the contexts' NLL, of about equal size."""
+    ordered = sorted(compared, key=lambda its: its.context_nll)
+    ends = [len(ordered) * i // number for i in range(number + 1)]
+    return (ordered[start:end] for start, end in pairwise(ends))
+
+
+def _quality(full: float, compressed: float, measure: Measure) -> float:
+    """y from the two means."""
+    if measure == "nll":
+        return max(full, _LEAST_NLL) / max(compressed, _LEAST_NLL)
+    if full == 0:
+        raise ConfigurationError(
+            f"--measure is {measure!r}, and the full KV answers no prompt of a group right; take agreement, "
+            "fewer --groups or other prompts"
+        )
+    return compressed / full
 
 
 def quality_curve(retention: Tensor, slope: Tensor) -> Tensor:

@@ -1,10 +1,13 @@
-"""The origin of a result: the machine, and the commit of the sources that measured it."""
+"""The origin of a result: the model, the machine, and the commit of the sources that measured it."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 from pathlib import Path
+
+from kvferry.shared.model.checkpoint import model_fingerprint, resolve_model_path
+from kvferry.shared.model.spec import DTYPE_BYTES
 
 
 def hardware(device: str) -> str:
@@ -33,3 +36,9 @@ def commit() -> str:
     if short is None:
         return "unknown"
     return short + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def fingerprints(model: str) -> dict[str, str]:
+    """Of a model's weights, by the dtype in which it computes. Args: model: as `load_model` takes it."""
+    folder = resolve_model_path(model, weights=True)
+    return {dtype: model_fingerprint(folder, dtype=dtype) for dtype in DTYPE_BYTES}

@@ -113,6 +113,9 @@ class Record:
         turns: one score per question; empty where the budget cannot be met.
         num_compressed_tokens: tokens of the prompt that the last selection saw.
         kept_bytes, read_bytes, full_bytes: of those tokens after compression; see `budgets.py`.
+        retention: the plan's own budget as a fraction of those tokens; None for a method that keeps all, and
+            in records that were made before this was recorded.
+        context_nll: of the last prompt, by `estimate_context_nll`; None as above.
         commit: of the sources that measured it; a folder may contain records of several commits.
     """
 
@@ -122,6 +125,8 @@ class Record:
     kept_bytes: int = 0
     read_bytes: int = 0
     full_bytes: int = 0
+    retention: float | None = None
+    context_nll: float | None = None
     commit: str = "unknown"
 
 

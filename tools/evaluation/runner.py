@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvferry.shared.compression.calibration import estimate_context_nll
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel
@@ -143,11 +144,14 @@ class UnitRunner:
             run.last[i], run.answers[i] = pending.continuation, answer
 
     def _records(self, run: _Run) -> list[Record]:
+        prompt = run.conversation.turns[-1].prompt_token_ids
+        context_nll = estimate_context_nll(prompt, vocab_size=self._model.spec.vocab_size)
         return [
             self._record(
                 Key.of(self._model.spec.fingerprint, self._experiment, run.unit, run.setting, contender),
                 turns if len(turns) == len(run.conversation.turns) else [],
                 continuation,
+                context_nll,
             )
             for contender, turns, continuation in zip(run.contenders, run.scores, run.last, strict=True)
         ]
@@ -155,15 +159,21 @@ class UnitRunner:
     def _own(self, answers: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]] | None:
         return answers if self._experiment.answers == "own" else None
 
-    def _record(self, key: Key, turns: Sequence[TurnScore], continuation: Continuation | None) -> Record:
+    def _record(
+        self, key: Key, turns: Sequence[TurnScore], continuation: Continuation | None, context_nll: float
+    ) -> Record:
         if continuation is None or not turns:
             return Record(key=key, turns=())
         sizes: Sizes = self._compressor.sizes(continuation)
+        budget, num_tokens = continuation.resolved.plan.budget, continuation.resolved.num_prompt_tokens
+        retention = budget.retention if budget.tokens is None else budget.tokens / num_tokens
         return Record(
             key=key,
             turns=tuple(turns),
-            num_compressed_tokens=continuation.resolved.num_prompt_tokens,
+            num_compressed_tokens=num_tokens,
             kept_bytes=sizes.kept,
             read_bytes=sizes.read,
             full_bytes=sizes.full,
+            retention=retention,
+            context_nll=context_nll if retention is not None else None,
         )
