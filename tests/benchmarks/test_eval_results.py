@@ -11,6 +11,7 @@ from kvferry.services.router.config import RouterConfig
 
 FOLDER = Path(__file__).parents[2] / "benchmarks/results/eval"
 LONG_ANSWERS = FOLDER.parent / "long-answers"
+WIDTHS = FOLDER.parent / "rdkv-widths"
 _FULL = "100%"
 
 
@@ -115,3 +116,15 @@ def test_the_last_of_five_turns_is_near_the_full_cache() -> None:
     assert afresh["rdkv", "2.5%", "fifth_turn"] >= afresh["full", _FULL, "fifth_turn"] - 1
     once = accuracies("five-turns-agnostic", "agnostic")
     assert once["compactor-kivi", "5%", "fifth_turn"] >= once["full", _FULL, "fifth_turn"] - 3
+
+
+@pytest.mark.parametrize("task", ["multi_key_8", "single_needle"])
+def test_rdkvs_widths_follow_the_papers_order_where_bits_are_short(task: str) -> None:
+    result = json.loads((WIDTHS / "widths.json").read_text(encoding="utf-8"))
+    assert "--examples 100 " in result["command"]
+    cells = result["cells"]
+    exact = {(its["widths"], its["retention"]): its["exact"] for its in cells if its["task"] == task}
+    for retention in (0.01, 0.025):
+        assert min(exact["joint", retention], exact["tri-state", retention]) >= 0.96
+        assert exact["evict-only", retention] <= 0.2
+    assert exact["quant-only", 0.125] < min(exact[its, 0.125] for its in ("joint", "tri-state", "evict-only"))
