@@ -26,7 +26,7 @@ _COMPACTOR = Part(
     params={
         "sketch": "gaussian",
         "sketch_columns": 48,
-        "solver": "auto",
+        "solver": "gram",
         "centered": False,
         "seed": 0,
         "chunk_tokens": 256,
