@@ -8,9 +8,9 @@ answer is the likeliest. With setting "aware" the prompt ends in the question; w
 compressed before there is one. "full" reads prompt and answer in one pass. Bytes are counted at 16 bits a
 value; the shares are of the K and V of all tokens so far.
 
-Methods with sparse attention and `rdkv` are fed token by token through decode's own caches. With dense
-attention a segment's tokens see the same rows, so they are run together, and the format selects the rows that
-stay; a test compares the two.
+Methods with sparse attention and those with `rdkv`'s format are fed token by token through decode's own
+caches. With dense attention a segment's tokens see the same rows, so they are run together, and the format
+selects the rows that stay; a test compares the two.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ TASK_NAMES = ("single_needle", "multi_key_8")
 SEGMENT_TOKENS = 256
 BUDGET = Target(label="10%", kind="retention", value=Fraction(1, 10))
 AWARE = ("snapkv", "snapkv-kivi", "rocketkv", "rdkv")
-AGNOSTIC = ("compactor", "compactor-kivi")
-_STEPPED = ("rocketkv", "rdkv")
+AGNOSTIC = ("compactor", "compactor-kivi", "compactor-rdkv")
+_STEPPED = ("rocketkv", "rdkv", "compactor-rdkv")
 SIZED = (
     *("snapkv", "pyramidkv", "adakv", "rocketkv", "compactor", "compactor-hsa"),
-    *("rocketkv-kivi", "snapkv-kivi", "compactor-kivi", "snapkv-think", "rdkv"),
+    *("rocketkv-kivi", "snapkv-kivi", "compactor-kivi", "snapkv-think", "rdkv", "compactor-rdkv"),
 )
 """Methods whose bytes are counted."""
 _GROUP = 5

@@ -27,6 +27,8 @@ class Scores:
         accuracy_by_turn: one entry a question.
         first_difference: of each token of the answers, the share of examples whose greedy answer first
             differs there from the full cache's; empty where that was not recorded.
+        right: a character for each example, in the order of their seeds: 1 if the last answer is exactly
+            right, else 0. With it any two contenders can be compared question by question.
         named: of a public format, its own scores' means over all questions, by name.
         kept_share, read_share: bytes retained, and read per decode step, as a share of the full KV's.
     """
@@ -41,6 +43,7 @@ class Scores:
     kept_share: float
     read_bytes: float
     read_share: float
+    right: str = ""
     named: Mapping[str, float] = field(default_factory=dict)
     first_difference: tuple[float, ...] = ()
 
@@ -115,6 +118,7 @@ def _scores(records: Sequence[Record]) -> Scores:
         kept_share=fmean(record.kept_bytes / record.full_bytes for record in records),
         read_bytes=fmean(record.read_bytes for record in records),
         read_share=fmean(record.read_bytes / record.full_bytes for record in records),
+        right="".join(str(int(score.exact)) for score in last),
         named=_named(records),
         first_difference=_first_difference(last),
     )

@@ -53,6 +53,7 @@ def test_a_run_writes_cells_tables_and_what_was_run(folder: Path) -> None:
     full, snapkv = cells["single_needle", "aware", "full"], cells["single_needle", "aware", "snapkv"]
     assert (full["scores"]["accuracy"], full["scores"]["kept_share"]) == (1.0, 1.0)
     assert full["scores"]["agreement"] == 1.0
+    assert full["scores"]["right"] == "11"
     assert full["scores"]["first_difference"] == []
     assert 0.2 < snapkv["scores"]["kept_share"] <= 0.25
     assert len(cells["third_turn", "aware", "full"]["scores"]["accuracy_by_turn"]) == 3

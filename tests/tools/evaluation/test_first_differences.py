@@ -46,6 +46,7 @@ def test_shares_are_of_all_examples_by_the_token_that_differs_first(experiment: 
     assert random.scores is not None
     assert full.scores.first_difference == ()
     assert random.scores.first_difference == (0.25, 0.0, 0.5)
+    assert (full.scores.right, random.scores.right) == ("1111", "0001")
     table = markdown((full, random), title="t", notes=())
     assert "| method | budget | token 1 | token 2 | token 3 |" in table
     assert "| random | 20% | 25.0 | 0.0 | 50.0 |" in table
