@@ -41,13 +41,13 @@ _OTHERS = ", ".join(
 INTRODUCTION = f"""# Models
 
 A model is served if the `model_type` in its `config.json` (of its text part) is in the table below. Every
-other type is refused at start; where the configuration tells it, the error names the first layer that is
-not supported.
+other type is refused at start; where a layer is the reason, the error names the first one.
 
 `tests/services/test_families.py` makes a tiny random model of each row and compares greedy tokens with
 transformers' own `generate`: method `full` in one process and over the services, alone, in a mixed batch,
 and over a session of three turns with a branch; 64 tokens after a prompt of two windows. Every method that
-goes with the model is compared with its one-process run. This is done on a CPU in float32.
+goes with the model is compared with its one-process run, over two turns for models with windows, sinks,
+chunks, or latent rows beside states. This is done on a CPU in float32.
 
 Layers are of these kinds:
 

@@ -107,7 +107,7 @@ def attention_forward(
     layer = _check_call(module, of_module, attention_mask, kwargs, current.spec)
     if latent is None and key.shape[-1] != value.shape[-1]:
         raise UnsupportedModel(
-            f"{type(module).__name__} has keys of size {key.shape[-1]} and values of size "
+            f"{type(module).__name__} of layer {layer} has keys of size {key.shape[-1]} and values of size "
             f"{value.shape[-1]}; must be equal"
         )
     if scaling is None:
@@ -152,9 +152,13 @@ def _check_call(
     if spec.layers or arguments.get("sliding_window") is not None:
         _check_window(name, layer, arguments.get("sliding_window"), spec)
     if attention_mask is not None:
-        raise UnsupportedModel(f"{name} passes an attention mask; only plain causal attention is supported")
+        raise UnsupportedModel(
+            f"{name} of layer {layer} passes an attention mask; only plain causal attention is supported"
+        )
     if not getattr(module, "is_causal", True):
-        raise UnsupportedModel(f"{name} is not causal; only plain causal attention is supported")
+        raise UnsupportedModel(
+            f"{name} of layer {layer} is not causal; only plain causal attention is supported"
+        )
     return layer
 
 

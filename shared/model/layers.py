@@ -12,17 +12,17 @@ from typing import Any
 from kvferry.shared.errors import UnsupportedModel
 from kvferry.shared.model.spec import LayerSpec
 
-_KINDS: Mapping[str, Callable[[Any], LayerSpec]] = {
-    "full_attention": lambda config: LayerSpec(),
-    "sliding_attention": lambda config: LayerSpec(window=_window(config, "sliding_window")),
-    "chunked_attention": lambda config: LayerSpec(
-        window=_window(config, "attention_chunk_size"), is_chunked=True
+_KINDS: Mapping[str, Callable[[Any, int], LayerSpec]] = {
+    "full_attention": lambda config, layer: LayerSpec(),
+    "sliding_attention": lambda config, layer: LayerSpec(window=_window(config, "sliding_window", layer)),
+    "chunked_attention": lambda config, layer: LayerSpec(
+        window=_window(config, "attention_chunk_size", layer), is_chunked=True
     ),
-    "linear_attention": lambda config: LayerSpec(has_rows=False),
-    "conv": lambda config: LayerSpec(has_rows=False),
-    "moe": lambda config: LayerSpec(has_rows=False),
-    "mlp": lambda config: LayerSpec(has_rows=False),
-    "hybrid": lambda config: LayerSpec(),
+    "linear_attention": lambda config, layer: LayerSpec(has_rows=False),
+    "conv": lambda config, layer: LayerSpec(has_rows=False),
+    "moe": lambda config, layer: LayerSpec(has_rows=False),
+    "mlp": lambda config, layer: LayerSpec(has_rows=False),
+    "hybrid": lambda config, layer: LayerSpec(),
 }
 """Supported kinds of layers by their name in `layer_types`. A new kind is an entry here and a format."""
 _REFUSED: Mapping[str, str] = {
@@ -65,17 +65,17 @@ def layer_specs(config: Any, *, max_model_len: int) -> tuple[LayerSpec, ...]:
                 f"model type {config.model_type!r} has {_REFUSED.get(kind, f'a layer of type {kind!r}')} in "
                 f"layer {layer}, which is not supported; layers may be of type {', '.join(_KINDS)}"
             )
-        spec = _KINDS[kind](config)
+        spec = _KINDS[kind](config, layer)
         layers.append(spec if spec.window < max_model_len else LayerSpec())
     layers += [LayerSpec(has_rows=False)] * list(kinds).count("hybrid")
     return tuple(layers) if any(spec != LayerSpec() for spec in layers) else ()
 
 
-def _window(config: Any, field: str) -> int:
+def _window(config: Any, field: str, layer: int) -> int:
     window = getattr(config, field, None)
     if not isinstance(window, int) or window < 1:
         raise UnsupportedModel(
-            f"model type {config.model_type!r} has layers with a window, and {field} is {window!r}; it must "
-            "be an integer of at least 1"
+            f"model type {config.model_type!r} has a window in layer {layer}, and {field} is {window!r}; it "
+            "must be an integer of at least 1"
         )
     return window

@@ -33,7 +33,7 @@ def check_config(config: Any, *, max_model_len: int) -> tuple[LayerSpec, ...]:
         max_model_len: the context window to be served, in tokens.
 
     Returns: its layers, see `layer_specs`.
-    Raises: UnsupportedModel naming the feature.
+    Raises: UnsupportedModel naming the feature, and the first layer that has it.
     """
     if config.is_encoder_decoder:
         feature: str | None = "an encoder-decoder"
@@ -60,9 +60,9 @@ def _unsupported_feature(config: Any, max_model_len: int) -> str | None:
         return getattr(config, name, None)
 
     if get("use_bidirectional_attention") not in (None, False, "vision"):  # only between images' tokens
-        return "bidirectional attention"
+        return "bidirectional attention in layer 0"
     if get("alibi"):
-        return "ALiBi positions"
+        return "ALiBi positions in layer 0"
     return _unsupported_rope(config, max_model_len)
 
 
@@ -70,19 +70,28 @@ def _unsupported_rope(config: Any, max_model_len: int) -> str | None:
     rope = getattr(config, "rope_parameters", None)
     if not rope:
         # of models with states, some have no positions at all
-        return None if state_layers(config) else "no rotary positions in its configuration (rope_parameters)"
-    sets = [rope] if "rope_type" in rope else [part for part in rope.values() if part]
-    for part in sets:
+        no_rope = "no rotary positions in its configuration (rope_parameters) in layer 0"
+        return None if state_layers(config) else no_rope
+    # one set for all layers, or one for each type of layer
+    kinds = getattr(config, "layer_types", None) or []
+    sets = (
+        {0: rope}
+        if "rope_type" in rope
+        else {kinds.index(kind): rope[kind] for kind in rope if kind in kinds}
+    )
+    for layer, part in sorted(sets.items()):
+        if not part:
+            continue
         rope_type = part["rope_type"]
         if rope_type == "dynamic":
             original = part.get("original_max_position_embeddings") or config.max_position_embeddings
             if max_model_len > original:
                 return (
-                    f"rotary positions that change with the length (rope_type {rope_type!r} beyond "
-                    f"{original} tokens; with a max_model_len of {original} it is supported)"
+                    f"rotary positions that change with the length in layer {layer} (rope_type {rope_type!r} "
+                    f"beyond {original} tokens; with a max_model_len of {original} it is supported)"
                 )
         elif rope_type not in _STATIC_ROPE:
-            return f"rotary positions of type {rope_type!r}"
+            return f"rotary positions of type {rope_type!r} in layer {layer}"
     return None
 
 

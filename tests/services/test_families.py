@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from kvtest.families import FAMILIES, WINDOW
-from kvtest.pair import Pair
+from kvtest.pair import Pair, Turn
 from kvtest.transformers_model import Reference, greedy, plan_of, prompt_of
 
 from kvferry.models import DEMO_MODEL
@@ -19,7 +19,7 @@ from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.tools.oracle import OneProcessGenerator
+from kvferry.tools.oracle import OneProcessGenerator, OracleSession
 
 NUM_NEW = 64
 FULL = plan_for("full")
@@ -33,7 +33,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest_asyncio.fixture
 async def pair(folder: Path) -> AsyncIterator[Pair]:
     async with AsyncExitStack() as stack:
-        model = load_model(folder, name="tiny", device="cpu", max_model_len=256)
+        model = load_model(folder, name="tiny", device="cpu", max_model_len=512)
         made = Pair(model=model, tokenizer=ChatTokenizer.load(DEMO_MODEL), stack=stack)
         await made.start_prefill()
         await made.start_decode()
@@ -44,34 +44,50 @@ async def test_full_equals_generate_beyond_two_windows_alone_in_a_batch_and_over
     pair: Pair, folder: Path
 ) -> None:
     reference, generator = Reference(folder), OneProcessGenerator(pair.model)
+    oracle, has_states = OracleSession(), bool(pair.model.spec.state_layers)
     first = prompt_of(2 * WINDOW + 5, seed=1)
-    expected = reference.tokens(first, NUM_NEW)
-    assert len(set(expected)) > 3, "the model repeats itself"
-    alone = generator.generate(first, plan=FULL, sampling=greedy(NUM_NEW))
-    assert [token.token_id for token in alone] == expected
-    turn = await pair.turn(first, FULL, sampling=greedy(NUM_NEW))
-    assert turn.tokens == expected
+    prompts = [first, prompt_of(7, seed=2), prompt_of(3 * WINDOW, seed=3), prompt_of(WINDOW, seed=4)]
+    expected = [reference.tokens(prompt, NUM_NEW) for prompt in prompts]
+    assert len(set(expected[0])) > 3, "the model repeats itself"
+
+    async def turn(prompt: list[int], num_new: int = NUM_NEW) -> Turn:
+        """The next turn of one session, in one process and over the services."""
+        sampling = greedy(num_new)
+        alone = generator.generate(prompt, plan=FULL, sampling=sampling, session=oracle)
+        done = await pair.turn(prompt, FULL, sampling=sampling)
+        assert [token.token_id for token in alone] == done.tokens
+        return done
+
+    ended = await turn(first)
+    assert ended.tokens == expected[0]
 
     async def in_batch(number: int, prompt: list[int], method: str) -> list[int]:
         session = SessionKey(owner="o", session_id=f"batch {number}")
         done = await pair.turn(prompt, plan_of(method), session=session, sampling=greedy(NUM_NEW))
         return done.tokens
 
-    prompts = [first, prompt_of(7, seed=2), prompt_of(3 * WINDOW, seed=3), prompt_of(WINDOW, seed=4)]
     batch = [in_batch(i, prompt, "full") for i, prompt in enumerate(prompts)]
     other = "snapkv" if pair.model.spec.row_layers else "full"
     *batched, _ = await asyncio.gather(*batch, in_batch(9, prompts[2], other))
-    assert batched == [reference.tokens(prompt, NUM_NEW) for prompt in prompts]
+    assert batched == expected
 
-    second = [*first, *turn.tokens, *prompt_of(9, seed=5)]
-    turn = await pair.turn(second, FULL, sampling=greedy(NUM_NEW // 2))
-    assert turn.tokens == reference.tokens(second, NUM_NEW // 2)
-    assert turn.reused == len(first) + NUM_NEW - 1
-    # with states, from the end of the first prompt
-    branch = [*second[: len(first) + NUM_NEW // 2], *prompt_of(5, seed=6)]
-    turn = await pair.turn(branch, FULL, sampling=greedy(NUM_NEW // 2))
-    assert turn.tokens == reference.tokens(branch, NUM_NEW // 2)
-    assert turn.reused == len(first) + (0 if pair.model.spec.state_layers else NUM_NEW // 2)
+    ends = [[*first, *ended.tokens]]
+    for seed in (5, 6):
+        prompt = [*ends[-1], *prompt_of(9, seed=seed)]
+        ended = await turn(prompt)
+        assert ended.tokens == reference.tokens(prompt, NUM_NEW)
+        assert ended.reused == len(ends[-1]) - 1
+        ends.append([*prompt, *ended.tokens])
+    # another third turn; a state is that of the turn's end, before its last token
+    branch = [*ends[1], *prompt_of(5, seed=7)]
+    ended = await turn(branch)
+    assert ended.tokens == reference.tokens(branch, NUM_NEW)
+    assert ended.reused == len(ends[1]) - has_states
+    # another second turn, from the middle of the first answer; with states from the end of the first prompt
+    branch = [*ends[0][: len(first) + NUM_NEW // 2], *prompt_of(5, seed=8)]
+    ended = await turn(branch, NUM_NEW // 8)
+    assert ended.tokens == reference.tokens(branch, NUM_NEW // 8)
+    assert ended.reused == len(first) + (0 if has_states else NUM_NEW // 2)
 
 
 async def test_every_method_that_applies_equals_its_oracle(pair: Pair, folder: Path) -> None:
@@ -86,6 +102,27 @@ async def test_every_method_that_applies_equals_its_oracle(pair: Pair, folder: P
     for method, tokens in zip(methods, answers, strict=True):
         expected = generator.generate(prompt, plan=plan_of(method), sampling=greedy(12))
         assert tokens == [token.token_id for token in expected], method
+
+
+@pytest.mark.parametrize("folder", ["gemma3_text", "gpt_oss", "llama4_text", "kimi_linear"], indirect=True)
+async def test_sessions_of_lossy_methods_equal_their_oracles_beside_windows_sinks_and_states(
+    pair: Pair,
+) -> None:
+    generator = OneProcessGenerator(pair.model)
+    first = prompt_of(3 * WINDOW, seed=1)
+
+    async def two_turns(method: str) -> None:
+        session, oracle = SessionKey(owner=method, session_id="s"), OracleSession()
+        prompt = first
+        for seed in (2, 3):
+            done = await pair.turn(prompt, plan_of(method), session=session, sampling=greedy(12))
+            expected = generator.generate(prompt, plan=plan_of(method), sampling=greedy(12), session=oracle)
+            assert done.tokens == [token.token_id for token in expected], method
+            assert done.reused == (0 if prompt is first else len(first) + 11), method
+            prompt = [*prompt, *done.tokens, *prompt_of(9, seed=seed)]
+
+    for method in applicable_methods(pair.model.spec.layers):
+        await two_turns(method)
 
 
 @pytest.mark.parametrize("folder", ["gemma3_text", "llama4_text"], indirect=True)

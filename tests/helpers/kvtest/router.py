@@ -161,9 +161,10 @@ async def _start(
     num_decode: int,
     options: dict[str, Any],
 ) -> Stack:
+    settings = {"listen": "127.0.0.1:0", "shutdown_timeout_s": 1.0, **options}
     wire = Wire()
     script = Script(
-        spec=SPEC,
+        spec=settings.pop("spec", SPEC),
         token=scripted_token,
         new_assembler=lambda sampling: TextAssembler(
             tokenizer, sampling.stop, min_tokens=sampling.min_tokens
@@ -173,7 +174,6 @@ async def _start(
     decode = {f"decode-{index}": ScriptedDecode(script, wire) for index in range(num_decode)}
     polling = {"status_interval_s": 0.05, "status_timeout_s": 1.0}
     metrics = RouterMetrics()
-    settings = {"listen": "127.0.0.1:0", "shutdown_timeout_s": 1.0, **options}
     timing = settings.pop("timing", Timing(recovery_backoff_s=0.01))
     config = RouterConfig(**settings)
     app = create_app(

@@ -99,6 +99,7 @@ class Wire:
                 max_new_tokens=request.sampling.max_tokens,
                 num_layers=spec.num_layers,
                 head_dim=spec.head_dim,
+                layers=spec.layers,
             ),
         )
 

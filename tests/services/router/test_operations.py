@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
 import pytest
 import structlog
-from kvtest.router import eventually
+from kvtest.router import SPEC, eventually
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.services.router.app import Timing
+from kvferry.shared.compression.presets import preset
 from kvferry.shared.errors import WorkerUnavailable
 from kvferry.shared.metrics import RouterMetrics
+from kvferry.shared.model.spec import LayerSpec
 from kvferry.shared.serving import serve_metrics
 
 BODY: dict[str, Any] = {
@@ -64,6 +67,30 @@ async def test_a_model_says_which_methods_go_with_it(start_stack: Any) -> None:
     (listed,) = (await stack.http.get("/v1/models")).json()["data"]
     assert listed["methods"] == ["full", "rocketkv", "rdkv"]
     assert (await stack.http.get("/v1/models/demo")).json() == listed
+
+
+@pytest.mark.parametrize(
+    ("layer", "refused"),
+    [
+        (LayerSpec(latent_dim=16), {"rdkv", "think", "compactor-rdkv"}),
+        (LayerSpec(has_plain_softmax=False), {"rdkv", "kivi", "h2o", "d2o"}),
+    ],
+    ids=["latent rows", "capped"],
+)
+async def test_a_model_names_only_methods_that_go_with_its_layers(
+    start_stack: Any, layer: LayerSpec, refused: set[str]
+) -> None:
+    spec = replace(SPEC, layers=(layer,) * SPEC.num_layers)
+    stack = await start_stack(spec=spec)
+    (listed,) = (await stack.http.get("/v1/models")).json()["data"]
+    assert "full" in listed["methods"]
+    assert not refused & set(listed["methods"])
+    for method in (listed["methods"][-1], *sorted(refused)[:3]):
+        plan = {"method": method, "token_budget": 2} if preset(method).takes_budget else {"method": method}
+        answer = await stack.http.post(CHAT, json={**BODY, "kv_compression": plan})
+        assert answer.status_code == (400 if method in refused else 200), (method, answer.text)
+        if method in refused:
+            assert "full" in answer.json()["error"]["message"]
 
 
 # ---- ids and logs ----------------------------------------------------------------------------------------

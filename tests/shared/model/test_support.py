@@ -25,17 +25,35 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("DeepseekV32", {}, "an indexer selects .* in layer 0"),
     ("T5", {}, "encoder-decoder"),
     ("Bart", {}, "encoder-decoder"),
-    ("GPT2", {}, "no rotary positions"),
-    ("OPT", {}, "no rotary positions"),
-    ("Bloom", {}, "no rotary positions"),
-    ("Falcon", {"alibi": True}, "ALiBi"),
+    ("GPT2", {}, r"no rotary positions .* in layer 0"),
+    ("OPT", {}, r"no rotary positions .* in layer 0"),
+    ("Bloom", {}, r"no rotary positions .* in layer 0"),
+    ("Falcon", {"alibi": True}, "ALiBi positions in layer 0"),
     ("Doge", {}, "has not been checked"),
-    ("Qwen2", {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "window"),
+    (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0},
+        "a window in layer 0",
+    ),
     ("MiniMaxM3VLText", {}, "has not been checked"),
     (
         "Llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "served": 4096},
-        "rope_type 'dynamic' beyond 2048",
+        r"in layer 0 \(rope_type 'dynamic' beyond 2048",
+    ),
+    (
+        "Gemma3Text",
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_hidden_layers": 2,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+            },
+            "max_position_embeddings": 2048,
+            "served": 4096,
+        },
+        r"in layer 1 \(rope_type 'dynamic' beyond 2048",
     ),
 ]
 
@@ -177,8 +195,8 @@ def attend(
         ({"sliding_window": 99}, "sliding_window 99, and the configuration says 0"),
         ({"position_bias": torch.zeros(1)}, "uses position_bias"),
         ({"block_indices": torch.zeros(1)}, "uses block_indices"),
-        ({"mask": torch.zeros(1)}, "attention mask"),
-        ({"value_dim": 4}, "keys of size 8 and values of size 4"),
+        ({"mask": torch.zeros(1)}, "of layer 0 passes an attention mask"),
+        ({"value_dim": 4}, "of layer 0 has keys of size 8 and values of size 4"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -191,7 +209,8 @@ def test_features_that_only_the_call_tells_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("attributes", "feature"), [({"layer_idx": None}, "layer_idx"), ({"is_causal": False}, "not causal")]
+    ("attributes", "feature"),
+    [({"layer_idx": None}, "layer_idx"), ({"is_causal": False}, "of layer 0 is not causal")],
 )
 def test_attention_modules_without_index_or_causality_are_refused(
     attributes: dict[str, Any], feature: str
