@@ -1,6 +1,7 @@
 # make serve   set up .venv if needed, then serve the demo model on this machine
 # make test    set up what the tests need, then lint, types, import contracts and tests
 # make debian  the Debian packages that some tests need; test does it by itself where it may
+# make lm-eval an environment with lm-eval for the test that runs it; test does it by itself where it can
 # make lint | types | clean
 # make release VERSION=1.2.3   version, changelog, wheel, sdist, commit and tag; see tools/release.py
 # make hashed  set up .venv with the digests of everything but torch checked; make hashes writes the digests anew
@@ -11,6 +12,8 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadgroup
+LM_EVAL := $(VENV)-lm-eval/bin/lm_eval
+LM_EVAL_PACKAGES := 'lm_eval[api]==0.4.13' transformers
 DEBIAN_PACKAGES := redis-server prometheus docker.io mmdebstrap iproute2 iptables chromium
 
 BIN := $(VENV)/bin
@@ -19,15 +22,15 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
 
-.PHONY: serve test debian lint types contracts audit hashed hashes release clean
+.PHONY: serve test debian lm-eval lint types contracts audit hashed hashes release clean
 .DEFAULT_GOAL := serve
 
 serve: $(INSTALLED)
 	@exec $(BIN)/kvferry serve $(ARGS)
 
 # The container tests need both processors, so they come last and by themselves.
-test: debian lint types contracts
-	$(BIN)/pytest $(PYTEST_ARGS) --ignore tests/containers
+test: debian lm-eval lint types contracts
+	LM_EVAL_COMMAND="$$(realpath -e $(LM_EVAL) 2>/dev/null)" $(BIN)/pytest $(PYTEST_ARGS) --ignore tests/containers
 	$(BIN)/pytest tests/containers
 
 # Without root or apt the tests that need more skip, and say why.
@@ -41,6 +44,13 @@ debian:
 			{ apt-get -qq update && apt-get -qq install -y --no-install-recommends $$missing >/dev/null; } \
 				|| echo "apt could not install them; the tests that need them skip, and say why" >&2; }; \
 	fi
+
+# lm-eval's packages stay out of the environment that is tested; it needs no torch here. Without it its test skips.
+lm-eval:
+	@[ -x $(LM_EVAL) ] || { echo "Installing lm-eval into $(VENV)-lm-eval"; $(PYTHON) -m venv $(VENV)-lm-eval && \
+		$(VENV)-lm-eval/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile \
+			-c constraints.txt $(LM_EVAL_PACKAGES); } || \
+		echo "lm-eval could not be installed; its test skips, and says why" >&2
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check
@@ -76,7 +86,7 @@ release: $(INSTALLED_DEV)
 	$(BIN)/python tools/release.py "$(VERSION)"
 
 clean:
-	rm -rf $(VENV) $(VENV)-audit $(VENV)-uv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-lm-eval $(VENV)-uv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
