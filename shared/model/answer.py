@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from kvferry.shared.model.calls import CallForm, CallPiece, CallReader
+
+if TYPE_CHECKING:
+    from transformers.utils.chat_parsing import ResponseParser
 
 THOUGHTS = frozenset({"reasoning_content", "thinking"})
 """Names of thoughts in response templates."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalledTool:
-    """A whole call. Attributes: arguments: as JSON."""
-
-    name: str
-    arguments: str
+_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,40 +23,59 @@ class AnswerPart:
 
     content: str = ""
     reasoning: str = ""
-    call: CalledTool | None = None
+    call: CallPiece | None = None
 
 
 class AnswerParser:
-    """Splits text as it comes. A call that is no JSON stays content, as the model wrote it.
+    """Splits text as it comes.
+
+    A call begins with its name and its arguments' first character; from there on all its text is of the call,
+    also if the arguments are no JSON or are cut off. What is no call stays content, as the model wrote it.
 
     Args:
         template: transformers' `response_template`.
         prefix: the end of the prompt, of which templates may write an answer's first part.
-        tools: the request's, for the types of arguments.
+        tools: the request's, for the types of arguments of calls that are not JSON.
     """
 
     def __init__(
         self, template: Mapping[str, Any], *, prefix: str, tools: Sequence[Mapping[str, Any]] = ()
     ) -> None:
         from transformers.utils.chat_parsing import ResponseParser
+        from transformers.utils.chat_parsing.response_templates import load_response_template
 
+        spec = load_response_template(dict(template))
+        self._fields = spec.fields
+        self._form = _form_of(spec.fields.get(_CALLS))
+        if self._form is not None:
+            # As text, so that the parser hands it on and leaves its JSON to the reader.
+            field = dict(template["fields"][_CALLS]) | {"content": "text", "transform": "{content}"}
+            field.pop("transform_each", None)
+            template = {**template, "fields": {**template["fields"], _CALLS: field}}
         self._parser: ResponseParser | None = ResponseParser(
             dict(template), prefix=prefix, tools=[dict(tool) for tool in tools]
         )
-        self._field = ""
-        self._unparsed = ""
+        self._pending = spec.truncate_past_last_anchor(prefix)
+        """Text of which no event has told, after `_at`, and the text of an open call."""
+        self._at = 0
+        self._prompt_end = len(self._pending)
+        self._open = ""
+        self._body = ""
+        """Of the region that is open."""
+        self._captures: dict[str, str] = {}
+        self._reader: CallReader | None = None
+        self._call_at = 0
         self._is_fresh = False
         """No content yet since a thought or call: white space there belongs to neither."""
-        for event in self._parser.initial_events:
-            self._field = event["field"] if event["type"] != "region_close" else ""
-        self.begins_with_thought = self._field in THOUGHTS
+        self._parts(self._parser.initial_events)
+        self.begins_with_thought = self._open in THOUGHTS
         """Whether the prompt has opened one."""
 
     def feed(self, text: str) -> list[AnswerPart]:
         """The parts that are known after this text."""
         if self._parser is None:
             return [AnswerPart(content=text)]
-        self._unparsed += text
+        self._pending += text
         try:
             return self._parts(self._parser.feed(text))
         except (ValueError, KeyError):
@@ -77,34 +94,87 @@ class AnswerParser:
         parts: list[AnswerPart] = []
         for event in events:
             field, kind = event["field"], event["type"]
-            if kind == "region_chunk" and field == "content":
-                text = event["text"].lstrip() if self._is_fresh else event["text"]
-                self._is_fresh = self._is_fresh and not text
-                parts += [AnswerPart(content=text)] if text else []
-            elif kind == "region_chunk" and field in THOUGHTS:
-                parts.append(AnswerPart(reasoning=event["text"]))
-            elif kind == "region_close" and field == "tool_calls":
-                value = event["value"]
-                parts += [
-                    AnswerPart(call=_called(its)) for its in (value if isinstance(value, list) else [value])
-                ]
-            self._is_fresh = self._is_fresh or (kind == "region_close" and field != "content")
-        if events:
-            # What an open call has so far is content if it turns out to be none.
-            opened = [event for event in events if event["type"] == "region_open"]
-            self._field = opened[-1]["field"] if opened else self._field
-            if events[-1]["type"] == "region_close" or self._field != "tool_calls":
-                self._unparsed = ""
+            if kind == "region_open":
+                self._begin(field)
+            elif kind == "region_chunk":
+                self._at += len(event["text"])
+                parts += self._added(field, event["text"])
+            else:
+                parts += self._ended(field, event["value"])
+        # What an open call has so far is content if it turns out to be none.
+        told = self._call_at if self._open == _CALLS else self._at
+        self._pending = self._pending[told:]
+        self._at, self._call_at = self._at - told, self._call_at - told
+        self._prompt_end = max(0, self._prompt_end - told)
         return parts
 
+    def _begin(self, field: str) -> None:
+        """A region opens: find the mark that the parser has found."""
+        pattern = self._fields[field].open_re
+        mark = pattern.search(self._pending, self._at) if pattern is not None else None
+        self._open, self._body, self._captures = field, "", {}
+        self._call_at = self._at
+        if mark is not None:
+            self._call_at, self._at = mark.start(), mark.end()
+            self._captures = {name: its for name, its in mark.groupdict().items() if its is not None}
+        if field == _CALLS:
+            name = self._captures.get("name")
+            self._reader = CallReader(self._form, name) if self._form is not None else None
+
+    def _added(self, field: str, text: str) -> list[AnswerPart]:
+        if field in THOUGHTS:
+            return [AnswerPart(reasoning=text)]
+        if field == _CALLS and self._reader is not None:
+            self._body += text
+            return [AnswerPart(call=piece) for piece in self._reader.feed(text)]
+        if field != "content":
+            return []
+        text = text.lstrip() if self._is_fresh else text
+        self._is_fresh = self._is_fresh and not text
+        return [AnswerPart(content=text)] if text else []
+
+    def _ended(self, field: str, value: Any) -> list[AnswerPart]:
+        pattern = self._fields[field].close_re
+        mark = pattern.search(self._pending, self._at) if pattern is not None else None
+        self._at = mark.end() if mark is not None else self._at
+        self._open = ""
+        self._is_fresh = self._is_fresh or field != "content"
+        if field != _CALLS:
+            return []
+        return _whole(value) if self._reader is None else self._json_ended(self._reader)
+
+    def _json_ended(self, reader: CallReader) -> list[AnswerPart]:
+        """The calls that the reader has not begun. Where the text is none, it is content."""
+        from transformers.utils.chat_parsing.content_parsers import process_field
+
+        try:
+            return _whole(process_field(self._body, self._fields[_CALLS], self._captures), reader.num_begun)
+        except (ValueError, KeyError):
+            written = self._pending[max(self._call_at, self._prompt_end) : self._at]
+            if reader.num_begun:
+                written = "" if reader.is_inside else reader.rest.strip()
+            self._is_fresh = self._is_fresh and not written
+            return [AnswerPart(content=written)] if written else []
+
     def _give_up(self) -> list[AnswerPart]:
-        self._parser, text, self._unparsed = None, self._unparsed, ""
+        self._parser, text, self._pending = None, self._pending[self._prompt_end :], ""
         return [AnswerPart(content=text)]
 
 
-def _called(value: Mapping[str, Any]) -> CalledTool:
-    function = value["function"]
-    arguments = function["arguments"]
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return CalledTool(name=str(function["name"]), arguments=arguments)
+def _form_of(field: Any) -> CallForm | None:
+    """How calls can be read before they are whole; None where they cannot."""
+    if field is None or field.content != "json" or field.content_args or field.join is not None:
+        return None
+    return CallForm.of(field.transform, is_list=field.transform_each)
+
+
+def _whole(value: Any, num_begun: int = 0) -> list[AnswerPart]:
+    """The calls of a region's value, but those that have begun before."""
+    calls = [its["function"] for its in (value if isinstance(value, list) else [value])[num_begun:]]
+    pieces = []
+    for function in calls:
+        arguments = function["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        pieces.append(CallPiece(name=str(function["name"]), arguments=arguments, is_last=True))
+    return [AnswerPart(call=piece) for piece in pieces]

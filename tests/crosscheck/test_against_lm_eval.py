@@ -1,8 +1,8 @@
 """lm-eval's `local-completions` against a served demo model: the likelihoods that it reads from `echo` with
 `logprobs` are a plain transformers forward's.
 
-lm-eval runs in an environment of its own, which `make lm-eval` makes; LM_EVAL_COMMAND names its `lm_eval` command,
-as `make test` does. Nothing is downloaded: the task is the file that is written here.
+lm-eval runs in an environment of its own, which `make lm-eval` makes; LM_EVAL_COMMAND names its `lm_eval`
+command, as `make test` does. Nothing is downloaded: the task is the file that is written here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_its_likelihoods_are_transformers_own(tmp_path: Path, demo_model_dir: Pa
     asked = records()
     (tmp_path / "pins.jsonl").write_text("".join(json.dumps(record) + "\n" for record in asked))
     (tmp_path / "pins.yaml").write_text(TASK.format(data=tmp_path / "pins.jsonl"))
-    with serving() as stack:
+    with serving("--in-process") as stack:
         url = f"{stack.base_url}/v1/completions"
         model = f"model=demo,base_url={url},tokenizer={demo_model_dir},max_length=8192"
         subprocess.run(

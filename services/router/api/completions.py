@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from kvferry.services.router.api.answers import AssistantMessage, ChatCompletion, TextCompletion
 from kvferry.services.router.completion.batch import CompletionBatch
 from kvferry.services.router.completion.chain import ResponseChain
-from kvferry.services.router.completion.choice import Choice, ChoiceDelta, TokenLogprob
+from kvferry.services.router.completion.choice import Choice, ChoiceDelta, TokenLogprob, ToolCallDelta
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
 from kvferry.services.router.completion.requests import ChatRequest, TextRequest
 from kvferry.services.router.completion.services import Services
@@ -285,7 +285,6 @@ class OpenAiResponse(CompletionResponse):
         }
         self._chunk_head = b"data: " + _ENCODE(self._head)[:-1]
         """With the head as JSON, without the closing brace: every chunk begins so."""
-        self._num_calls: dict[int, int] = {}
         self._begun: set[int] = set()
         self._num_ended = 0
 
@@ -368,11 +367,7 @@ class OpenAiResponse(CompletionResponse):
         if event.reasoning:
             delta["reasoning_content"] = event.reasoning
         if event.calls:
-            before = self._num_calls.get(event.index, 0)
-            self._num_calls[event.index] = before + len(event.calls)
-            delta["tool_calls"] = [
-                {"index": number, **call} for number, call in enumerate(event.calls, start=before)
-            ]
+            delta["tool_calls"] = [_call_delta(added) for added in event.calls]
         if event.text or (event.finish_reason is None and not delta):
             delta["content"] = event.text
         return delta
@@ -385,6 +380,14 @@ class OpenAiResponse(CompletionResponse):
             usage["usage"] = self.completion.usage() if each else None
         rest = _ENCODE({"choices": choices, **usage, **extras})
         return b"%b,%b\n\n" % (self._chunk_head, rest[1:])
+
+
+def _call_delta(added: ToolCallDelta) -> dict[str, Any]:
+    """What a chunk adds to a call. Its first one has the id and the name."""
+    if not added.begins:
+        return {"index": added.index, "function": {"arguments": added.arguments}}
+    function = {**added.call["function"], "arguments": added.arguments}
+    return {"index": added.index, **added.call, "function": function}
 
 
 def _message(choice: Choice, *, shows_reasoning: bool) -> AssistantMessage:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic_core import from_json
 from starlette.responses import Response
 
 from kvferry.services.router.api.answers import AnthropicMessage, TokensCount
@@ -21,7 +21,7 @@ from kvferry.services.router.api.completions import (
     server_event,
     session_of,
 )
-from kvferry.services.router.api.parts import AnswerParts, Part, Step, parts_of
+from kvferry.services.router.api.parts import AnswerParts, Part, PartStep, parts_of
 from kvferry.services.router.completion.choice import Choice, ChoiceDelta
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
 from kvferry.services.router.completion.documents import first_prompt
@@ -103,7 +103,7 @@ class MessagesAnswer(CompletionResponse):
             self._has_begun = True
             begun = _event({"type": "message_start", "message": {**self._head, "usage": self._usage()}})
         return begun + b"".join(
-            _event(its) for step, part, delta in self._parts.steps(event) for its in _steps(step, part, delta)
+            _event(its) for step in self._parts.steps(event) if (its := _block_event(step)) is not None
         )
 
     def _usage(self) -> dict[str, Any]:
@@ -132,32 +132,40 @@ def _block(part: Part, *, is_empty: bool = False) -> dict[str, Any]:
     """A part as a content block. Args: is_empty: as a stream begins it."""
     kind = {"type": _KINDS[part.kind]}
     if part.call is not None:
-        arguments = json.loads(part.call["function"]["arguments"])
-        shown = arguments if isinstance(arguments, dict) else {"arguments": arguments}
+        shown = {} if is_empty else _input(part.call["function"]["arguments"])
         name = part.call["function"]["name"]
-        return {**kind, "id": part.call["id"], "name": name, "input": {} if is_empty else shown}
+        return {**kind, "id": part.call["id"], "name": name, "input": shown}
     text = "" if is_empty else part.text
     if part.kind == "reasoning":
         return {**kind, "thinking": text, "signature": ""}
     return {**kind, "text": text, "citations": None}
 
 
-def _steps(step: Step, part: Part, delta: ChoiceDelta) -> Iterator[dict[str, Any]]:
-    index = {"index": part.index}
-    if step == "begin":
+def _input(arguments: str) -> dict[str, Any]:
+    """A call's arguments as an object. Of cut off arguments it has what is whole, as the client's own has."""
+    try:
+        found = from_json(arguments, allow_partial=True)
+    except ValueError:
+        found = arguments
+    return found if isinstance(found, dict) else {"arguments": found}
+
+
+def _block_event(step: PartStep) -> dict[str, Any] | None:
+    part = step.part
+    if step.kind == "begin":
         block = _block(part, is_empty=True)
-        yield {"type": "content_block_start", **index, "content_block": block}
-        if part.call is not None:
-            added = {"type": "input_json_delta", "partial_json": json.dumps(_block(part)["input"])}
-            yield {"type": "content_block_delta", **index, "delta": added}
-    elif step == "end":
-        yield {"type": "content_block_stop", **index}
-    elif part.kind == "reasoning":
-        thought = {"type": "thinking_delta", "thinking": delta.reasoning}
-        yield {"type": "content_block_delta", **index, "delta": thought}
+        return {"type": "content_block_start", "index": part.index, "content_block": block}
+    if step.kind == "end":
+        return {"type": "content_block_stop", "index": part.index}
+    if part.call is None:
+        name = "thinking" if part.kind == "reasoning" else "text"
+        added = {"type": f"{name}_delta", name: step.added}
     else:
-        text = {"type": "text_delta", "text": delta.text}
-        yield {"type": "content_block_delta", **index, "delta": text}
+        # Arguments that are no object come whole.
+        is_object = part.call["function"]["arguments"].startswith("{")
+        shown = step.added if is_object else json.dumps(_input(step.added))
+        added = {"type": "input_json_delta", "partial_json": shown}
+    return {"type": "content_block_delta", "index": part.index, "delta": added}
 
 
 def _event(data: Any) -> bytes:

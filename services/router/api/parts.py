@@ -5,13 +5,13 @@ The Responses and Messages APIs have an answer in parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvferry.services.router.completion.choice import ChoiceDelta, TokenLogprob, ToolCall
+from kvferry.services.router.completion.choice import ChoiceDelta, TokenLogprob, ToolCall, ToolCallDelta
 
-Step = Literal["begin", "add", "end"]
+Kind = Literal["reasoning", "text", "call"]
 
 
 @dataclass(kw_only=True)
@@ -20,16 +20,31 @@ class Part:
 
     Attributes:
         text: of thoughts or text so far.
-        call: of a call, which is whole.
+        call: of a call, so far.
         is_complete: whether it has ended, and not because the answer became too long.
     """
 
-    kind: Literal["reasoning", "text", "call"]
+    kind: Kind
     index: int
     text: str = ""
     call: ToolCall | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     is_complete: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartStep:
+    """What an event does to a part.
+
+    Attributes:
+        added: to thoughts, text, or a call's arguments.
+        logprobs: of the text that is added.
+    """
+
+    kind: Literal["begin", "add", "end"]
+    part: Part
+    added: str = ""
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 class AnswerParts:
@@ -46,45 +61,52 @@ class AnswerParts:
         self._held: list[TokenLogprob] = []
         """Of tokens whose text has not come yet."""
 
-    def steps(self, delta: ChoiceDelta) -> Iterator[tuple[Step, Part, ChoiceDelta]]:
-        """What a delta does to the parts; a delta that adds has its own text or thoughts alone."""
+    def steps(self, delta: ChoiceDelta) -> Iterator[PartStep]:
+        """What a delta does to the parts."""
         if delta.reasoning:
             yield from self._add("reasoning", delta.reasoning, delta)
         else:
             self._held += delta.logprobs or ()
         if delta.text:
             yield from self._add("text", delta.text, delta)
-        for call in delta.calls:
-            yield from self._close(delta)
-            part = Part(kind="call", index=len(self.parts), call=call, is_complete=True)
-            self.parts.append(part)
-            yield "begin", part, delta
-            yield "end", part, delta
+        for added in delta.calls:
+            yield from self._add_call(added)
         if delta.finish_reason is not None:
             if not self.parts:
                 yield from self._add("text", "", delta)
-            yield from self._close(delta)
+            yield from self._close(is_complete=delta.finish_reason != "length")
 
-    def _add(
-        self, kind: Literal["reasoning", "text"], text: str, delta: ChoiceDelta
-    ) -> Iterator[tuple[Step, Part, ChoiceDelta]]:
-        part = self._open
-        if part is None or part.kind != kind:
-            yield from self._close(delta)
-            part = self._open = Part(kind=kind, index=len(self.parts))
-            self.parts.append(part)
-            yield "begin", part, delta
-        part.text += text
+    def _begin(self, kind: Kind, call: ToolCall | None = None) -> Iterator[PartStep]:
+        yield from self._close()
+        self._open = Part(kind=kind, index=len(self.parts), call=call)
+        self.parts.append(self._open)
+        yield PartStep(kind="begin", part=self._open)
+
+    def _add(self, kind: Literal["reasoning", "text"], text: str, delta: ChoiceDelta) -> Iterator[PartStep]:
+        if self._open is None or self._open.kind != kind:
+            yield from self._begin(kind)
+        assert self._open is not None, "it has begun"
+        self._open.text += text
         if kind == "text":
-            part.logprobs += self._held
+            self._open.logprobs += self._held
         self._held = []
-        yield "add", part, delta
+        yield PartStep(kind="add", part=self._open, added=text, logprobs=delta.logprobs or ())
 
-    def _close(self, delta: ChoiceDelta) -> Iterator[tuple[Step, Part, ChoiceDelta]]:
+    def _add_call(self, added: ToolCallDelta) -> Iterator[PartStep]:
+        self._held = []
+        if added.begins:
+            yield from self._begin("call", added.call)
+        assert self._open is not None, "it has begun"
+        if added.arguments:
+            yield PartStep(kind="add", part=self._open, added=added.arguments)
+        if added.ends:
+            yield from self._close()
+
+    def _close(self, *, is_complete: bool = True) -> Iterator[PartStep]:
         if self._open is not None:
             part, self._open = self._open, None
-            part.is_complete = delta.finish_reason != "length"
-            yield "end", part, delta
+            part.is_complete = is_complete
+            yield PartStep(kind="end", part=part)
 
 
 def parts_of(deltas: list[ChoiceDelta]) -> list[Part]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvferry.services.router.api.completions import CompletionResponse, chat_logprobs, server_event
-from kvferry.services.router.api.parts import AnswerParts, Part, Step, parts_of
+from kvferry.services.router.api.parts import AnswerParts, Part, PartStep, parts_of
 from kvferry.services.router.completion.chain import SESSION_PREFIX, ResponseChain
 from kvferry.services.router.completion.choice import Choice, ChoiceDelta, KvReport, Usage
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
@@ -161,45 +161,38 @@ class ResponsesAnswer(CompletionResponse):
             events.append(self._event(response["status"], response=response))
         else:
             self._deltas.append(event)
-            for step, part, delta in self._parts.steps(event):
-                events += self._step(step, part, delta)
+            for step in self._parts.steps(event):
+                events += self._step(step)
         return b"".join(events)
 
-    def _step(self, step: Step, part: Part, delta: ChoiceDelta) -> Iterator[bytes]:
-        where: dict[str, Any] = {
-            "item_id": _item_id(self._head["id"], part),
-            "output_index": part.index,
-            "content_index": 0,
-        }
-        if step == "begin":
+    def _step(self, step: PartStep) -> Iterator[bytes]:
+        part = step.part
+        where: dict[str, Any] = {"item_id": _item_id(self._head["id"], part), "output_index": part.index}
+        if step.kind == "begin":
             item = _item(self._head["id"], part, begins=True)
             yield self._event("output_item.added", output_index=part.index, item=item)
-        if part.call is not None:
-            where.pop("content_index")
-            if step == "begin":
-                function = part.call["function"]
-                yield self._event("function_call_arguments.delta", **where, delta=function["arguments"])
-                yield self._event("function_call_arguments.done", **where, **function)
-        else:
-            yield from self._text_step(step, part, delta, where)
-        if step == "end":
+        if part.call is None:
+            yield from self._text_step(step, {**where, "content_index": 0})
+        elif step.kind == "add":
+            yield self._event("function_call_arguments.delta", **where, delta=step.added)
+        elif step.kind == "end":
+            yield self._event("function_call_arguments.done", **where, **part.call["function"])
+        if step.kind == "end":
             item = _item(self._head["id"], part)
             yield self._event("output_item.done", output_index=part.index, item=item)
 
-    def _text_step(
-        self, step: Step, part: Part, delta: ChoiceDelta, where: dict[str, Any]
-    ) -> Iterator[bytes]:
+    def _text_step(self, step: PartStep, where: dict[str, Any]) -> Iterator[bytes]:
         """Of a message or of thoughts."""
+        part = step.part
         is_text = part.kind == "text"
         name = "output_text" if is_text else "reasoning_text"
-        if step == "begin":
+        if step.kind == "begin":
             yield self._event("content_part.added", **where, part=_content(part, is_empty=True))
             return
-        entries = (delta.logprobs or ()) if step == "add" else part.logprobs
+        entries = step.logprobs if step.kind == "add" else part.logprobs
         more = {"logprobs": chat_logprobs(entries)["content"]} if is_text else {}
-        if step == "add":
-            added = delta.text if is_text else delta.reasoning
-            yield self._event(f"{name}.delta", **where, delta=added, **more)
+        if step.kind == "add":
+            yield self._event(f"{name}.delta", **where, delta=step.added, **more)
         else:
             yield self._event(f"{name}.done", **where, text=part.text, **more)
             yield self._event("content_part.done", **where, part=_content(part))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from kvferry.services.router.completion.tools import read_arguments
 from kvferry.services.router.turn.attempt import TurnStats
 from kvferry.services.router.turn.turn import Turn
 from kvferry.shared.compression.plan import CompressionPlan
@@ -29,6 +30,7 @@ from kvferry.shared.sampling.params import SampledToken
 if TYPE_CHECKING:
     from kvferry.services.router.completion.prompt_tokens import PromptTokens
     from kvferry.shared.model.answer import AnswerParser, AnswerPart
+    from kvferry.shared.model.calls import CallPiece
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,24 @@ class ToolCall(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ToolCallDelta:
+    """What one event adds to a call.
+
+    Attributes:
+        index: of the call among the choice's.
+        call: the call so far.
+        begins, ends: whether it begins or is whole with this.
+        arguments: what it adds to the arguments, as JSON.
+    """
+
+    index: int
+    call: ToolCall
+    begins: bool
+    ends: bool
+    arguments: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChoiceDelta:
     """What one event adds to a choice. `token_ids` are of tokens, whose text may come later."""
 
@@ -68,7 +88,7 @@ class ChoiceDelta:
     logprobs: tuple[TokenLogprob, ...] | None = None
     token_ids: tuple[int, ...] = ()
     reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[ToolCallDelta, ...] = ()
     finish_reason: str | None = None
 
 
@@ -167,6 +187,8 @@ class Choice:
         self.reasoning = ""
         self.num_reasoning_tokens = 0
         self.calls: list[ToolCall] = []
+        self._num_whole_calls = 0
+        self._leaves_call_out = False
         self._content = ""
         self.prompt_tokens: PromptTokens | None = None
         self._offset = 0
@@ -217,7 +239,8 @@ class Choice:
     def finish_reason(self) -> str | None:
         """As clients see it; None while the completion goes on."""
         reason = self.turn.finish_reason
-        return "tool_calls" if self.calls and reason == "stop" else reason
+        are_whole = bool(self.calls) and self._num_whole_calls == len(self.calls)
+        return "tool_calls" if are_whole and reason == "stop" else reason
 
     @property
     def stop_string(self) -> str | None:
@@ -236,7 +259,7 @@ class Choice:
             {
                 "id": call["id"],
                 "type": "function",
-                "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])},
+                "function": {**call["function"], "arguments": read_arguments(call["function"]["arguments"])},
             }
             for call in self.calls
         ]
@@ -256,13 +279,11 @@ class Choice:
         text, reasoning = (
             "".join(getattr(part, name) for part in parts) for name in ("content", "reasoning")
         )
-        calls: list[ToolCall] = []
-        for part in parts:
-            if part.call is not None and (self._parallel_calls or not self.calls):
-                function = CalledFunction(name=part.call.name, arguments=part.call.arguments)
-                call = ToolCall(id=f"call_{secrets.token_hex(12)}", type="function", function=function)
-                self.calls.append(call)
-                calls.append(call)
+        calls = [
+            delta
+            for part in parts
+            if part.call is not None and (delta := self._called(part.call)) is not None
+        ]
         self._content += text
         self.reasoning += reasoning
         if not self._shows_reasoning:
@@ -276,6 +297,29 @@ class Choice:
             calls=tuple(calls),
             logprobs=entries,
             token_ids=token_ids,
+        )
+
+    def _called(self, piece: CallPiece) -> ToolCallDelta | None:
+        """Take what some text adds to the calls; returns None where the call is left out."""
+        begins = piece.name is not None
+        if begins:
+            self._leaves_call_out = bool(self.calls) and not self._parallel_calls
+        if self._leaves_call_out:
+            return None
+        if begins:
+            function = CalledFunction(name=piece.name or "", arguments="")
+            self.calls.append(
+                ToolCall(id=f"call_{secrets.token_hex(12)}", type="function", function=function)
+            )
+        call = self.calls[-1]
+        call["function"]["arguments"] += piece.arguments
+        self._num_whole_calls += piece.is_last
+        return ToolCallDelta(
+            index=len(self.calls) - 1,
+            call=call,
+            begins=begins,
+            ends=piece.is_last,
+            arguments=piece.arguments,
         )
 
 

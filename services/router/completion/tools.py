@@ -50,6 +50,16 @@ class CalledFunction(StrictModel):
     arguments: str | dict[str, Any] | None = None
 
 
+def read_arguments(arguments: str | dict[str, Any]) -> Any:
+    """The arguments' value; their text, as the model wrote it, where that is no JSON."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return from_json(arguments, allow_inf_nan=False)
+    except ValueError:
+        return arguments
+
+
 class ToolCall(StrictModel):
     """A call in an earlier answer. `arguments` are JSON."""
 
@@ -60,11 +70,5 @@ class ToolCall(StrictModel):
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: with the arguments as an object, where they are one."""
-        arguments: Any = self.function.arguments or {}
-        if isinstance(arguments, str):
-            try:
-                arguments = from_json(arguments, allow_inf_nan=False)
-            except ValueError:
-                arguments = self.function.arguments  # as the model wrote it
-        function = {"name": self.function.name, "arguments": arguments}
+        function = {"name": self.function.name, "arguments": read_arguments(self.function.arguments or {})}
         return {**({"id": self.id} if self.id is not None else {}), "type": "function", "function": function}

@@ -220,7 +220,11 @@ async function runTurn(added, shown) {
         last = now;
         message.content += delta.content ?? "";
         message.reasoning += delta.reasoning_content ?? "";
-        for (const { id, type, function: called } of delta.tool_calls ?? []) message.calls.push({ id, type: type ?? "function", function: called });
+        for (const added of delta.tool_calls ?? []) {
+          const { id, type, function: called } = added;
+          if (!id) message.calls[added.index].function.arguments += called.arguments;
+          else message.calls[added.index] = { id, type, function: called };
+        }
         showAnswer(shown, message);
       }
       if (chunk.kv) {

@@ -6,7 +6,8 @@ import pytest
 from kvtest.text_models import CHATML, HERMES, LLAMA, MISTRAL, THINKING, byte_level_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from kvferry.shared.model.answer import AnswerParser, CalledTool
+from kvferry.shared.model.answer import AnswerParser
+from kvferry.shared.model.calls import CallPiece
 from kvferry.shared.model.tokenizer import ChatTokenizer, TemplateInputs
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -23,12 +24,24 @@ def answer(template, text, step=1, prefix="<|im_start|>assistant\n"):
     parser = AnswerParser(template, prefix=prefix)
     parts = [part for at in range(0, len(text), step) for part in parser.feed(text[at : at + step])]
     parts += parser.finish()
-    calls = [part.call for part in parts if part.call is not None]
+    calls: list[CallPiece] = []
+    for piece in (part.call for part in parts if part.call is not None):
+        if piece.name is not None:
+            calls.append(piece)
+        else:
+            assert not calls[-1].is_last
+            arguments = calls[-1].arguments + piece.arguments
+            calls[-1] = CallPiece(name=calls[-1].name, arguments=arguments, is_last=piece.is_last)
     return "".join(part.content for part in parts), "".join(part.reasoning for part in parts), calls
 
 
-ONE, TWO = CalledTool(name="f", arguments='{"a": [1, "é"]}'), CalledTool(name="g", arguments="{}")
+ONE = CallPiece(name="f", arguments='{"a": [1, "é"]}', is_last=True)
+TWO = CallPiece(name="g", arguments="{}", is_last=True)
+CUT = CallPiece(name="f", arguments='{"a": [1, "')
+BROKEN = CallPiece(name="f", arguments='{"a": [1; "é"]}}')
 JSON_ONE, JSON_TWO = (f'{{"name": "{its.name}", "arguments": {its.arguments}}}' for its in (ONE, TWO))
+NO_CALL, REVERSED = "<tool_call>no</tool_call>", '<tool_call>{"arguments": {}, "name": "g"}</tool_call>'
+CALL_ONE, CALL_TWO = (f"<tool_call>{its}</tool_call>" for its in (JSON_ONE, JSON_TWO))
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
@@ -44,6 +57,17 @@ JSON_ONE, JSON_TWO = (f'{{"name": "{its.name}", "arguments": {its.arguments}}}' 
         (HERMES, "a <tool of <tool_cal", ("a <tool of <tool_cal", "", [])),
         (HERMES, "<tool_call>\nno JSON</tool_call> so", ("<tool_call>\nno JSON</tool_call> so", "", [])),
         (HERMES, "<tool_call>[1]</tool_call>", ("<tool_call>[1]</tool_call>", "", [])),
+        (HERMES, f"<tool_call>no</tool_call>{CALL_TWO}", ("<tool_call>no</tool_call>", "", [TWO])),
+        (HERMES, f"Hi {NO_CALL} {CALL_TWO} so", (f"Hi {NO_CALL}so", "", [TWO])),
+        (HERMES, f"{REVERSED}{CALL_ONE}", ("", "", [TWO, ONE])),
+        (HERMES, f'<tool_call>{{"id": 12, "x": [], {JSON_TWO[1:]}</tool_call>', ("", "", [TWO])),
+        (HERMES, CALL_ONE.partition("é")[0], ("", "", [CUT])),
+        (HERMES, CALL_ONE.partition('"arg')[0], (CALL_ONE.partition('"arg')[0], "", [])),
+        (HERMES, CALL_ONE.replace("}}", "}"), ("", "", [ONE])),
+        (HERMES, CALL_ONE.replace("}}", "} so"), ("so", "", [ONE])),
+        (HERMES, CALL_ONE.replace("[1,", "[1;"), ("", "", [BROKEN])),
+        (HERMES, CALL_TWO.replace("{}", "7"), ("", "", [CallPiece(name="g", arguments="7", is_last=True)])),
+        (MISTRAL, f"[TOOL_CALLS][{JSON_ONE}, {JSON_TWO[:-5]}", (JSON_TWO[:-5], "", [ONE])),
         (MISTRAL, f"[TOOL_CALLS][{JSON_ONE}, {JSON_TWO}]", ("", "", [ONE, TWO])),
         (MISTRAL, "[1, 2]", ("[1, 2]", "", [])),
         (THINKING, "<think>\nhm\n</think>\n\nyes", ("yes", "\nhm\n", [])),
@@ -81,7 +105,8 @@ PREAMBLE = "<|channel|>commentary<|message|>Let me see.<|end|>"
         (f"{TO_F}<|call|>", ("", "", [ONE])),
         (f"{TO_F}<|call|><|start|>assistant{TO_G}", ("", "", [ONE, TWO])),
         (f"{PREAMBLE}<|start|>assistant{TO_G}", ("Let me see.", "", [TWO])),
-        (f"{TO_G[:-1]}", (TO_G[:-1], "", [])),
+        (f"{TO_G[:-1]}", ("", "", [CallPiece(name="g", arguments="{")])),
+        (f"{TO_G[:-2]}", (TO_G[:-2], "", [])),
         ("no channel", ("no channel", "", [])),
     ],
 )
