@@ -140,10 +140,28 @@ def test_a_tool_is_called_and_its_result_answered(client: anthropic.Anthropic) -
     assert prompt_tokens(second) > prompt_tokens(first)
     named: Any = {"type": "tool", "name": "get_weather"}
     with client.messages.stream(**ask, tool_choice=named) as stream:
-        partial = "".join(event.partial_json for event in stream if event.type == "input_json")
+        pieces = [event.partial_json for event in stream if event.type == "input_json"]
         (block,) = stream.get_final_message().content
     assert block.type == "tool_use"
-    assert json.loads(partial) == block.input
+    assert len(pieces) > 2  # they come as the model writes them
+    assert json.loads("".join(pieces)) == block.input
+    fields: Any = {**ask, "tool_choice": named, **GREEDY}
+    (whole,) = client.messages.create(**fields).content
+    with client.messages.stream(**fields) as stream:
+        (streamed,) = stream.get_final_message().content
+    assert isinstance(whole, anthropic.types.ToolUseBlock)
+    assert isinstance(streamed, anthropic.types.ToolUseBlock)
+    assert (streamed.name, streamed.input) == (whole.name, whole.input)
+    # Arguments that are cut off are the same, too: both have what is whole of them.
+    for max_tokens in range(20, 40, 5):
+        cut = {**fields, "max_tokens": max_tokens}
+        blocks = client.messages.create(**cut).content
+        with client.messages.stream(**cut) as stream:
+            parts = stream.get_final_message().content
+        assert [getattr(its, "text", None) for its in parts] == [getattr(its, "text", None) for its in blocks]
+        assert [getattr(its, "input", None) for its in parts] == [
+            getattr(its, "input", None) for its in blocks
+        ]
 
 
 def test_structured_answers_are_parsed_by_the_clients_helper(client: anthropic.Anthropic) -> None:

@@ -191,6 +191,13 @@ def test_a_tool_is_called_and_its_result_continues_the_response(client: openai.O
     assert done.name == "get_weather"
     assert json.loads(done.arguments)["city"] in ("Paris", "Rome")
     assert events[-1].response.output[-1].arguments == done.arguments
+    pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert len(pieces) > 2  # they come as the model writes them
+    assert "".join(pieces) == done.arguments
+    whole: Any = client.responses.create(**ask, tool_choice=named, temperature=0).output[-1]
+    with client.responses.stream(**ask, tool_choice=named, temperature=0) as helper:
+        streamed: Any = helper.get_final_response().output[-1]
+    assert (streamed.name, streamed.arguments) == (whole.name, whole.arguments)
 
 
 def test_logprobs_are_included_on_request(client: openai.OpenAI) -> None:

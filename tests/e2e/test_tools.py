@@ -91,6 +91,37 @@ def test_streams_have_the_same_calls(client: openai.OpenAI) -> None:
     assert check(final.message.tool_calls) == check(whole.message.tool_calls)
     ours = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls or ()]
     assert [(its.function.name, its.function.arguments) for its in final.message.tool_calls or ()] == ours
+    chunks: Any = list(client.chat.completions.create(**fields, stream=True))
+    added = [its for chunk in chunks for its in chunk.choices[0].delta.tool_calls or ()]
+    for index, (name, arguments) in enumerate(ours):
+        first, *rest = [its for its in added if its.index == index]
+        assert first.function.name == name
+        assert first.id
+        assert all(its.id is None and its.function.name is None for its in rest)
+        assert "".join(its.function.arguments for its in [first, *rest]) == arguments
+        assert len(rest) > 1  # they come as the model writes them
+
+
+def test_a_call_that_is_cut_off_has_what_came_of_its_arguments(client: openai.OpenAI) -> None:
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    fields: Any = {**ASK, "tools": TOOLS, "tool_choice": named, "seed": 3}
+    whole: Any = client.chat.completions.create(**fields, extra_body={"return_token_ids": True}).choices[0]
+    fields["max_tokens"] = len(whole.token_ids) - 12
+    cut = client.chat.completions.create(**fields).choices[0]
+    assert cut.finish_reason == "length"
+    with client.chat.completions.stream(**fields) as stream:
+        chunks = [event.chunk.choices[0] for event in stream if event.type == "chunk"]
+    streamed = "".join(
+        its.function.arguments or ""
+        for chunk in chunks
+        for its in chunk.delta.tool_calls or ()
+        if its.function is not None
+    )
+    (call,) = cut.message.tool_calls or ()
+    assert call.function.name == "get_weather"
+    assert call.function.arguments == streamed
+    assert whole.message.tool_calls[0].function.arguments.startswith(streamed)
+    assert len(streamed) > 1
 
 
 def test_a_model_that_calls_by_itself_is_understood(client: openai.OpenAI) -> None:

@@ -1,13 +1,16 @@
 """What chat templates imply of tool calls and thoughts, and answers taken apart as they come."""
 
+import itertools
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kvtest.text_models import CHATML, HERMES, LLAMA, MISTRAL, THINKING, byte_level_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kvferry.shared.model.answer import AnswerParser
-from kvferry.shared.model.calls import CallPiece
+from kvferry.shared.model.calls import CallForm, CallPiece, CallReader
 from kvferry.shared.model.tokenizer import ChatTokenizer, TemplateInputs
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -77,6 +80,53 @@ CALL_ONE, CALL_TWO = (f"<tool_call>{its}</tool_call>" for its in (JSON_ONE, JSON
 )
 def test_an_answers_parts_are_found_however_it_comes(template, text, expected, step):
     assert answer(tokenizer_of(template).response_template, text, step) == expected
+
+
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text().filter(lambda its: "\0" not in its),
+    st.lists,
+    max_leaves=6,
+)
+OBJECTS = st.dictionaries(st.text(), JSON_VALUES, max_size=4)
+
+
+@given(
+    calls=st.lists(st.tuples(st.text(), OBJECTS, OBJECTS), min_size=1, max_size=3),
+    indent=st.none() | st.integers(0, 3),
+    cuts=st.lists(st.integers(0, 400), max_size=12),
+)
+def test_arguments_come_as_they_are_written(calls, indent, cuts):
+    reader = CallReader(CallForm(name_key="name", arguments_key="arguments", is_list=True))
+    listed = [
+        {**{f"-{key}": its for key, its in others.items()}, "name": name, "arguments": arguments}
+        for name, arguments, others in calls
+    ]
+    text = json.dumps(listed, indent=indent, ensure_ascii=False)
+    ends = sorted({0, *cuts, len(text)})
+    pieces = [piece for at, end in itertools.pairwise(ends) for piece in reader.feed(text[at:end])]
+    assert [piece.name for piece in pieces if piece.name is not None] == [name for name, _, _ in calls]
+    assert sum(piece.is_last for piece in pieces) == len(calls)
+    joined = "".join("\0" * (piece.name is not None) + piece.arguments for piece in pieces)
+    written = joined.split("\0")[1:]
+    assert [json.loads(its) for its in written] == [arguments for _, arguments, _ in calls]
+    assert all(its in text for its in written)
+    assert reader.rest.strip("] \n") == ""
+
+
+def test_each_text_of_the_arguments_is_delivered_with_its_token():
+    reader = CallReader(CallForm(name_key="name", arguments_key="arguments", is_list=False))
+    assert reader.feed('{"name": "f", "arguments": {"a') == [
+        CallPiece(name="f"),
+        CallPiece(arguments='{"a'),
+    ]
+    assert reader.feed('}": ') == [CallPiece(arguments='}": ')]
+    assert reader.is_inside
+    assert reader.feed("1}}") == [CallPiece(arguments="1}", is_last=True)]
+    assert not reader.is_inside
 
 
 HARMONY = (
