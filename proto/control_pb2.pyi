@@ -1523,6 +1523,7 @@ class WorkerStatus(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     METHODS_FIELD_NUMBER: _builtins.int
     KERNEL_PATHS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     instance_id: _builtins.str
     protocol_version: _builtins.int
@@ -1531,6 +1532,7 @@ class WorkerStatus(_message.Message):
     waiting: _builtins.int
     free_bytes: _builtins.int
     total_bytes: _builtins.int
+    draining: _builtins.bool
     @_builtins.property
     def model(self) -> Global___ModelSpec: ...
     @_builtins.property
@@ -1551,10 +1553,11 @@ class WorkerStatus(_message.Message):
         model: Global___ModelSpec | None = ...,
         methods: _abc.Iterable[_builtins.str] | None = ...,
         kernel_paths: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_bytes", b"free_bytes", "instance_id", b"instance_id", "kernel_paths", b"kernel_paths", "methods", b"methods", "model", b"model", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "running", b"running", "total_bytes", b"total_bytes", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "free_bytes", b"free_bytes", "instance_id", b"instance_id", "kernel_paths", b"kernel_paths", "methods", b"methods", "model", b"model", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "running", b"running", "total_bytes", b"total_bytes", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

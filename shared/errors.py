@@ -169,6 +169,10 @@ class Overloaded(KvferryError):
 class WorkerUnavailable(Overloaded):
     category = "worker_lost"
 
+    @classmethod
+    def draining(cls, role: str) -> WorkerUnavailable:
+        return cls(f"the {role} worker is to end; another one runs the turn", reason="draining")
+
 
 class StoreUnavailable(Overloaded):
     """Redis does not answer, or answers with an error."""

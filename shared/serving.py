@@ -196,13 +196,15 @@ async def wait_for_signal() -> signal.Signals:
 
 
 async def serve_until_signal(role: str, addresses: Mapping[str, str], ready_file: str) -> None:
-    """Write the ready file of a service that listens, then wait for SIGINT or SIGTERM.
+    """Write the ready file of a service that listens, then wait for SIGINT or SIGTERM. The next one ends the
+    process at once.
 
     Args: addresses: `address` (control or HTTP, host:port), `metrics` (host:port), of workers `blocks`.
     """
     announce_ready(ready_file, {"service": role, **addresses})
     logger.info(f"{role} listens", **addresses)
     await wait_for_signal()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # asyncio would close everything in order
     logger.info(f"{role} stops")
 
 

@@ -1,7 +1,7 @@
 """A prefill or decode worker: loads the model, starts the service and its metrics, and closes all in reverse.
 
     run_worker ──► model, kernels ──► metrics ──► self-test ──► service ──► control calls ──► ready file ──►
-    signal ──► close   └──────── start_service: also of a stack in one process ┘
+    signal ──► drain ──► close   └──────── start_service: also of a stack in one process ┘
 
 Each service brings a function that builds it from its model and its block transport.
 """
@@ -38,6 +38,8 @@ from kvferry.shared.wire.shared_memory import SharedMemoryConnectingChannel, Sha
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 
 _CLOSE_TIMEOUT_S = 30.0
+_END_STREAMS_S = 2.0
+"""In which streams that were ended tell their routers so."""
 _END_MARGIN_S = 2.0
 
 
@@ -78,6 +80,11 @@ class WorkerService(Protocol):
 
     async def start(self) -> None: ...
 
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new turns and let those that run end, for so long; then end the rest with the error
+        `WorkerUnavailable.draining`, after which routers continue them elsewhere."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -110,11 +117,13 @@ async def run_worker(
         control = await serve_control(
             listen=settings.listen, certs=certs, with_reflection=settings.grpc_reflection, **interface
         )
-        stack.push_async_callback(control.close, settings.shutdown_timeout_s)
+        stack.push_async_callback(control.close, _END_STREAMS_S)
         info = {"address": control.address, "metrics": metrics, "blocks": service.block_endpoint}
         await serve_until_signal(role, info, settings.ready_file)
         if ends_process:
-            end_within(settings.shutdown_timeout_s + _CLOSE_TIMEOUT_S + _END_MARGIN_S)
+            end_within(settings.shutdown_timeout_s + _END_STREAMS_S + _CLOSE_TIMEOUT_S + _END_MARGIN_S)
+        await control.announce_end()
+        await service.drain(settings.shutdown_timeout_s)
 
 
 async def _load_model(settings: WorkerSettings, stack: AsyncExitStack) -> LanguageModel:

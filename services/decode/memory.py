@@ -26,7 +26,7 @@ from kvferry.shared.cache.arena import (
 )
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured
-from kvferry.shared.errors import CapacityExceeded
+from kvferry.shared.errors import CapacityExceeded, KvferryError
 from kvferry.shared.model.spec import ModelSpec
 
 GROWTH_TOKENS = 64
@@ -90,6 +90,7 @@ class Scheduler:
         self._lease_s = lease_s
         self._lock = threading.Lock()
         self._num_pauses = 0
+        self._refusal: Callable[[], KvferryError] | None = None
         self._queues: dict[str, deque[_Waiter]] = {}
         """By the API key's owner."""
         self._num_granted = 0
@@ -126,6 +127,7 @@ class Scheduler:
             InvalidRequest: the size is larger than the whole arena.
             CapacityExceeded: not enough bytes were free within admission_wait_s or timeout_s (`arena_full`),
                 or the queue is full (`queue_full`).
+            KvferryError: what `refuse_waiting` was given.
         """
         sizes_bytes = (size_bytes, *smaller)
         self._arena.check_fits(sizes_bytes[-1])
@@ -138,17 +140,19 @@ class Scheduler:
         )
         wait_s = min(self._admission_wait_s, timeout_s)
         with self._lock:
+            if self._refusal is not None:
+                raise self._refusal()
             self._queues.setdefault(key_owner, deque()).append(waiter)
             self._grant()
             if waiter.allocation is None and wait_s <= 0:
                 self._remove(waiter)
-                raise self._refusal(sizes_bytes[-1], waited_s=0.0)
+                raise self._no_memory(sizes_bytes[-1], waited_s=0.0)
             if waiter.allocation is None and self.num_waiting > self._max_waiting:
                 longest = max(self._queues.values(), key=len)
                 gives_way = longest[-1] if len(longest) > len(self._queues[key_owner]) else waiter
                 self._remove(gives_way)
                 if gives_way is waiter:
-                    raise self._refusal(sizes_bytes[-1], waited_s=0.0, queue_full=True)
+                    raise self._no_memory(sizes_bytes[-1], waited_s=0.0, queue_full=True)
                 gives_way.is_refused = True
                 gives_way.wake()
         try:
@@ -157,13 +161,15 @@ class Scheduler:
                     await waiter.decided.wait()
         except TimeoutError:
             if not self._leave(waiter):
-                raise self._refusal(sizes_bytes[-1], waited_s=wait_s) from None
+                raise self._no_memory(sizes_bytes[-1], waited_s=wait_s) from None
         except asyncio.CancelledError:
             if self._leave(waiter) and waiter.allocation is not None:
                 self.release(waiter.allocation)
             raise
         if waiter.is_refused:
-            raise self._refusal(sizes_bytes[-1], waited_s=0.0, queue_full=True)
+            if self._refusal is not None:
+                raise self._refusal()
+            raise self._no_memory(sizes_bytes[-1], waited_s=0.0, queue_full=True)
         assert waiter.allocation is not None
         return waiter.allocation
 
@@ -172,6 +178,15 @@ class Scheduler:
         with self._lock:
             self._arena.free(allocation)
             self._grant()
+
+    def refuse_waiting(self, refusal: Callable[[], KvferryError]) -> None:
+        """Refuse the requests that wait, and all that come, with this error."""
+        with self._lock:
+            self._refusal = refusal
+            for waiter in [waiter for queue in self._queues.values() for waiter in queue]:
+                self._remove(waiter)
+                waiter.is_refused = True
+                waiter.wake()
 
     def take(self, size_bytes: int, *, owner: str) -> Allocation | None:
         """Allocate for a sequence that has arrived already, ahead of the queue; None if nothing is free."""
@@ -242,7 +257,7 @@ class Scheduler:
             self._grant()
             return False
 
-    def _refusal(self, size_bytes: int, *, waited_s: float, queue_full: bool = False) -> CapacityExceeded:
+    def _no_memory(self, size_bytes: int, *, waited_s: float, queue_full: bool = False) -> CapacityExceeded:
         message = (
             f"{self._max_waiting} requests wait for decode memory already, which is the limit"
             if queue_full

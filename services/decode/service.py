@@ -43,6 +43,7 @@ from kvferry.shared.control.messages import (
     TicketIssued,
     WorkerStatus,
 )
+from kvferry.shared.draining import Drain
 from kvferry.shared.errors import (
     CapacityExceeded,
     ContextLengthExceeded,
@@ -105,6 +106,7 @@ class DecodeService:
         self._metrics = metrics
         self._instance_id = secrets.token_hex(8)
         self._closed = False
+        self._drain = Drain(partial(WorkerUnavailable.draining, "decode"))
         self._is_wedged = False
         self._arena = ByteArena(
             arena_size_bytes(config, model.device), model.device, clock=clock, observer=self._show_arena
@@ -183,9 +185,10 @@ class DecodeService:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine is healthy and the service not closed. Any thread may call this."""
+        """Whether the engine is healthy and the service takes turns. Any thread may call this."""
         return (
             not self._closed
+            and not self._drain.has_begun
             and not self._is_wedged
             and self._engine.healthy(self._config.heartbeat_timeout_s)
         )
@@ -195,6 +198,13 @@ class DecodeService:
         self._server = self._server_factory(self._receiver)
         self._engine.start()
         self._sweeper.start()
+
+    async def drain(self, timeout_s: float) -> None:
+        """See `WorkerService.drain`. Requests that wait for memory are refused at once."""
+        self._scheduler.refuse_waiting(self._drain.refusal)
+        if not await self._drain.wait(timeout_s, lambda: len(self._reservations.all())):
+            for sequence in self._reservations.all():
+                sequence.events.put(self._drain.refusal())
 
     async def close(self) -> None:
         """Fail all requests, free all memory and end the threads. Idempotent."""
@@ -212,7 +222,7 @@ class DecodeService:
             CapacityExceeded: no memory became free in time, or too many requests wait for it.
             LeaseExpired, TransferFailed: the prompt's KV did not arrive.
             DeadlineExceeded: timeout_s has passed.
-            WorkerUnavailable: the worker is closing.
+            WorkerUnavailable: the worker is draining or closed.
             KvferryError: decoding failed.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
@@ -262,6 +272,7 @@ class DecodeService:
             instance_id=self._instance_id,
             protocol_version=PROTOCOL_VERSION,
             ready=self.is_ready,
+            draining=self._drain.has_begun,
             running=running,
             waiting=max(len(self._reservations.all()) - running, 0) + self._scheduler.num_waiting,
             free_bytes=self._arena.free_bytes + self._retained.spare_bytes,
@@ -349,6 +360,8 @@ class DecodeService:
     def _check(self, request: GenerateRequest) -> None:
         if self._closed or self._server is None:
             raise WorkerUnavailable("the decode worker is not running", reason="closed")
+        if self._drain.has_begun:
+            raise self._drain.refusal()
         if request.model_fingerprint != self._spec.fingerprint:
             raise ProtocolMismatch(
                 f"the request is for model {request.model_fingerprint!r}; this worker has "

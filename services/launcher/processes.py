@@ -23,7 +23,7 @@ from kvferry.shared.serving import announce_ready
 _LAUNCHER_ONLY = HIDDEN_FROM_SERVE | {"listen", "ready_file", "threads"}
 _ALWAYS_GIVEN = ("log_level", "shutdown_timeout_s")
 """`kvferry serve` has other defaults for these than the services."""
-_STOP_MARGIN_S = 1.0
+_STOP_MARGIN_S = 3.0
 _MAX_IPC_PATH_BYTES = 107
 """The longest path of a Unix socket."""
 

@@ -11,6 +11,7 @@ import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import structlog
@@ -37,6 +38,7 @@ from kvferry.shared.control.messages import (
     TransferDone,
     WorkerStatus,
 )
+from kvferry.shared.draining import Drain
 from kvferry.shared.errors import (
     Cancelled,
     ContextLengthExceeded,
@@ -116,6 +118,7 @@ class PrefillService:
         )  # fmt: skip
         self._server: BlockServer | None = None
         self._is_wedged = False
+        self._drain = Drain(partial(WorkerUnavailable.draining, "prefill"))
         self._jobs: set[PrefillJob] = set()
         self._pending = PendingTable(clock)
         self._waiters = ThreadPoolExecutor(_MAX_ACKNOWLEDGEMENT_WAITERS, "kvferry-prefill-acknowledgement")
@@ -131,15 +134,28 @@ class PrefillService:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a layer or a probe has finished recently, and the engine is not wedged. Any thread may call
-        this."""
-        return self._engine.ready and not self._is_wedged
+        """Whether a layer or a probe has finished recently, the engine is not wedged and no drain has begun.
+        Any thread may call this."""
+        return self._engine.ready and not self._is_wedged and not self._drain.has_begun
 
     async def start(self) -> None:
         """Listen for returned history, start the engine and the sweeper of expired staged turns."""
         self._server = self._server_factory(self._receiver)
         self._engine.start(self._server.endpoint)
         self._sweeper = asyncio.create_task(self._sweep())
+
+    async def drain(self, timeout_s: float) -> None:
+        """See `WorkerService.drain`. Waits for staged turns as well, which routers commit after their last
+        token; then writes the history that only memory has to the tiers behind it."""
+        deadline_s = self._clock() + timeout_s
+        if not await self._drain.wait(timeout_s, lambda: len(self._jobs) + self._store.num_turns):
+            for job in tuple(self._jobs):
+                error = self._drain.refusal()
+                self._cancel(job, error)
+                job.fail(error)
+        left_s = max(0.0, deadline_s - self._clock())
+        if num_left := await asyncio.to_thread(self._store.write_behind, left_s):
+            log.warning("history is lost with this worker's memory", num_sessions=num_left)
 
     async def close(self) -> None:
         """Cancel running jobs and end every thread. Idempotent."""
@@ -172,6 +188,7 @@ class PrefillService:
             CapacityExceeded: too many requests are waiting.
             TransferFailed: decode refused the transfer or was lost.
             SessionPending: the session has a turn that the request's router does not know of.
+            WorkerUnavailable: the worker is draining or closed.
             DeadlineExceeded, Cancelled.
         """
         self._validate(request)
@@ -280,6 +297,7 @@ class PrefillService:
             instance_id=self._instance_id,
             protocol_version=PROTOCOL_VERSION,
             ready=self.is_ready,
+            draining=self._drain.has_begun,
             running=max(0, len(self._jobs) - waiting),
             waiting=waiting,
             free_bytes=max(0, self._store.max_bytes - self._store.size_bytes),
@@ -292,6 +310,8 @@ class PrefillService:
     # ---- one request -------------------------------------------------------------------------------------
 
     def _validate(self, request: PrefillRequest) -> None:
+        if self._drain.has_begun:
+            raise self._drain.refusal()
         spec, prompt = self._model.spec, request.prompt_token_ids
         if request.model_fingerprint != spec.fingerprint:
             raise ProtocolMismatch(

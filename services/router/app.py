@@ -45,7 +45,8 @@ from kvferry.services.router.turn.turn import BackgroundTasks, TurnRunner
 from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.at_rest import AtRestKeys
 from kvferry.shared.control.messages import DecodeControl, PrefillControl
-from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.draining import REASON, Drain
+from kvferry.shared.errors import ConfigurationError, Overloaded
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.tokenizer import ChatTokenizer
@@ -101,11 +102,13 @@ def create_app(
         backoff_s=timing.recovery_backoff_s,
         recovery_wait_s=config.recovery_wait_s,
     )
+    drain = Drain(_draining)
     readiness = Readiness(
         runner,
         plans.default,
         probe_interval_s=timing.probe_interval_s,
         window_s=config.readiness_window_s,
+        drain=drain,
     )
     metrics.ready.set_function(lambda: float(readiness.problem() is None))
     key_file = KeyFile(Path(config.api_keys_file)) if config.api_keys_file else None
@@ -183,7 +186,8 @@ def create_app(
         max_body_bytes=config.max_body_bytes,
         read_timeout_s=config.read_timeout_s,
     )
-    app.add_middleware(RequestMiddleware, metrics=metrics)
+    app.state.drain = drain
+    app.add_middleware(RequestMiddleware, metrics=metrics, drain=drain)
     return app
 
 
@@ -224,6 +228,10 @@ def session_store(
         workers=workers,
         **options,
     )
+
+
+def _draining() -> Overloaded:
+    return Overloaded("The router is to end; repeat the request", reason=REASON, retry_after_s=1.0)
 
 
 def _router_name(config: RouterConfig) -> str:

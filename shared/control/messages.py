@@ -371,7 +371,8 @@ class WorkerStatus:
 
     Attributes:
         instance_id: random, new at every start; a change means that the worker restarted.
-        ready: the engine has recently done work or passed its own probe.
+        ready: the engine has recently done work or passed its own probe, and the worker takes new turns.
+        draining: the worker is to end: it takes no new turns, and those that run may still end.
         running, waiting: numbers of requests.
         free_bytes, total_bytes: of decode's arena (retained KV counts as free) or prefill's history store.
         kernel_paths: the implementation in use of each kernel, by the kernel's name.
@@ -388,6 +389,7 @@ class WorkerStatus:
     model: ModelSpec
     methods: tuple[str, ...] = ()
     kernel_paths: dict[str, str] = field(default_factory=dict)
+    draining: bool = False
 
 
 # ---- calls -----------------------------------------------------------------------------------------------

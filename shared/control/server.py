@@ -49,7 +49,8 @@ _log = structlog.get_logger(__name__)
 class ControlServer:
     """A running control server, made by `serve_control`.
 
-    serving (health SERVING) ──close──► NOT_SERVING, no new calls ──grace_s or all done──► calls cancelled
+    serving (health SERVING) ──announce_end──► NOT_SERVING ──close──► no new calls ──grace_s or all done──►
+    calls cancelled
     """
 
     def __init__(self, server: grpc.aio.Server, status: Any, address: str) -> None:
@@ -57,9 +58,13 @@ class ControlServer:
         self._status = status
         self.address = address
 
+    async def announce_end(self) -> None:
+        """Say in health checks that the worker is to end. Calls are still answered."""
+        await self._status.enter_graceful_shutdown()
+
     async def close(self, grace_s: float) -> None:
         """Refuse new calls, wait at most `grace_s` seconds for those in flight, cancel the rest."""
-        await self._status.enter_graceful_shutdown()
+        await self.announce_end()
         await self._server.stop(grace_s)
 
 

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -92,6 +92,8 @@ class BackTier:
         self._num_writing = 0
         self._fences: OrderedDict[SessionKey, bytes] = OrderedDict()
         self._rebuilds: set[SessionKey] = set()
+        self._failed: OrderedDict[SessionKey, Commit] = OrderedDict()
+        """The last commit of sessions whose write failed, without its rows."""
         self._deletions: OrderedDict[SessionKey, None] = OrderedDict()
         self._writer = ThreadPoolExecutor(1, f"kvferry-history-{self.name}-writer")
         self._fetchers = ThreadPoolExecutor(_NUM_FETCHERS, f"kvferry-history-{self.name}")
@@ -160,7 +162,7 @@ class BackTier:
             if commit.rebuild:
                 self._rebuilds.add(session)
             if not self._unqueue(session) and len(self._waiting) >= _MAX_WAITING:
-                self._on_failure("queue_full")
+                self._note_failed(session, commit, "queue_full")
                 return lambda: None
             self._records.retain(commit.record.parts)
             self._waiting[session] = commit
@@ -173,6 +175,7 @@ class BackTier:
         with self._records.lock:
             self._unqueue(session)
             self._fences.pop(session, None)
+            self._failed.pop(session, None)
             _remember(self._deletions, session, None)
         deleted = self._writer.submit(self._delete, session)
         return partial(self._wait, deleted, _DELETE_WAIT_S, "history will be deleted later")
@@ -181,6 +184,21 @@ class BackTier:
         """Queue the pending deletions again, oldest first, until one fails."""
         if self._deletions:
             self._writer.submit(self._delete_all)
+
+    def flush(self, deadline_s: float) -> None:
+        """Write what waits, and once more what failed, if memory still has it; on `clock`, until then."""
+        with self._records.lock:
+            for session, commit in tuple(self._failed.items()):
+                if (record := self._records.get(session)) is None or session in self._waiting:
+                    continue
+                self._records.retain(record.parts)
+                self._waiting[session] = replace(commit, record=record)
+                self._writer.submit(self._write, session)
+        self._wait(
+            self._writer.submit(lambda: None),
+            max(0.001, deadline_s - self.clock()),
+            "the history of some sessions is not written",
+        )
 
     def close(self) -> None:
         """Wait a bounded time for the queue, then drop the rest. Idempotent."""
@@ -231,14 +249,20 @@ class BackTier:
             raise
         except KvferryError as error:
             log.warning("history not written", tier=self.name, reason=error.reason, error=error.message)
-            self._on_failure(error.reason)
+            self._note_failed(session, commit, error.reason)
         except Exception:
             log.exception("history not written", tier=self.name)
-            self._on_failure("internal")
+            self._note_failed(session, commit, "internal")
         finally:
             with self._records.lock:
                 self._num_writing = 0
                 self._records.release(commit.record.parts)
+
+    def _note_failed(self, session: SessionKey, commit: Commit, reason: str) -> None:
+        without_rows = replace(commit.record, token_ids=(), pieces=(), checkpoints=())
+        with self._records.lock:
+            _remember(self._failed, session, replace(commit, record=without_rows))
+        self._on_failure(reason)
 
     def _bring(self, session: SessionKey, commit: Commit) -> None:
         try:
@@ -285,6 +309,7 @@ class BackTier:
             written = new.record
         with self._records.lock:
             self._rebuilds.discard(session)
+            self._failed.pop(session, None)
             _remember(self._fences, session, written.fence)
 
     def _delete(self, session: SessionKey) -> bool:

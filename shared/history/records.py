@@ -97,6 +97,9 @@ class RecordTable:
     def get(self, session: SessionKey) -> StoredRecord | None:
         return self._sessions.get(session)
 
+    def sessions(self) -> tuple[SessionKey, ...]:
+        return tuple(self._sessions)
+
     def add(self, session: SessionKey, record: StoredRecord) -> None:
         """Add the record of a session that has none. The caller has retained its pieces."""
         assert session not in self._sessions, session

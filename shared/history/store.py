@@ -129,6 +129,11 @@ class HistoryStore:
         """Functions that return how many committed turns are not written to each tier behind memory yet."""
         return {tier.name: partial(getattr, tier, "num_waiting") for tier in self._tiers}
 
+    @property
+    def num_turns(self) -> int:
+        """Staged turns that are not yet committed, aborted or expired."""
+        return len(self.turns)
+
     def record(self, session: SessionKey) -> StoredRecord | None:
         """The session's committed record in memory."""
         with self.records.lock:
@@ -258,6 +263,16 @@ class HistoryStore:
             for turn in expired:
                 turn.end(TurnState.EXPIRED)
             return len(expired)
+
+    def write_behind(self, timeout_s: float) -> int:
+        """Write what only memory has of sessions to the tiers behind it, in bounded time; what a tier did not
+        take before is tried again. Returns how many sessions are in no tier but memory after it."""
+        deadline_s = self.clock() + timeout_s
+        for tier in self._tiers:
+            tier.flush(deadline_s)
+        with self.records.lock:
+            sessions = [key for key in self.records.sessions() if not key.is_implicit]
+        return sum(not any(tier.wrote(session) for tier in self._tiers) for session in sessions)
 
     def close(self) -> None:
         """Finish pending writes, in bounded time. Idempotent."""

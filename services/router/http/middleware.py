@@ -28,6 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvferry.services.router.http.access import KeyLimits
 from kvferry.services.router.http.errors import UNKNOWN_FIELD, error_body, error_response, internal_error
+from kvferry.shared.draining import Drain
 from kvferry.shared.errors import (
     AuthenticationFailed,
     Cancelled,
@@ -78,11 +79,15 @@ class RequestRecord:
 
 
 class RequestMiddleware:
-    """The outermost layer. The record is at `scope["state"]["record"]`."""
+    """The outermost layer. The record is at `scope["state"]["record"]`.
 
-    def __init__(self, app: ASGIApp, *, metrics: RouterMetrics) -> None:
+    Once the router drains, requests are refused here.
+    """
+
+    def __init__(self, app: ASGIApp, *, metrics: RouterMetrics, drain: Drain) -> None:
         self._app = app
         self._metrics = metrics
+        self._drain = drain
         self._log = structlog.get_logger(__name__)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,15 +99,22 @@ class RequestMiddleware:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = record.request_id
+                if self._drain.has_begun:
+                    headers["connection"] = "close"
                 record.status = message["status"]
             await send(message)
 
+        counts = scope["path"] not in _QUIET_PATHS
+        self._drain.num_running += counts
         with contextlib.ExitStack() as stack:
             if scope["method"] == "POST":
                 name, headers = f"POST {scope['path']}", Headers(scope=scope)
                 stack.enter_context(entry(name, context_of(headers), request_id=record.request_id))
             try:
+                if self._drain.has_begun and counts:
+                    raise self._drain.refusal()
                 await self._app(scope, receive, send_with_id)
             except KvferryError as error:
                 await self._answer(error, record, scope, receive, send_with_id)
@@ -110,6 +122,7 @@ class RequestMiddleware:
                 self._log.exception("request failed unexpectedly", request_id=record.request_id)
                 await self._answer(internal_error(), record, scope, receive, send_with_id)
             finally:
+                self._drain.num_running -= counts
                 self._finish(scope, record, time.perf_counter() - record.arrival_s)
                 if record.error is not None:
                     fail(record.error)

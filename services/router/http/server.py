@@ -18,10 +18,13 @@ from fastapi import FastAPI
 
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http.middleware import BoundedH11Protocol
+from kvferry.shared.draining import Drain
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.serving import format_address, parse_address
 
 _STARTUP_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 1
+"""For what is left to be sent after the drain."""
 _BACKLOG = 1024
 _KEEP_ALIVE_S = 75
 _WANTED_FILES, _OTHER_FILES = 16_384, 256
@@ -38,7 +41,8 @@ class _Server(uvicorn.Server):
 async def http_server(app: FastAPI, config: RouterConfig) -> AsyncIterator[str]:
     """Serve `app` while the context is open, its lifespan included; yields the address as bound, `host:port`.
 
-    On exit no new connection is accepted, and requests in flight get `shutdown_timeout_s`.
+    On exit `/ready` answers 503 and new requests are refused, while those in flight get `shutdown_timeout_s`;
+    then no connection is accepted.
 
     Raises: ConfigurationError where the address cannot be bound.
     """
@@ -48,14 +52,16 @@ async def http_server(app: FastAPI, config: RouterConfig) -> AsyncIterator[str]:
     server = _Server(_uvicorn_config(app, config))
     try:
         # uvicorn itself would exit the process where a lifespan fails.
-        async with app.router.lifespan_context(app), _serving(server, listener, config):
+        async with app.router.lifespan_context(app), _serving(server, listener, app.state.drain, config):
             yield format_address(str(host), int(port))
     finally:
         listener.close()
 
 
 @asynccontextmanager
-async def _serving(server: _Server, listener: socket.socket, config: RouterConfig) -> AsyncIterator[None]:
+async def _serving(
+    server: _Server, listener: socket.socket, drain: Drain, config: RouterConfig
+) -> AsyncIterator[None]:
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http server")
     try:
         async with asyncio.timeout(_STARTUP_TIMEOUT_S):
@@ -63,8 +69,9 @@ async def _serving(server: _Server, listener: socket.socket, config: RouterConfi
                 await asyncio.sleep(0.01)
         yield
     finally:
+        await drain.wait(config.shutdown_timeout_s)
         server.should_exit = True
-        await asyncio.wait({task}, timeout=config.shutdown_timeout_s + 5.0)
+        await asyncio.wait({task}, timeout=_END_TIMEOUT_S + 5.0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -92,7 +99,7 @@ def _uvicorn_config(app: FastAPI, config: RouterConfig) -> uvicorn.Config:
         server_header=False,
         h11_max_incomplete_event_size=config.max_header_bytes,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
+        timeout_graceful_shutdown=_END_TIMEOUT_S,
     )
 
 

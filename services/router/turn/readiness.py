@@ -16,6 +16,7 @@ from kvferry.services.router.turn.attempt import TurnRequest
 from kvferry.services.router.turn.turn import TurnRunner
 from kvferry.services.router.turn.worker_pool import served_model
 from kvferry.shared.compression.plan import CompressionPlan
+from kvferry.shared.draining import Drain
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SamplingParams
@@ -32,6 +33,7 @@ class Readiness:
         plan_for: the compression of a model's probes.
         window_s: a success counts for this long.
         probe_interval_s: a probe is sent when no turn has succeeded for this long.
+        drain: the router's; it is not ready once that has begun.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class Readiness:
         *,
         window_s: float,
         probe_interval_s: float,
+        drain: Drain,
     ) -> None:
+        self._drain = drain
         self._runner = runner
         self._plan_for = plan_for
         self._probe_interval_s = probe_interval_s
@@ -50,6 +54,8 @@ class Readiness:
 
     def problem(self) -> KvferryError | None:
         """Why the router is not ready; None where it is."""
+        if self._drain.has_begun:
+            return self._drain.refusal()
         if served_model(self._runner.prefill, self._runner.decode, ready_only=True) is None:
             return WorkerUnavailable("No prefill and decode worker with the same model are ready")
         if self._age_s() > self._window_s:

@@ -40,6 +40,7 @@ from kvferry.shared.control.messages import (
     PrefixRequest,
     SessionKey,
 )
+from kvferry.shared.draining import REASON
 from kvferry.shared.errors import (
     CapacityExceeded,
     DeadlineExceeded,
@@ -390,10 +391,14 @@ class Turn:
         return "length" if len(delivered) >= request.sampling.max_tokens else None
 
     def _tries_elsewhere(self, error: KvferryError, attempt: Attempt) -> bool:
-        """Whether another worker may have the room that this one lacks. This is not a recovery."""
-        if not _is_refusal(error) or self.stats.token_ids or attempt.failed_role is None:
+        """Whether another worker may run the turn that this one, which lacks room or is to end, has refused.
+        This is not a recovery."""
+        drains = error.reason == REASON
+        if not (_is_refusal(error) or drains) or self.stats.token_ids or attempt.failed_role is None:
             return False
         pool, address = self._failed(attempt)
+        if drains:
+            pool.report_lost(address, attempt.instance_ids[attempt.failed_role])
         avoid = self._avoid[attempt.failed_role]
         avoid.add(address)
         others = pool.ready_workers(self.request.model.fingerprint)

@@ -249,6 +249,8 @@ class WorkerPool(Generic[ClientT]):
         """Note what a worker has answered."""
         if worker.instance_id and worker.instance_id != status.instance_id:
             self._log.warning("worker restarted", address=worker.address, instance_id=status.instance_id)
+        elif status.draining and (worker.status is None or not worker.status.draining):
+            self._log.info("worker drains", address=worker.address, turns=worker.in_flight)
         elif worker.status is None:
             self._log.info("worker up", address=worker.address, ready=status.ready)
         worker.instance_id = status.instance_id
@@ -293,8 +295,10 @@ class WorkerPool(Generic[ClientT]):
             self._workers[address] = Worker(address=address, client=self._connect(address))
             self._log.info("worker added", address=address)
         for address in sorted(self._workers.keys() - addresses):
-            if self._workers[address].in_flight == 0:
-                worker = self._workers.pop(address)
+            worker = self._workers[address]
+            drains = worker.status is not None and worker.status.draining  # it is still told of commits
+            if worker.in_flight == 0 and not drains:
+                self._workers.pop(address)
                 self._workers_changed()
                 await self._close_client(worker)
                 self._log.info("worker removed", address=address)

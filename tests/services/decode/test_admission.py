@@ -13,6 +13,7 @@ from kvferry.shared.errors import (
     InvalidRequest,
     ProtocolMismatch,
     TransferFailed,
+    WorkerUnavailable,
 )
 
 
@@ -68,4 +69,25 @@ async def test_the_deadline_ends_the_stream_and_frees_the_memory(harness, reques
     assert ticket.lease_s == pytest.approx(0.1)
     with pytest.raises((DeadlineExceeded, TransferFailed)):
         await anext(stream)
+    assert await made.arena_is_free()
+
+
+async def test_a_drain_refuses_what_waits_and_comes_and_ends_what_runs_by_name(
+    harness, request_of, ticket_of
+):
+    made = await harness(arena_bytes=64 * 1024, admission_wait_s=20)
+    running, _ = await ticket_of(made.service, request_of([1] * 200))
+    waiting = asyncio.create_task(made.run(request_of([1] * 200, request_id="b")))
+    while (await made.service.status(timeout_s=1)).waiting < 2:
+        await asyncio.sleep(0.01)
+    draining = asyncio.create_task(made.service.drain(0.05))
+    with pytest.raises(WorkerUnavailable, match="is to end") as refused:
+        await waiting
+    status = await made.service.status(timeout_s=1)
+    assert (status.ready, status.draining, refused.value.reason) == (False, True, "draining")
+    with pytest.raises(WorkerUnavailable, match="is to end"):
+        await made.run(request_of(request_id="c"))
+    with pytest.raises(WorkerUnavailable, match="is to end"):
+        await anext(running)
+    await draining
     assert await made.arena_is_free()

@@ -49,6 +49,20 @@ def text(answer: dict[str, Any]) -> str:
     return content
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_turn_that_a_draining_worker_refuses_runs_on_another(start_stack: Any, role: str) -> None:
+    stack = await start_stack(num_prefill=2, num_decode=2, max_recoveries=0)
+    undisturbed = await complete(stack)
+    for worker in getattr(stack, role):
+        worker.faults = [failing_at(-1 if role == "decode" else 0, WorkerUnavailable.draining(role))]
+    workers = getattr(stack, role)
+    workers[1].faults = []
+    for _ in range(8):  # until the first one is chosen
+        assert text(await complete(stack)) == text(undisturbed)
+    assert not workers[0].faults
+    assert stack.metric("recoveries_total", role=role) == 0
+
+
 @pytest.mark.parametrize("count", [-1, 1, 2, 7, 11])
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("method", ["full", "rdkv"])

@@ -283,6 +283,22 @@ def test_a_disk_that_refuses_a_write_costs_the_turn_nothing(make_disk_worker: Ca
     assert make_disk_worker().turn(A, (*tokens(30), 1, 2)) == 31
 
 
+def test_what_a_disk_refused_is_written_when_the_worker_drains(
+    make_disk_worker: Callable[..., Worker],
+) -> None:
+    worker = make_disk_worker()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        worker.turn(A, tokens(30))
+        assert worker.store.write_behind(60.0) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert worker.failures == {"io": 2}
+    assert worker.store.write_behind(60.0) == 0
+    assert make_disk_worker().turn(A, (*tokens(30), 1)) == 30
+
+
 def test_a_folder_that_is_deleted_under_a_worker_is_made_anew(
     make_disk_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
