@@ -40,8 +40,9 @@ from kvferry.tools.plan.predict import Deployment, Workload, disaggregated
 _ALONE, _TOGETHER = 5, 4
 """Requests one after another, and at the same time."""
 _ANSWER = {1: 48, _TOGETHER: 64}
-_BUDGET_SHARE = 8
-"""A calibrated setting's budget is this part of its prompt."""
+_BUDGET_SHARES = (8, 3)
+"""A calibrated setting's budget is one of these parts of its prompt; of requests together, the first. Two,
+because what a step takes beside reading rows is else not told from what a row takes."""
 _NUM_CHECKED = 20
 _CHECK_LENGTHS = (200, 600, 1500, 2700, 5000)
 _CHECK_ANSWERS = (16, 64, 32)
@@ -82,12 +83,13 @@ async def calibrate_machine(config: CalibrateMachineConfig, *, console: Console 
     methods = list(dict.fromkeys(("full", *(name.strip() for name in config.methods.split(",")))))
     # Answers run together only where prompts are computed in less time than answers take.
     grid = [
-        (_calibrated(method, num_tokens, batch), batch)
+        (_calibrated(method, num_tokens, batch, share), batch)
         for num_tokens in lengths
         for method in methods
         for batch in ((1, _TOGETHER) if num_tokens == lengths[0] else (1,))
+        for share in (_BUDGET_SHARES if batch == 1 and preset(method).takes_budget else _BUDGET_SHARES[:1])
     ]
-    reference_cell = (_calibrated("full", lengths[len(lengths) // 2], 1), 1)
+    reference_cell = (_calibrated("full", lengths[len(lengths) // 2], 1, _BUDGET_SHARES[0]), 1)
     prompts = PromptMaker(config.model)
     found: dict[tuple[Setting, int], list[list[Sample]]] = {cell: [] for cell in grid}
     checked = _settings_to_check(methods) if config.check else []
@@ -134,12 +136,12 @@ async def calibrate_machine(config: CalibrateMachineConfig, *, console: Console 
     return 0
 
 
-def _calibrated(method: str, num_tokens: int, batch: int) -> Setting:
+def _calibrated(method: str, num_tokens: int, batch: int, share: int) -> Setting:
     return Setting(
         method=method,
         prompt_tokens=num_tokens,
         answer_tokens=_ANSWER[batch],
-        budget_tokens=num_tokens // _BUDGET_SHARE,
+        budget_tokens=num_tokens // share,
     )
 
 
@@ -149,10 +151,11 @@ def _lengths(text: str) -> list[int]:
     if (
         not all(part.isdecimal() for part in parts)
         or len({*parts}) < 3
-        or min(map(int, parts)) < _BUDGET_SHARE
+        or min(map(int, parts)) < max(_BUDGET_SHARES)
     ):
         raise ConfigurationError(
-            f"--lengths is {text!r}; it must be three or more different numbers of at least {_BUDGET_SHARE}"
+            f"--lengths is {text!r}; it must be three or more different numbers of at least "
+            f"{max(_BUDGET_SHARES)}"
         )
     return sorted(map(int, parts))
 
