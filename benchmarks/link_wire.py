@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kvferry.shared.control.messages import Ticket
-from kvferry.shared.wire.channel import Peer, PeerLost, Received, SendResult
+from kvferry.shared.wire.channel import Channel, Peer, PeerLost, Received, SendResult
 from kvferry.shared.wire.messages import (
     BlockHeader,
     EndRecord,
@@ -32,6 +32,7 @@ from kvferry.shared.wire.messages import (
 )
 from kvferry.shared.wire.receiver import BlockServer
 from kvferry.shared.wire.sender import BlockSender
+from kvferry.shared.wire.shared_memory import SharedMemoryConnectingChannel, SharedMemoryListeningChannel
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 
 NUM_HEADS, WIDTH = 8, 128
@@ -41,11 +42,12 @@ _AHEAD_S = 0.002
 """How far a message may be sent before its time, since threads wake up late."""
 
 
-class PacedChannel(ZmqConnectingChannel):
+class PacedChannel:
     """A connecting channel as fast as a link. Attributes: bytes_per_s: of the link; infinite: unpaced."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.open, self.wake, self.close = channel.open, channel.wake, channel.close
         self.bytes_per_s = float("inf")
         self._free_at_s = 0.0
         self._is_waiting = False
@@ -55,7 +57,7 @@ class PacedChannel(ZmqConnectingChannel):
         self._is_waiting = self._free_at_s > now_s + _AHEAD_S
         if self._is_waiting:
             return SendResult.BLOCKED
-        result = super().send(peer, frames)
+        result = self._channel.send(peer, frames)
         if result is SendResult.SENT:
             size = sum(memoryview(frame).nbytes for frame in frames)
             self._free_at_s = max(now_s, self._free_at_s) + size / self.bytes_per_s
@@ -64,7 +66,7 @@ class PacedChannel(ZmqConnectingChannel):
     def poll(self, timeout_s: float) -> Sequence[Received | PeerLost]:
         if self._is_waiting:
             timeout_s = min(timeout_s, max(0.001, self._free_at_s - time.monotonic()))
-        return super().poll(timeout_s)
+        return self._channel.poll(timeout_s)
 
 
 class _Sink:
@@ -92,9 +94,10 @@ class _Sink:
         raise RuntimeError(reason)
 
 
-def _receive(pipe: Connection) -> None:
+def _receive(pipe: Connection, through_memory: bool) -> None:
     sink = _Sink()
-    server = BlockServer(ZmqListeningChannel("tcp://127.0.0.1:0"), sink)
+    network = ZmqListeningChannel("tcp://127.0.0.1:0")
+    server = BlockServer(SharedMemoryListeningChannel(network) if through_memory else network, sink)
     pipe.send(server.endpoint)
     while (asked := pipe.recv()) != "stop":
         if asked == "arrivals":
@@ -116,23 +119,25 @@ def _thread_times() -> dict[str, float]:
 class Link:
     """A sender and a receiver that stay connected over many transfers."""
 
-    def __init__(self, pipe: Connection) -> None:
+    def __init__(self, pipe: Connection, through_memory: bool) -> None:
         self._pipe = pipe
         self._endpoint = pipe.recv()
-        self._channel = PacedChannel()
+        network = ZmqConnectingChannel()
+        self._channel = PacedChannel(SharedMemoryConnectingChannel(network) if through_memory else network)
         self._sender = BlockSender(self._channel, buffer_bytes=BUFFER_BYTES, timeout_s=TIMEOUT_S)
         self._ids = itertools.count(1)
 
     @classmethod
     @contextlib.contextmanager
-    def running(cls) -> Iterator[Link]:
+    def running(cls, *, through_memory: bool = False) -> Iterator[Link]:
+        """Args: through_memory: a ring in shared memory rather than TCP."""
         spawn = multiprocessing.get_context("spawn")
         here, there = spawn.Pipe()
-        process = spawn.Process(target=_receive, args=(there,), daemon=True)
+        process = spawn.Process(target=_receive, args=(there, through_memory), daemon=True)
         process.start()
         if not here.poll(60):
             raise RuntimeError("the receiver did not start")
-        link = cls(here)
+        link = cls(here, through_memory)
         try:
             yield link
         finally:
