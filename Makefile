@@ -1,5 +1,6 @@
 # make serve   set up .venv if needed, then serve the demo model on this machine
 # make test    set up what the tests need, then lint, types, import contracts and tests
+# make policies  an environment with checkov, for the tests of the manifests; test makes it where it can
 # make debian  the Debian packages that some tests need; test does it by itself where it may
 # make lm-eval an environment with lm-eval for the test that runs it; test does it by itself where it can
 # make lint | types | clean
@@ -17,21 +18,30 @@ LM_EVAL_PACKAGES := 'lm_eval[api]==0.4.13' transformers
 DEBIAN_PACKAGES := redis-server prometheus docker.io mmdebstrap iproute2 iptables chromium
 
 BIN := $(VENV)/bin
+POLICIES := $(VENV)-policies
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
 
-.PHONY: serve test debian lm-eval lint types contracts audit hashed hashes release clean
+.PHONY: serve test debian lm-eval policies lint types contracts audit hashed hashes release clean
 .DEFAULT_GOAL := serve
 
 serve: $(INSTALLED)
 	@exec $(BIN)/kvferry serve $(ARGS)
 
 # The container tests need both processors, so they come last and by themselves.
-test: debian lm-eval lint types contracts
+test: debian lm-eval policies lint types contracts
 	LM_EVAL_COMMAND="$$(realpath -e $(LM_EVAL) 2>/dev/null)" $(BIN)/pytest $(PYTEST_ARGS) --ignore tests/containers
 	$(BIN)/pytest tests/containers
+
+# checkov pins packages that the services have other versions of, so it has an environment of its own.
+policies:
+	@[ -e $(POLICIES)/.installed ] || { $(PYTHON) -m venv $(POLICIES) \
+		&& $(POLICIES)/bin/python -m pip --disable-pip-version-check --no-input install --quiet checkov==3.3.30 \
+			cloudcoil-models-cert-manager==1.21.1.1 cloudcoil-models-keda==2.20.2.1 \
+			cloudcoil-models-prometheus-operator==0.93.1.1 && touch $(POLICIES)/.installed; } \
+		|| echo "checkov could not be installed; the tests that need it skip, and say why" >&2
 
 # Without root or apt the tests that need more skip, and say why.
 debian:
@@ -86,7 +96,7 @@ release: $(INSTALLED_DEV)
 	$(BIN)/python tools/release.py "$(VERSION)"
 
 clean:
-	rm -rf $(VENV) $(VENV)-audit $(VENV)-lm-eval $(VENV)-uv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-lm-eval $(VENV)-uv $(POLICIES) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
