@@ -57,6 +57,21 @@ def test_a_window_of_32_answers_as_often_as_one_of_128_where_each_turn_selects()
     assert ours >= found["full", _FULL, "third_turn"] - 1
 
 
+@pytest.mark.parametrize("task", ["single_needle", "multi_key_8"])
+def test_an_average_over_9_scores_is_the_kernel_that_serves_all_methods_best(task: str) -> None:
+    """Below 7 it does not reach from what a question matches to the answer beside it; wider ones spread few
+    rows over too many tokens."""
+    kept = accuracies("kernels", "aware")
+    by_size = {
+        method: {k: kept[f"{method}:kernel_size={k}", "2.5%", task] for k in (5, 7, 9, 13, 21)}
+        for method in ("snapkv", "rdkv")
+    }
+    snapkv, rdkv = by_size["snapkv"], by_size["rdkv"]
+    assert snapkv[9] >= max(snapkv[k] for k in (5, 7, 13, 21)) + 10
+    assert rdkv[9] >= max(rdkv.values()) - 3
+    assert rdkv[5] <= 50
+
+
 TASKS = ("single_needle", "multi_key_8", "qa_facts", "third_turn")
 
 
