@@ -63,7 +63,7 @@ TASK_NAMES = ("single_needle", "multi_key_8")
 SEGMENT_TOKENS = 256
 BUDGET = Target(label="10%", kind="retention", value=Fraction(1, 10))
 AWARE = ("snapkv", "snapkv-kivi", "rocketkv", "rdkv")
-AGNOSTIC = ("compactor", "compactor-kivi", "compactor-rdkv")
+AGNOSTIC = ("compactor", "compactor-kivi", "compactor-kivi:k_bits=8", "compactor-rdkv")
 _STEPPED = ("rocketkv", "rdkv", "compactor-rdkv")
 SIZED = (
     *("snapkv", "pyramidkv", "adakv", "rocketkv", "compactor", "compactor-hsa"),
@@ -76,7 +76,7 @@ _GROUP = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A method in a setting, with its generated tokens compacted or not."""
+    """A method, perhaps NAME:PARAMETER=INTEGER, in a setting, its generated tokens compacted or not."""
 
     method: str
     setting: str
@@ -84,8 +84,12 @@ class Case:
 
     @property
     def plan(self) -> CompressionPlan:
+        name, *changes = self.method.split(":")
         overrides: dict[str, ParamValue] = {REBUDGET_TOKENS: SEGMENT_TOKENS if self.compacted else 0}
-        return plan_for(self.method, overrides=overrides)
+        for change in changes:
+            parameter, _, value = change.partition("=")
+            overrides[parameter] = int(value)
+        return plan_for(name, overrides=overrides)
 
 
 @dataclass(frozen=True, kw_only=True)

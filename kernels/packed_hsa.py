@@ -1,14 +1,17 @@
 """Hybrid sparse attention over packed K and V: RDKV's storage with the traffic of RocketKV's second stage.
 
 A packed layer's tokens are stored in packed order, head by head, and each head has its own number of them;
-new tokens follow as rows. Pages run over both. The receiver builds the page extremes from the packed keys;
-the decode engine appends one row and attends once per layer and step: the extremes choose the tokens
-(`kernels/hsa`), and only those tokens' codes are read. Heads are ragged, so each is handled by itself.
+new tokens follow as rows. Pages run over both, and their extremes are codes of 8 bits (`PageCodes`). The
+receiver builds them from the packed keys; the decode engine appends one row and attends once per layer and
+step: the extremes choose the tokens (`kernels/hsa`), and only those tokens' codes are read. Heads are ragged,
+so each is handled by itself.
 
 Legend, beside that of `kernels`: n_h packed tokens of head h, P page_size, k1 num_channels, k2 num_tokens.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,23 +26,55 @@ from kvferry.kernels.packed.value_rows import add_value_products
 TILE_BLOCKS = 8
 
 
-def page_extremes(packed: PackedLayer, page_max: Tensor, page_min: Tensor, *, page_size: int) -> None:
-    """Write the extremes of each head's keys, page by page, as attention reads them: after dequantisation.
+_LARGEST = 255
+
+
+@dataclass(frozen=True)
+class PageCodes:
+    """Page extremes as codes: Kmax and Kmin of a page's channel c are `low_c + step_c * code`.
+
+    A channel's codes divide the range of its packed keys, so that of a channel with at most 8 bits they are
+    exact. Keys of new tokens outside that range count as its ends, and those of a dropped channel as zero.
+
+    Attributes:
+        highest, lowest: uint8 `[H_kv, pages, D]`.
+        low, step: float32 `[H_kv, D]`.
+    """
+
+    highest: Tensor
+    lowest: Tensor
+    low: Tensor
+    step: Tensor
+
+    def encode(self, head: int, channels: Tensor, keys: Tensor) -> Tensor:
+        """Codes of some channels' keys. Args: channels int64 `[c]`; keys float32 `[c, n]`. Returns: uint8."""
+        step = self.step[head, channels, None]
+        codes = (keys - self.low[head, channels, None]) / step.where(step > 0, torch.inf)
+        return codes.round_().clamp_(0, _LARGEST).to(torch.uint8)
+
+
+def page_extremes(packed: PackedLayer, pages: PageCodes, *, page_size: int) -> None:
+    """Write the ranges and the extremes of each head's keys, page by page, as attention reads them: after
+    dequantisation.
 
     Args:
-        page_max, page_min: out, floating `[H_kv, pages, D]`, pages >= ceil(n_h / P) for every head.
+        pages: out, pages >= ceil(n_h / P) for every head.
 
     Raises:
         ValueError: shapes do not fit together.
     """
-    _check_pages(packed, page_max, page_min, num_new=0, page_size=page_size)
+    _check_pages(packed, pages, num_new=0, page_size=page_size)
+    # channels that were dropped are zero in every key
+    pages.low.zero_()
+    pages.step.zero_()
     for h, head in enumerate(packed.heads):
-        pages = num_pages(head.counts.num_tokens, page_size)
-        # channels that were dropped are zero in every key
-        page_max[h, :pages] = 0
-        page_min[h, :pages] = 0
+        count = num_pages(head.counts.num_tokens, page_size)
+        pages.highest[h, :count] = 0
+        pages.lowest[h, :count] = 0
+        if not count:
+            continue
         channels = head.channels.long()
-        highest = torch.full((len(channels), pages), -torch.inf, device=page_max.device)
+        highest = torch.full((len(channels), count), -torch.inf, device=channels.device)
         lowest = torch.full_like(highest, torch.inf)
         tiles = key_tiles(
             head.key_words, head.counts.channels, head.counts.num_tokens, max_blocks=TILE_BLOCKS
@@ -50,31 +85,33 @@ def page_extremes(packed: PackedLayer, page_max: Tensor, page_min: Tensor, *, pa
             index = page.expand(len(channels), -1)
             highest.scatter_reduce_(1, index, keys, "amax")
             lowest.scatter_reduce_(1, index, keys, "amin")
-        page_max[h, :pages, channels] = highest.T.to(page_max.dtype)
-        page_min[h, :pages, channels] = lowest.T.to(page_min.dtype)
+        low = lowest.amin(1)
+        pages.low[h, channels] = low
+        pages.step[h, channels] = (highest.amax(1) - low) / _LARGEST
+        pages.highest[h, :count, channels] = pages.encode(h, channels, highest).T
+        pages.lowest[h, :count, channels] = pages.encode(h, channels, lowest).T
 
 
-def append_key(
-    packed: PackedLayer, page_max: Tensor, page_min: Tensor, key: Tensor, *, num_new: int, page_size: int
-) -> None:
+def append_key(packed: PackedLayer, pages: PageCodes, key: Tensor, *, num_new: int, page_size: int) -> None:
     """Fold one new token's key into its page of each head, in place.
 
     Args:
-        page_max, page_min: `[H_kv, pages, D]`, valid for n_h + num_new tokens.
+        pages: valid for n_h + num_new tokens.
         key: `[H_kv, D]`.
         num_new: new rows before this one.
 
     Raises:
         ValueError: shapes do not fit together, or the pages are full.
     """
-    _check_pages(packed, page_max, page_min, num_new=num_new + 1, page_size=page_size)
-    if key.shape != (page_max.shape[0], page_max.shape[2]):
-        raise ValueError(f"key {tuple(key.shape)} must be [H_kv, D] of pages {tuple(page_max.shape)}")
+    _check_pages(packed, pages, num_new=num_new + 1, page_size=page_size)
+    if key.shape != (pages.highest.shape[0], pages.highest.shape[2]):
+        raise ValueError(f"key {tuple(key.shape)} must be [H_kv, D] of pages {tuple(pages.highest.shape)}")
+    every = torch.arange(key.shape[1], device=key.device)
     for h, head in enumerate(packed.heads):
         update_page_extremes(
-            page_max[h : h + 1],
-            page_min[h : h + 1],
-            key[h : h + 1],
+            pages.highest[h : h + 1],
+            pages.lowest[h : h + 1],
+            pages.encode(h, every, key[h].float()[:, None]).T,
             position=head.counts.num_tokens + num_new,
             page_size=page_size,
         )
@@ -85,8 +122,7 @@ def attend(
     packed: PackedLayer,
     new_keys: Tensor,
     new_values: Tensor,
-    page_max: Tensor,
-    page_min: Tensor,
+    pages: PageCodes,
     *,
     page_size: int,
     num_channels: int,
@@ -96,26 +132,29 @@ def attend(
     """`hsa.attend` over each head's packed tokens, dequantised, followed by the new rows.
 
     Args: as in `kernels`; m >= 1, the newest row last.
-        page_max, page_min: `[H_kv, pages, D]`, valid for n_h + m tokens.
+        pages: valid for n_h + m tokens.
         num_channels: k1, 1 to D.
     """
-    _check_pages(packed, page_max, page_min, num_new=new_keys.shape[1], page_size=page_size)
+    _check_pages(packed, pages, num_new=new_keys.shape[1], page_size=page_size)
     check_attention(queries, new_keys, new_values, prefix="new_", rows="m")
     check_size("num_channels", num_channels, 1, queries.shape[2])
     check_size("num_tokens", num_tokens, 1)
-    if (queries.shape[0], queries.shape[2]) != (page_max.shape[0], page_max.shape[2]):
+    if (queries.shape[0], queries.shape[2]) != (pages.highest.shape[0], pages.highest.shape[2]):
         raise ValueError(
-            f"queries {tuple(queries.shape)} must be [H_kv, G, D] of pages {tuple(page_max.shape)}"
+            f"queries {tuple(queries.shape)} must be [H_kv, G, D] of pages {tuple(pages.highest.shape)}"
         )
     path_for("packed_hsa", queries.device)
     output = torch.empty_like(queries)
     ranked = rank_channels(queries, num_channels=num_channels, scaling=scaling)
+    # a logit is q (low + step * code); q * low is the same for all pages, so it changes no softmax
+    steps = pages.step.gather(1, ranked.channels)
+    ranked = replace(ranked, queries=ranked.queries * steps[:, None])
     for h, head in enumerate(packed.heads):
         length = head.counts.num_tokens + new_keys.shape[1]
         if length <= num_tokens:
             chosen = torch.arange(length, device=queries.device)
         else:
-            extremes = page_max[h : h + 1], page_min[h : h + 1]
+            extremes = pages.highest[h : h + 1], pages.lowest[h : h + 1]
             chosen = select_tokens(
                 ranked.heads(h, h + 1),
                 *extremes,
@@ -168,18 +207,17 @@ def _dequantised(head: PackedHead, codes: Tensor) -> Tensor:
     return codes
 
 
-def _check_pages(
-    packed: PackedLayer, page_max: Tensor, page_min: Tensor, *, num_new: int, page_size: int
-) -> None:
+def _check_pages(packed: PackedLayer, pages: PageCodes, *, num_new: int, page_size: int) -> None:
     check_size("page_size", page_size, 1)
+    num_heads, head_dim = len(packed.heads), packed.layout.head_dim
     most = max(head.counts.num_tokens for head in packed.heads) + num_new
-    fits = page_max.ndim == 3 and page_max.shape[0] == len(packed.heads)
-    if not fits or page_max.shape != page_min.shape or page_max.shape[2] != packed.layout.head_dim:
+    shape = pages.highest.shape
+    fits = len(shape) == 3 and (shape[0], shape[2]) == (num_heads, head_dim) and pages.lowest.shape == shape
+    if not fits or {pages.low.shape, pages.step.shape} != {(num_heads, head_dim)}:
         raise ValueError(
-            f"page extremes {tuple(page_max.shape)} and {tuple(page_min.shape)} must both be "
-            f"[{len(packed.heads)}, pages, {packed.layout.head_dim}]"
+            f"page extremes {tuple(shape)} and {tuple(pages.lowest.shape)} must both be "
+            f"[{num_heads}, pages, {head_dim}], their ranges {tuple(pages.low.shape)} and "
+            f"{tuple(pages.step.shape)} without pages"
         )
-    if page_max.shape[1] < num_pages(most, page_size):
-        raise ValueError(
-            f"{most} tokens need {num_pages(most, page_size)} pages; there are {page_max.shape[1]}"
-        )
+    if shape[1] < num_pages(most, page_size):
+        raise ValueError(f"{most} tokens need {num_pages(most, page_size)} pages; there are {shape[1]}")

@@ -62,7 +62,7 @@ class _Choosing(AttentionKind):
         """All fields, which are arguments of the kind's kernel."""
         return asdict(self)
 
-    def _estimate_bytes(self, shape: LayerShape, num_rows: int) -> int:
+    def _estimate_bytes(self, shape: LayerShape, num_rows: int, *, packed: bool) -> int:
         """Bytes read per KV head to choose the tokens."""
         return 0
 
@@ -75,9 +75,8 @@ class _Choosing(AttentionKind):
         whole = shape.rows_bytes(num_rows) if packed_bytes is None else packed_bytes
         if num_rows <= self.num_tokens:
             return whole
-        return (
-            shape.num_kv_heads * self._estimate_bytes(shape, num_rows) + whole * self.num_tokens // num_rows
-        )
+        estimate = self._estimate_bytes(shape, num_rows, packed=packed_bytes is not None)
+        return shape.num_kv_heads * estimate + whole * self.num_tokens // num_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +137,7 @@ class SparQ(_Choosing):
         tensors = cache.keys, cache.values, cache.auxiliary[0]
         return sparq.attend(queries, *tensors, length=length, scaling=plain(scaling), **self.sizes)
 
-    def _estimate_bytes(self, shape: LayerShape, num_rows: int) -> int:
+    def _estimate_bytes(self, shape: LayerShape, num_rows: int, *, packed: bool) -> int:
         """r channels of every key, and the mean value."""
         return num_rows * self.num_channels * shape.dtype.itemsize + 4 * shape.value_dim
 
@@ -148,7 +147,8 @@ class _Paged(_Choosing):
     """A kind that stores Kmax and Kmin of pages.
 
     Both are in one tensor `[2, H_kv, D, ceil(rows / P)]`. The pages of a channel are adjacent, because a step
-    reads few channels. With P = 1 rows need no such tensor: each key is the extremes of its own page.
+    reads few channels. With P = 1 rows need no such tensor: each key is the extremes of its own page. Of a
+    packed prompt they are codes of 8 bits, with each channel's range `[2, H_kv, D]` beside them.
 
     Attributes:
         page_size: P, the tokens that share one Kmax/Kmin pair.
@@ -157,35 +157,40 @@ class _Paged(_Choosing):
     page_size: int
 
     def specs(self, shape: LayerShape, num_rows: int, *, packed: bool = False) -> tuple[TensorSpec, ...]:
-        if self.page_size == 1 and not packed:
-            return ()
         size = (2, shape.num_kv_heads, shape.head_dim, hsa.num_pages(num_rows, self.page_size))
+        if packed:
+            codes = TensorSpec(shape=size, dtype=torch.uint8, aligned=True)
+            return (codes, TensorSpec(shape=size[:3], dtype=torch.float32))
+        if self.page_size == 1:
+            return ()
         return (TensorSpec(shape=size, dtype=shape.dtype, aligned=True),)
 
     def extremes(self, cache: CacheView) -> tuple[Tensor, Tensor]:
-        """Kmax and Kmin `[H_kv, pages, D]`: ceil(cap / P) pages of rows, at least those in use if packed."""
+        """Kmax and Kmin of rows, `[H_kv, ceil(cap / P), D]`."""
         if not cache.auxiliary:
             return cache.keys, cache.keys
-        both = cache.auxiliary[0].mT
-        if not cache.packed:
-            both = both[:, :, : hsa.num_pages(cache.keys.shape[1], self.page_size)]
+        both = cache.auxiliary[0].mT[:, :, : hsa.num_pages(cache.keys.shape[1], self.page_size)]
         return both[0], both[1]
+
+    def codes(self, cache: CacheView) -> packed_hsa.PageCodes:
+        """The extremes of a packed prompt and the rows after it."""
+        return packed_hsa.PageCodes(*cache.auxiliary[0].mT, *cache.auxiliary[1])
 
     def build(self, cache: CacheView, *, length: int) -> None:
         if cache.packed:
-            packed_hsa.page_extremes(cache.packed[0], *self.extremes(cache), page_size=self.page_size)
+            packed_hsa.page_extremes(cache.packed[0], self.codes(cache), page_size=self.page_size)
         elif cache.auxiliary:
             hsa.page_extremes(cache.keys, *self.extremes(cache), length=length, page_size=self.page_size)
 
     def append(self, cache: CacheView, key: Tensor, value: Tensor, *, position: int) -> None:
-        extremes = self.extremes(cache)
-        if not cache.packed:
-            hsa.append_row(
-                cache.keys, cache.values, *extremes, key, value, position=position, page_size=self.page_size
-            )
-            return
-        super().append(cache, key, value, position=position)
-        packed_hsa.append_key(cache.packed[0], *extremes, key, num_new=position, page_size=self.page_size)
+        page_size = self.page_size
+        if cache.packed:
+            super().append(cache, key, value, position=position)
+            codes = self.codes(cache)
+            packed_hsa.append_key(cache.packed[0], codes, key, num_new=position, page_size=page_size)
+        else:
+            rows = cache.keys, cache.values, *self.extremes(cache)
+            hsa.append_row(*rows, key, value, position=position, page_size=page_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,12 +223,20 @@ class Hsa(_Paged):
         if not cache.packed:
             tensors = cache.keys, cache.values, *self.extremes(cache)
             return hsa.attend(queries, *tensors, length=length, scaling=scaling, **self.sizes)
-        tensors = cache.keys[:, :length], cache.values[:, :length], *self.extremes(cache)
-        return packed_hsa.attend(queries, cache.packed[0], *tensors, scaling=plain(scaling), **self.sizes)
+        return packed_hsa.attend(
+            queries,
+            cache.packed[0],
+            cache.keys[:, :length],
+            cache.values[:, :length],
+            self.codes(cache),
+            scaling=plain(scaling),
+            **self.sizes,
+        )
 
-    def _estimate_bytes(self, shape: LayerShape, num_rows: int) -> int:
-        """One of Kmax and Kmin for k1 channels of each page."""
-        return hsa.num_pages(num_rows, self.page_size) * self.num_channels * shape.dtype.itemsize
+    def _estimate_bytes(self, shape: LayerShape, num_rows: int, *, packed: bool) -> int:
+        """One of Kmax and Kmin for k1 channels of each page; of codes each channel's step, too."""
+        pages = hsa.num_pages(num_rows, self.page_size)
+        return self.num_channels * (pages + 4 if packed else pages * shape.dtype.itemsize)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +261,7 @@ class Quest(_Paged):
         tensors = cache.keys, cache.values, *self.extremes(cache)
         return quest.attend(queries, *tensors, length=length, scaling=scaling, **self.sizes)
 
-    def _estimate_bytes(self, shape: LayerShape, num_rows: int) -> int:
+    def _estimate_bytes(self, shape: LayerShape, num_rows: int, *, packed: bool) -> int:
         """One of Kmax and Kmin for every channel of each page."""
         return hsa.num_pages(num_rows, self.page_size) * shape.head_dim * shape.dtype.itemsize
 
@@ -295,7 +308,8 @@ def size_attention(part: Part, sizing: Sizing, *, cap: int, packed_per_row: Frac
     """The attention of one layer: the kind's name and its sizes.
 
     Half of a sparse attention's traffic reads estimates, the other half reads tokens. Packed tokens have
-    fewer bytes than rows, so as many more of them are attended.
+    fewer bytes than rows, so as many more of them are attended, and their page extremes are codes of 8 bits,
+    so twice as many channels are read.
 
     Args:
         part: a plan's attention, as `check_attention` accepts it.
@@ -313,7 +327,8 @@ def size_attention(part: Part, sizing: Sizing, *, cap: int, packed_per_row: Frac
     if packed_per_row is None:
         return sized
     attended = min(max(int(sizing.budget * packed_per_row / 2), 1), cap)
-    return replace(sized, params={**sized.params, "num_tokens": attended})
+    channels = min(2 * int(sized.params["num_channels"]), sizing.head_dim)
+    return replace(sized, params={**sized.params, "num_tokens": attended, "num_channels": channels})
 
 
 def make_attention(sized: Part) -> AttentionKind:

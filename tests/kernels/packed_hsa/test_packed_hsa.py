@@ -1,5 +1,7 @@
 """HSA on packed bytes equals HSA over dequantised tensors, and reads the chosen tokens' codes alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from kvferry.kernels import packed_hsa
 from kvferry.kernels.hsa import num_pages
 from kvferry.kernels.packed.key_words import gather_key_codes, key_tiles
 from kvferry.kernels.packed.packing import pack_layer
-from kvferry.kernels.packed_hsa import append_key, attend, page_extremes
+from kvferry.kernels.packed_hsa import PageCodes, append_key, attend, page_extremes
 
 WIDTHS = torch.tensor([0, 2, 4, 8, 16], dtype=torch.uint8)
 
@@ -32,13 +34,14 @@ def make(num_kv_heads, group_size, num_tokens, head_dim, num_new, *, seed=0, dty
 
 
 def build(packed, new_keys, page_size, *, spare=2):
-    """Page extremes of the packed keys, then each new key folded in; NaN where nothing has been written."""
+    """Page extremes of the packed keys, then each new key folded in; 77 and NaN where nothing is written."""
     most = max(head.counts.num_tokens for head in packed.heads) + new_keys.shape[1]
-    shape = (len(packed.heads), num_pages(most, page_size) + spare, packed.layout.head_dim)
-    pages = tuple(torch.full(shape, torch.nan, dtype=new_keys.dtype) for _ in range(2))
-    page_extremes(packed, *pages, page_size=page_size)
+    num_heads, head_dim = len(packed.heads), packed.layout.head_dim
+    codes = torch.full((2, num_heads, num_pages(most, page_size) + spare, head_dim), 77, dtype=torch.uint8)
+    pages = PageCodes(*codes, *torch.full((2, num_heads, head_dim), torch.nan))
+    page_extremes(packed, pages, page_size=page_size)
     for m in range(new_keys.shape[1]):
-        append_key(packed, *pages, new_keys[:, m], num_new=m, page_size=page_size)
+        append_key(packed, pages, new_keys[:, m], num_new=m, page_size=page_size)
     return pages
 
 
@@ -63,7 +66,7 @@ def test_output_equals_hsa_over_dequantised_tensors(
         "num_tokens": num_selected,
         "scaling": 0.3,
     }
-    output = attend(queries, packed, new_keys, new_values, *build(packed, new_keys, page_size), **sizes)
+    output = attend(queries, packed, new_keys, new_values, build(packed, new_keys, page_size), **sizes)
     expected = reference.packed_hsa_attend(queries, packed, new_keys, new_values, **sizes)
     torch.testing.assert_close(output, expected, atol=1e-3, rtol=1e-3)
 
@@ -71,14 +74,33 @@ def test_output_equals_hsa_over_dequantised_tensors(
 @pytest.mark.parametrize("page_size", [1, 4, 7])
 def test_page_extremes_are_those_of_each_heads_own_dequantised_tokens(page_size):
     _, packed, new_keys, _ = make(3, 1, 211, 8, 5, seed=3)
-    page_max, page_min = build(packed, new_keys, page_size)
+    pages = build(packed, new_keys, page_size)
     for h, (keys, _, _) in enumerate(unpack_layer(packed)):
-        all_keys = torch.cat([keys, new_keys[h]])[None]
-        expected = reference.page_extremes(all_keys, page_size=page_size)
-        pages = expected[0].shape[1]
-        torch.testing.assert_close(page_max[h, :pages], expected[0][0], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(page_min[h, :pages], expected[1][0], atol=1e-5, rtol=1e-5)
-        assert page_max[h, pages:].isnan().all()
+        all_keys = reference.in_8_bits(torch.cat([keys, new_keys[h]]), keys)[None]
+        for codes, expected in zip(
+            (pages.highest, pages.lowest), reference.page_extremes(all_keys, page_size=page_size), strict=True
+        ):
+            num = expected.shape[1]
+            found = pages.low[h] + pages.step[h] * codes[h, :num]
+            torch.testing.assert_close(found, expected[0], atol=1e-5, rtol=1e-5)
+            assert (codes[h, num:] == 77).all()
+
+
+def test_extremes_of_channels_of_at_most_8_bits_are_exact_and_new_keys_stay_within_the_range():
+    _, packed, new_keys, _ = make(2, 1, 211, 20, 4, seed=4)
+    pages = build(packed, 100 * new_keys, 4)
+    for h, (keys, _, _) in enumerate(unpack_layer(packed)):
+        head = packed.heads[h]
+        coded = head.channels.long()[: sum(head.counts.channels[:3])]
+        whole = head.counts.num_tokens // 4
+        found = (pages.low[h] + pages.step[h] * pages.highest[h])[:whole]
+        expected = reference.page_extremes(keys[None], page_size=4)[0][0, :whole]
+        torch.testing.assert_close(found[:, coded], expected[:, coded], atol=1e-5, rtol=1e-5)
+        dropped = sorted({*range(20)} - {*head.channels.tolist()})
+        assert dropped
+        assert not pages.highest[h][:, dropped][: whole + 1].any()
+        last = num_pages(head.counts.num_tokens + 4, 4)
+        assert (pages.low[h] + pages.step[h] * pages.highest[h, :last]).amax() <= keys.amax() + 1e-4
 
 
 @settings(max_examples=25, deadline=None)
@@ -105,7 +127,7 @@ def test_only_chosen_tokens_are_read(monkeypatch):
 
     monkeypatch.setattr(packed_hsa, "gather_key_codes", remember)
     attend(
-        queries, packed, new_keys, new_values, *pages, page_size=4, num_channels=4, num_tokens=10, scaling=0.3
+        queries, packed, new_keys, new_values, pages, page_size=4, num_channels=4, num_tokens=10, scaling=0.3
     )
     assert len(read) == 2
     assert max(read) <= 9  # the newest token is no packed one
@@ -114,10 +136,10 @@ def test_only_chosen_tokens_are_read(monkeypatch):
 def test_rows_and_pages_beyond_those_in_use_may_hold_anything():
     queries, packed, new_keys, new_values = make(2, 2, 90, 8, 4, seed=6, dtype=torch.bfloat16)
     sizes = {"page_size": 3, "num_channels": 5, "num_tokens": 12, "scaling": 0.3}
-    output = attend(queries, packed, new_keys, new_values, *build(packed, new_keys, 3), **sizes)
+    output = attend(queries, packed, new_keys, new_values, build(packed, new_keys, 3), **sizes)
     assert output.dtype == torch.bfloat16
     assert output.isfinite().all()
-    alone = attend(queries, packed, new_keys, new_values, *build(packed, new_keys, 3, spare=0), **sizes)
+    alone = attend(queries, packed, new_keys, new_values, build(packed, new_keys, 3, spare=0), **sizes)
     assert torch.equal(output, alone)
 
 
@@ -132,12 +154,12 @@ def test_misfits_are_named():
         ({"num_tokens": 0}, "num_tokens is 0"),
     ):
         with pytest.raises(ValueError, match=named):
-            attend(queries, packed, new_keys, new_values, *pages, **sizes | changes)
+            attend(queries, packed, new_keys, new_values, pages, **sizes | changes)
     with pytest.raises(ValueError, match="m at least 1"):
-        attend(queries, packed, new_keys[:, :0], new_values[:, :0], *pages, **sizes)
+        attend(queries, packed, new_keys[:, :0], new_values[:, :0], pages, **sizes)
     with pytest.raises(ValueError, match="queries"):
-        attend(queries[:1], packed, new_keys, new_values, *pages, **sizes)
+        attend(queries[:1], packed, new_keys, new_values, pages, **sizes)
     with pytest.raises(ValueError, match="page extremes"):
-        page_extremes(packed, pages[0], pages[1][:1], page_size=4)
+        page_extremes(packed, replace(pages, lowest=pages.lowest[:1]), page_size=4)
     with pytest.raises(ValueError, match="dtypes must"):
-        attend(queries.double(), packed, new_keys, new_values, *pages, **sizes)
+        attend(queries.double(), packed, new_keys, new_values, pages, **sizes)

@@ -131,7 +131,7 @@ def test_kept_bytes_are_those_of_the_tensors_held(model: TransformersModel, meth
                 held += spec.num_kv_heads * layer.rows * 4  # positions, which eviction needs in any case
             continue
         shape = make_formats(spec, continuation.resolved)[0].shape
-        packed = layer.representation.name == "rdkv"
+        packed = layer.representation.name in ("rdkv", "packed")
         specs = make_attention(layer.attention).specs(shape, layer.rows, packed=packed)
         held += sum(its.size_bytes for its in specs)
     kept = kept_bytes(model.spec, continuation.resolved)

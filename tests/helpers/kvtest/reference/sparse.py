@@ -136,17 +136,19 @@ def packed_hsa_attend(
     num_tokens: int,
     scaling: float,
 ) -> Tensor:
-    """As `kernels.packed_hsa.attend`: HSA of each head over its dequantised tokens and the new rows."""
+    """As `kernels.packed_hsa.attend`: HSA of each head over its dequantised tokens and the new rows, with
+    estimates from keys of 8 bits."""
     outputs = []
     for h, (kept_keys, kept_values, _) in enumerate(unpack_layer(packed)):
         keys = torch.cat([kept_keys, new_keys[h].float()])[None]
+        coded = in_8_bits(keys[0], kept_keys)[None]
         values = torch.cat([kept_values, new_values[h].float()])[None]
         outputs.append(
             hsa_attend(
                 queries[h : h + 1].float(),
                 keys,
                 values,
-                *page_extremes(keys, page_size=page_size),
+                *page_extremes(coded, page_size=page_size),
                 page_size=page_size,
                 num_channels=num_channels,
                 num_tokens=num_tokens,
@@ -154,6 +156,14 @@ def packed_hsa_attend(
             )
         )
     return torch.cat(outputs)
+
+
+def in_8_bits(keys: Tensor, kept: Tensor) -> Tensor:
+    """Keys `[n, D]` rounded to 256 even steps over each channel's range among the kept ones `[k, D]`."""
+    low, high = kept.double().amin(0), kept.double().amax(0)
+    step = (high - low) / 255
+    codes = ((keys.double() - low) / step.where(step > 0, 1.0)).round().clamp(0, 255)
+    return (low + step * codes).float()
 
 
 def exact_scores(queries: Tensor, keys: Tensor, *, scaling: float) -> Tensor:

@@ -257,8 +257,9 @@ def test_selecting_from_packed_tokens_splits_the_budget_as_rocketkv_and_reads_as
     # t/2 rows of 16 bits are as many bytes as four times as many tokens of 4
     assert packed.attention.params["num_tokens"] == 512
     page_size, num_channels = (int(packed.attention.params[n]) for n in ("page_size", "num_channels"))
-    assert (page_size, num_channels) == (8, 20)  # ceil(sqrt(12760 / 256)), floor(128 * 8 * 256 / 12760)
-    assert packed.rows // page_size * num_channels <= 128 * 256  # t/2 rows of K and V, in scalars
+    # ceil(sqrt(12760 / 256)); floor(128 * 8 * 256 / 12760) of 16 bits, twice as many of 8
+    assert (page_size, num_channels) == (8, 40)
+    assert packed.rows // page_size * num_channels <= 2 * 128 * 256  # t/2 rows of K and V, in bytes
 
 
 @pytest.mark.parametrize("budget", [16, 32, 64, 100])
@@ -271,7 +272,7 @@ def test_pages_of_packed_tokens_are_smaller_than_what_is_attended(budget: int, n
     assert 2 * int(sizes["page_size"]) <= int(sizes["num_tokens"])
     assert int(sizes["num_channels"]) >= 2
     if (budget, num_tokens) == (32, 1024):
-        assert sizes == {"page_size": 6, "num_channels": 12, "num_tokens": 64}
+        assert sizes == {"page_size": 6, "num_channels": 24, "num_tokens": 64}
 
 
 @pytest.mark.parametrize("budget", [1, 50, 90, 99])
