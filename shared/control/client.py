@@ -118,24 +118,22 @@ class _Client:
                 call.cancel()
 
             with SilenceTimer(IDLE_LIMIT_S, give_up) as timer:
-                while (data := await self._next(call, timer, silent)) is not _EOF:
-                    if message := seal.open(data):  # an empty one is a sign of life
-                        yield decode(message)
-
-    async def _next(self, call: Any, timer: SilenceTimer, silent: asyncio.Event) -> Any:
-        """A stream's next message, or EOF."""
-        timer.begin()
-        try:
-            return await call.read()
-        except (asyncio.CancelledError, grpc.aio.AioRpcError):
-            task = asyncio.current_task()
-            if not silent.is_set() or (task is not None and task.cancelling()):
-                raise
-            raise WorkerUnavailable(
-                f"{self._address} was silent in a stream for {IDLE_LIMIT_S} s", reason="silent"
-            ) from None
-        finally:
-            timer.end()
+                try:
+                    while True:
+                        timer.begin()
+                        data = await call.read()
+                        timer.end()
+                        if data is _EOF:
+                            return
+                        if message := seal.open(data):  # an empty one is a sign of life
+                            yield decode(message)
+                except (asyncio.CancelledError, grpc.aio.AioRpcError):
+                    task = asyncio.current_task()
+                    if not silent.is_set() or (task is not None and task.cancelling()):
+                        raise
+                    raise WorkerUnavailable(
+                        f"{self._address} was silent in a stream for {IDLE_LIMIT_S} s", reason="silent"
+                    ) from None
 
     @asynccontextmanager
     async def _call(

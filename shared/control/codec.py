@@ -138,20 +138,34 @@ def _dataclass(kind: Any, message: Descriptor) -> _Pair:
             content[name] = item if convert is None or item is None else convert(item)
         return content
 
-    def read_fields(content: Any) -> Any:
-        for name in required:
-            if not content.HasField(name):
-                raise InvalidRequest(f"{message.name} has no {name}; it is required", param=name)
-        values: dict[str, Any] = {}
-        for name, convert, has_presence in readers:
-            if has_presence and not content.HasField(name):
-                values[name] = None
-            else:
-                value = getattr(content, name)
-                values[name] = value if convert is None else convert(value)
-        return kind(**values)
+    return write_fields, _reader(kind, message, required, readers)
 
-    return write_fields, read_fields
+
+def _reader(
+    kind: Any, message: Descriptor, required: list[str], readers: list[tuple[str, _Convert | None, bool]]
+) -> _Convert:
+    """Reads a message's fields: as a function of its own, since a stream's messages are read one a token."""
+
+    def missing(name: str) -> InvalidRequest:
+        return InvalidRequest(f"{message.name} has no {name}; it is required", param=name)
+
+    names: dict[str, Any] = {"kind": kind, "missing": missing, "new": object.__new__}
+    checks, fields = [], []
+    for name, convert, has_presence in readers:
+        names[f"convert_{name}"] = convert
+        value = f"content.{name}" if convert is None else f"convert_{name}(content.{name})"
+        if name in required:
+            checks.append(f"    if not content.HasField({name!r}): raise missing({name!r})\n")
+        elif has_presence:
+            value = f"({value} if content.HasField({name!r}) else None)"
+        fields.append(f"{name}={value}")
+    # A frozen class's __init__ sets every field by a call, which takes longer than all else here.
+    lines = [f"    value = new(kind)\n    value.__dict__.update({', '.join(fields)})\n    return value\n"]
+    if hasattr(kind, "__post_init__") or hasattr(kind, "__slots__"):
+        lines = [f"    return kind({', '.join(fields)})\n"]
+    exec("".join(["def read(content):\n", *checks, *lines]), names)
+    read: _Convert = names["read"]
+    return read
 
 
 def _is_optional(hint: Any) -> bool:
@@ -169,7 +183,7 @@ def _field(hint: Any, field: FieldDescriptor) -> tuple[_Convert | None, _Convert
     if (pair := _single(get_args(hint)[0], field)) is None:
         return None, tuple
     write, read = pair
-    return partial(map, write), lambda items: tuple(map(read, items))
+    return partial(map, write), lambda items: tuple(map(read, items)) if items else ()
 
 
 def _map_values(convert: _Convert) -> _Convert:

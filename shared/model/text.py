@@ -69,6 +69,7 @@ class TextAssembler:
         self._includes_stop = includes_stop
         self._is_silent = partial(tokenizer.is_silent, shows_special=shows_special)
         self._decode = partial(tokenizer.decode, shows_special=shows_special)
+        self._decode_one = partial(tokenizer.decode_one, shows_special=shows_special)
         self._num_unsearched = min_tokens if stop else 0
         self._window: list[int] = []
         self._num_context = 0
@@ -116,7 +117,8 @@ class TextAssembler:
             if unfinished:
                 del self._window[:-1]
             self._num_context = len(self._window)
-            self._context_text = self._decode(self._window)
+            alone = len(self._window) == 1
+            self._context_text = self._decode_one(token_id) if alone else self._decode(self._window)
         return added
 
     def _beyond_context(self, text: str) -> str:

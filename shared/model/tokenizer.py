@@ -108,6 +108,8 @@ class ChatTokenizer:
         self.template_fields = frozenset(f for f in TEMPLATE_FIELDS if re.search(rf"\b{f}\b", template))
         """The `TEMPLATE_FIELDS` that the chat template uses."""
         self.eos_token_ids = eos_token_ids
+        self._texts: tuple[dict[int, str], dict[int, str]] = {}, {}
+        """Of tokens that were decoded alone: without and with special tokens."""
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         special = [token for token in added.values() if token.special]
@@ -159,6 +161,13 @@ class ChatTokenizer:
     def decode(self, token_ids: Sequence[int], *, shows_special: bool = False) -> str:
         """Text of ids, by default without special tokens; spaces are not cleaned up."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=not shows_special))
+
+    def decode_one(self, token_id: int, *, shows_special: bool = False) -> str:
+        """As `decode` of this id alone."""
+        texts = self._texts[shows_special]
+        if token_id not in texts:
+            texts[token_id] = self.decode((token_id,), shows_special=shows_special)
+        return texts[token_id]
 
     @property
     def has_template(self) -> bool:

@@ -1,5 +1,8 @@
-"""Three routers on a Redis Cluster of six processes, under load, while a master is killed: every answer is
-the undisturbed one, every committed turn is there, and nobody waits for long."""
+"""Three routers on a Redis Cluster of six processes, with two workers of each role.
+
+A session's turns go to its workers, whichever router runs them. Under load, while a master is killed, every
+answer is the undisturbed one, every committed turn is there, and nobody waits for long.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,14 @@ DOCUMENT = make_document(5, num_words=150, num_facts=8)
 NUM_ROUNDS = 2
 """Of the questions, so that turns run before, during and after the failover."""
 LONGEST_PAUSE_S = 20.0
+HISTORY_BYTES = 16 << 20
+"""Of a prefill worker's memory: 4096 of the demo model's tokens."""
 
 
 @dataclass(kw_only=True)
 class Routers:
     processes: list[Process]
+    workers: dict[str, list[Process]]
     turn: Any = field(default_factory=itertools.count)
     """Each request goes to the next router."""
 
@@ -72,25 +78,71 @@ def redis() -> Iterator[RedisCluster]:
 def routers(redis: RedisCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routers]:
     folder = tmp_path_factory.mktemp("routers")
     with ExitStack() as stack:
-        waits = [
-            stack.enter_context(started(folder, name, "--threads", "1", *options))
-            for name, options in (("prefill", ("--history-redis", redis.url)), ("decode", ()))
-        ]
-        prefill, decode = [wait() for wait in waits]
-        options = [
-            *("--listen", "127.0.0.1:0", "--history-redis", redis.url, "--api-keys", ",".join(KEYS)),
+        store = ("--history-redis", redis.url, "--history-bytes", str(HISTORY_BYTES))
+        waits = {
+            role: [
+                stack.enter_context(started(folder, f"{role}-{index}", "--threads", "1", *options))
+                for index in range(2)
+            ]
+            for role, options in (("prefill", store), ("decode", ()))
+        }
+        workers = {role: [wait() for wait in its] for role, its in waits.items()}
+        options = ["--listen", "127.0.0.1:0", "--history-redis", redis.url, "--api-keys", ",".join(KEYS)]
+        for role, its in workers.items():
             # names, as of a headless service
-            *("--prefill-workers", prefill.addresses["address"].replace("127.0.0.1", "localhost")),
-            *("--decode-workers", decode.addresses["address"].replace("127.0.0.1", "localhost")),
-        ]
-        waits = [stack.enter_context(started(folder, f"router-{index}", *options)) for index in range(3)]
-        processes = [wait() for wait in waits]
+            names = [worker.addresses["address"].replace("127.0.0.1", "localhost") for worker in its]
+            options += [f"--{role}-workers", ",".join(names)]
+        routers = [stack.enter_context(started(folder, f"router-{index}", *options)) for index in range(3)]
+        processes = [wait() for wait in routers]
         for router in processes:
             deadline_s = time.monotonic() + 60.0
             while httpx.get(f"http://{router.addresses['address']}/ready", timeout=30).status_code != 200:
                 assert time.monotonic() < deadline_s
                 time.sleep(0.1)
-        yield Routers(processes=processes)
+        yield Routers(processes=processes, workers=workers)
+
+
+def test_turns_of_a_session_go_to_its_workers_whichever_router_runs_them(routers: Routers) -> None:
+    """The pin of one router is obeyed in the turns of the others, too."""
+    counters = {"prefill": "kvferry_prefill_tokens_total", "decode": "kvferry_decode_tokens_total"}
+
+    def counts() -> dict[str, float]:
+        return {
+            worker.addresses["address"]: worker.metric(counters[role])
+            for role, workers in routers.workers.items()
+            for worker in workers
+        }
+
+    def ask(session_id: str, text: str, **fields: Any) -> tuple[set[str], dict[str, Any]]:
+        """A turn at the next router; returns the addresses of the workers that ran it, and its `kv`."""
+        body = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": text}],
+            "temperature": 0,
+            "max_tokens": 4,
+            "ignore_eos": True,
+            "session_id": session_id,
+            "session_mode": "append",
+            "kv_compression": {"method": "full"},
+            **fields,
+        }
+        before = counts()
+        answer = routers.request("POST", "/v1/chat/completions", KEYS[0], json=body)
+        return {address for address, count in counts().items() if count > before[address]}, answer["kv"]
+
+    for name, fields in (("plain", {}), ("pinned", {"session_pin": True})):
+        first, kv = ask(name, make_document(7, num_words=200).text, **fields)
+        assert len(first) == 2, first  # one of each role
+        for question, _ in DOCUMENT.questions[:3]:
+            ran, kv = ask(name, question)
+            assert ran == first
+            assert (kv["history"], kv["history_tier"]) == ("delta", "memory"), kv
+    for index in range(10):  # far more than both workers' memory
+        ask(f"large-{index}", make_document(20 + index, num_words=1100).text)
+    _, kv = ask("plain", "what is the pin ?")
+    assert kv["history_tier"] == "redis", kv
+    _, kv = ask("pinned", "what is the pin ?")
+    assert kv["history_tier"] == "memory", kv
 
 
 def test_no_turn_is_lost_when_a_master_is_killed_under_load(routers: Routers, redis: RedisCluster) -> None:

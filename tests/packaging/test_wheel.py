@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
-import sys
-import sysconfig
 import time
-import venv
 import zipfile
 from pathlib import Path
 
@@ -21,48 +17,6 @@ REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 180.0
 
 pytestmark = pytest.mark.xdist_group("wheel")
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the sources, so that no build folder appears in the repository."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "tests")
-    shutil.copytree(REPOSITORY, source, symlinks=True, ignore=left_out)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
-    done = subprocess.run(
-        [*command, str(source)], cwd=folder, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = folder.glob("kvferry-*.whl")
-    return built
-
-
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clean environment's folder with the wheel in it; dependencies come from this one's site-packages.
-
-    A `.pth` line adds that folder to the path without reading the `.pth` files in it, so the editable install
-    of the repository stays out.
-    """
-    folder = tmp_path_factory.mktemp("elsewhere") / "env"
-    venv.create(folder, symlinks=True, with_pip=False)
-    site_packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "--disable-pip-version-check", "--python"),
-            *(str(folder / "bin" / "python"), "install", "--no-deps", "--no-index", "--force-reinstall"),
-            str(wheel),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    return folder
 
 
 def test_wheel_holds_the_demo_model_protocol_and_typing_marker(wheel: Path) -> None:

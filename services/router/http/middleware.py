@@ -59,12 +59,14 @@ class RequestRecord:
 
     Attributes:
         arrival_s: on the clock of `time.perf_counter`.
+        send: the server's own, for what follows an answer's head.
         error: what ended the request, where an answer had begun already or the client had left.
     """
 
     request_id: str
     arrival_s: float
     metrics: RouterMetrics
+    send: Send
     fields: dict[str, Any] = field(default_factory=dict)
     error: KvferryError | None = None
     status: int = 0
@@ -94,7 +96,7 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = RequestRecord(_request_id(Headers(scope=scope)), time.perf_counter(), self._metrics)
+        record = RequestRecord(_request_id(Headers(scope=scope)), time.perf_counter(), self._metrics, send)
         scope.setdefault("state", {})["record"] = record
 
         async def send_with_id(message: Message) -> None:

@@ -27,7 +27,7 @@ from kvferry.services.router.turn.attempt import (
     TurnRequest,
     TurnStats,
 )
-from kvferry.services.router.turn.worker_pool import Role, Worker, WorkerPool, served_model
+from kvferry.services.router.turn.worker_pool import Role, Worker, WorkerPool, served_model, shared_version
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
     DecodeControl,
@@ -332,13 +332,15 @@ class Turn:
     def _next_attempt(self) -> Attempt:
         """An attempt at the rest of the turn: delivered tokens join the prompt."""
         request, stats, avoid = self.request, self.stats, self._avoid
-        fingerprint = request.model.fingerprint
-        prefill = self._runner.prefill.choose(
-            fingerprint=fingerprint, prefer=request.prefer_prefill, avoid=avoid["prefill"]
-        )
-        decode = self._runner.decode.choose(
-            fingerprint=fingerprint, prefer=request.prefer_decode, avoid=avoid["decode"]
-        )
+        pools, fingerprint = (self._runner.prefill, self._runner.decode), request.model.fingerprint
+        version = shared_version(*pools, fingerprint, prefer=request.prefer_prefill)
+        if version is None and all(pool.ready_workers(fingerprint) for pool in pools):
+            raise WorkerUnavailable(
+                "No prefill and decode worker that are ready speak the same block protocol", retry_after_s=1.0
+            )
+        of_turn: dict[str, Any] = {"fingerprint": fingerprint, "version": version}
+        prefill = pools[0].choose(**of_turn, prefer=request.prefer_prefill, avoid=avoid["prefill"])
+        decode = pools[1].choose(**of_turn, prefer=request.prefer_decode, avoid=avoid["decode"])
         if delivered := tuple(stats.token_ids):
             request = _resumed(request, delivered, stats.first)
         else:
@@ -357,10 +359,14 @@ class Turn:
         self._avoid["decode"].add(address)
         if isinstance(error, WorkerUnavailable):
             runner.decode.report_lost(address, attempt.instance_ids["decode"])
-        if not runner.decode.ready_workers(fingerprint):
+        version = attempt.prefill.version
+        if not runner.decode.ready_workers(fingerprint, version):
             return None
         other = runner.decode.choose(
-            fingerprint=fingerprint, prefer=self.request.prefer_decode, avoid=self._avoid["decode"]
+            fingerprint=fingerprint,
+            version=version,
+            prefer=self.request.prefer_decode,
+            avoid=self._avoid["decode"],
         )
         self._count_recovery("decode", address, error)
         stats.decode_address = other.address

@@ -25,7 +25,6 @@ from kvferry.shared.control.messages import WorkerStatus
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.serving import format_address, parse_address
-from kvferry.shared.wire.messages import PROTOCOL_VERSION
 
 Role = Literal["prefill", "decode"]
 Resolve = Callable[[str], Awaitable[tuple[str, ...]]]
@@ -59,7 +58,7 @@ class Worker(Generic[ClientT]):
 
     Attributes:
         status: the last one; None while the worker is down. The pool alone sets it.
-        model: the model that it had when it was last up.
+        model, version: its model and block protocol when it was last up.
         in_flight: this router's turns at the worker.
     """
 
@@ -68,15 +67,17 @@ class Worker(Generic[ClientT]):
     status: WorkerStatus | None = None
     model: ModelSpec | None = None
     instance_id: str = ""
+    version: int = 0
     in_flight: int = 0
 
     @property
-    def ready_for(self) -> str | None:
-        """The fingerprint of the model that it can run turns of now; None where it can run none."""
+    def ready_for(self) -> tuple[str, int] | None:
+        """The fingerprint of the model that it can run turns of now, and the version of the block protocol in
+        which it exchanges KV; None where it can run none."""
         status = self.status
-        if status is None or not status.ready or status.protocol_version != PROTOCOL_VERSION:
+        if status is None or not status.ready:
             return None
-        return status.model.fingerprint
+        return status.model.fingerprint, status.protocol_version
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -95,6 +96,7 @@ class _Ready(Generic[ClientT]):
         ring = sorted((xxhash.xxh3_64_intdigest(its.address.encode()), its.address, its) for its in workers)
         self.places = tuple(place for place, _, _ in ring)
         self.workers = tuple(worker for _, _, worker in ring)
+        self.versions = Counter(worker.version for worker in self.workers)
 
     def following(self, place: int, number: int) -> list[Worker[ClientT]]:
         first, number = bisect.bisect(self.places, place), min(number, len(self.workers))
@@ -134,8 +136,8 @@ class WorkerPool(Generic[ClientT]):
         self._resolve_interval_s = resolve_interval_s
         self._workers: dict[str, Worker[ClientT]] = {}
         self._resolved: dict[str, tuple[str, ...]] = {}
-        self._ready: dict[str | None, _Ready[ClientT]] = {}
-        """By model, and of all models under None; empty after a change, until it is needed."""
+        self._ready: dict[tuple[str | None, int | None], _Ready[ClientT]] = {}
+        """By model and version, and of all under None; empty after a change, until it is needed."""
         self._models: dict[bool, Counter[ModelSpec]] = {}
         """Of ready workers alone, and of all; likewise."""
         self._changed = asyncio.Event()
@@ -176,8 +178,14 @@ class WorkerPool(Generic[ClientT]):
     def workers(self) -> list[Worker[ClientT]]:
         return list(self._workers.values())
 
-    def ready_workers(self, fingerprint: str | None = None) -> tuple[Worker[ClientT], ...]:
-        return self._ring(fingerprint).workers
+    def ready_workers(
+        self, fingerprint: str | None = None, version: int | None = None
+    ) -> tuple[Worker[ClientT], ...]:
+        return self._ring(fingerprint, version).workers
+
+    def versions(self, fingerprint: str) -> Counter[int]:
+        """The block protocols of the model's ready workers, and how many workers speak each."""
+        return self._ring(fingerprint).versions
 
     def models(self, *, ready_only: bool) -> Counter[ModelSpec]:
         """The workers' models, and how many workers have each."""
@@ -197,24 +205,30 @@ class WorkerPool(Generic[ClientT]):
         return {op: sorted(taken) for op, taken in sorted(paths.items())}
 
     def choose(
-        self, *, fingerprint: str, prefer: Sequence[str] = (), avoid: Collection[str] = ()
+        self,
+        *,
+        fingerprint: str,
+        version: int | None = None,
+        prefer: Sequence[str] = (),
+        avoid: Collection[str] = (),
     ) -> Worker[ClientT]:
         """The worker for a turn: the first preferred one that is ready, else the least loaded of a few.
 
         Args:
+            version: of the block protocol; None: any.
             prefer: addresses that may have the session's KV, best first.
             avoid: addresses to choose only where there is no other.
 
         Raises: WorkerUnavailable where no worker is ready.
         """
-        ready = self.ready_workers(fingerprint)
+        ready = self.ready_workers(fingerprint, version)
         if not ready:
             raise WorkerUnavailable(
                 f"No {self.role} worker is ready; {len(self._workers)} known", retry_after_s=1.0
             )
         for address in prefer:
             worker = self._workers.get(address)
-            if worker is not None and worker.ready_for == fingerprint and address not in avoid:
+            if worker is not None and _fits(worker, fingerprint, version) and address not in avoid:
                 return worker
         # Drawn in random order, so that equally idle workers take turns.
         drawn = random.sample(ready, min(len(ready), NUM_COMPARED + len(avoid)))
@@ -253,7 +267,7 @@ class WorkerPool(Generic[ClientT]):
             self._log.info("worker drains", address=worker.address, turns=worker.in_flight)
         elif worker.status is None:
             self._log.info("worker up", address=worker.address, ready=status.ready)
-        worker.instance_id = status.instance_id
+        worker.instance_id, worker.version = status.instance_id, status.protocol_version
         if worker.model != status.model:
             worker.model = status.model
             self._workers_changed()
@@ -269,11 +283,11 @@ class WorkerPool(Generic[ClientT]):
         self._ready.clear()
         self._models.clear()
 
-    def _ring(self, fingerprint: str | None) -> _Ready[ClientT]:
-        if fingerprint not in self._ready:
-            ready = [its for its in self._workers.values() if its.ready_for is not None]
-            self._ready[fingerprint] = _Ready(its for its in ready if fingerprint in (None, its.ready_for))
-        return self._ready[fingerprint]
+    def _ring(self, fingerprint: str | None, version: int | None = None) -> _Ready[ClientT]:
+        if (fingerprint, version) not in self._ready:
+            found = (its for its in self._workers.values() if _fits(its, fingerprint, version))
+            self._ready[fingerprint, version] = _Ready(found)
+        return self._ready[fingerprint, version]
 
     async def _repeat(self, work: Callable[[], Awaitable[None]], interval_s: float) -> None:
         while True:
@@ -354,6 +368,28 @@ def _load(worker: Worker[ClientT]) -> tuple[int, int]:
     return max(status.running + status.waiting, worker.in_flight), -status.free_bytes
 
 
+def _fits(worker: Worker[Any], fingerprint: str | None, version: int | None) -> bool:
+    """Whether it is ready to run turns of this model in this version of the block protocol; None: any."""
+    ready = worker.ready_for
+    return ready is not None and fingerprint in (None, ready[0]) and version in (None, ready[1])
+
+
+def shared_version(
+    prefill: WorkerPool[Any], decode: WorkerPool[Any], fingerprint: str, *, prefer: Sequence[str] = ()
+) -> int | None:
+    """The block protocol in which a turn's two workers will exchange KV, which must be the same; None where
+    no pair of ready workers has one. During an upgrade there may be several: that of the first preferred
+    prefill worker, else the one of which there are most pairs, the newest of equals."""
+    at_prefill, at_decode = prefill.versions(fingerprint), decode.versions(fingerprint)
+    pairs = {version: min(count, at_decode[version]) for version, count in at_prefill.items()}
+    shared = {version: count for version, count in pairs.items() if count}
+    for address in prefer if len(shared) > 1 else ():
+        worker = prefill.worker(address)
+        if worker is not None and worker.version in shared and _fits(worker, fingerprint, None):
+            return worker.version
+    return max(shared, key=lambda version: (shared[version], version), default=None)
+
+
 def served_model(
     prefill: WorkerPool[Any], decode: WorkerPool[Any], *, ready_only: bool = False
 ) -> ModelSpec | None:
@@ -365,7 +401,12 @@ def served_model(
     for only in (True,) if ready_only else (True, False):
         prefill_models, decode_models = prefill.models(ready_only=only), decode.models(ready_only=only)
         at_decode = Counter({spec.fingerprint: count for spec, count in decode_models.items()})
-        shared = [spec for spec in prefill_models if at_decode[spec.fingerprint]]
+        shared = [
+            spec
+            for spec in prefill_models
+            if at_decode[spec.fingerprint]
+            and not (only and shared_version(prefill, decode, spec.fingerprint) is None)
+        ]
         if shared:
             widths = {spec: prefill_models[spec] + at_decode[spec.fingerprint] for spec in shared}
             return max(shared, key=lambda spec: (widths[spec], spec.fingerprint))

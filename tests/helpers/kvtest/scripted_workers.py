@@ -136,6 +136,7 @@ class _Worker:
         self.script = script
         self.instance_id = secrets.token_hex(4)
         self.ready = True
+        self.version = PROTOCOL_VERSION
         self.active: set[str] = set()
         self.requests: list[GenerateRequest | PrefillRequest] = []
         self.faults: list[Callable[[int], None]] = []
@@ -148,7 +149,7 @@ class _Worker:
         return WorkerStatus(
             role=self.role,
             instance_id=self.instance_id,
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=self.version,
             ready=self.ready,
             running=len(self.active),
             waiting=0,

@@ -63,6 +63,27 @@ async def test_a_turn_that_a_draining_worker_refuses_runs_on_another(start_stack
     assert stack.metric("recoveries_total", role=role) == 0
 
 
+async def test_a_turn_runs_and_recovers_on_a_pair_of_one_block_protocol(start_stack: Any) -> None:
+    """Two workers of each role are of the next protocol, and one of each of today's."""
+    stack = await start_stack(num_prefill=3, num_decode=3)
+    undisturbed = await complete(stack)
+    for worker in (*stack.prefill[:2], *stack.decode[:2]):
+        worker.version += 1
+    await asyncio.sleep(0.3)  # several status calls
+    for worker in (*stack.prefill, *stack.decode):
+        worker.requests.clear()
+    for count in (-1, 3, 3, 3, 3):
+        for worker in stack.decode:
+            worker.faults = [failing_at(count, lost())]
+        assert text(await complete(stack)) == text(undisturbed)
+    ids = [{its.request_id for worker in workers for its in worker.requests} for workers in (
+        stack.prefill[:2], stack.prefill[2:], stack.decode[:2], stack.decode[2:],
+    )]  # fmt: skip
+    assert ids[0]
+    assert not ids[0] & ids[3]
+    assert not ids[1] & ids[2]
+
+
 @pytest.mark.parametrize("count", [-1, 1, 2, 7, 11])
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("method", ["full", "rdkv"])

@@ -20,6 +20,7 @@ from kvferry.services.router.turn.worker_pool import (
     WorkerPool,
     resolve_address,
     served_model,
+    shared_version,
 )
 from kvferry.shared.errors import ConfigurationError, WorkerUnavailable
 
@@ -103,6 +104,28 @@ async def test_only_ready_workers_of_the_model_and_protocol_are_chosen() -> None
         worker.ready = True
         await it.pool.wait_ready(SPEC.fingerprint, timeout_s=5.0)
         assert it.chosen() == "a"
+
+
+async def test_workers_of_several_block_protocols_are_told_apart() -> None:
+    async with Pool("a", "b", "c") as it, Pool("a", "b", "c") as other:
+        assert shared_version(it.pool, other.pool, "another") is None
+        it.workers["a"].version = it.workers["b"].version = other.workers["a"].version = 9
+        for name in ("b", "c"):
+            other.workers[name].version = 8
+        await eventually(lambda: it.pool.versions(SPEC.fingerprint)[9] == 2)
+        await eventually(lambda: other.pool.versions(SPEC.fingerprint) == {9: 1, 8: 2})
+        assert shared_version(it.pool, other.pool, SPEC.fingerprint) == 9
+        assert {it.chosen(version=9) for _ in range(40)} == {"a", "b"}
+        assert it.chosen(version=9, prefer=("c", "b")) == "b"
+        it.workers["b"].version = it.workers["c"].version = 8
+        await eventually(lambda: it.pool.versions(SPEC.fingerprint) == {9: 1, 8: 2})
+        assert shared_version(it.pool, other.pool, SPEC.fingerprint) == 8  # two pairs rather than one
+        assert shared_version(it.pool, other.pool, SPEC.fingerprint, prefer=("gone", "a")) == 9
+        for worker in it.workers.values():
+            worker.version = 7
+        await eventually(lambda: it.pool.versions(SPEC.fingerprint) == {7: 3})
+        assert shared_version(it.pool, other.pool, SPEC.fingerprint) is None
+        assert served_model(it.pool, other.pool, ready_only=True) is None
 
 
 async def test_workers_that_hang_or_fail_are_down_and_come_back() -> None:

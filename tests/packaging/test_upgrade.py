@@ -1,0 +1,161 @@
+"""A rolling upgrade from the release before to this tree, both from wheels, under streams: first workers,
+then routers. No stream ends early or says something else, and a session goes on.
+
+No release has a tag yet. The one before is a commit whose control protocol is the earlier one that this
+tree's workers still take.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from kvtest.ports import free_port
+from kvtest.processes import Process, started
+from kvtest.redis_server import RedisServer
+from kvtest.wheels import build_wheel, install_wheel
+from kvtest.wire import eventually
+
+REPOSITORY = Path(__file__).parents[2]
+EARLIER = "a3a9089d49c687bf07ef6de8be895c27af14f7ba"
+NUM_STREAMS = 8
+NUM_TOKENS = 120
+WAIT_S = 120.0
+
+pytestmark = pytest.mark.xdist_group("wheel")
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The environment with the earlier release's wheel."""
+    folder = tmp_path_factory.mktemp("earlier")
+    command = ["git", "archive", EARLIER]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, timeout=60, check=False)
+    if done.returncode:
+        pytest.skip(f"the history of this clone has no commit {EARLIER[:12]}: {done.stderr.decode().strip()}")
+    with tarfile.open(fileobj=BytesIO(done.stdout)) as archive:
+        archive.extractall(folder / "source", filter="tar")
+    return install_wheel(build_wheel(folder / "source", folder), folder / "env")
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with RedisServer.running() as server:
+        yield server
+
+
+def stream(router: Process, index: int, on_token: Callable[[], None] = lambda: None) -> str:
+    body = {
+        "model": "demo",
+        "prompt": f"the pin of the red castle is {index} 2 7 1 . what is the pin of the red castle ?",
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "kv_compression": {"method": ("full", "rdkv")[index % 2]},
+    }
+    pieces = []
+    url = f"http://{router.addresses['address']}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=WAIT_S) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            assert '"error"' not in line, line
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    pieces.append(choice["text"])
+                    on_token()
+        assert line in ("", "data: [DONE]")
+    return "".join(pieces)
+
+
+def converse(router: Process, turn: int) -> dict[str, Any]:
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": f"the pin of the old barn is {turn} 3 3 7 ."}],
+        "session_id": "s",
+        "session_mode": "append",
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+    answer = httpx.post(
+        f"http://{router.addresses['address']}/v1/chat/completions", json=body, timeout=WAIT_S
+    )
+    assert answer.status_code == 200, answer.text
+    session = httpx.get(f"http://{router.addresses['address']}/v1/sessions/s", timeout=WAIT_S).json()
+    return {**answer.json(), "turns": session["turns"]}
+
+
+def is_ready(process: Process) -> bool:
+    return httpx.get(f"http://{process.addresses['metrics']}/ready", timeout=30).status_code == 200
+
+
+def test_streams_go_on_while_workers_and_routers_are_replaced(
+    earlier: Path, installed: Path, redis: RedisServer, tmp_path: Path
+) -> None:
+    ports = {name: free_port() for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")}
+    with ExitStack() as stack:
+
+        def start(name: str, *options: str) -> Callable[[], Process]:
+            environment = earlier if name.endswith("0") else installed
+            return stack.enter_context(
+                started(
+                    tmp_path, name, "--shutdown-timeout-s", str(WAIT_S), *options, environment=environment
+                )
+            )
+
+        def start_worker(name: str) -> Callable[[], Process]:
+            more = ("--history-redis", redis.url) if name.startswith("prefill") else ()
+            return start(name, "--threads", "1", "--listen", f"127.0.0.1:{ports[name]}", *more)
+
+        def start_router(name: str) -> Callable[[], Process]:
+            workers = [
+                ",".join(f"127.0.0.1:{port}" for name, port in ports.items() if name.startswith(role))
+                for role in ("prefill", "decode")
+            ]
+            pools = ("--prefill-workers", workers[0], "--decode-workers", workers[1])
+            return start(name, "--listen", "127.0.0.1:0", "--history-redis", redis.url, *pools)
+
+        def replaced(router: Process, leaving: list[Process], then: Callable[[], object]) -> list[str]:
+            """What streams say that run while processes are told to end."""
+            begun = threading.Semaphore(0)
+            with ThreadPoolExecutor(NUM_STREAMS) as pool:
+                streams = [pool.submit(stream, router, index, begun.release) for index in range(NUM_STREAMS)]
+                for _ in range(2 * NUM_STREAMS):
+                    assert begun.acquire(timeout=WAIT_S)
+                for process in leaving:
+                    process.popen.send_signal(signal.SIGTERM)
+                then()
+                return [its.result(WAIT_S) for its in streams]
+
+        waits = [start_worker("prefill-0"), start_worker("decode-0"), start_router("router-0")]
+        old_prefill, old_decode, old_router = [wait() for wait in waits]
+        assert eventually(lambda: is_ready(old_router), WAIT_S)
+        undisturbed = [stream(old_router, index) for index in range(NUM_STREAMS)]
+        assert converse(old_router, 1)["turns"] == 1
+
+        waits = [start_worker("prefill-1"), start_worker("decode-1")]
+        new_workers = [wait() for wait in waits]
+        assert eventually(lambda: all(map(is_ready, new_workers)), WAIT_S)
+        assert replaced(old_router, [old_prefill, old_decode], lambda: None) == undisturbed
+        assert converse(old_router, 2)["turns"] == 2
+
+        new_router = start_router("router-1")()
+        assert eventually(lambda: is_ready(new_router), WAIT_S)
+        answers: list[dict[str, Any]] = []
+        texts = replaced(old_router, [old_router], lambda: answers.append(converse(new_router, 3)))
+        assert texts == undisturbed
+        assert answers[0]["turns"] == 3
+        assert answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert [stream(new_router, index) for index in range(NUM_STREAMS)] == undisturbed
+        assert old_router.popen.wait(WAIT_S) == 0
