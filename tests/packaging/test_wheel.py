@@ -38,6 +38,18 @@ def test_wheel_holds_the_demo_model_protocol_and_typing_marker(wheel: Path) -> N
         assert name in names, name
 
 
+def test_wheel_is_for_every_platform_and_so_are_its_dependencies(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        needed = [
+            line for line in archive.read(name).decode().splitlines() if line.startswith("Requires-Dist:")
+        ]
+    assert len(needed) > 20
+    for_some = [line for line in needed if "platform" in line or "os_name" in line]
+    assert all("extra ==" in line for line in for_some), for_some
+
+
 def test_wheel_holds_nothing_outside_the_package(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}

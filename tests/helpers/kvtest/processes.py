@@ -41,12 +41,20 @@ class Process:
 
 
 @contextmanager
-def started(folder: Path, name: str, *options: str) -> Iterator[Callable[[], Process]]:
-    """Start `kvferry ROLE`; gives what waits until it listens."""
+def started(
+    folder: Path, name: str, *options: str, environment: Path | None = None
+) -> Iterator[Callable[[], Process]]:
+    """Start `kvferry ROLE`; gives what waits until it listens.
+
+    Args: environment: the folder of another one, that has a wheel; None: this one's.
+    """
     ready, log = folder / f"{name}.json", folder / f"{name}.log"
-    command = [Path(sys.executable).with_name("kvferry"), name.split("-")[0], "--ready-file", str(ready)]
+    scripts = environment / "bin" if environment is not None else Path(sys.executable).parent
+    command = [scripts / "kvferry", name.split("-")[0], "--ready-file", str(ready)]
+    left_out = () if environment is None else ("PYTHONPATH",)
+    variables = {key: value for key, value in os.environ.items() if key not in left_out}
     with log.open("wb") as output:
-        popen = subprocess.Popen([*command, *options], stdout=output, stderr=subprocess.STDOUT)
+        popen = subprocess.Popen([*command, *options], stdout=output, stderr=subprocess.STDOUT, env=variables)
 
     def wait() -> Process:
         deadline_s = time.monotonic() + START_TIMEOUT_S
