@@ -137,8 +137,13 @@ def test_turns_of_a_session_go_to_its_workers_whichever_router_runs_them(routers
             ran, kv = ask(name, question)
             assert ran == first
             assert (kv["history"], kv["history_tier"]) == ("delta", "memory"), kv
-    for index in range(10):  # far more than both workers' memory
-        ask(f"large-{index}", make_document(20 + index, num_words=1100).text)
+    begun = dict.fromkeys((worker.addresses["address"] for worker in routers.workers["prefill"]), 0)
+    for index in range(100):  # until each worker had more than its memory
+        ran, _ = ask(f"large-{index}", make_document(20 + index, num_words=1100).text)
+        for address in ran & begun.keys():
+            begun[address] += 1
+        if min(begun.values()) >= 5:
+            break
     _, kv = ask("plain", "what is the pin ?")
     assert kv["history_tier"] == "redis", kv
     _, kv = ask("pinned", "what is the pin ?")
