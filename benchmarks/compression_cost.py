@@ -1,6 +1,7 @@
 """Compression time as a share of prefill on the CPU.
 
-    python benchmarks/compression_cost.py [--lengths 4096 8192] [--rounds 7] [--threads N] [--output FILE]
+    python benchmarks/compression_cost.py [--lengths 4096 8192] [--rounds 7] [--threads N]
+        [--methods NAME ...] [--output FILE]
 
 The demo model runs a prompt; then each method compresses all layers of that prompt. Prefill and the methods
 alternate, so that other work of the machine slows all of them alike. Times are the process's own CPU time:
@@ -15,13 +16,14 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from cpu_decode import commit, cpu_name
 
+from kvferry.shared.compression.plan import ParamValue
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.bridge import TransformersModel
@@ -31,33 +33,37 @@ from kvferry.tools.oracle import CapturedPrompt, OneProcessGenerator, compress_p
 from kvferry.tools.recall.tasks import TASKS
 
 BOUNDS = {"snapkv": 0.03, "rocketkv": 0.03, "compactor": 0.06, "rdkv": 0.10}
-"""The largest share of prefill that a method may take."""
+"""The largest share of prefill that a method may take; those of `--methods` have none."""
 ANSWER_TOKENS = 64
 """Left free in the model's window."""
 
 
 def compression(model: TransformersModel, captured: CapturedPrompt, method: str) -> Callable[[], object]:
-    """A call that compresses the whole prompt with the method's own budget."""
-    spec = model.spec
+    """A call that compresses the whole prompt with the budget of a method, perhaps NAME:PARAMETER=VALUE."""
+    spec, (name, *changes) = model.spec, method.split(":")
+    overrides: dict[str, ParamValue] = {}
+    for change in changes:
+        parameter, _, value = change.partition("=")
+        overrides[parameter] = int(value) if value.isdecimal() else value
     resolved = resolve_plan(
-        plan_for(method),
+        plan_for(name, overrides=overrides),
         num_prompt_tokens=len(captured.token_ids),
         max_new_tokens=ANSWER_TOKENS,
         num_layers=spec.num_layers,
         head_dim=spec.head_dim,
     )
-    assert resolved.method == method, f"{method} has nothing to compress"
+    assert resolved.method == name, f"{method} has nothing to compress"
     return lambda: compress_prompt(spec, resolved, captured.layers)
 
 
-def measure(model: TransformersModel, num_tokens: int, rounds: int) -> dict[str, Any]:
+def measure(model: TransformersModel, num_tokens: int, rounds: int, methods: Sequence[str]) -> dict[str, Any]:
     """The medians of one prompt length, in milliseconds, and each method's share of prefill."""
     longest = model.spec.max_model_len - ANSWER_TOKENS
     example = TASKS["multi_key_8"].example(num_tokens=min(num_tokens, longest), seed=0)
     prompt, generator = example.prompt_token_ids, OneProcessGenerator(model)
     captured = generator.capture(prompt)
     calls: dict[str, Callable[[], object]] = {"prefill": lambda: generator.capture(prompt)}
-    calls |= {method: compression(model, captured, method) for method in BOUNDS}
+    calls |= {method: compression(model, captured, method) for method in methods}
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
@@ -66,13 +72,14 @@ def measure(model: TransformersModel, num_tokens: int, rounds: int) -> dict[str,
             if number:
                 taken[name].append(1e3 * (time.process_time() - started_s))
     medians_ms = {name: statistics.median(times) for name, times in taken.items()}
-    shares = {method: medians_ms[method] / medians_ms["prefill"] for method in BOUNDS}
+    shares = {method: medians_ms[method] / medians_ms["prefill"] for method in methods}
     return {"tokens": len(prompt), "cpu_ms": medians_ms, "share_of_prefill": shares}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 8192], help="prompt tokens")
+    parser.add_argument("--methods", nargs="+", default=[*BOUNDS], help="NAME or NAME:PARAMETER=VALUE")
     parser.add_argument("--rounds", type=int, default=7, help="counted rounds")
     parser.add_argument("--threads", type=int, default=1, help="torch's")
     parser.add_argument("--output", type=Path, help="write the result here as JSON")
@@ -83,16 +90,17 @@ def main() -> int:
     cells = []
     with torch.inference_mode():
         for num_tokens in arguments.lengths:
-            cells.append(cell := measure(model, num_tokens, arguments.rounds))
+            cells.append(cell := measure(model, num_tokens, arguments.rounds, arguments.methods))
             shares = "  ".join(f"{name} {100 * its:.1f} %" for name, its in cell["share_of_prefill"].items())
             prefill_ms = cell["cpu_ms"]["prefill"]
             sys.stdout.write(f"{cell['tokens']:6} tokens  prefill {prefill_ms:8.1f} ms  {shares}\n")
             sys.stdout.flush()
     if arguments.output:
+        chosen = "" if arguments.methods == [*BOUNDS] else f" --methods {' '.join(arguments.methods)}"
         result = {
             "command": (
                 f"python benchmarks/compression_cost.py --lengths {' '.join(map(str, arguments.lengths))} "
-                f"--rounds {arguments.rounds} --threads {arguments.threads}"
+                f"--rounds {arguments.rounds} --threads {arguments.threads}{chosen}"
             ),
             "commit": measured_at,
             "cpu": cpu_name(),

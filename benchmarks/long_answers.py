@@ -411,6 +411,7 @@ def measured(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--examples", type=int, default=40, help="of all tasks together; 0 counts bytes only")
+    parser.add_argument("--seeds", default="", help="of the examples, comma-separated; else the first ones")
     parser.add_argument("--tokens", type=int, default=4096, help="of the prompt, and of the answer")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--methods", default="", help="only these, comma-separated")
@@ -432,7 +433,7 @@ def main() -> int:
         sys.stdout.write(
             f"{row['method']:15} end {row['compacted']:6.2%}  with all rows {row['all_rows']:6.2%}\n"
         )
-    every = range(arguments.examples)
+    every = [int(seed) for seed in arguments.seeds.split(",") if seed] or range(arguments.examples)
     records: list[Record] = []
     if arguments.output:
         write(arguments, sizes, records)
@@ -458,6 +459,7 @@ def write(
     ).stdout.strip()
     command = f"--examples {arguments.examples} --tokens {arguments.tokens}"
     command += f" --methods {arguments.methods}" * bool(arguments.methods)
+    command += f" --seeds {arguments.seeds}" * bool(arguments.seeds)
     command += " --all-rows" * arguments.all_rows
     result = {
         "command": f"python benchmarks/long_answers.py {command}",
