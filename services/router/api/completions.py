@@ -293,6 +293,8 @@ class OpenAiResponse(CompletionResponse):
         self._chunk_head = b"data: " + _ENCODE(self._head)[:-1]
         """With the head as JSON, without the closing brace: every chunk begins so."""
         self._begun: set[int] = set()
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+        """By choice, what comes before and after the text in a chunk that has nothing else."""
         self._num_ended = 0
 
     # ---- one object --------------------------------------------------------------------------------------
@@ -347,6 +349,9 @@ class OpenAiResponse(CompletionResponse):
             return server_event(error_body(event))
         if isinstance(event, dict):
             return (self._chunk([], **event) if self._request.includes_usage else b"") + _DONE
+        around = self._around_text.get(event.index)
+        if around is not None and _is_text_alone(event):
+            return around[0] + _ENCODE(event.text) + around[1]
         head = b""
         extras: dict[str, Any] = {}
         is_first = event.index not in self._begun
@@ -366,7 +371,13 @@ class OpenAiResponse(CompletionResponse):
         if self._num_ended == self.completion.num_choices and not self._request.includes_usage:
             extras["kv"] = self.completion.kv()
         choice = self._choice(event.index, content, event.logprobs, event.finish_reason)
-        return head + self._chunk([choice], **extras)
+        chunk = self._chunk([choice], **extras)
+        if not (self._request.return_token_ids or self._request.includes_usage or extras):
+            text = _ENCODE(event.text)
+            if _is_text_alone(event) and chunk.count(text) == 1:
+                before, _, after = chunk.partition(text)
+                self._around_text[event.index] = before, after
+        return head + chunk
 
     def _delta(self, event: ChoiceDelta) -> dict[str, Any]:
         """What a chunk adds to a chat's answer."""
@@ -395,6 +406,11 @@ def _call_delta(added: ToolCallDelta) -> dict[str, Any]:
         return {"index": added.index, "function": {"arguments": added.arguments}}
     function = {**added.call["function"], "arguments": added.arguments}
     return {"index": added.index, **added.call, "function": function}
+
+
+def _is_text_alone(event: ChoiceDelta) -> bool:
+    has_more = event.reasoning or event.calls or event.finish_reason is not None
+    return bool(event.text) and event.logprobs is None and not has_more
 
 
 def _message(choice: Choice, *, shows_reasoning: bool) -> AssistantMessage:

@@ -254,3 +254,26 @@ async def test_each_token_leaves_at_once(stack: Any, monkeypatch: pytest.MonkeyP
         assert (await client.post("/v1/chat/completions", json=BODY)).status_code == 200
     assert set_options
     assert all(set_options)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_chunks_that_have_text_alone_are_as_whole_as_others(stack: Any, path: str) -> None:
+    """They are put together from bytes; with `continuous_usage_stats` every chunk is encoded anew."""
+    body = {**BODY, "ignore_eos": True, "n": 2}
+    if path == "/v1/completions":
+        body["prompt"] = body.pop("messages")[0]["content"]
+
+    async def chunks(**fields: Any) -> dict[int, list[Any]]:
+        answer = await stack.http.post(path, json={**body, "stream": True, **fields})
+        found: dict[int, list[Any]] = {0: [], 1: []}
+        for event in events_of(answer.text):
+            if event != "data: [DONE]":
+                chunk = json.loads(event.removeprefix("data: "))
+                for choice in chunk.pop("choices"):
+                    found[choice["index"]].append((choice, sorted(chunk.keys() - {"usage", "kv"})))
+        return found
+
+    plain = await chunks()
+    assert len(plain[0]) == len(plain[1]) >= body["max_tokens"]
+    whole = {"include_usage": True, "continuous_usage_stats": True}
+    assert await chunks(stream_options=whole) == plain
