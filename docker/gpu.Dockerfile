@@ -31,6 +31,12 @@ COPY src src
 COPY tools tools
 RUN /opt/kvferry/bin/pip install --quiet --no-deps --no-build-isolation . \
     && /opt/kvferry/bin/pip uninstall --quiet --yes pip
+# Kernels are compiled here, which needs no GPU, so that a first start need not. Any model has those of its heads'
+# shape; what is missing is compiled when a worker starts.
+ARG KERNEL_SHAPES=all
+ARG KERNEL_ARCHITECTURES=all
+RUN HOME=/tmp /opt/kvferry/bin/kvferry compile --shapes "$KERNEL_SHAPES" --architectures "$KERNEL_ARCHITECTURES" \
+    --folder /opt/kvferry/share/kvferry/triton
 
 FROM runtime
 LABEL org.opencontainers.image.title="kvferry" \
@@ -45,10 +51,10 @@ RUN useradd --uid 10001 --user-group --no-create-home --home-dir /models kvferry
 COPY --from=build /opt/kvferry /opt/kvferry
 COPY docker/entrypoint.sh /usr/local/bin/container-entrypoint
 COPY docker/first-start.sh docker/healthcheck.py docker/sbom.py /usr/local/lib/kvferry/
-# HOME: libraries write caches below it, and the root file system is read-only. Triton keeps what it compiled
-# beside the models, so that a restart need not compile again.
+# HOME: libraries write caches below it, and the root file system is read-only. Triton reads what was compiled above,
+# and keeps what it compiles itself beside the models, so that a restart need not compile again.
 ENV PATH=/opt/kvferry/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/models \
-    TRITON_CACHE_DIR=/models/triton
+    TRITON_CACHE_DIR=/models/triton TRITON_CACHE_MANAGER=kvferry.kernels.prebuilt_cache:PrebuiltCache
 RUN python /usr/local/lib/kvferry/sbom.py > /usr/local/lib/kvferry/sbom.cdx.json
 USER 10001:10001
 VOLUME /models

@@ -22,7 +22,7 @@ SECTIONS = {
     "Operating": ("sessions", "documents", "keys"),
     "Load": ("bench",),
     "Plan": ("plan",),
-    "Machine": ("doctor",),
+    "Machine": ("doctor", "compile"),
     "Evaluation": ("eval",),
     "Calibration": ("calibrate epsilon", "calibrate quality", "calibrate machine"),
 }

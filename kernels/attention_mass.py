@@ -22,7 +22,7 @@ from kvferry.kernels.dispatch import interpreting
 from kvferry.kernels.split_attention import _SPLITS_AT_ONCE, LOG2_E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "window", "num_tokens"])
 def _row_lse_kernel(
     query_ptr, key_ptr, partial_ptr, counter_ptr, lse_ptr, scale_log2, num_rows, window, num_tokens,
     stride_head, stride_row,
@@ -74,7 +74,7 @@ def _row_lse_kernel(
         tl.store(lse_ptr + row, base + tl.log2(total), mask=i < num_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["unit_rows", "window", "num_tokens"])
 def _column_sums_kernel(
     query_ptr, key_ptr, lse_ptr, out_ptr, scale_log2, unit_rows, window, num_tokens, units_per_head,
     stride_head, stride_row,

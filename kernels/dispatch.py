@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
-from kvferry.kernels.quarantine import is_quarantined
+from kvferry.kernels.quarantine import is_quarantined, rehearsing
 
 KernelMode = Literal["auto", "torch", "triton"]
 KernelPath = Literal["triton", "interpreter", "torch"]
@@ -135,7 +135,8 @@ def path_for(op: str, device: torch.device, unsupported: Problem | str | None = 
         KernelUnavailable: mode is "triton" and Triton cannot run on the device, or cannot run this call.
     """
     path: KernelPath = "torch"
-    if _state.mode in _MODES_WITH_KERNELS[device.type == "cuda"]:  # saves a CPU a call in every layer
+    # saves a CPU a call in every layer
+    if _state.mode in _MODES_WITH_KERNELS[device.type == "cuda" or rehearsing.is_on]:
         path = planned_path(op, device, unsupported)
     if _recording.calls is not None:
         _recording.calls[op, path] += 1
@@ -146,7 +147,7 @@ def path_for(op: str, device: torch.device, unsupported: Problem | str | None = 
 
 def planned_path(op: str, device: torch.device, unsupported: Problem | str | None = None) -> KernelPath:
     """As `path_for`, without counting."""
-    if op in TORCH_OPS or _state.mode not in _MODES_WITH_KERNELS[device.type == "cuda"]:
+    if op in TORCH_OPS or _state.mode not in _MODES_WITH_KERNELS[device.type == "cuda" or rehearsing.is_on]:
         return "torch"
     if _torch_only.is_on or is_quarantined(op):
         return "torch"
@@ -159,6 +160,11 @@ def planned_path(op: str, device: torch.device, unsupported: Problem | str | Non
     if _state.mode == "triton":
         raise KernelUnavailable(f"kernels is 'triton', and {op} has no Triton kernel for this: {problem}")
     return "torch"
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether Triton compiles kernels for a device."""
+    return device.type == "cuda" and _state.mode != "torch" and triton_installed() and not interpreting()
 
 
 def kernel_paths(device: torch.device) -> dict[str, KernelPath]:
@@ -220,6 +226,8 @@ def triton_installed() -> bool:
 def _triton_path(device: torch.device) -> KernelPath:
     if not triton_installed():
         raise KernelUnavailable("kernels is 'triton', and Triton is not installed; install kvferry[gpu]")
+    if rehearsing.is_on:
+        return "triton"
     if interpreting():
         return "interpreter"
     if device.type != "cuda":

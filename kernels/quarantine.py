@@ -45,6 +45,15 @@ class _State:
 _state = _State()
 
 
+class _Rehearsing:
+    """Attributes: is_on: whether kernels are compiled instead of launched; see `rehearsal.py`."""
+
+    is_on = False
+
+
+rehearsing = _Rehearsing()
+
+
 def quarantine(op: str, reason: Reason, detail: str = "") -> bool:
     """Use the torch path for every later call of an operator. Returns whether it was in use until now."""
     entry = Quarantined(op=op, reason=reason, detail=detail)
@@ -88,9 +97,14 @@ def attempt(op: str, launch: Callable[[], T], in_torch: Callable[[], T]) -> T:
     The two must be interchangeable after a part of `launch` has run, which writes rows and results only. If
     torch raises too, the arguments are to blame and not the kernel.
 
+    In a rehearsal, which launches nothing, the result is torch's, and errors of the compiler are raised.
+
     Raises: the error of `launch`, if the device is lost or has no memory left, or captures a graph, in which
         torch could not run.
     """
+    if rehearsing.is_on:
+        launch()
+        return in_torch()
     try:
         return launch()
     except torch.OutOfMemoryError:

@@ -18,6 +18,7 @@ from kvferry.kernels import dispatch
 from kvferry.kernels.dispatch import KernelMode, KernelPath, KernelUnavailable
 from kvferry.kernels.quarantine import Quarantined, on_quarantine, quarantined
 from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.kernel_cache import cache_folder, check_cache
 
 _log = structlog.get_logger(__name__)
 
@@ -33,12 +34,14 @@ OPS: dict[Role, tuple[str, ...]] = {
 def choose_kernels(mode: KernelMode, device: torch.device) -> None:
     """Take the process's kernels, before it serves, and log those that are quarantined from then on.
 
-    Raises: ConfigurationError: Triton was asked for where it cannot run.
+    Raises: ConfigurationError: Triton was asked for where it cannot run, or cannot use its cache.
     """
     try:
         dispatch.configure(mode, device)
     except KernelUnavailable as error:
         raise ConfigurationError(str(error)) from error
+    if dispatch.compiles(device):
+        check_cache(cache_folder())
     on_quarantine(_log_quarantine)
 
 

@@ -7,7 +7,7 @@ compiled, which is not so on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -15,6 +15,9 @@ import torch
 from prometheus_client import Gauge
 from torch import Tensor
 
+from kvferry.kernels.chunk_scores import chunk_scores
+from kvferry.kernels.column_sums import column_sums, window_scores
+from kvferry.kernels.decode_batch import BatchShape
 from kvferry.kernels.quarantine import is_lost
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.formats.interface import Tensors
@@ -32,6 +35,8 @@ _log = structlog.get_logger(__name__)
 PROMPT_TOKENS = (528, 531)
 """Longer than a chunk and a window of any method. Kernels are compiled once for sizes that 16 divides, and
 once for others."""
+TILE_ROWS = (16, 32, 64, 128)
+"""Rows of the tiles that prefill's kernels choose from, by how many rows there are."""
 NEW_TOKENS = 8
 Progress = Callable[[float, str], None]
 """Called with the part that is done, 0 to 1, and what is done now."""
@@ -67,7 +72,7 @@ def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> I
     spec = model.spec
     num_tokens = max(min(num_tokens, spec.max_model_len - 2 * NEW_TOKENS), 1)
     methods = applicable_methods(spec.layers)
-    pass_ = _Pass(model)
+    pass_ = PromptPass(model)
     token_ids = torch.arange(num_tokens, device=model.device) % spec.vocab_size
     model.prefill(token_ids, start=0, observer=pass_, states=pass_ if spec.state_layers else None)
     for number, method in enumerate(methods):
@@ -90,13 +95,42 @@ def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> I
         yield WarmPrompt(method=method, resolved=resolved, tensors=tensors)
 
 
+def warm_prefill(model: LanguageModel, progress: Progress) -> None:
+    """All that prefill warms up: prompts, and the kernels that other options and lengths than theirs need."""
+    for num_tokens in PROMPT_TOKENS:
+        for _ in warm_prompts(model, num_tokens, progress):
+            pass
+    for shape in model_shapes(model.spec, model.device):
+        _warm_tiles(shape, ops_with_kernels("prefill", shape))
+
+
+def _warm_tiles(shape: BatchShape, ops: Sequence[str]) -> None:
+    """Kernels that score tokens have smaller tiles for fewer queries and shorter chunks: run each."""
+
+    def rows_of(*size: int) -> Tensor:
+        return torch.ones(shape.num_kv_heads, *size, shape.head_dim, dtype=shape.dtype, device=shape.device)
+
+    keys = rows_of(TILE_ROWS[-1])
+    for rows in TILE_ROWS:
+        window = rows_of(shape.group_size, max(rows // shape.group_size, 1))
+        if "window_scores" in ops:
+            window_scores(window, keys, scaling=1.0)
+        if "column_sums" in ops:
+            column_sums(window, keys, scaling=1.0)
+        if "chunk_scores" in ops:
+            chunk_scores(rows_of(shape.group_size, TILE_ROWS[-1]), keys, chunk_tokens=rows, scaling=1.0)
+            for chunk_tokens in TILE_ROWS:
+                queries = rows_of(shape.group_size, rows)
+                chunk_scores(queries, keys, chunk_tokens=chunk_tokens, scaling=1.0, shared=True)
+
+
 def _budget(method: str, num_tokens: int) -> Budget | None:
     """A quarter of the prompt: with the preset's, all of it would be retained as it is."""
     return Budget(tokens=max(num_tokens // 4, 1)) if preset(method).takes_budget else None
 
 
 @dataclass
-class _Pass:
+class PromptPass:
     """Implements `PrefillObserver` and `LayerStates`: collects the layers of a prompt without history."""
 
     model: LanguageModel

@@ -179,7 +179,9 @@ def specialised(launch: Launch) -> tuple[dict[str, str], dict[tuple[int], Any], 
     for index, parameter in enumerate(launch.kernel.params):
         name = parameter.name
         value = launch.arguments[name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        if parameter.do_not_specialize:
+            signature[name] = "i32"
+        elif parameter.is_constexpr or (isinstance(value, int) and value == 1):
             signature[name] = "constexpr"
             constants[index,] = value
         elif isinstance(value, torch.Tensor):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from decode_cases import Method, methods_of
 from mixed_batch import mixed_rows
-from random_model import SHAPES, TINY_SHAPES, Shape, random_model
+from shapes import SHAPES, TINY_SHAPES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
@@ -34,6 +34,8 @@ from kvferry.kernels.op_checks import op_checks
 from kvferry.shared.costs.machine import GPUS
 from kvferry.shared.costs.sizes import sizes_of
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.tools.kernel_cache.random_model import random_model
+from kvferry.tools.kernel_cache.shapes import Shape
 
 _RESULTS = Path(__file__).parents[1] / "results" / "kernels"
 COMPILED = (_RESULTS / "compile.json", _RESULTS / "compile-others.json")

@@ -27,12 +27,13 @@ from decode_cases import (
     speedups,
 )
 from prefill_cases import PrefillBench
-from random_model import SHAPES, TINY_SHAPES, random_model
 from same_tokens import METHODS, PREFILLS, TINY_METHODS, TokenComparison, is_tie
+from shapes import SHAPES, TINY_SHAPES
 from time_limit import TimeLimit
 from timing import Clock, smallest_launch_us
 
 from kvferry.shared.model.bridge import TransformersModel
+from kvferry.tools.kernel_cache.random_model import random_model
 
 PREFILL_TOKENS = 32768
 TINY_PREFILL_TOKENS = 48

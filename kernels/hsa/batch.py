@@ -42,6 +42,9 @@ MAX_PAGES = 8192
 """Pages of one head: one program selects among all of them."""
 BLOCK_PAGES = 128
 """Pages that one program scores."""
+LEAST_TOKENS = 16
+"""Of a batch's tokens: kernels are compiled once for numbers that 16 divides, and once for others."""
+LEAST_CHANNELS = 16
 EMPTY_HEAD = [int(column == PAGE_SIZE) for column in range(FIELDS)]
 """A head without rows. Its page size is 1, because kernels divide by it."""
 
@@ -83,8 +86,8 @@ class SparseSize(NamedTuple):
         """For one sequence at its full length."""
         return cls(
             max_pages=in_buckets(rows.page_max.shape[1], least=BLOCK_PAGES),
-            max_tokens=in_buckets(min(rows.num_tokens, rows.keys.shape[1])),
-            max_channels=in_buckets(rows.num_channels),
+            max_tokens=in_buckets(min(rows.num_tokens, rows.keys.shape[1]), least=LEAST_TOKENS),
+            max_channels=in_buckets(rows.num_channels, least=LEAST_CHANNELS),
             pages_of_one=rows.page_size == 1,
             larger_pages=rows.page_size > 1,
         )
@@ -93,6 +96,23 @@ class SparseSize(NamedTuple):
     def of_all(cls, sizes: Iterable[SparseSize]) -> SparseSize:
         """For all of these, at least one."""
         return cls(*map(max, zip(*sizes, strict=True)))
+
+    @classmethod
+    def every_kernel(cls, head_dim: int, max_rows: int) -> list[SparseSize]:
+        """Sizes that between them launch every kernel that sequences of up to `max_rows` rows can need,
+        whatever their budgets: those that score pages differ by channels, those that select by pages."""
+        least = cls(BLOCK_PAGES, LEAST_TOKENS, LEAST_CHANNELS, pages_of_one=True, larger_pages=False)
+        most = min(in_buckets(max_rows, least=BLOCK_PAGES), MAX_PAGES)
+        selecting = [least._replace(max_pages=pages) for pages in _doubling(BLOCK_PAGES, most)]
+        scoring = [
+            least._replace(max_channels=channels, pages_of_one=False, larger_pages=True)
+            for channels in _doubling(LEAST_CHANNELS, in_buckets(head_dim, least=LEAST_CHANNELS))
+        ]
+        return selecting + scoring
+
+
+def _doubling(first: int, last: int) -> list[int]:
+    return [first << i for i in range((last // first).bit_length())]
 
 
 @dataclass(frozen=True, kw_only=True)

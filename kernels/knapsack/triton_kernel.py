@@ -12,7 +12,7 @@ from kvferry.kernels.knapsack import NEAR
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_items", "num_units"])
 def _take_increments_kernel(
     order_ptr, gained_ptr, step_ptr, budget_ptr, bits_ptr, num_items, num_units, num_steps,
     BLOCK: tl.constexpr, NEAR: tl.constexpr, BLOCK_S: tl.constexpr,

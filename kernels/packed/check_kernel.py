@@ -51,7 +51,7 @@ def _count_bad_scales(scale_ptr, minimum_ptr, i, n):
     return tl.sum(bad.to(tl.int32), 0), largest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _check_kernel(
     words_ptr, halves_ptr, positions_ptr, entries_ptr, seen_ptr, out_ptr, num_tokens,
     D: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -72,7 +72,7 @@ def _not_finite(x):
     return (x == x) & (tl.abs(x) < float("inf")) == 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _key_headers_kernel(
     range_ptr, words_ptr, floats_ptr, entries_ptr, refused_ptr, num_chunks,
     BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,

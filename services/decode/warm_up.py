@@ -15,7 +15,7 @@ import torch
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.decode_batch import in_buckets
-from kvferry.kernels.hsa.batch import BLOCK_PAGES, EMPTY_HEAD, MAX_PAGES, HsaScratch, SparseRows, SparseSize
+from kvferry.kernels.hsa.batch import EMPTY_HEAD, HsaScratch, SparseRows, SparseSize
 from kvferry.kernels.quarantine import attempt, is_lost
 from kvferry.services.decode.lanes import StepLanes
 from kvferry.services.decode.step import StepInput, StepRunner
@@ -94,11 +94,8 @@ def _warm_up_prompt(
         seen.add(kinds)
         for params in SAMPLING:
             _warm_up_shapes(model, runner, caches, params, prompt.resolved.num_prompt_tokens, sizes)
-        for cache in caches:
-            rows = cache.batched(0)
-            if isinstance(rows, SparseRows):
-                _warm_up_selection(model, rows)
-                break
+        if any(isinstance(cache.batched(0), SparseRows) for cache in caches):
+            _warm_up_selection(model)
     finally:
         arena.free(allocation)
 
@@ -145,20 +142,29 @@ def _warm_up_shapes(
                 runner.leave(slot)
 
 
-def _warm_up_selection(model: LanguageModel, rows: SparseRows) -> None:
-    """Hybrid sparse attention selects by another kernel for each power of two of pages: run them all over a
-    head without rows."""
+def _warm_up_selection(model: LanguageModel) -> None:
+    """Hybrid sparse attention has other kernels for other budgets and lengths: run them all, over a head
+    without rows."""
     if dispatch.planned_path("hsa", model.device) == "torch":
         return
     # a CPU install has no Triton
-    from kvferry.kernels.hsa.triton_kernel import select_tokens
+    from kvferry.kernels.hsa.triton_kernel import append_and_attend_batch
 
     heads = torch.tensor([EMPTY_HEAD], device=model.device)
-    most = min(in_buckets(-(-model.spec.max_model_len // rows.page_size), least=BLOCK_PAGES), MAX_PAGES)
     for shape in model_shapes(model.spec, model.device):
-        output = torch.zeros(1, shape.group_size, shape.head_dim, dtype=shape.dtype, device=shape.device)
-        pages = BLOCK_PAGES
-        while pages <= most:
-            scratch = HsaScratch.of(SparseSize.of(rows)._replace(max_pages=pages), output)
-            attempt("hsa", partial(select_tokens, heads, scratch), lambda: None)
-            pages *= 2
+        zeros = partial(torch.zeros, dtype=shape.dtype, device=shape.device)
+        queries, row = zeros(1, 1, shape.group_size, shape.head_dim), zeros(1, 1, shape.head_dim)
+        output = torch.zeros_like(queries)
+        for size in SparseSize.every_kernel(shape.head_dim, model.spec.max_model_len):
+            launch = partial(
+                append_and_attend_batch,
+                queries,
+                row.view(-1),
+                heads,
+                HsaScratch.of(size, output),
+                scaling=shape.head_dim**-0.5,
+                output=output,
+                new_keys=row,
+                new_values=row,
+            )
+            attempt("hsa", launch, lambda: None)

@@ -24,6 +24,7 @@ from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.doctor.config import DoctorConfig
 from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
 from kvferry.tools.evaluation.config import HIDDEN_OPTIONS, EvalConfig
+from kvferry.tools.kernel_cache.config import CompileConfig
 from kvferry.tools.operate.config import KeysConfig, StoredConfig
 from kvferry.tools.plan.config import PLAN_HIDDEN, CalibrateMachineConfig, PlanConfig
 
@@ -86,6 +87,14 @@ def plan(config: PlanConfig) -> int:
 def doctor(config: DoctorConfig) -> int:
     """Check this machine for the workers: device, memory, kernels, links; says what to change."""
     from kvferry.tools.doctor.command import run
+
+    return run(config)
+
+
+@command(app, CompileConfig, group=TOOLS)
+def compile(config: CompileConfig) -> int:
+    """Fill Triton's cache with the kernels of models and GPUs; needs no GPU. Lists are comma-separated."""
+    from kvferry.tools.kernel_cache.command import run
 
     return run(config)
 

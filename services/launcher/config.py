@@ -16,6 +16,7 @@ from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.doctor.config import DoctorConfig
 from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
 from kvferry.tools.evaluation.config import EvalConfig
+from kvferry.tools.kernel_cache.config import CompileConfig
 from kvferry.tools.operate.config import KeysConfig, StoredConfig
 from kvferry.tools.plan.config import CalibrateMachineConfig, PlanConfig
 
@@ -92,6 +93,7 @@ KNOWN_CONFIGS: tuple[type[Settings], ...] = (
     BenchConfig,
     PlanConfig,
     DoctorConfig,
+    CompileConfig,
     EvalConfig,
     CalibrateEpsilonConfig,
     CalibrateQualityConfig,

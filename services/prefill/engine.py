@@ -31,7 +31,7 @@ from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.telemetry import carrier, stage
-from kvferry.shared.warm_up import PROMPT_TOKENS, needs_warm_up, shown_progress, warm_prompts
+from kvferry.shared.warm_up import needs_warm_up, shown_progress, warm_prefill
 from kvferry.shared.wire.frames import model_fields
 from kvferry.shared.wire.messages import EndRecord, Manifest
 from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
@@ -226,9 +226,7 @@ class PrefillEngine:
         """See `shared/warm_up.py`; the engine is not ready before its first probe."""
         progress = shown_progress(self._metrics.warm_up)
         if self._config.warm_up and needs_warm_up("prefill", self._model):
-            for num_tokens in PROMPT_TOKENS:
-                for _ in warm_prompts(self._model, num_tokens, progress):
-                    pass
+            warm_prefill(self._model, progress)
             progress(1.0, "")
         self._metrics.warm_up.set(1)
 

@@ -27,6 +27,7 @@ from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.doctor.config import DoctorConfig
 from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
 from kvferry.tools.evaluation.config import EvalConfig
+from kvferry.tools.kernel_cache.config import CompileConfig
 from kvferry.tools.operate.config import KeysConfig, StoredConfig
 from kvferry.tools.plan.config import CalibrateMachineConfig, PlanConfig
 
@@ -50,6 +51,7 @@ COMMANDS = {
     "calibrate machine": CalibrateMachineConfig,
     "bench": BenchConfig,
     "doctor": DoctorConfig,
+    "compile": CompileConfig,
     "plan": PlanConfig,
     "sessions": StoredConfig,
     "documents": StoredConfig,

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sysconfig
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from kvferry.kernels import dispatch
 from kvferry.shared.cuda_driver import check_device, driver_problem, driver_version
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.history.host_memory import available_memory_bytes
+from kvferry.shared.kernel_cache import ADVICE, cache_folder, cache_problem
 from kvferry.tools.doctor.model import DescribedModel
 from kvferry.tools.doctor.report import Finding, Verdict
 
@@ -86,23 +86,13 @@ def compiler_findings(device: torch.device) -> Iterator[Finding]:
         yield Finding(check="compiler", verdict=verdict, found=f"there is no {missing}", advice=advice)
     else:
         yield Finding(check="compiler", verdict="ok", found=compiler)
-    yield cache_finding(Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"))
+    yield cache_finding(cache_folder())
 
 
 def cache_finding(folder: Path) -> Finding:
     """Whether compiled kernels can be stored in a folder and loaded from it."""
-    advice = "set TRITON_CACHE_DIR to a writable folder on a file system without noexec"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        return Finding(
-            check="kernel cache", verdict="fail", found=f"{folder}: {error.strerror}", advice=advice
-        )
-    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
-        found = f"{folder} is on a file system with noexec"
-        return Finding(check="kernel cache", verdict="fail", found=found, advice=advice)
+    if (problem := cache_problem(folder)) is not None:
+        return Finding(check="kernel cache", verdict="fail", found=problem, advice=ADVICE)
     return Finding(check="kernel cache", verdict="ok", found=str(folder))
 
 

@@ -2,56 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kvferry.shared.model.bridge import ATTENTION_NAME, TransformersModel, attention_forward
 from kvferry.shared.model.rotary import find_key_rotation
-from kvferry.shared.model.spec import DTypeName, ModelSpec
+from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.support import probe_attention
+from kvferry.tools.kernel_cache.shapes import Shape
 
 INITIAL_DEVIATION = 0.02
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A model's shape, by transformers' names. Attributes: model_type: its class there."""
-
-    name: str
-    model_type: str
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    dtype: DTypeName = "bfloat16"
-
-
-LLAMA_8B = Shape(
-    name="Llama-3.1-8B", model_type="llama", num_layers=32, hidden_size=4096, intermediate_size=14336,
-    num_heads=32, num_kv_heads=8, head_dim=128, vocab_size=128256,
-)  # fmt: skip
-QWEN3_8B = Shape(
-    name="Qwen3-8B", model_type="qwen3", num_layers=36, hidden_size=4096, intermediate_size=12288,
-    num_heads=32, num_kv_heads=8, head_dim=128, vocab_size=151936,
-)  # fmt: skip
-MISTRAL_7B = Shape(
-    name="Mistral-7B", model_type="mistral", num_layers=32, hidden_size=4096, intermediate_size=14336,
-    num_heads=32, num_kv_heads=8, head_dim=128, vocab_size=32768,
-)  # fmt: skip
-SHAPES = (LLAMA_8B, QWEN3_8B, MISTRAL_7B)
-TINY_SHAPES = tuple(
-    Shape(
-        name=f"tiny {shape.model_type}", model_type=shape.model_type, num_layers=2, hidden_size=32,
-        intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=60, dtype="float32",
-    )
-    for shape in SHAPES
-)  # fmt: skip
-"""Of the same classes."""
 
 
 def random_model(shape: Shape, device: torch.device, *, max_model_len: int) -> TransformersModel:
@@ -78,7 +39,8 @@ def random_model(shape: Shape, device: torch.device, *, max_model_len: int) -> T
     )
     dtype = getattr(torch, shape.dtype)
     with device:
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        make: Any = AutoModelForCausalLM.from_config
+        model: Any = make(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     model = model.to(device).eval().requires_grad_(False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

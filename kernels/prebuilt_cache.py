@@ -1,0 +1,36 @@
+"""Triton's cache with what was compiled before: read from a folder of the image, everything else as usual.
+
+    TRITON_CACHE_MANAGER=kvferry.kernels.prebuilt_cache:PrebuiltCache
+
+`kvferry compile --folder` fills the folder. A key that is there is read there, so the folder may be
+read-only; any other is stored in TRITON_CACHE_DIR. Imports Triton.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from triton.runtime.cache import FileCacheManager
+
+PREBUILT_FOLDER = Path(sys.prefix, "share", "kvferry", "triton")
+
+
+class PrebuiltCache(FileCacheManager):  # type: ignore[misc]
+    """The entry of one key."""
+
+    folder = PREBUILT_FOLDER
+
+    def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
+        built = self.folder / key
+        if override or dump or not built.is_dir():
+            super().__init__(key, override, dump)
+            return
+        self.key, self.lock_path, self.cache_dir = key, str(built / "lock"), str(built)
+
+    def get_group(self, filename: str) -> dict[str, str] | None:
+        """The entry's files, by name, where they are now: Triton writes down where they were stored."""
+        group: dict[str, str] | None = super().get_group(filename)
+        if group is None or self.cache_dir != str(self.folder / self.key):
+            return group
+        return {file.name: str(file) for file in Path(self.cache_dir).iterdir()}

@@ -1,0 +1,1 @@
+"""`kvferry compile`: kernels compiled before there is a GPU."""
