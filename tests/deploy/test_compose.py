@@ -18,6 +18,7 @@ import yaml
 
 from kvferry.services.launcher.config import CONFIGS, KNOWN_CONFIGS
 from kvferry.shared.command_line import check_environment, variable_name
+from kvferry.tools.kernel_cache.shapes import SHIPPED
 
 REPOSITORY = Path(__file__).parents[2]
 COMPOSE_FILE = REPOSITORY / "docker-compose.yml"
@@ -241,6 +242,23 @@ def test_prometheus_scrapes_the_ports_that_the_entry_point_opens() -> None:
     for role, port in (("prefill", 9201), ("decode", 9202)):
         assert jobs[role]["dns_sd_configs"][0]["names"] == [role]
         assert jobs[role]["dns_sd_configs"][0]["port"] == port
+
+
+def test_the_memory_for_kv_is_the_machine_s_to_choose(gpu_stack: dict[str, Any]) -> None:
+    """A fixed size is too small for a long session on one machine, and too large for another."""
+    assert gpu_stack["services"]["prefill"]["environment"]["KVFERRY_HISTORY_BYTES"] == "0"
+    assert gpu_stack["services"]["decode"]["environment"]["KVFERRY_ARENA_BYTES"] == "0"
+
+
+def test_the_first_model_for_a_gpu_is_one_everywhere_and_its_kernels_are_in_the_image() -> None:
+    model = re.compile(r"Qwen/(Qwen\S*?)[`.]?(?:,|\s)")
+    named = {
+        path: set(model.findall((REPOSITORY / path).read_text(encoding="utf-8")))
+        for path in ("README.md", ".env.example", "docs/operations.md", "docs/first-steps.md")
+    }
+    assert len(set.union(*named.values())) == 1, named
+    assert all(named.values()), named
+    assert any(name in SHIPPED for (found,) in named.values() for name in (found.partition("-Instruct")[0],))
 
 
 def test_readme_starts_the_stacks_that_are_tested() -> None:
