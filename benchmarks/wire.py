@@ -31,7 +31,7 @@ import torch
 import xxhash
 import zmq
 
-from kvferry.shared.certs import Certs, CurveKeys, Role
+from kvferry.shared.certs import BlockKeys, Certs, Role
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.wire.messages import (
     MAX_PAYLOAD_BYTES,
@@ -43,6 +43,7 @@ from kvferry.shared.wire.messages import (
     TransferKey,
 )
 from kvferry.shared.wire.receiver import BlockServer
+from kvferry.shared.wire.sealed import SealedConnectingChannel, SealedListeningChannel
 from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.shared_memory import (
     IS_SUPPORTED,
@@ -80,14 +81,15 @@ class _CopyingSink:
         raise RuntimeError(reason)
 
 
-def _keys(transport: str, role: Role) -> CurveKeys | None:
+def _keys(transport: str, role: Role) -> BlockKeys | None:
     """A role's keys where the transport names a folder of them; see `encryption.py`."""
     _, _, folder = transport.partition(" ")
-    return Certs(folder, role).curve_keys() if folder else None
+    return Certs(folder, role).block_keys() if folder else None
 
 
 def receive_ours(transport: str, bind: str, num_bytes: int, pipe: Connection) -> None:
-    network = ZmqListeningChannel(bind, keys=_keys(transport, "decode"))
+    keys = _keys(transport, "decode")
+    network = SealedListeningChannel(bind, keys=keys) if keys else ZmqListeningChannel(bind)
     channel = SharedMemoryListeningChannel(network) if transport == "shm" else network
     server = BlockServer(channel, _CopyingSink(num_bytes))
     pipe.send(server.endpoint)
@@ -147,7 +149,8 @@ class Timer:
 def measure_ours(transport: str, endpoint: str, num_bytes: int, repeats: int, timer: Timer) -> None:
     rows = num_bytes // (2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM * 2)
     tensor = torch.randn(NUM_KV_HEADS, rows, HEAD_DIM).to(torch.float16)
-    network = ZmqConnectingChannel(_keys(transport, "prefill"))
+    keys = _keys(transport, "prefill")
+    network = SealedConnectingChannel(keys) if keys else ZmqConnectingChannel()
     channel = SharedMemoryConnectingChannel(network) if transport == "shm" else network
     sender = BlockSender(channel, buffer_bytes=2 * num_bytes, timeout_s=TIMEOUT_S)
     tensors = [NamedTensor(name=name, tensor=tensor, kind="rows") for name in ("keys", "values")]

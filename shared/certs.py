@@ -1,4 +1,4 @@
-"""A service's keys: TLS for control calls and CURVE for blocks, each bound to the service's role.
+"""A service's keys: TLS for control calls and X25519 for blocks, each bound to the service's role.
 
 `kvferry certs FOLDER` makes a folder for each role, which is all that the role's machines need:
 
@@ -14,12 +14,13 @@ call anybody. Peers are known by their role's name, not by their address: all wo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import grpc
 from cryptography import x509
+from zmq.utils import z85
 
 from kvferry.shared.errors import ConfigurationError
 
@@ -29,6 +30,7 @@ PEERS: dict[str, Role] = {"prefill": "decode", "decode": "prefill"}
 """Who may send blocks to a worker, and to whom it sends."""
 
 _MAX_FILE_BYTES = 1 << 20
+_KEY_BYTES = 32
 
 
 def tls_name(role: Role) -> str:
@@ -37,15 +39,19 @@ def tls_name(role: Role) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CurveKeys:
-    """A worker's keys for blocks, Z85.
+class BlockKeys:
+    """A worker's keys for blocks.
 
-    Attributes: peer: the public key of the role that it exchanges blocks with.
+    Attributes:
+        secret: its role's, 32 bytes.
+        peer_role: the role that it exchanges blocks with.
+        peer_public: the public key of that role, 32 bytes.
     """
 
-    public: bytes
-    secret: bytes
-    peer: bytes
+    role: Role
+    secret: bytes = field(repr=False)
+    peer_role: Role
+    peer_public: bytes
 
 
 class Certs:
@@ -83,12 +89,25 @@ class Certs:
         """Of the router."""
         return grpc.ssl_channel_credentials(self._authority, self._key, self._chain)
 
-    def curve_keys(self) -> CurveKeys:
-        """Of a worker."""
-        public, secret, peer = (
-            self._read(name).strip() for name in (f"{self.role}.pub", "curve.key", f"{PEERS[self.role]}.pub")
-        )
-        return CurveKeys(public=public, secret=secret, peer=peer)
+    def block_keys(self) -> BlockKeys:
+        """Of a worker.
+
+        Raises: ConfigurationError where a file is missing or is not a key.
+        """
+        peer = PEERS[self.role]
+        secret, public = (self._read_key(name) for name in ("curve.key", f"{peer}.pub"))
+        return BlockKeys(role=self.role, secret=secret, peer_role=peer, peer_public=public)
+
+    def _read_key(self, name: str) -> bytes:
+        try:
+            key: bytes = z85.decode(self._read(name).strip())
+        except ValueError:
+            key = b""
+        if len(key) != _KEY_BYTES:
+            raise ConfigurationError(
+                f"certs has no key in {str(self._folder / name)!r}; it must be 40 characters of Z85"
+            )
+        return key
 
     def _read(self, name: str) -> bytes:
         path = self._folder / name

@@ -33,6 +33,7 @@ from kvferry.shared.self_test import model_shapes, self_test
 from kvferry.shared.serving import close_within, end_within, serve_metrics, serve_until_signal
 from kvferry.shared.telemetry import setup_tracing
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
+from kvferry.shared.wire.sealed import SealedConnectingChannel, SealedListeningChannel
 from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.shared_memory import SharedMemoryConnectingChannel, SharedMemoryListeningChannel
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
@@ -57,14 +58,19 @@ class ProcessTransport:
     def __init__(self, settings: WorkerSettings, certs: Certs | None) -> None:
         self._listen = settings.block_listen
         self._advertise = settings.block_advertise
-        self._keys = certs.curve_keys() if certs is not None else None
+        self._keys = certs.block_keys() if certs is not None else None
 
     def sender(self, *, buffer_bytes: int, timeout_s: float, peer_bytes: int = 0) -> BlockSender:
-        channel = SharedMemoryConnectingChannel(ZmqConnectingChannel(self._keys))
+        network = SealedConnectingChannel(self._keys) if self._keys else ZmqConnectingChannel()
+        channel = SharedMemoryConnectingChannel(network)
         return BlockSender(channel, buffer_bytes=buffer_bytes, peer_bytes=peer_bytes, timeout_s=timeout_s)
 
     def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer:
-        network = ZmqListeningChannel(self._listen, advertise=self._advertise, keys=self._keys)
+        network = (
+            SealedListeningChannel(self._listen, advertise=self._advertise, keys=self._keys)
+            if self._keys
+            else ZmqListeningChannel(self._listen, advertise=self._advertise)
+        )
         channel = SharedMemoryListeningChannel(network)
         return BlockServer(channel, sink, on_late_block=on_late_block)
 

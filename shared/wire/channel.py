@@ -1,6 +1,7 @@
 """The transport under sender and server: how frames travel and how a thread waits for them.
 
-Shared memory (`shared_memory.py`), ZeroMQ (`zmq.py`) and in-process queues (`in_process.py`) implement it.
+Shared memory (`shared_memory.py`), sealed TCP (`sealed.py`), ZeroMQ (`zmq.py`) and in-process queues
+(`in_process.py`) implement it.
 Once open, a channel belongs to one I/O thread, which polls it, sends and closes it; other threads may call
 `wake` only. Frames are not interpreted here.
 """
@@ -8,7 +9,7 @@ Once open, a channel belongs to one I/O thread, which polls it, sends and closes
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +28,7 @@ class SendResult(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One message's frames, as views of the transport's own memory."""
+    """One message's frames, as views of the transport's own memory, which may change with the next `poll`."""
 
     peer: Peer
     frames: Sequence[memoryview | bytes]
@@ -80,3 +81,26 @@ class ListeningChannel(Channel, Protocol):
     def endpoint(self) -> str:
         """The address to put into tickets, after `open`."""
         ...
+
+
+class Watching(Protocol):
+    """What a channel between machines lets the one above it wait for."""
+
+    def watch(self, descriptor: int, *, for_room: bool = False) -> None:
+        """Let `poll` return also when a descriptor can be read, or written to if `for_room`."""
+        ...
+
+    def unwatch(self, descriptor: int) -> None: ...
+
+
+class ConnectingNetwork(Channel, Watching, Protocol):
+    """A sender's channel between machines."""
+
+    @property
+    def peers(self) -> Set[Peer]:
+        """Those that are connected or being connected."""
+        ...
+
+
+class ListeningNetwork(ListeningChannel, Watching, Protocol):
+    """A receiver's channel between machines."""

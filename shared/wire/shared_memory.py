@@ -1,11 +1,11 @@
-"""The channels between processes: shared memory between those of one machine, ZeroMQ between machines.
+"""The channels between processes: shared memory between those of one machine, a network between machines.
 
-Place in the request's path: under sender and server of every worker process. A receiver listens with ZeroMQ
+Place in the request's path: under sender and server of every worker process. A receiver listens at a network
 and on an abstract Unix socket whose name follows from its endpoint. A sender that finds this socket uses it
 and a ring of memory (`ring.py`). Neither has a name in a file system, so nothing remains of a killed process.
 
 Only processes of one user that share a network namespace (its loopback interface) find each other. Where the
-platform is not Linux, ZeroMQ carries everything.
+platform is not Linux, the network carries everything.
 """
 
 from __future__ import annotations
@@ -21,14 +21,21 @@ from collections.abc import Sequence
 
 import structlog
 
-from kvferry.shared.wire.channel import Peer, PeerLost, Received, SendResult
+from kvferry.shared.wire.channel import (
+    ConnectingNetwork,
+    ListeningNetwork,
+    Peer,
+    PeerLost,
+    Received,
+    SendResult,
+)
 from kvferry.shared.wire.ring import PACKETS_VERSION, RingReader, RingWriter
-from kvferry.shared.wire.zmq import IDLE_CONNECTION_S, ZmqConnectingChannel, ZmqListeningChannel
+from kvferry.shared.wire.zmq import IDLE_CONNECTION_S
 
 IS_SUPPORTED = sys.platform == "linux" and hasattr(os, "memfd_create")
 HANDSHAKE_S = 1.0
 REFUSED_S = 5.0
-"""How long a receiver that did not answer the handshake is reached over ZeroMQ only."""
+"""How long a receiver that did not answer the handshake is reached over the network only."""
 _BACKLOG = 64
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group of a Unix socket's peer."""
@@ -37,16 +44,16 @@ _log = structlog.get_logger(__name__)
 
 
 class SharedMemoryConnectingChannel:
-    """A sender's channel: a ring to each receiver on this machine, ZeroMQ to the others.
+    """A sender's channel: a ring to each receiver on this machine, the network to the others.
 
         unknown ──socket found──► greeted ──answered──► ring ──lost, or idle──► unknown
-           └── no socket, or no answer ──► ZeroMQ ──sent; then lost, or idle────────┘
+           └── no socket, or no answer ──► network ──sent; then lost, or idle────────┘
 
     A transfer's connection never changes from one transport to the other: a receiver to which something was
-    sent over ZeroMQ is looked for again only when that connection is gone.
+    sent over the network is looked for again only when that connection is gone.
     """
 
-    def __init__(self, network: ZmqConnectingChannel) -> None:
+    def __init__(self, network: ConnectingNetwork) -> None:
         self._network = network
         self._rings: dict[Peer, RingWriter] = {}
         self._over_network: set[Peer] = set()
@@ -61,7 +68,7 @@ class SharedMemoryConnectingChannel:
             result = self._network.send(peer, frames)
             if result is SendResult.SENT and peer not in self._over_network:
                 self._over_network.add(peer)
-                _log.info("blocks are sent over ZeroMQ", endpoint=peer.decode())
+                _log.info("blocks are sent over the network", endpoint=peer.decode())
             return result
         result = ring.send(frames)
         if ring.is_full:
@@ -127,9 +134,9 @@ class SharedMemoryConnectingChannel:
 
 
 class SharedMemoryListeningChannel:
-    """A receiver's channel: the rings of senders on this machine, and a ZeroMQ socket."""
+    """A receiver's channel: the rings of senders on this machine, and a network."""
 
-    def __init__(self, network: ZmqListeningChannel) -> None:
+    def __init__(self, network: ListeningNetwork) -> None:
         self._network = network
         self._listener: socket.socket | None = None
         self._rings: dict[Peer, RingReader] = {}
@@ -191,7 +198,7 @@ class SharedMemoryListeningChannel:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:  # no descriptor is left, for example
-                _log.warning("blocks of other senders are received over ZeroMQ", error=str(error))
+                _log.warning("blocks of other senders are received over the network", error=str(error))
                 self._stop_listening(self._listener)
                 return
             if not _is_of_this_user(accepted):

@@ -1,25 +1,20 @@
 """The ZeroMQ channels: DEALER sockets that connect, a ROUTER that binds; tcp:// and ipc:// endpoints.
 
-Place in the request's path: between machines, under `shared_memory.py`, which processes of one machine use.
-Payloads are not copied in Python. With keys, both ends prove theirs (CURVE) and everything is encrypted; a
-connection without the peer's key ends before its first message. Without keys, for private networks only.
+Place in the request's path: between machines of a private network, under `shared_memory.py`, which processes
+of one machine use. Payloads are not copied in Python. With keys `sealed.py` is in its place.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import socket
 import time
 from collections.abc import Sequence, Set
 from typing import Any
 
 import zmq
-import zmq.utils.z85
-from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from kvferry.shared.certs import CurveKeys
 from kvferry.shared.errors import ConfigurationError, TransferFailed
 from kvferry.shared.wire.channel import Peer, PeerLost, Received, SendResult
 from kvferry.shared.wire.frames import HEADER_BYTES
@@ -42,16 +37,13 @@ _LOST_EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _Socket = zmq.Socket[bytes]
-_CURVE_BYTES = 33
-"""By how much CURVE makes a frame longer: a command's name, a nonce, flags and a MAC."""
 
 
 class _ZmqChannel:
     """A context, a poller, and a socket pair by which any thread wakes the one that polls: ZeroMQ's sockets
     may be used by their own thread only."""
 
-    def __init__(self, keys: CurveKeys | None) -> None:
-        self._keys = keys
+    def __init__(self) -> None:
         self._poller = zmq.Poller()
         self._context: zmq.Context[_Socket] | None = None
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -91,14 +83,9 @@ class _ZmqChannel:
         made.setsockopt(zmq.LINGER, 0)
         made.setsockopt(zmq.SNDHWM, send_messages)
         made.setsockopt(zmq.RCVHWM, receive_messages)
-        # ZeroMQ compares frames with it as they come, encrypted.
-        curve_bytes = _CURVE_BYTES if self._keys is not None else 0
-        made.setsockopt(zmq.MAXMSGSIZE, max(max_bytes, HEADER_BYTES) + curve_bytes)
+        made.setsockopt(zmq.MAXMSGSIZE, max(max_bytes, HEADER_BYTES))
         made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
         made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        if self._keys is not None:
-            made.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
-            made.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
         return made
 
 
@@ -110,9 +97,8 @@ class ZmqConnectingChannel(_ZmqChannel):
     which nothing is sent for IDLE_CONNECTION_S is closed.
     """
 
-    def __init__(self, keys: CurveKeys | None = None) -> None:
-        """Args: keys: this worker's; None: without encryption."""
-        super().__init__(keys)
+    def __init__(self) -> None:
+        super().__init__()
         self._dealers: dict[Peer, _Socket] = {}
         self._monitors: dict[Peer, _Socket] = {}
         self._used_at_s: dict[Peer, float] = {}
@@ -168,8 +154,6 @@ class ZmqConnectingChannel(_ZmqChannel):
             receive_messages=ANSWERS_HIGH_WATER_MARK,
             max_bytes=MAX_ANSWER_BYTES,
         )
-        if self._keys is not None:
-            dealer.setsockopt(zmq.CURVE_SERVERKEY, self._keys.peer)
         dealer.setsockopt(zmq.IMMEDIATE, 1)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_INTERVAL_MS)
         monitor = dealer.get_monitor_socket(_LOST_EVENTS)
@@ -199,24 +183,18 @@ class ZmqConnectingChannel(_ZmqChannel):
 class ZmqListeningChannel(_ZmqChannel):
     """A receiver's channel: one ROUTER; each connection is a peer."""
 
-    def __init__(self, bind: str, *, advertise: str = "", keys: CurveKeys | None = None) -> None:
+    def __init__(self, bind: str, *, advertise: str = "") -> None:
         """
         Args:
             bind: `tcp://host:port` (port 0 picks a free one) or `ipc://path`.
             advertise: the address as peers reach it, needed where `bind` means every interface; as bound if
                 empty.
-            keys: this worker's; only its peers' role may then connect. None: anyone may.
 
         Raises:
             ConfigurationError: the address means every interface and none is advertised.
         """
-        if bind.startswith(_WILDCARDS) and not advertise:
-            raise ConfigurationError(
-                f"block address {bind!r} means every interface; the address that peers reach must be"
-                " advertised (tcp://host:port)"
-            )
-        super().__init__(keys)
-        self._authenticator: ThreadAuthenticator | None = None
+        check_advertised(bind, advertise)
+        super().__init__()
         self._bind = bind
         self.endpoint = advertise
         self._router: _Socket | None = None
@@ -226,11 +204,6 @@ class ZmqListeningChannel(_ZmqChannel):
             self.close()
             raise ConfigurationError(f"block address is {self._bind!r}; tcp:// and ipc:// are allowed")
         super().open()
-        if self._keys is not None:
-            assert self._context is not None
-            self._authenticator = ThreadAuthenticator(self._context)
-            self._authenticator.start()
-            self._authenticator.configure_curve_callback("*", _OneKey(self._keys.peer))
         self._router = self._socket(
             zmq.ROUTER,
             send_messages=ANSWERS_HIGH_WATER_MARK,
@@ -238,8 +211,6 @@ class ZmqListeningChannel(_ZmqChannel):
             max_bytes=MAX_PAYLOAD_BYTES,
         )
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if self._keys is not None:
-            self._router.setsockopt(zmq.CURVE_SERVER, 1)
         try:
             self._router.bind(self._bind)
         except zmq.ZMQError as error:
@@ -269,19 +240,16 @@ class ZmqListeningChannel(_ZmqChannel):
     def close(self) -> None:
         if self._router is not None:
             self._router.close(linger=0)
-        if self._authenticator is not None:
-            self._authenticator.stop()
         super().close()
 
 
-class _OneKey:
-    """Tells the authenticator which public key may connect."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = zmq.utils.z85.decode(public)
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return hmac.compare_digest(zmq.utils.z85.decode(key), self._public)
+def check_advertised(bind: str, advertise: str) -> None:
+    """Raises ConfigurationError: the address means every interface and none is advertised."""
+    if bind.startswith(_WILDCARDS) and not advertise:
+        raise ConfigurationError(
+            f"block address {bind!r} means every interface; the address that peers reach must be"
+            " advertised (tcp://host:port)"
+        )
 
 
 def _receive(zmq_socket: _Socket) -> list[memoryview] | None:

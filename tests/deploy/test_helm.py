@@ -491,7 +491,7 @@ def test_services_read_their_keys_from_what_is_mounted(
         assert mount == f"{environment(container)['KVFERRY_CERTS']}/{role}"
         keys = Certs(str(tmp_path / "mounted"), role)  # type: ignore[arg-type]
         if role in PEERS:
-            assert keys.curve_keys().secret
+            assert keys.block_keys().secret
             keys.server_credentials()
 
 

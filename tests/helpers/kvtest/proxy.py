@@ -10,6 +10,7 @@ import struct
 import threading
 from collections.abc import Iterator
 
+from kvferry.shared.wire.noise import HANDSHAKE_BYTES
 from kvferry.shared.wire.shared_memory import socket_address
 from kvtest.ports import unreachable_endpoint
 
@@ -94,6 +95,19 @@ class CuttingProxy:
             if not flags[0] & _MORE:
                 yield message
                 message = b""
+
+
+class CuttingSealedProxy(CuttingProxy):
+    """Before an endpoint of sealed connections, whose messages nobody else can tell apart: pieces of
+    PIECE_BYTES after the handshake stand for them."""
+
+    PIECE_BYTES = 5000
+
+    def _messages(self, client: socket.socket, server: socket.socket) -> Iterator[bytes]:
+        reader = client.makefile("rb")
+        server.sendall(reader.read(HANDSHAKE_BYTES))
+        while piece := reader.read1(self.PIECE_BYTES):
+            yield piece
 
 
 class CuttingRingProxy(CuttingProxy):

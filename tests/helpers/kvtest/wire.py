@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from torch import Tensor
 
+from kvferry.shared.certs import PEERS, BlockKeys, Role
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.sampling.params import SampledToken
@@ -39,12 +41,14 @@ from kvferry.shared.wire.messages import (
     TransferKey,
 )
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
+from kvferry.shared.wire.sealed import SealedConnectingChannel, SealedListeningChannel
 from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
 from kvferry.shared.wire.shared_memory import SharedMemoryConnectingChannel, SharedMemoryListeningChannel
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 from kvtest.ports import unreachable_endpoint
 
 WAIT_S = 20.0
+_SECRETS = {"prefill": b"p" * 32, "decode": b"d" * 32}
 ids = itertools.count(1)
 
 
@@ -139,6 +143,8 @@ class Wire:
             channel = self._hub.listening()
         elif self.kind == "shm":
             channel = listening_in_shared_memory()
+        elif self.kind == "sealed":
+            channel = SealedListeningChannel("tcp://127.0.0.1:0", keys=block_keys("decode"))
         else:
             bind = "tcp://127.0.0.1:0" if self.kind == "tcp" else f"ipc://{self._folder}/{next(ids)}"
             channel = ZmqListeningChannel(bind)
@@ -175,11 +181,20 @@ class Wire:
     def _connecting(self) -> Channel:
         if self.kind == "inproc":
             return self._hub.connecting()
+        if self.kind == "sealed":
+            return SealedConnectingChannel(block_keys("prefill"))
         network = ZmqConnectingChannel()
         return SharedMemoryConnectingChannel(network) if self.kind == "shm" else network
 
     def _on_late_block(self) -> None:
         self.late_blocks += 1
+
+
+def block_keys(role: Role) -> BlockKeys:
+    """One set for all tests."""
+    peer = PEERS[role]
+    public = X25519PrivateKey.from_private_bytes(_SECRETS[peer]).public_key().public_bytes_raw()
+    return BlockKeys(role=role, secret=_SECRETS[role], peer_role=peer, peer_public=public)
 
 
 def listening_in_shared_memory() -> SharedMemoryListeningChannel:
@@ -353,7 +368,7 @@ needs_shared_memory = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=["inproc", "tcp", "ipc", pytest.param("shm", marks=needs_shared_memory)])
+@pytest.fixture(params=["inproc", "tcp", "sealed", "ipc", pytest.param("shm", marks=needs_shared_memory)])
 def wire(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
     wire = Wire(request.param, tmp_path_factory.mktemp("w"))
     yield wire

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import kvtest.wire as kit
 import pytest
 from kvtest.wire import RecordingSink, Wire
 
 from kvferry.shared.errors import ConfigurationError, TransferFailed
+from kvferry.shared.wire.channel import Channel, ListeningChannel
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.receiver import BlockServer
+from kvferry.shared.wire.sealed import SealedConnectingChannel, SealedListeningChannel
 from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 
@@ -37,9 +40,23 @@ def test_an_unusable_endpoint_fails_the_transfer(wire: Wire, endpoint: str) -> N
     assert failed.value.reason in ("endpoint", "peer_lost")
 
 
-def test_an_endpoint_where_nobody_listens_is_a_timeout() -> None:
+def connecting(kind: str) -> Channel:
+    return SealedConnectingChannel(kit.block_keys("prefill")) if kind == "sealed" else ZmqConnectingChannel()
+
+
+def listening(kind: str, bind: str, **options: Any) -> ListeningChannel:
+    if kind == "sealed":
+        return SealedListeningChannel(bind, keys=kit.block_keys("decode"), **options)
+    return ZmqListeningChannel(bind, **options)
+
+
+KINDS = pytest.mark.parametrize("kind", ["zmq", "sealed"])
+
+
+@KINDS
+def test_an_endpoint_where_nobody_listens_is_a_timeout(kind: str) -> None:
     manifest = kit.make_manifest()
-    sender = BlockSender(ZmqConnectingChannel(), buffer_bytes=1 << 20, timeout_s=0.5)
+    sender = BlockSender(connecting(kind), buffer_bytes=1 << 20, timeout_s=0.5)
     try:
         ticket = kit.make_ticket(manifest, "tcp://127.0.0.1:1")
         transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
@@ -52,18 +69,20 @@ def test_an_endpoint_where_nobody_listens_is_a_timeout() -> None:
         sender.close()
 
 
+@KINDS
 @pytest.mark.parametrize(
     "bind", ["", "udp://127.0.0.1:1", "tcp://nowhere.invalid:1", "ipc:///nowhere/at/all"]
 )
-def test_an_address_that_cannot_be_bound_is_a_configuration_error(bind: str) -> None:
+def test_an_address_that_cannot_be_bound_is_a_configuration_error(kind: str, bind: str) -> None:
     with pytest.raises(ConfigurationError, match="block"):
-        BlockServer(ZmqListeningChannel(bind), RecordingSink())
+        BlockServer(listening(kind, bind), RecordingSink())
 
 
-def test_binding_everywhere_needs_an_advertised_address() -> None:
+@KINDS
+def test_binding_everywhere_needs_an_advertised_address(kind: str) -> None:
     with pytest.raises(ConfigurationError, match="advertised"):
-        ZmqListeningChannel("tcp://0.0.0.0:0")
-    channel = ZmqListeningChannel("tcp://0.0.0.0:0", advertise="tcp://decode:5000")
+        listening(kind, "tcp://0.0.0.0:0")
+    channel = listening(kind, "tcp://0.0.0.0:0", advertise="tcp://decode:5000")
     server = BlockServer(channel, RecordingSink())
     assert server.endpoint == "tcp://decode:5000"
     server.close()
