@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -67,9 +68,29 @@ def client(served: Stack) -> Iterator[openai.OpenAI]:
 
 
 def test_random_schemas_and_expressions_are_followed_beside_requests_without(served: Stack) -> None:
-    found = benchmark.check_validity(served.base_url, num_schemas=80, num_regexes=30, seed=5)
+    found = benchmark.check_validity(served, num_schemas=80, num_regexes=30, seed=5)
     assert found["ended"] >= 85
-    assert found["without_structure_compared_with_alone"] > 30
+    assert found["without_structure_same_as_alone"] > 30
+    assert found["sequences_a_step"] > 8
+
+
+def test_the_committed_results_are_within_the_goals() -> None:
+    results = SCRIPT.parent / "results" / "structured"
+    found = json.loads((results / "validity.json").read_text())["validity"]
+    assert (found["schemas"], found["regexes"]) == (1000, 200)
+    assert found["valid"] == found["ended"] == 1200 - found["cut_off_by_max_tokens"]
+    assert found["ended"] > 1000
+    assert found["without_structure_same_as_alone"] == found["without_structure"] == 400
+    assert found["sequences_a_step"] > 8
+    for name in ("step.json", "step-greedy.json"):
+        step = json.loads((results / name).read_text())["step"]
+        assert step["sequences"] == 16
+        models = [its for its in step.values() if isinstance(its, dict)]
+        assert len(models) == 2
+        for its in models:
+            plain, structured = (statistics.median(its[key]) for key in ("plain_ms", "structured_ms"))
+            assert its["added_percent_of_medians"] == pytest.approx(100 * (structured / plain - 1), abs=0.1)
+            assert its["added_percent_of_medians"] <= 15
 
 
 def test_the_clients_own_helpers_parse_answers_and_streams(client: openai.OpenAI) -> None:
