@@ -104,6 +104,22 @@ def test_the_clients_own_helpers_parse_answers_and_streams(client: openai.OpenAI
     assert person == parsed[0]
 
 
+async def test_the_async_client_answers_streams_and_parses(served: Stack) -> None:
+    url = f"{served.base_url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=120) as client:
+        whole = await client.chat.completions.create(**ASK, temperature=0)
+        async with client.chat.completions.stream(**ASK, temperature=0) as stream:
+            pieces = [event.delta async for event in stream if event.type == "content.delta"]
+            final = await stream.get_final_completion()
+        assert "".join(pieces) == final.choices[0].message.content == whole.choices[0].message.content
+        assert len(pieces) > 1
+        parsed = await client.chat.completions.parse(**ASK, response_format=Person, seed=0)
+        async with client.chat.completions.stream(**ASK, response_format=Person, seed=0) as stream:
+            streamed = await stream.get_final_completion()
+    assert isinstance(parsed.choices[0].message.parsed, Person)
+    assert streamed.choices[0].message.parsed == parsed.choices[0].message.parsed
+
+
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [

@@ -50,6 +50,7 @@ _Prompt = str | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 class TextPart(StrictModel):
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: Ignored = None
 
 
 class Message(StrictModel):

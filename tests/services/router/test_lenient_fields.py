@@ -7,10 +7,20 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types import chat as openai_chat
 from openai.types import completion_create_params as text_params
-from openai.types.chat import chat_completion_assistant_message_param, completion_create_params
+from openai.types import shared_params
+from openai.types.chat import completion_create_params
 
-from kvferry.services.router.completion.requests import ChatRequest, Message, StreamOptions, TextRequest
+from kvferry.services.router.completion import tools
+from kvferry.services.router.completion.requests import (
+    ChatRequest,
+    Message,
+    StreamOptions,
+    TextPart,
+    TextRequest,
+)
+from kvferry.services.router.completion.structured import JsonSchema, ResponseFormat
 
 WORDS: Any = [{"role": "user", "content": "the red castle ."}]
 
@@ -32,13 +42,70 @@ async def text(stack: Any, prompt: Any, **fields: Any) -> Any:
         (ChatRequest, completion_create_params.CompletionCreateParamsStreaming),
         (TextRequest, text_params.CompletionCreateParamsNonStreaming),
         (TextRequest, text_params.CompletionCreateParamsStreaming),
-        (Message, chat_completion_assistant_message_param.ChatCompletionAssistantMessageParam),
-        (StreamOptions, openai.types.chat.ChatCompletionStreamOptionsParam),
+        *((Message, its) for its in typing.get_args(openai_chat.ChatCompletionMessageParam)),
+        (TextPart, openai_chat.ChatCompletionContentPartTextParam),
+        (StreamOptions, openai_chat.ChatCompletionStreamOptionsParam),
+        (tools.Tool, openai_chat.ChatCompletionFunctionToolParam),
+        (tools.Function, shared_params.FunctionDefinition),
+        (tools.NamedTool, openai_chat.ChatCompletionNamedToolChoiceParam),
+        (tools.NamedFunction, openai_chat.chat_completion_named_tool_choice_param.Function),
+        (tools.ToolCall, openai_chat.ChatCompletionMessageFunctionToolCallParam),
+        (tools.CalledFunction, openai_chat.chat_completion_message_function_tool_call_param.Function),
+        (ResponseFormat, shared_params.ResponseFormatText),
+        (ResponseFormat, shared_params.ResponseFormatJSONObject),
+        (ResponseFormat, shared_params.ResponseFormatJSONSchema),
+        (JsonSchema, shared_params.response_format_json_schema.JSONSchema),
     ],
 )
 def test_every_field_of_the_installed_client_is_decided_on(model: Any, theirs: Any) -> None:
     """A name that is missing here is new in the client: support it, or add it to `other_fields.py`."""
-    assert set(typing.get_type_hints(theirs)) - set(model.model_fields) == set()
+    known = {field.alias or name for name, field in model.model_fields.items()}
+    assert set(typing.get_type_hints(theirs)) - known == set()
+
+
+def test_the_unions_of_the_installed_client_have_the_members_that_are_decided_on() -> None:
+    """A member that is missing here is new in the client: support it, or refuse it by its type's name."""
+
+    def types_of(union: Any, field: str = "type") -> set[str]:
+        members = (typing.get_type_hints(its) for its in typing.get_args(union) if its is not str)
+        return {name for its in members for name in typing.get_args(its[field])}
+
+    assert types_of(openai_chat.ChatCompletionMessageParam, "role") == {
+        "developer", "system", "user", "assistant", "tool", "function",
+    }  # fmt: skip
+    assert types_of(openai_chat.ChatCompletionToolUnionParam) == {"function", "custom"}
+    assert types_of(openai_chat.ChatCompletionMessageToolCallUnionParam) == {"function", "custom"}
+    assert types_of(openai_chat.ChatCompletionContentPartParam) == {
+        "text", "image_url", "input_audio", "file",
+    }  # fmt: skip
+    assert types_of(completion_create_params.ResponseFormat) == set(
+        typing.get_args(ResponseFormat.model_fields["type"].annotation)
+    )
+    choices = typing.get_args(openai_chat.ChatCompletionToolChoiceOptionParam)
+    names = {
+        name for its in choices if typing.get_origin(its) is typing.Literal for name in typing.get_args(its)
+    }
+    assert names == {"none", "auto", "required"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+            "messages[0].content",
+        ),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+    ],
+)
+async def test_members_that_are_not_supported_are_refused_by_name(
+    stack: Any, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await chat(stack, extra_body=fields)
+    assert (refused.value.body or {})["param"].startswith(param)  # type: ignore[index]
 
 
 async def test_fields_that_change_nothing_are_named_in_a_header(stack: Any) -> None:
