@@ -114,7 +114,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path, help=f"environment with {name}")
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     options = parser.parse_args()
-    found: dict[str, Any] = {"requests": NUM_REQUESTS, "answer_tokens": NUM_REQUESTS * ANSWER_TOKENS}
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(head, capture_output=True, text=True, cwd=ROOT, check=True).stdout.strip()
+    found: dict[str, Any] = {"command": sys.argv, "commit": commit, "requests": NUM_REQUESTS}
+    found["answer_tokens"] = NUM_REQUESTS * ANSWER_TOKENS
     found["clients"] = {}
     with tempfile.TemporaryDirectory(prefix="kvferry-clients-") as model_folder:
         model = make_text_model(Path(model_folder))

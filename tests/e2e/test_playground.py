@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+from kvtest.stack import Stack, serving
+from kvtest.text_models import HERMES, make_text_model
+from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect, sync_playwright
 
 pytestmark = pytest.mark.xdist_group("stack")
 
@@ -245,9 +249,65 @@ def assert_axe_content(page: Page) -> None:
             assert violations(page) == [], (width, scheme)
 
 
+def test_compression_is_seen_within_thirty_seconds_of_opening(page, stack):
+    begin_s = time.monotonic()
+    page.goto(f"{stack.base_url}/")
+    page.locator("#example").click()
+    expect(page.locator("#message")).not_to_have_value("", timeout=TIMEOUT_MS)
+    page.locator("#compare").click()
+    expect(page.locator(".comparison .kept")).to_have_count(2, timeout=TIMEOUT_MS)
+    expect(page.locator(".comparison .kept").last).to_be_visible(timeout=TIMEOUT_MS)
+    assert time.monotonic() - begin_s < 30
+
+
+@pytest.fixture(scope="module")
+def tools_stack(tmp_path_factory) -> Iterator[Stack]:
+    """A model whose chat template has tools, as Hermes writes them."""
+    folder = make_text_model(tmp_path_factory.mktemp("tools"), template=HERMES)
+    with serving("--model", str(folder), "--model-name", "tools", "--in-process") as running:
+        yield running
+
+
+def test_a_streamed_call_is_shown_and_its_result_sent_back(browser, tools_stack):
+    cities = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": cities}}
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    asked: list[dict[str, Any]] = []
+
+    def demand(route: Route) -> None:
+        """The random model calls because it must; what it streams is its own."""
+        body = json.loads(route.request.post_data or "")
+        asked.append(body)
+        more = {"tool_choice": named, "seed": 3} if len(asked) == 1 else {}
+        route.continue_(post_data=json.dumps({**body, **more}))
+
+    context = browser.new_context()
+    page = context.new_page()
+    page.route("**/v1/chat/completions", demand)
+    page.goto(f"{tools_stack.base_url}/", timeout=TIMEOUT_MS)
+    expect(page.locator("#model")).to_contain_text("context", timeout=TIMEOUT_MS)
+    page.locator("#instructions summary").click()
+    page.locator("#tools").fill(json.dumps([tool]))
+    page.locator("#max-tokens").fill("200")
+    page.locator("#message").focus()
+    ask(page, "weather?")
+    shown = page.locator(".turn.assistant .call").inner_text()
+    found = re.fullmatch(r"calls get_weather\((.*)\)", shown, re.DOTALL)
+    assert found is not None, shown
+    assert json.loads(found[1])["city"] in ("Paris", "Rome")
+    expect(page.locator("#message")).to_have_attribute("placeholder", re.compile("Result of get_weather"))
+    page.locator("#max-tokens").fill("4")
+    page.locator("#message").focus()
+    ask(page, "sunny")
+    expect(page.locator(".turn.tool .body")).to_have_text("sunny")
+    call, result = asked[1]["messages"][-2:]
+    assert call["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": found[1]}
+    assert result == {"role": "tool", "content": "sunny", "tool_call_id": call["tool_calls"][0]["id"]}
+    context.close()
+
+
 def test_axe_finds_nothing_to_object_to(page):
     assert_axe_content(page)
-    # Thirty seconds from opening to seeing compression: the example, and the button that compares.
     page.locator("#example").click()
     expect(page.locator("#message")).not_to_have_value("", timeout=TIMEOUT_MS)
     page.locator("#compare").click()

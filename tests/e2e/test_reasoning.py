@@ -12,6 +12,8 @@ import pytest
 from kvtest.stack import Stack, serving
 from kvtest.text_models import make_text_model
 
+from kvferry.shared.history.records import common_prefix
+
 pytestmark = pytest.mark.xdist_group("text-model")
 
 TEMPLATE = (
@@ -83,7 +85,9 @@ def test_the_templates_variables_are_set(client: openai.OpenAI) -> None:
         assert refused.value.param == f"chat_template_kwargs.{name}"
 
 
-def test_a_sessions_earlier_thoughts_are_shown_as_the_template_does(client: openai.OpenAI) -> None:
+def test_a_sessions_earlier_thoughts_are_shown_as_the_template_does(
+    served: Stack, client: openai.OpenAI
+) -> None:
     session = {"session_id": "thinking", "return_token_ids": True}
     first: Any = client.chat.completions.create(**ASK, seed=2, extra_body={**THOUGHT, **session})
     message = first.choices[0].message
@@ -94,8 +98,17 @@ def test_a_sessions_earlier_thoughts_are_shown_as_the_template_does(client: open
         **{**more, "messages": resent}, extra_body={"return_token_ids": True}
     )
     assert second.prompt_token_ids == shown.prompt_token_ids  # type: ignore[attr-defined]
-    # What comes before the thought is not computed again.
-    assert second.usage.prompt_tokens_details.cached_tokens >= len(first.prompt_token_ids) - 1
+    # What comes before the thought is not computed again, and all that follows it is: the answer, too.
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached == common_prefix(tuple(first.prompt_token_ids), tuple(second.prompt_token_ids))
+    assert cached == len(first.prompt_token_ids)
+    thought, answer = (
+        httpx.post(f"{served.base_url}/tokenize", json={"prompt": text}, timeout=60).json()["count"]
+        for text in (f"<think>{message.reasoning_content}</think>\n\n", message.content)
+    )
+    assert answer > 0
+    assert len(first.choices[0].token_ids) == thought + answer + 1
+    assert len(second.prompt_token_ids) - cached > answer
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,23 @@ def prompt(tokenizer: Any) -> torch.Tensor:
     return ids
 
 
+def test_the_lines_that_a_kvpress_script_changes_run_as_the_documentation_has_them(
+    model: Any, tokenizer: Any
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "python.md").read_text(encoding="utf-8")
+    diff = page.partition("```diff\n")[2].partition("```")[0].splitlines()
+    added = [line[1:] for line in diff if line.startswith("+")]
+    assert len(added) == 3
+    text = make_document(31, num_words=300, num_facts=4).text
+    inputs = tokenizer(text, return_tensors="pt")
+    script: dict[str, Any] = {"model": model, "inputs": inputs}
+    exec("\n".join(added), script)
+    num_prompt, output = inputs.input_ids.shape[1], script["output"]
+    assert torch.equal(output[0, :num_prompt], inputs.input_ids[0])
+    assert output.shape[1] > num_prompt + 1
+    assert script["cache"].size_bytes < 0.3 * script["cache"].full_bytes
+
+
 def generate(model: Any, cache: Any, num_new: int = NUM_NEW) -> list[int]:
     """The tokens after the prompt."""
     given = cache.input_ids
