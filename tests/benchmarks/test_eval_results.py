@@ -72,6 +72,13 @@ def test_an_average_over_9_scores_is_the_kernel_that_serves_all_methods_best(tas
     assert rdkv[5] <= 50
 
 
+@pytest.mark.parametrize("task", ["single_needle", "multi_key_8"])
+def test_extremes_of_8_bits_choose_tokens_of_packed_rows_as_the_full_cache_answers(task: str) -> None:
+    now, before = accuracies("rdkv-hsa", "aware"), accuracies("rdkv-hsa-16-bits", "aware")
+    assert now["rdkv-hsa", "2.7%", task] >= now["full", _FULL, task] - 1
+    assert now["rdkv-hsa", "2.7%", task] > before["rdkv-hsa", "2.7%", task]
+
+
 TASKS = ("single_needle", "multi_key_8", "qa_facts", "third_turn")
 
 
