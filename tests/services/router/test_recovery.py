@@ -13,6 +13,7 @@ from kvferry.shared.errors import (
     HistoryMiss,
     KvferryError,
     LeaseExpired,
+    MalformedMessage,
     TransferFailed,
     WorkerUnavailable,
 )
@@ -119,7 +120,14 @@ async def test_lost_decode_worker_is_replayed_token_for_token(
 
 @pytest.mark.parametrize(
     "error",
-    [lost(), TransferFailed("cut"), LeaseExpired("late"), HistoryMiss("gone"), Cancelled("stopping")],
+    [
+        lost(),
+        TransferFailed("cut"),
+        LeaseExpired("late"),
+        HistoryMiss("gone"),
+        Cancelled("stopping"),
+        MalformedMessage("spoilt", reason="malformed"),
+    ],
 )
 @pytest.mark.parametrize("count", [0, 1])
 async def test_lost_prefill_worker_is_replayed(stack: Any, error: KvferryError, count: int) -> None:
