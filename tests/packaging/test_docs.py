@@ -105,6 +105,7 @@ def expanded(span: str) -> list[str]:
 def test_options_and_metrics_of_the_documents_exist():
     options = {option_name(field) for settings in KNOWN_CONFIGS for field in settings.model_fields}
     options.add("--json")  # of kvferry doctor; a setting cannot be named so
+    options.add("--shared-memory")  # of benchmarks/links.py
     names = {
         sample
         for metrics in (RouterMetrics(), PrefillMetrics(), DecodeMetrics())
