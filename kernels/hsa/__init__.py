@@ -26,13 +26,9 @@ from kvferry.kernels.dispatch import (
 )
 from kvferry.kernels.hsa import torch_path
 from kvferry.kernels.hsa.batch import MAX_PAGES
+from kvferry.kernels.hsa.torch_path import num_pages as num_pages
 from kvferry.kernels.quarantine import attempt
 from kvferry.kernels.softmax import Scaling, Softmax
-
-
-def num_pages(length: int, page_size: int) -> int:
-    """ceil(length / P)."""
-    return -(-length // page_size)
 
 
 def page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: int, page_size: int) -> None:

@@ -25,6 +25,11 @@ MIN_MAGNITUDE = 1e-30
 """Added to norms, so that none is zero."""
 
 
+def num_pages(length: int, page_size: int) -> int:
+    """ceil(length / P)."""
+    return -(-length // page_size)
+
+
 def write_page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, page_size: int) -> None:
     """Extremes of all pages that `keys` covers, written to the front of `page_max` and `page_min`."""
     num_kv_heads, length, head_dim = keys.shape
