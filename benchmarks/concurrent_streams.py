@@ -52,9 +52,10 @@ CLEAR = 1e-5
 """A draw counts as clear if it is this far, in probability, from another token."""
 PROMPTS = (
     ("full", None), ("snapkv", 64), ("snapkv", 96), ("full", None), ("streamingllm", 64), ("compactor", 128),
+    ("rdkv", 128),
 )  # fmt: skip
-"""Not rocketkv, which selects tokens at every step: of two scores that differ by rounding alone it may select
-either."""
+"""rdkv is the default. Not rocketkv, which selects tokens at every step: of two scores that differ by
+rounding alone it may select either."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ A join writes a sequence's descriptors, sampling parameters and last token to it
 slot. Both are the decode service's own (`StepRunner`), with the descriptors that the GPU kernels read. The
 tables are in host memory here and nothing is attended, so a CPU is enough; the model is its shape only. Times
 are process time of one thread, in milliseconds: median and least of one sequence that joins and leaves
-beside the others. On a busy machine the least is closer to what an idle one takes.
+beside the others. On a busy machine the least is closer to what an idle one takes. Ends with an error if a
+median is more than LIMIT_MS.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from kvferry.services.decode.step import StepDevice, StepInput, StepRunner
 from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import LayerCache
+from kvferry.shared.compression.formats.kivi import Kivi
 from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.plan import Budget, ResolvedPlan
-from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
@@ -52,7 +54,10 @@ SPEC = ModelSpec(
     dtype="bfloat16",
     eos_token_ids=(2,),
 )
-METHODS = {"dense (full)": "full", "hsa (rocketkv)": "rocketkv", "trizone (rdkv)": "rdkv"}
+METHODS = {
+    "dense (full)": "full", "hsa (rocketkv)": "rocketkv", "trizone (rdkv)": "rdkv", "kivi (kivi)": "kivi",
+}  # fmt: skip
+"""One of each batched attention."""
 CONTEXT, TOKEN_BUDGET, NEW_TOKENS = 4096, 1024, 256
 LIMIT_MS = 2.0
 """The most that a join or a leave may take."""
@@ -68,7 +73,7 @@ class Shape:
 
 def resolved_plan(method: str, spec: ModelSpec, *, context: int, budget: int) -> ResolvedPlan:
     return resolve_plan(
-        plan_for(method, budget=None if method == "full" else Budget(tokens=budget)),
+        plan_for(method, budget=Budget(tokens=budget) if preset(method).takes_budget else None),
         num_prompt_tokens=context,
         max_new_tokens=NEW_TOKENS,
         num_layers=spec.num_layers,
@@ -76,23 +81,24 @@ def resolved_plan(method: str, spec: ModelSpec, *, context: int, budget: int) ->
     )
 
 
-def make_sequences(resolved: ResolvedPlan, spec: ModelSpec, count: int) -> list[tuple[LayerCache, ...]]:
-    """Sequences whose layers are as the receiver leaves them. All share one region of memory."""
+def make_sequence(resolved: ResolvedPlan, spec: ModelSpec) -> tuple[LayerCache, ...]:
+    """A sequence whose layers are as the receiver leaves them. It takes all slots, which costs the same."""
     layout = sequence_layout(make_formats(spec, resolved))
     # never written, so that the system gives no memory for it
     arena = torch.empty(layout.size_bytes, dtype=torch.uint8)
     packed: dict[str, Any] = {}
-    sequences = []
-    for _ in range(count):
-        caches = []
-        for layer in layout.layers:
-            if isinstance(layer.format, Rdkv):
-                packed = packed or _packed_prompt(spec)
-                caches.append(layer.place(arena, packed))
-            else:
-                caches.append(layer.format.open(layer.views(arena), {}))
-        sequences.append(tuple(caches))
-    return sequences
+    caches = []
+    for layer in layout.layers:
+        if isinstance(layer.format, Rdkv):
+            packed = packed or _packed_prompt(spec)
+            caches.append(layer.place(arena, packed))
+        elif isinstance(layer.format, Kivi):
+            specs = layer.format.tensors().items()
+            tensors = {name: torch.ones(its.shape, dtype=its.dtype) for name, its in specs}
+            caches.append(layer.place(arena, tensors))
+        else:
+            caches.append(layer.format.open(layer.views(arena), {}))
+    return tuple(caches)
 
 
 def _packed_prompt(spec: ModelSpec) -> dict[str, Any]:
@@ -128,8 +134,11 @@ def step_input(caches: tuple[LayerCache, ...], spec: ModelSpec) -> StepInput:
 
 def measure(method: str, batch_sizes: list[int], repeats: int) -> list[dict[str, Any]]:
     resolved = resolved_plan(method, SPEC, context=CONTEXT, budget=TOKEN_BUDGET)
-    sequences = make_sequences(resolved, SPEC, max(batch_sizes))
-    inputs = [step_input(caches, SPEC) for caches in sequences]
+    dispatch.configure("torch", Shape().device)
+    caches = make_sequence(resolved, SPEC)
+    # descriptors are only written if a Triton kernel would read them
+    dispatch.configure("triton", Shape().device)
+    inputs = [step_input(caches, SPEC) for _ in range(max(batch_sizes))]
     rows = []
     for batch_size in batch_sizes:
         runner = StepRunner(
@@ -158,8 +167,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ["TRITON_INTERPRET"] = "1"  # descriptors are only written if a Triton kernel would read them
-    dispatch.configure("triton", torch.device("cpu"))
+    os.environ["TRITON_INTERPRET"] = "1"
     results: dict[str, Any] = {}
     with torch.inference_mode():
         for name, method in METHODS.items():
@@ -179,6 +187,20 @@ def main() -> None:
         }
         given.output.parent.mkdir(parents=True, exist_ok=True)
         given.output.write_text(json.dumps(figures, indent=1) + "\n")
+    late = beyond_limit(results)
+    if late:
+        raise SystemExit(f"more than {LIMIT_MS} ms: {', '.join(late)}")
+
+
+def beyond_limit(results: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """What takes more than LIMIT_MS, by the medians."""
+    return [
+        f"{name}, batch of {row['batch_size']}: {figure} {row[figure]}"
+        for name, rows in results.items()
+        for row in rows
+        for figure in ("join_ms", "leave_ms")
+        if row[figure] > LIMIT_MS
+    ]
 
 
 if __name__ == "__main__":
