@@ -146,9 +146,11 @@ class CacheWriter:
             return
         layer = len(self._caches)
         try:
-            self._caches.append(self._format(layer).open(self._regions, self._tensors))
+            cache = self._format(layer).open(self._regions, self._tensors)
+            self._layout.layers[layer].format.check_finite(self._tensors)
         except InvalidTensors as error:
             raise _failed(layer, error) from error
+        self._caches.append(cache)
         self._tensors, self._pieces = {}, []
 
     def _format(self, layer: int) -> LayerFormat | DeltaLayer:

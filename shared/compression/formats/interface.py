@@ -151,6 +151,7 @@ class LayerFormat(ABC):
     Attributes:
         rows: prompt rows retained per KV head; the mean if heads differ, the maximum if bits are allocated.
         kinds: for each tensor that `compress` may return, its label in `kv_transfer_bytes_total`.
+        finite: the tensors whose every number must be finite when they arrive.
         is_plain: whether the arena stores rows exactly as prefill computed them. Deltas need that.
         allowed: the parameters of the part that names the format; see `read_params`.
         attentions, allocations: the decode attentions and layer allocations that it goes with; None: all.
@@ -163,6 +164,7 @@ class LayerFormat(ABC):
 
     name: ClassVar[str]
     kinds: ClassVar[Mapping[str, str]]
+    finite: ClassVar[tuple[str, ...]] = ("keys", "values")
     is_plain: ClassVar[bool] = False
     allowed: ClassVar[Allowed] = {}
     attentions: ClassVar[tuple[str, ...] | None] = None
@@ -325,6 +327,25 @@ class LayerFormat(ABC):
     @abstractmethod
     def naive(self, tensors: Tensors) -> NaiveLayer:
         """The compressed prompt as the oracle attends to it."""
+
+    def check_finite(self, tensors: Tensors) -> None:
+        """Check received tensors: one number that is not finite would make all of a head's attention NaN, and
+        kernels that choose tokens by scores would choose none or any.
+
+        Raises: InvalidTensors: a number of a tensor in `finite` is NaN or infinite.
+        """
+        checked = [its for name in self.finite if (its := tensors.get(name)) is not None and its.numel()]
+        if not checked:
+            return
+        # NaN passes through minima and maxima, and one wait for the device is enough for all of them
+        extremes = torch.stack([torch.stack(torch.aminmax(its)).float() for its in checked])
+        if bool(extremes.isfinite().all()):
+            return
+        for name in self.finite:
+            if name in tensors and (count := int((~tensors[name].isfinite()).sum())):
+                total = tensors[name].numel()
+                message = f"{count} of {total} numbers of {name} are not finite"
+                raise InvalidTensors(message, reason="not_finite")
 
     def check_header(self, header: Specs, expected: Specs) -> None:
         """Raises: InvalidTensors: the announced tensors are not the expected ones."""

@@ -43,6 +43,7 @@ class State(LayerFormat):
     kinds: ClassVar[Mapping[str, str]] = {
         f"{kind}_{i}": "state" for kind in ("conv", "recurrent") for i in range(_MAX_STATES)
     }
+    finite: ClassVar[tuple[str, ...]] = tuple(kinds)
     scored: ClassVar[bool | None] = False
 
     @classmethod

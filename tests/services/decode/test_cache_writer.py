@@ -72,7 +72,7 @@ CASES = {
     "d2o, chunked": {"tokens": 40, "layers": (LayerSpec(), LayerSpec(window=60, is_chunked=True))},
     "snapkv, state": {"tokens": 40, "layers": (LayerSpec(has_rows=False, state=STATE), LayerSpec())},
 }
-REASONS = {"index", "packed", "layout", "layout_version", "state"}
+REASONS = {"index", "packed", "layout", "layout_version", "state", "not_finite"}
 """Why content is refused."""
 
 
@@ -268,6 +268,26 @@ def test_what_prefill_never_makes_is_refused_with_the_layers_last_byte(case, nam
     with pytest.raises(TransferFailed) as caught:
         transfer.writer.finish()
     assert caught.value.reason == "incomplete"
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("case", CASES)
+def test_a_row_or_a_state_with_a_number_that_is_not_finite_is_refused(case, number):
+    formats = Transfer(case).formats
+    tested = 0
+    for layer, fmt in enumerate(formats):
+        for name in fmt.finite:
+            transfer = Transfer(case)
+            if name not in transfer.layers[layer] or not transfer.layers[layer][name].numel():
+                continue
+            tested += 1
+            transfer.layers[layer][name].view(-1)[-1] = number
+            message = f"layer {layer}: 1 of .* {name} are not finite"
+            with pytest.raises(TransferFailed, match=message) as caught:
+                transfer.send_all(cuts=(64,))
+            assert caught.value.reason == "not_finite"
+    packed = all({"codes", "scales"} <= set(fmt.kinds) and "keys" not in fmt.kinds for fmt in formats)
+    assert tested or packed  # those have checks of their own
 
 
 @pytest.mark.parametrize(

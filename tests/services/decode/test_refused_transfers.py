@@ -184,6 +184,36 @@ async def test_a_layer_of_other_tensors_than_its_formats_fails_both_sides(
     assert await made.arena_is_free()
 
 
+@pytest.mark.parametrize("name", ["keys", "values"])
+@pytest.mark.parametrize("method", ["full", "rocketkv", "kivi", "h2o", "adakv", "think"])
+async def test_rows_that_are_not_finite_fail_both_sides_and_no_other_request(
+    harness, request_of, ticket_of, prompt_cache, method, name
+):
+    made = await harness()
+    tokens = 40 if method in ("rocketkv", "h2o", "adakv") else None
+    request = request_of([i % 50 for i in range(100)], method=method, tokens=tokens)
+    neighbour = request_of([i % 50 for i in range(100)], method=method, tokens=tokens)
+    stream, ticket = await ticket_of(made.service, request)
+    cache = prompt_cache(made.shipper.model, request)
+    with torch.inference_mode():
+        cache.layers[0][name] = cache.layers[0][name].clone()
+        cache.layers[0][name].view(-1)[-1] = torch.nan
+    transfer = made.shipper.open(request, ticket)
+    with contextlib.suppress(TransferFailed):  # at once, where the refusal comes early
+        made.shipper.send(transfer, cache, last=1)
+    for failed in (asyncio.to_thread(transfer.wait, 10), anext(stream)):
+        with pytest.raises(TransferFailed, match=f"layer 0: 1 of .* {name} are not finite") as caught:
+            await failed
+        assert caught.value.reason == "not_finite"
+    assert made.value("receive_failed_total", reason="not_finite") == 1
+    assert await made.arena_is_free()
+    stream, ticket = await ticket_of(made.service, neighbour)
+    await asyncio.to_thread(made.shipper.ship, neighbour, ticket)
+    assert isinstance(await anext(stream), TransferAccepted)
+    assert isinstance(await anext(stream), TokenGenerated)
+    await stream.aclose()
+
+
 async def test_another_layout_version_is_a_mismatch_on_both_sides(
     harness, request_of, ticket_of, prompt_cache
 ):
