@@ -2,9 +2,9 @@
 
 A batch is a number of slots, each a sequence or empty, in every layer. `DenseBatch`, `HsaBatch`,
 `TriZoneBatch` and `KiviBatch` attend for all slots of their kind in a layer: by launches through descriptors
-if a Triton kernel supports them, else one slot after another in torch. A step never reads a number from the
-device, so it can be captured: lengths are stored on the device and grow there. A sequence joins and leaves
-alone: the other slots' descriptors stay as they are.
+if a Triton kernel or C code supports them, else one slot after another in torch. A step never reads a number
+from the device, so it can be captured: lengths are stored on the device and grow there. A sequence joins and
+leaves alone: the other slots' descriptors stay as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.descriptors import LENGTH
-from kvferry.kernels.dispatch import path_for, planned_path, shape_problem
+from kvferry.kernels.dispatch import count, path_for, planned_path, shape_problem
 from kvferry.kernels.quarantine import attempt, is_quarantined
 
 Errors = dict[int, Exception]
@@ -182,12 +182,14 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         base: the buffer that descriptors count from, one-dimensional in the rows' dtype; the arena.
         empty: see `HeadTables`.
 
-    Attributes: op; has_tables: whether descriptors are written for Triton kernels.
+    Attributes: op; has_tables: whether descriptors are written, for Triton kernels or C code.
     """
 
     def __init__(self, op: str, shape: BatchShape, base: Tensor, *, empty: Sequence[int]) -> None:
         problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim, shape.device)
-        self.has_tables = planned_path(op, shape.device, problem) != "torch"
+        path = planned_path(op, shape.device, problem)
+        self._is_native = path == "native" and shape.dtype == torch.float32
+        self.has_tables = self._is_native or path in ("triton", "interpreter")
         self.op, self._shape, self._base = op, shape, base
         self._layers: list[dict[int, Rows]] = [{} for _ in range(shape.num_layers)]
         self._placed_at: dict[int, int] = {}
@@ -199,7 +201,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
 
     @property
     def is_launched(self) -> bool:
-        """Whether Triton kernels run it, so that a step does not wait for the device."""
+        """Whether one launch runs it for all slots, so that a step does not wait for the device."""
         return self.has_tables and not is_quarantined(self.op)
 
     def place(self, slot: int, layers: Mapping[int, Rows]) -> None:
@@ -253,10 +255,14 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
             scratch: for S slots; needed if kernels run the op.
         Returns: `[S, H_kv, G, D]`, zero in the other slots; valid until the next call.
         """
-        path_for(self.op, self._shape.device)
         in_torch = partial(self.attend_slots, layer, step, errors)
         if scratch is None or not self.is_launched:
+            path_for(self.op, self._shape.device)
             return in_torch()
+        if self._is_native:
+            count({(self.op, "native"): 1})
+        else:
+            path_for(self.op, self._shape.device)
         return attempt(self.op, partial(self.attend_launched, layer, step, scratch), in_torch)
 
     def attend_launched(self, layer: int, step: NewTokens, scratch: Scratch) -> Tensor:

@@ -3,7 +3,8 @@
 Every op calls `path_for` once per call, so a service can show which path each op takes (`kernel_paths`) and
 took (`calls`). Triton is looked for at the first use, never at import: a CPU install has none.
 
-    mode "auto"     Triton on CUDA if it is installed and supports the call, else torch
+    mode "auto"     Triton on CUDA if it is installed and supports the call; for some ops of float32 on a CPU,
+                    C code that the machine's compiler has made (`native/`); else torch
     mode "torch"    torch everywhere
     mode "triton"   Triton, on CUDA or in its interpreter (TRITON_INTERPRET=1); an error if it cannot run a
     call
@@ -27,10 +28,11 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
+from kvferry.kernels.native.library import is_available
 from kvferry.kernels.quarantine import is_quarantined, rehearsing
 
 KernelMode = Literal["auto", "torch", "triton"]
-KernelPath = Literal["triton", "interpreter", "torch"]
+KernelPath = Literal["triton", "interpreter", "native", "torch"]
 Problem = Callable[[], str | None]
 StepPathName = Literal["graph", "eager"]
 KERNEL_MODES: tuple[KernelMode, ...] = get_args(KernelMode)
@@ -60,6 +62,10 @@ TORCH_OPS = (
     "sparq",
 )
 """Ops that have only a torch implementation."""
+NATIVE_OPS = ("decoder_ops", "dense_decode")
+"""Ops that have C code for CPUs."""
+NATIVE_THREADS = 4
+"""The C code uses one thread; where torch has more than this, it is not used."""
 
 MAX_GROUP_SIZE = 16
 MAX_HEAD_DIM = 256
@@ -79,6 +85,7 @@ class _State:
         self.lock = threading.Lock()
         self.mode: KernelMode = "auto"
         self.calls: Counter[tuple[str, KernelPath]] = Counter()
+        self.has_native: bool | None = None
 
 
 _state = _State()
@@ -146,7 +153,10 @@ def path_for(op: str, device: torch.device, unsupported: Problem | str | None = 
 
 
 def planned_path(op: str, device: torch.device, unsupported: Problem | str | None = None) -> KernelPath:
-    """As `path_for`, without counting."""
+    """As `path_for`, without counting; "native" only for calls that are launched for a whole batch."""
+    is_native = uses_native(op, device) and not is_quarantined(op)
+    if is_native and (unsupported() if callable(unsupported) else unsupported) is None:
+        return "native"
     if op in TORCH_OPS or _state.mode not in _MODES_WITH_KERNELS[device.type == "cuda" or rehearsing.is_on]:
         return "torch"
     if _torch_only.is_on or is_quarantined(op):
@@ -167,6 +177,17 @@ def compiles(device: torch.device) -> bool:
     return device.type == "cuda" and _state.mode != "torch" and triton_installed() and not interpreting()
 
 
+def uses_native(op: str, device: torch.device) -> bool:
+    """Whether C code may run an op's float32 calls on this thread."""
+    if op not in NATIVE_OPS or device.type != "cpu" or _state.mode != "auto":
+        return False
+    if _torch_only.is_on or rehearsing.is_on or torch.get_num_threads() > NATIVE_THREADS:
+        return False
+    if _state.has_native is None:
+        _state.has_native = is_available()
+    return _state.has_native
+
+
 def kernel_paths(device: torch.device) -> dict[str, KernelPath]:
     """`planned_path` of every op on a device, by name."""
     return {op: planned_path(op, device) for op in sorted(TRITON_OPS + TORCH_OPS)}
@@ -179,7 +200,7 @@ def calls() -> dict[tuple[str, KernelPath], int]:
 
 
 def count(calls: Mapping[tuple[str, KernelPath], int]) -> None:
-    """Add calls that a captured step repeats."""
+    """Add calls that a captured step repeats, or that C code has run."""
     with _state.lock:
         _state.calls.update(calls)
 

@@ -106,8 +106,8 @@ class WorkerSettings(TracedSettings):
     )
     kernels: Annotated[Literal["auto", "torch", "triton"], MODEL] = Field(
         "auto",
-        description="kernel implementation; auto is Triton on CUDA if installed, else torch; triton fails "
-        "where it cannot run",
+        description="kernel implementation; auto is Triton on CUDA if installed, C code for some on a CPU "
+        "with a C compiler, else torch; triton fails where it cannot run",
     )
     self_test: Annotated[bool, PROCESS] = Field(
         True,

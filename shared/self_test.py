@@ -84,7 +84,8 @@ def ops_with_kernels(role: Role, shape: BatchShape) -> list[str]:
     problem = dispatch.shape_problem(shape.dtype, shape.group_size, shape.head_dim, shape.device)
     if problem is not None:
         return []
-    return [op for op in OPS[role] if dispatch.planned_path(op, shape.device) != "torch"]
+    kernels = ("triton", "interpreter")
+    return [op for op in OPS[role] if dispatch.planned_path(op, shape.device) in kernels]
 
 
 def self_test(

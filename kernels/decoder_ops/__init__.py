@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 def _launched(launch: Callable[[], T], in_torch: Callable[[], T], device: torch.device) -> T:
     """A step counts one call of these ops (`TransformersModel.decode`), so they do not count theirs."""
-    if planned_path("decoder_ops", device) == "torch":
+    if planned_path("decoder_ops", device) in ("torch", "native"):
         return in_torch()
     return attempt("decoder_ops", launch, in_torch)
 

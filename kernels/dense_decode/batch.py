@@ -1,4 +1,5 @@
-"""Dense decode attention of a batch with rows of any lengths, in two launches (append, attend)."""
+"""Dense decode attention of a batch with rows of any lengths: two launches (append, attend), or one call of C
+code."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from torch import Tensor
 
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewToken, NewTokens, SlotBatch
 from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_programs, split_workspace
+from kvferry.kernels.native import library as native
 from kvferry.kernels.torch_attention import attend_rows
 
 
@@ -27,11 +29,17 @@ class DenseBatch(SlotBatch[CachedRows, SplitWorkspace]):
         return attend_rows(token.queries, *rows.append(token), scaling=token.scaling)
 
     def _launch(self, layer: int, step: NewTokens, scratch: SplitWorkspace, output: Tensor) -> None:
+        heads = self._tables.layer(layer, len(step.queries))
+        if self._is_native:
+            queries, keys, values, scaling = step
+            native.attend(
+                native.library(), heads, self._base, queries, keys, values, scaling=scaling, output=output
+            )
+            return
         # a CPU install has no Triton
         from kvferry.kernels.dense_decode.triton_kernel import dense_decode_batch
         from kvferry.kernels.split_attention import append_rows
 
-        heads = self._tables.layer(layer, len(step.queries))
         append_rows(self._base, heads, step.keys, step.values)
         dense_decode_batch(
             step.queries,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kvferry.kernels.dispatch import dtype_problem, path_for
+from kvferry.kernels.dispatch import dtype_problem, mode, path_for
 from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
 from kvferry.shared.model.adapters.decoder import decoder_of
@@ -423,8 +423,12 @@ class TransformersModel:
     ) -> Tensor:
         """Run one token for each of B sequences; see `LanguageModel.decode`."""
         fused = self._fused if not self._skipped[1] else None
-        if fused is not None and path_for("decoder_ops", self.device, self._fused_problem) != "torch":
-            return fused.run(token_ids, positions, attention)
+        if fused is not None:
+            if fused.runs_natively(len(token_ids)):
+                return fused.run_natively(token_ids, positions, attention)
+            path = path_for("decoder_ops", self.device, self._fused_problem)
+            if path != "torch" or (self.device.type == "cpu" and mode() == "auto"):
+                return fused.run(token_ids, positions, attention)
         assert states is not None or not self._state_layers, "the model has states, and none are given"
         return self.run_step(token_ids, positions, DecodePass(attention, spec=self.spec), states)
 

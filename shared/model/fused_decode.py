@@ -3,9 +3,10 @@
     embedding ──► per layer: norm ──► q, k, v ──► rotate ──► attention ──► o ──► add, norm ──► gate, up
                   ──► silu product ──► down ──► add ──► ... ──► norm ──► head
 
-Eleven launches a layer beside attention, where transformers' modules take 39, or 55 with norms of heads. Only
-for model types whose modules are known, where kernels run; all else goes through transformers' modules
-(`bridge.py`). Linear layers are called as modules, so weights may be quantised.
+Eleven launches a layer beside attention, where transformers' modules take 39, or 55 with norms of heads; on a
+CPU two calls of C code, if the weights are plain and the batch is small. Only for model types whose modules
+are known; all else goes through transformers' modules (`bridge.py`). In torch the results are the modules',
+bit by bit. Linear layers are called as modules, so weights may be quantised.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvferry.kernels.decoder_ops import add_norm, rotate, silu_product
+from kvferry.kernels.decoder_ops.native import MAX_ROWS, NativeDecoder, Weights
+from kvferry.kernels.dispatch import count, uses_native
 from kvferry.shared.model.interface import DecodeAttention
 from kvferry.shared.model.spec import ModelSpec
 
@@ -24,21 +27,28 @@ _ATTENTION = frozenset(("q_proj", "k_proj", "v_proj", "o_proj"))
 _NORMS = frozenset(("q_norm", "k_norm"))
 _LAYER = frozenset(("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"))
 _MLP = frozenset(("gate_proj", "up_proj", "down_proj", "act_fn"))
+_ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Rotary positions that do not depend on the longest sequence, so that a table of them can be made."""
+_MAX_TABLE_BYTES = 64 << 20
 
 
 class FusedDecode:
     """The decode step of one model. Use `fused_decode` to make one."""
 
-    def __init__(self, model: Any, head_dim: int) -> None:
+    def __init__(self, model: Any, spec: ModelSpec) -> None:
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
-        self._head_dim = head_dim
+        self._head_dim = spec.head_dim
+        self._max_model_len = spec.max_model_len
+        self._native: NativeDecoder | None = None
+        self._weights = _weights_of(self._decoder, self._head)
+        self._table: Tensor | None = None
 
     def run(self, token_ids: Tensor, positions: Tensor, attention: DecodeAttention) -> Tensor:
         """One token for each of B sequences. Args: int64 `[B]`. Returns: float32 logits `[B, V]`."""
         decoder = self._decoder
         hidden: Tensor = decoder.embed_tokens(token_ids)
-        cos, sin = (its[0] for its in decoder.rotary_emb(hidden[None], position_ids=positions[None]))
+        cos, sin = self._rotate_at(hidden, positions)
         residual: Tensor | None = None
         for number, layer in enumerate(decoder.layers):
             residual, hidden = _norm(layer.input_layernorm, hidden, residual)
@@ -48,6 +58,41 @@ class FusedDecode:
         _, hidden = _norm(decoder.norm, hidden, residual)
         logits: Tensor = self._head(hidden)
         return logits.float()
+
+    def runs_natively(self, num_rows: int) -> bool:
+        """Whether `run_natively` takes a step of so many sequences now."""
+        if self._weights is None or num_rows > MAX_ROWS:
+            return False
+        if not uses_native("decoder_ops", self._weights[1].weight.device):
+            return False
+        if self._native is None:
+            self._native = NativeDecoder(*self._weights, self._head_dim)
+        return True
+
+    def run_natively(self, token_ids: Tensor, positions: Tensor, attention: DecodeAttention) -> Tensor:
+        """As `run`, by C code on a CPU."""
+        assert self._native is not None, "`runs_natively` says so, and makes it"
+        count({("decoder_ops", "native"): 1})
+        hidden: Tensor = self._decoder.embed_tokens(token_ids)
+        step = self._native.begin(hidden, *self._rotation(hidden, positions))
+        for number, layer in enumerate(self._decoder.layers):
+            scaling = layer.self_attn.scaling
+            step.finish(number, attention(number, *step.project(number), scaling))
+        return step.logits()
+
+    def _rotation(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, `[B, D]` each, from a table of all positions, if it is not too large."""
+        size = 2 * self._max_model_len * self._head_dim * hidden.element_size()
+        if size > _MAX_TABLE_BYTES or self._decoder.rotary_emb.rope_type not in _ROTATIONS:
+            return self._rotate_at(hidden, positions)
+        if self._table is None:
+            self._table = torch.stack(self._rotate_at(hidden, torch.arange(self._max_model_len)))
+        cos, sin = self._table.index_select(1, positions).unbind(0)
+        return cos, sin
+
+    def _rotate_at(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self._decoder.rotary_emb(hidden[None], position_ids=positions[None])
+        return cos[0], sin[0]
 
     def _attend(
         self, number: int, module: Any, hidden: Tensor, cos: Tensor, sin: Tensor, attention: DecodeAttention
@@ -64,6 +109,39 @@ class FusedDecode:
 
 def _norm(module: Any, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     return add_norm(hidden, residual, module.weight, module.variance_epsilon)
+
+
+_PRODUCTS = {
+    "queries": "self_attn.q_proj", "keys": "self_attn.k_proj", "values": "self_attn.v_proj",
+    "output": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+}  # fmt: skip
+_LAYER_NORMS = {
+    "input": "input_layernorm", "inner": "post_attention_layernorm",
+    "queries_norm": "self_attn.q_norm", "keys_norm": "self_attn.k_norm",
+}  # fmt: skip
+"""Modules by the names of `NativeDecoder`."""
+
+
+def _weights_of(decoder: Any, head: Any) -> tuple[list[dict[str, Weights]], Weights, Weights] | None:
+    """A model's plain weights; None if C code cannot use them."""
+    layers = []
+    for layer in decoder.layers:
+        names = dict(layer.named_modules())
+        products = {name: names[path] for name, path in _PRODUCTS.items()}
+        if any(type(its) is not nn.Linear for its in (*products.values(), head)):
+            return None
+        weights = {name: Weights(its.weight, its.bias) for name, its in products.items()}
+        norms = {name: names[path] for name, path in _LAYER_NORMS.items() if path in names}
+        layers.append(weights | {name: _norm_weights(its) for name, its in norms.items()})
+    every = [its for weights in layers for its in weights.values()]
+    last, of_head = _norm_weights(decoder.norm), Weights(head.weight, head.bias)
+    if NativeDecoder.problem(every, len(layers)) or NativeDecoder.problem([last, of_head], len(layers)):
+        return None
+    return layers, last, of_head
+
+
+def _norm_weights(module: Any) -> Weights:
+    return Weights(module.weight, eps=module.variance_epsilon)
 
 
 def fused_decode(model: Any, spec: ModelSpec) -> FusedDecode | None:
@@ -87,4 +165,4 @@ def fused_decode(model: Any, spec: ModelSpec) -> FusedDecode | None:
             decoder.norm.weight[None, None],
             position_ids=torch.zeros_like(decoder.norm.weight[None, :1], dtype=torch.int64),
         )
-    return FusedDecode(model, spec.head_dim) if cos.shape[-1] == spec.head_dim else None
+    return FusedDecode(model, spec) if cos.shape[-1] == spec.head_dim else None

@@ -11,6 +11,7 @@ import torch
 from kvferry.kernels import dispatch
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.dispatch import KernelUnavailable
+from kvferry.kernels.native.library import is_available
 
 CPU = torch.device("cpu")
 
@@ -20,7 +21,10 @@ def test_auto_takes_torch_on_the_cpu_and_counts_it() -> None:
     rows = torch.randn(1, 3, 8)
     dense_decode(rows[:, :1], rows, rows, scaling=1.0)
     assert dispatch.calls()["dense_decode", "torch"] == before + 1
-    assert set(dispatch.kernel_paths(CPU).values()) == {"torch"}
+    paths = dispatch.kernel_paths(CPU)
+    native = {op for op, path in paths.items() if path == "native"}
+    assert native == (set(dispatch.NATIVE_OPS) if is_available() else set())
+    assert {path for op, path in paths.items() if op not in native} == {"torch"}
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -13,6 +13,8 @@ from kvtest.tiny_models import make_model
 from torch import Tensor
 
 from kvferry.kernels import dispatch
+from kvferry.kernels.decoder_ops.native import MAX_ROWS, PRODUCTS
+from kvferry.kernels.native.library import KINDS, Product, is_available, library
 from kvferry.kernels.quarantine import quarantined, release_all
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.loading import load_model
@@ -63,6 +65,66 @@ def test_logits_and_tokens_are_those_of_the_modules(tmp_path: Path, name: str) -
     assert tokens == expected
     torch.testing.assert_close(fused, modules, rtol=2e-5, atol=2e-5)
     assert not quarantined()
+
+
+@pytest.mark.skipif(not is_available(), reason="this machine has no C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FUSED)
+def test_native_code_gives_the_modules_logits_and_tokens(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    model = load(tmp_path, name)
+    for parameter in model._model.parameters():  # float32 whose numbers may be those of a shorter dtype
+        parameter.data = parameter.data.to(dtype).float()
+    before = dispatch.calls().get(("decoder_ops", "native"), 0)
+    logits, tokens = logits_of(model, "auto")
+    assert dispatch.calls()["decoder_ops", "native"] == before + 4
+    kinds = {product.kind for product in products_of(model)}
+    # small bfloat16 numbers are float16 numbers, too
+    narrow = {KINDS[torch.float16]} | ({KINDS[dtype]} if dtype is torch.bfloat16 else set())
+    is_narrow = dtype is not torch.float32 and library().kvferry_kinds() >> KINDS[dtype] & 1
+    assert kinds <= (narrow if is_narrow else {KINDS[torch.float32]})
+    expected_logits, expected = logits_of(model, "torch")
+    assert tokens == expected
+    torch.testing.assert_close(logits, expected_logits, rtol=2e-5, atol=2e-5)
+
+
+def products_of(model: TransformersModel) -> list[Product]:
+    """As C code has them."""
+    assert model._fused is not None
+    native = model._fused._native
+    assert native is not None
+    return [native._head, *(getattr(its, name) for its in native._layers for name in PRODUCTS)]
+
+
+@pytest.mark.skipif(not is_available(), reason="this machine has no C compiler")
+@pytest.mark.parametrize("num_rows", range(1, MAX_ROWS + 1))
+def test_every_batch_of_native_code_computes_each_row_alone(tmp_path: Path, num_rows: int) -> None:
+    model = load(tmp_path, "llama")
+    tokens = 7 * torch.arange(num_rows) + 3
+    positions = 250 * torch.arange(num_rows) + 1
+
+    def attention(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: object) -> Tensor:
+        return queries * 0.5 + (keys + values)[:, :, None]
+
+    together = model.decode(tokens, positions, attention=attention)
+    for row in range(num_rows):
+        alone = model.decode(tokens[row, None], positions[row, None], attention=attention)
+        torch.testing.assert_close(together[row], alone[0], rtol=1e-5, atol=1e-5)
+    assert model._fused is not None
+    assert not model._fused.runs_natively(MAX_ROWS + 1)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_without_a_compiler_a_step_is_the_modules_bit_by_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(dispatch._state, "has_native", False)
+    model = load(tmp_path, name)
+    logits, tokens = logits_of(model, "auto")
+    modules, expected = logits_of(model, "torch")
+    assert tokens == expected
+    assert torch.equal(logits, modules)
 
 
 def test_a_kernel_that_fails_in_a_step_is_torch_s_from_then_on(

@@ -1,0 +1,168 @@
+"""A decode step of a float32 model like Llama on a CPU: everything beside attention, in one thread of C.
+
+    begin ──► project layer 0 ──► attention ──► finish layer 0 ──► project layer 1 ──► ... ──► logits
+
+Called by `shared/model/fused_decode.py`, with the model's own weights; the code is in `kernels/native`.
+Results differ from torch's by the order of sums and by e^x in the last place.
+
+Legend: B rows (one token each), N hidden size, H query heads, H_kv KV heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvferry.kernels.native import library as native
+
+MAX_ROWS = 8
+"""With more rows, torch's products are as fast, and may use several threads."""
+MAX_LAYER_BYTES = 8 << 20
+"""Weights of a layer; if there is more than one thread, torch's products of larger ones are faster."""
+PRODUCTS = ("queries", "keys", "values", "output", "gate", "up", "down")
+NORMS = ("input", "queries_norm", "keys_norm", "inner")
+
+
+class Weights(NamedTuple):
+    """Of a matrix product: weight `[n, m]`, bias `[n]`; or of an RMSNorm: weight `[n]` and eps."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    eps: float = 0.0
+
+
+class NativeDecoder:
+    """A model's weights as C code finds them.
+
+    Weights that are 16-bit numbers, as those of most checkpoints, are copied as such: a step then reads half
+    the bytes, and computes the same.
+
+    Args:
+        layers: by the names in `NORMS` and `PRODUCTS`; without norms of heads if there are none.
+        last: the norm after the last layer; head: to logits.
+    """
+
+    def __init__(
+        self, layers: Sequence[Mapping[str, Weights]], last: Weights, head: Weights, head_dim: int
+    ) -> None:
+        self._library = native.library()
+        self._read: list[Tensor] = []  # by C code, as long as this object exists
+        self._layers = (native.Layer * len(layers))(*(self._layer(its, head_dim) for its in layers))
+        self._at = [ctypes.addressof(its) for its in self._layers]
+        self._last, self._head = self._norm(last), self._product(head)
+        self._head_dim, self._inner = head_dim, len(layers[0]["gate"].weight)
+        self._sizes = [len(layers[0][name].weight) // head_dim for name in ("queries", "keys")]
+        self._vocab_size = len(head.weight)
+
+    def _layer(self, weights: Mapping[str, Weights], head_dim: int) -> native.Layer:
+        fields = {name: self._product(weights[name]) for name in PRODUCTS}
+        norms = {name: self._norm(weights[name]) for name in NORMS if name in weights}
+        return native.Layer(head_dim=head_dim, **norms, **fields)
+
+    def _norm(self, weights: Weights) -> native.Norm:
+        self._read.append(weights.weight)
+        return native.Norm(weights.weight.data_ptr(), weights.eps)
+
+    def _product(self, weights: Weights) -> native.Product:
+        weight, kinds = weights.weight, self._library.kvferry_kinds()
+        for dtype in (torch.float16, torch.bfloat16):
+            narrow = weight.to(dtype)
+            if kinds >> native.KINDS[dtype] & 1 and torch.equal(narrow.float(), weight):
+                weight = narrow
+                break
+        self._read.append(weight)
+        bias = None
+        if weights.bias is not None:
+            self._read.append(weights.bias)
+            bias = weights.bias.data_ptr()
+        return native.Product(weight.data_ptr(), bias, *weight.shape, native.KINDS[weight.dtype])
+
+    @staticmethod
+    def problem(weights: Sequence[Weights], num_layers: int) -> str | None:
+        """Why a model with these weights cannot be run; None if it can."""
+        for its in _tensors(weights):
+            if its.dtype != torch.float32 or its.device.type != "cpu" or not its.is_contiguous():
+                return f"a weight is {its.dtype} on {its.device}; it must be contiguous float32 on the CPU"
+        if any(its.weight.ndim == 2 and its.weight.shape[1] % 8 for its in weights):
+            return "a product's number of columns is no multiple of 8"
+        size = sum(its.numel() * 4 for its in _tensors(weights)) / num_layers
+        if size > MAX_LAYER_BYTES and torch.get_num_threads() > 1:
+            return f"a layer has {size:.0f} bytes of weights; with several threads {MAX_LAYER_BYTES} at most"
+        return None
+
+    def begin(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> NativeStep:
+        """Begin a step. Args: float32 `[B, N]`, which is changed; `[B, D]` each."""
+        return NativeStep(self, hidden, cos, sin)
+
+
+class NativeStep:
+    """One step of B tokens, whose calls follow the order of the layers."""
+
+    def __init__(self, decoder: NativeDecoder, hidden: Tensor, cos: Tensor, sin: Tensor) -> None:
+        self._decoder = decoder
+        self._hidden, self._cos, self._sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
+        self._change: Tensor | None = None
+        self._scratch = hidden.new_empty(max(2 * decoder._inner, hidden.shape[1]) * len(hidden))
+
+    def project(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Before a layer's attention. Returns: rotated queries `[B, H_kv, G, D]`, keys and values
+        `[B, H_kv, D]`."""
+        its, hidden = self._decoder, self._hidden
+        (num_heads, num_kv_heads), count = its._sizes, len(hidden)
+        rows = hidden.new_empty((count * (num_heads + 2 * num_kv_heads), its._head_dim))
+        sizes = [count * num_heads, count * num_kv_heads, count * num_kv_heads]
+        queries, keys, values = torch.split(rows, sizes)
+        its._library.kvferry_project(
+            its._at[layer],
+            count,
+            hidden.data_ptr(),
+            None if self._change is None else self._change.data_ptr(),
+            self._cos.data_ptr(),
+            self._sin.data_ptr(),
+            self._scratch.data_ptr(),
+            queries.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+        )
+        shape = (count, num_kv_heads, -1, its._head_dim)
+        return queries.view(shape), keys.view(shape[:2] + shape[3:]), values.view(shape[:2] + shape[3:])
+
+    def finish(self, layer: int, attended: Tensor) -> None:
+        """After a layer's attention. Args: `[B, H_kv, G, D]`."""
+        if self._change is None:
+            self._change = torch.empty_like(self._hidden)
+        attended = attended.contiguous()
+        self._decoder._library.kvferry_finish(
+            self._decoder._at[layer],
+            len(self._hidden),
+            attended.data_ptr(),
+            self._hidden.data_ptr(),
+            self._change.data_ptr(),
+            self._scratch.data_ptr(),
+        )
+
+    def logits(self) -> Tensor:
+        """After the last layer. Returns: float32 `[B, V]`."""
+        assert self._change is not None, "no layer has been finished"
+        its = self._decoder
+        logits = self._hidden.new_empty((len(self._hidden), its._vocab_size))
+        its._library.kvferry_logits(
+            ctypes.addressof(its._last),
+            ctypes.addressof(its._head),
+            len(self._hidden),
+            self._hidden.data_ptr(),
+            self._change.data_ptr(),
+            logits.data_ptr(),
+        )
+        return logits
+
+
+def _tensors(weights: Sequence[Weights]) -> Iterator[Tensor]:
+    for its in weights:
+        yield its.weight
+        if its.bias is not None:
+            yield its.bias

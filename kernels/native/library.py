@@ -1,0 +1,207 @@
+"""Compiles `decoder.c` with the machine's C compiler, for its own processor, and loads it.
+
+    first call of `library`:  cached file ──no──► compile (about a second) ──► load ──► compare with torch
+                                   └──────────────────yes───────────────────────┘
+
+The file is in the user's cache, or, if there is no safe folder for it, in one of this process. Where there is
+no compiler, or its code does not agree with torch, ops run in torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("decoder.c")
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC")
+COMPILE_S = 60.0
+CACHE = Path(".cache") / "kvferry" / "native"
+"""In the user's home."""
+KINDS: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""`decoder.c`'s numbers of weights' dtypes."""
+_TOLERANCE = 1e-5
+_int, _pointer, _float = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+
+
+class Norm(ctypes.Structure):
+    """`norm` of `decoder.c`."""
+
+    _fields_ = [("weight", _pointer), ("eps", _float)]
+
+
+class Product(ctypes.Structure):
+    """`product` of `decoder.c`."""
+
+    _fields_ = [("weight", _pointer), ("bias", _pointer), ("rows", _int), ("columns", _int), ("kind", _int)]
+
+
+class Layer(ctypes.Structure):
+    """`layer` of `decoder.c`."""
+
+    _fields_ = [
+        *((name, Norm) for name in ("input", "queries_norm", "keys_norm", "inner")),
+        *((name, Product) for name in ("queries", "keys", "values", "output", "gate", "up", "down")),
+        ("head_dim", _int),
+    ]
+
+
+class NativeUnavailable(RuntimeError):
+    """There is no native code on this machine, and why."""
+
+
+@functools.lru_cache(maxsize=1)
+def find_library() -> ctypes.CDLL | NativeUnavailable:
+    """The library, or why there is none. Compiled at the first call."""
+    try:
+        return load(_compiled())
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return NativeUnavailable(f"{type(error).__name__}: {error}")
+
+
+def library() -> ctypes.CDLL:
+    """The library. Raises: NativeUnavailable."""
+    found = find_library()
+    if isinstance(found, NativeUnavailable):
+        raise found
+    return found
+
+
+def is_available() -> bool:
+    """Whether this machine has the library."""
+    return not isinstance(find_library(), NativeUnavailable)
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """Load a compiled file. Raises: NativeUnavailable: its attention does not agree with torch's."""
+    loaded = ctypes.CDLL(str(path))
+    pointers = [_pointer] * 8
+    loaded.kvferry_project.argtypes = [_pointer, _int, *pointers]
+    loaded.kvferry_project.restype = None
+    loaded.kvferry_finish.argtypes = [_pointer, _int, *pointers[:4]]
+    loaded.kvferry_finish.restype = None
+    loaded.kvferry_logits.argtypes = [_pointer, _pointer, _int, *pointers[:3]]
+    loaded.kvferry_logits.restype = None
+    loaded.kvferry_attend.argtypes = [
+        *(_pointer, _int, _int, _pointer, _int, _int, _int),
+        *pointers[:3],
+        *(_float, _pointer),
+    ]
+    loaded.kvferry_attend.restype = ctypes.c_int
+    error = _error_of_attention(loaded)
+    if not error <= _TOLERANCE:
+        raise NativeUnavailable(f"{path} computes attention with an error of {error:.1e} relative to torch")
+    return loaded
+
+
+def attend(
+    loaded: ctypes.CDLL,
+    heads: Tensor,
+    base: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scaling: float,
+    output: Tensor,
+) -> None:
+    """Append a row to every head of a table and attend, all of them float32 and contiguous.
+
+    Args:
+        heads: int64 `[n, ROW_FIELDS]`, see `descriptors.py`.
+        base: one-dimensional; where the rows are.
+        queries, output: `[n, G, D]` or `[S, H_kv, G, D]`; keys, values: as many, `[..., D]`.
+
+    Raises: RuntimeError: a head's rows are outside of `base`, or there is no memory.
+    """
+    failed = loaded.kvferry_attend(
+        heads.data_ptr(),
+        heads.shape[0],
+        heads.shape[1],
+        base.data_ptr(),
+        base.numel(),
+        queries.shape[-2],
+        queries.shape[-1],
+        queries.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        scaling,
+        output.data_ptr(),
+    )
+    if failed:
+        reasons = {1: "there is no memory for its scores", 2: "rows of a head are outside of the arena"}
+        raise RuntimeError(f"attention failed: {reasons[failed]}")
+
+
+def _error_of_attention(loaded: ctypes.CDLL) -> float:
+    """The greatest difference from torch's attention, of rows of a few kinds."""
+    generator = torch.Generator().manual_seed(3)
+    group_size, head_dim, lengths = 7, 24, (19, 2)
+    keys, values = torch.randn(2, len(lengths), max(lengths), head_dim, generator=generator)
+    queries = 2 * torch.randn(len(lengths), group_size, head_dim, generator=generator)
+    base = torch.cat([keys.flatten(), values.flatten()])
+    rows = [(i * keys[0].numel(), keys.numel() + i * keys[0].numel(), its) for i, its in enumerate(lengths)]
+    new_keys, new_values = (
+        torch.stack([rows[length - 1] for rows, length in zip(its, lengths, strict=True)])
+        for its in (keys, values)
+    )
+    output = torch.full_like(queries, torch.nan)
+    attend(loaded, torch.tensor(rows), base, queries, new_keys, new_values, scaling=0.3, output=output)
+    error = 0.0
+    for i, length in enumerate(lengths):
+        weights = (0.3 * queries[i] @ keys[i, :length].T).softmax(-1)
+        error = max(error, float((weights @ values[i, :length] - output[i]).abs().max()))
+    return error
+
+
+def _compiled() -> Path:
+    """The compiled file, made if it is not there. Raises: NativeUnavailable, OSError, SubprocessError."""
+    key = hashlib.sha256(SOURCE.read_bytes() + repr((FLAGS, _processor())).encode()).hexdigest()[:20]
+    folder = _folder()
+    path = folder / f"decoder-{key}.so"
+    if not path.exists():
+        compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+        if compiler is None:
+            raise NativeUnavailable(f"there is no C compiler: none of {', '.join(COMPILERS)}")
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            made = Path(own) / path.name
+            command = [compiler, *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+            if done.returncode:
+                raise NativeUnavailable(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+            made.replace(path)  # whole, for processes that start at the same time
+    return path
+
+
+def _folder() -> Path:
+    """A folder that only this user can write to."""
+    try:
+        folder = Path.home() / CACHE
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.stat()
+        if found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):  # no home, or a file system that is read only
+        pass
+    return Path(tempfile.mkdtemp(prefix="kvferry-native-"))
+
+
+def _processor() -> str:
+    """What `-march=native` depends on: a home may be shared by machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = ("model name", "flags", "Features", "CPU part")
+    shown = {line for line in lines if line.split("\t", 1)[0].rstrip(": ") in named}
+    return repr((platform.machine(), platform.processor(), sorted(shown)))

@@ -1,0 +1,196 @@
+"""The C code is compiled once and safely, attends as torch does, and is not used where it is not right."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvferry.kernels import dispatch
+from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens
+from kvferry.kernels.dense_decode.batch import DenseBatch
+from kvferry.kernels.native import library as native
+from kvferry.kernels.quarantine import quarantined, release_all
+
+needs_compiler = pytest.mark.skipif(not native.is_available(), reason="this machine has no C compiler")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / native.CACHE
+
+
+@needs_compiler
+def test_it_is_compiled_once_and_the_file_is_whole(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = native._compiled()
+    assert list(home.iterdir()) == [path]
+    assert home.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(native, "COMPILERS", ())
+    assert native._compiled() == path
+    assert native.load(path).kvferry_kinds() & 1
+
+
+def test_without_a_compiler_there_is_a_reason(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "COMPILERS", ("no-such-compiler",))
+    with pytest.raises(native.NativeUnavailable, match="no C compiler: none of no-such-compiler"):
+        native._compiled()
+
+
+@needs_compiler
+def test_a_compiler_that_fails_is_a_reason(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "FLAGS", ("-no-such-flag",))
+    with pytest.raises(native.NativeUnavailable, match="no-such-flag"):
+        native._compiled()
+    assert not list(home.iterdir())
+
+
+@needs_compiler
+def test_a_folder_that_others_may_write_to_is_not_used(home: Path) -> None:
+    home.mkdir(parents=True)
+    home.chmod(0o777)
+    path = native._compiled()
+    assert path.parent != home
+    assert not list(home.iterdir())
+    assert path.parent.stat().st_uid == os.getuid()
+    assert not path.parent.stat().st_mode & 0o022
+
+
+@needs_compiler
+def test_code_that_does_not_agree_with_torch_is_refused(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = tmp_path / "wrong.c"
+    right = native.SOURCE.read_text(encoding="utf-8")
+    wrong.write_text(right.replace("sum(sums[r][g]) * scaling", "sum(sums[r][g]) * 1.01f * scaling"))
+    assert wrong.read_text() != right
+    monkeypatch.setattr(native, "SOURCE", wrong)
+    with pytest.raises(native.NativeUnavailable, match=r"error of .* relative to torch"):
+        native.load(native._compiled())
+
+
+HEADS, GROUP, CAPACITY = 2, 3, 70
+
+
+def batch_of(lengths: list[int], head_dim: int) -> tuple[DenseBatch, list[CachedRows], Tensor]:
+    """Sequences with so many rows, each in an arena with NaN where there is no row."""
+    generator = torch.Generator().manual_seed(sum(lengths) + head_dim)
+    arena = torch.full((len(lengths), 2, HEADS, CAPACITY, head_dim), torch.nan)
+    rows = []
+    for slot, length in enumerate(lengths):
+        arena[slot, :, :, :length] = torch.randn(2, HEADS, length, head_dim, generator=generator)
+        rows.append(CachedRows(keys=arena[slot, 0], values=arena[slot, 1], length=length))
+    shape = BatchShape(
+        num_layers=1,
+        num_slots=len(lengths),
+        num_kv_heads=HEADS,
+        group_size=GROUP,
+        head_dim=head_dim,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    return DenseBatch(shape, arena.view(-1)), rows, arena
+
+
+def step_of(num_slots: int, head_dim: int, seed: int) -> NewTokens:
+    generator = torch.Generator().manual_seed(seed)
+    queries = 3 * torch.randn(num_slots, HEADS, GROUP, head_dim, generator=generator)
+    keys, values = torch.randn(2, num_slots, HEADS, head_dim, generator=generator)
+    return NewTokens(queries, keys, values, head_dim**-0.5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("head_dim", [8, 24, 64])
+def test_steps_of_a_batch_are_torch_s_and_write_its_rows(head_dim: int) -> None:
+    lengths = [0, 1, 7, 8, 66]
+    batch, rows, arena = batch_of(lengths, head_dim)
+    plain, plain_rows, plain_arena = batch_of(lengths, head_dim)
+    assert batch.is_launched
+    active = torch.tensor([1, 1, 0, 1, 1])
+    for each, of_slot in ((batch, rows), (plain, plain_rows)):
+        for slot, its in enumerate(of_slot):
+            each.place(slot, {0: its})
+    batch.show(active)
+    scratch = batch.scratch(len(lengths))
+    for number in range(3):
+        step = step_of(len(lengths), head_dim, number)
+        output = batch.attend(0, step, errors={}, scratch=scratch)
+        expected = plain.attend_slots(0, step, errors={})
+        torch.testing.assert_close(output[active > 0], expected[active > 0], rtol=2e-5, atol=2e-6)
+        assert not output[2].any()  # not active
+        batch.advance(active)
+        plain.advance(active)
+    written = [slot for slot in range(len(lengths)) if active[slot]]
+    torch.testing.assert_close(arena[written], plain_arena[written], equal_nan=True, rtol=0, atol=0)
+    assert arena[2, :, :, lengths[2] :].isnan().all()
+
+
+@needs_compiler
+def test_large_scores_and_nan_stay_with_their_sequence() -> None:
+    lengths = [20, 20, 20]
+    batch, rows, arena = batch_of(lengths, 16)
+    alone, alone_rows, _ = batch_of(lengths, 16)
+    arena[1, 0, 0, 3, 5] = torch.nan
+    step = step_of(3, 16, 0)
+    step.queries[2] *= 1e4
+    for slot in range(3):
+        batch.place(slot, {0: rows[slot]})
+    alone.place(0, {0: alone_rows[0]})
+    alone.place(2, {0: alone_rows[2]})
+    output = batch.attend(0, step, errors={}, scratch=batch.scratch(3)).clone()
+    expected = alone.attend(0, step, errors={}, scratch=alone.scratch(3))
+    assert output[1, 0].isnan().all()
+    assert output[1, 1].isfinite().all()
+    assert torch.equal(output[[0, 2]], expected[[0, 2]])
+    assert output[2].isfinite().all()
+
+
+@needs_compiler
+def test_rows_outside_of_the_arena_are_an_error_and_torch_goes_on() -> None:
+    batch, rows, arena = batch_of([5, 5], 16)
+    for slot in range(2):
+        batch.place(slot, {0: rows[slot]})
+    batch._tables.layer(0, 2)[1, 0] = arena.numel() - 16
+    step = step_of(2, 16, 0)
+    expected_batch, expected_rows, _ = batch_of([5, 5], 16)
+    for slot in range(2):
+        expected_batch.place(slot, {0: expected_rows[slot]})
+    try:
+        output = batch.attend(0, step, errors={}, scratch=batch.scratch(2))
+        assert "outside of the arena" in quarantined()["dense_decode"].detail
+        assert not batch.is_launched
+        assert dispatch.planned_path("dense_decode", torch.device("cpu")) == "torch"
+    finally:
+        release_all()
+    expected = expected_batch.attend_slots(0, step, errors={})
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+
+
+@needs_compiler
+def test_it_is_for_float32_and_for_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert dispatch.planned_path("dense_decode", cpu) == "native"
+    with dispatch.torch_only():
+        assert dispatch.planned_path("dense_decode", cpu) == "torch"
+    dispatch.configure("torch", cpu)
+    try:
+        assert dispatch.planned_path("dense_decode", cpu) == "torch"
+    finally:
+        dispatch.configure("auto", cpu)
+    monkeypatch.setattr(dispatch, "NATIVE_THREADS", 0)
+    assert dispatch.planned_path("dense_decode", cpu) == "torch"
+    monkeypatch.undo()
+    half = BatchShape(
+        num_layers=1,
+        num_slots=1,
+        num_kv_heads=1,
+        group_size=1,
+        head_dim=16,
+        dtype=torch.float16,
+        device=cpu,
+    )
+    assert not DenseBatch(half, torch.zeros(64, dtype=torch.float16)).is_launched
