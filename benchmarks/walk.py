@@ -45,7 +45,8 @@ class Bound:
 
 
 BOUNDS = {"rocketkv": Bound(files=62, calls=3000), "rdkv": Bound(files=76, calls=5000)}
-"""At b4f2d34: 117 files and 5,900 calls; rdkv 121 and 12,000. Two of the files are those of the decode step in C."""
+"""At b4f2d34: 117 files and 5,900 calls; rdkv 121 and 12,000. Two of the files are the decode step's
+in C."""
 
 NUM_PROMPT_TOKENS, NUM_GENERATED_TOKENS = 123, 5
 TOKEN_BUDGET = 64
