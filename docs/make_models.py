@@ -67,7 +67,7 @@ Layers are of these kinds:
 - **capped**: the logits are soft-capped, or each head has an attention sink. Attention is exact; scores,
   and the estimates of sparse attention, do without cap and sink. Methods:
   {_methods(_CAPPED)}.
-  On a GPU these layers and those with a window use the torch path.
+  On a GPU `dense` attention and HSA have kernels for these layers, and for those with a window.
 - **latent**: multi-head latent attention (MLA). A token's row is its latent vector, after its norm, and the
   rotary key that all heads share; its key is the whole row, and its value the latent. Rows are stored,
   shipped, selected and quantised once, as one KV head. Prefill attends to expanded keys and values, decode

@@ -1,10 +1,10 @@
 """Base of the batched decode attentions: a batch's shape, its sequences' rows, and descriptors that grow.
 
-A batch is a number of slots, each a sequence or empty, in every layer. `DenseBatch`, `HsaBatch`,
-`TriZoneBatch` and `KiviBatch` attend for all slots of their kind in a layer: by launches through descriptors
-if a Triton kernel or C code supports them, else one slot after another in torch. A step never reads a number
-from the device, so it can be captured: lengths are stored on the device and grow there. A sequence joins and
-leaves alone: the other slots' descriptors stay as they are.
+A batch is a number of slots, each a sequence or empty, in every layer. `DenseBatch`, `WindowBatch`,
+`HsaBatch`, `TriZoneBatch` and `KiviBatch` attend for all slots of their kind in a layer: by launches through
+descriptors if a Triton kernel or C code supports them, else one slot after another in torch. A step never
+reads a number from the device, so it can be captured: lengths are stored on the device and grow there. A
+sequence joins and leaves alone: the other slots' descriptors stay as they are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from kvferry.kernels.descriptors import LENGTH
 from kvferry.kernels.dispatch import count, path_for, planned_path, shape_problem
 from kvferry.kernels.quarantine import attempt, is_quarantined
+from kvferry.kernels.softmax import Scaling, Softmax
 
 Errors = dict[int, Exception]
 """Of the slots that have failed in torch; they are not run again."""
@@ -46,7 +47,11 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """Attributes: num_slots: S; the rest as a model has it."""
+    """Attributes:
+    num_slots: S; the rest as a model has it.
+    has_windows: whether some of its layers have windows.
+    has_plain_softmax: whether none of them has soft-capping or sinks.
+    """
 
     num_layers: int
     num_slots: int
@@ -55,6 +60,8 @@ class BatchShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    has_windows: bool = False
+    has_plain_softmax: bool = True
 
     @property
     def num_heads(self) -> int:
@@ -68,23 +75,23 @@ class BatchShape:
 
 class NewTokens(NamedTuple):
     """A step's input in one layer, for the first S slots: queries `[S, H_kv, G, D]`, keys and values
-    `[S, H_kv, D]`, and the softmax scale."""
+    `[S, H_kv, D]`, and the layer's softmax."""
 
     queries: Tensor
     keys: Tensor
     values: Tensor
-    scaling: float
+    scaling: Scaling
 
 
 class NewToken(NamedTuple):
     """One slot's part of a step: queries `[H_kv, G, D]`, key and value `[H_kv, D]`, the row that they become,
-    and the softmax scale."""
+    and the layer's softmax."""
 
     queries: Tensor
     key: Tensor
     value: Tensor
     position: int
-    scaling: float
+    scaling: Scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +116,33 @@ class CachedRows:
         self.values.select(1, token.position).copy_(token.value)
         length = token.position + 1
         return self.keys.narrow(1, 0, length), self.values.narrow(1, 0, length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowRows(CachedRows):
+    """One sequence's K and V in a layer with a window.
+
+    Attributes:
+        window: W: a token attends to the last W tokens, itself included.
+        rows_before: in a layer with chunks of W tokens, of which a token attends to its own, how many tokens
+            precede the first row. None: the window slides.
+    """
+
+    window: int
+    rows_before: int | None
+
+    def first_row(self, length: int) -> int:
+        """The first row that the last of `length` rows attends to."""
+        if self.rows_before is None:
+            return max(0, length - self.window)
+        position = self.rows_before + length - 1
+        return max(0, position - position % self.window - self.rows_before)
+
+    def append(self, token: NewToken) -> tuple[Tensor, Tensor]:
+        """See `CachedRows.append`; K and V from the first row that the token attends to."""
+        first = self.first_row(token.position + 1)
+        keys, values = super().append(token)
+        return keys[:, first:], values[:, first:]
 
 
 Rows = TypeVar("Rows", bound=CachedRows)
@@ -182,13 +216,18 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         base: the buffer that descriptors count from, one-dimensional in the rows' dtype; the arena.
         empty: see `HeadTables`.
 
-    Attributes: op; has_tables: whether descriptors are written, for Triton kernels or C code.
+    Attributes:
+        op: as given.
+        has_native: whether C code can run it.
+        has_tables: whether descriptors are written, for Triton kernels or C code.
     """
+
+    has_native: ClassVar[bool] = True
 
     def __init__(self, op: str, shape: BatchShape, base: Tensor, *, empty: Sequence[int]) -> None:
         problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim, shape.device)
         path = planned_path(op, shape.device, problem)
-        self._is_native = path == "native" and shape.dtype == torch.float32
+        self._is_native = path == "native" and self.has_native and shape.dtype == torch.float32
         self.has_tables = self._is_native or path in ("triton", "interpreter")
         self.op, self._shape, self._base = op, shape, base
         self._layers: list[dict[int, Rows]] = [{} for _ in range(shape.num_layers)]
@@ -256,7 +295,9 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         Returns: `[S, H_kv, G, D]`, zero in the other slots; valid until the next call.
         """
         in_torch = partial(self.attend_slots, layer, step, errors)
-        if scratch is None or not self.is_launched:
+        # C code has no soft-capping and no sinks
+        is_beyond = self._is_native and isinstance(step.scaling, Softmax)
+        if scratch is None or is_beyond or not self.is_launched:
             path_for(self.op, self._shape.device)
             return in_torch()
         if self._is_native:

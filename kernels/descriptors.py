@@ -29,6 +29,10 @@ from kvferry.kernels.device_limits import num_multiprocessors
 KEY_OFFSET, VALUE_OFFSET, LENGTH = range(3)
 """The first columns of every table: first K row, first V row, rows in use."""
 ROW_FIELDS = 3
+WINDOW, ROWS_BEFORE = range(ROW_FIELDS, ROW_FIELDS + 2)
+"""Two more columns of layers with a window: W, and the tokens before the first row in layers with chunks of W
+tokens, -1 in layers with a sliding window. Rows before the window are not read."""
+WINDOW_FIELDS = ROW_FIELDS + 2
 ALIGNMENT_BYTES = 16
 """K and V rows start at multiples of this, so that kernels can load 16 bytes at a time."""
 MAX_SPLITS = 64

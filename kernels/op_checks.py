@@ -18,8 +18,8 @@ from torch import Tensor
 from kvferry.kernels import decoder_ops, hsa
 from kvferry.kernels.chunk_scores import chunk_scores_torch, shared_chunk_scores_torch
 from kvferry.kernels.column_sums import column_sums_torch
-from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens, SlotBatch
-from kvferry.kernels.dense_decode.batch import DenseBatch
+from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens, SlotBatch, WindowRows
+from kvferry.kernels.dense_decode.batch import DenseBatch, WindowBatch
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
 from kvferry.kernels.dispatch import shape_problem
 from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
@@ -31,6 +31,7 @@ from kvferry.kernels.packed.layer import view_packed_layer
 from kvferry.kernels.packed.packing import fill_in_torch, indexed_layer
 from kvferry.kernels.quantise import WIDTHS
 from kvferry.kernels.quarantine import Reason
+from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.kernels.trizone.batch import PackedRows, TriZoneBatch
 
 SPOILT = 1
@@ -38,7 +39,7 @@ SPOILT = 1
 LENGTHS = (36, 131, 333)
 """Rows before the first step, by slot: no multiple of a tile, and of a page of four in one slot only."""
 CAPACITY = 400
-PROMPT_TOKENS, WINDOW, CHUNK = 333, 31, 96
+PROMPT_TOKENS, LATER_TURN, WINDOW, CHUNK = 333, 77, 31, 96
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Norm of the difference, relative to the reference's. Torch rounds probabilities to the rows' dtype."""
 _HSA_SIZES = ((1, 25), (4, 17))
@@ -137,7 +138,13 @@ class _Inputs:
         return self.arena[slot, 2 * self._rows :]
 
     def outputs(
-        self, batch: SlotBatch[Any, Any], rows: Mapping[int, CachedRows], *, launched: bool
+        self,
+        batch: SlotBatch[Any, Any],
+        rows: Mapping[int, CachedRows],
+        *,
+        launched: bool,
+        softcap: float,
+        has_sinks: bool,
     ) -> Tensor:
         """Two steps' outputs and what they wrote, by slot."""
         for slot, of_slot in rows.items():
@@ -145,8 +152,15 @@ class _Inputs:
         scratch = batch.scratch(len(rows)) if launched else None
         active = torch.ones(len(rows), dtype=torch.int64, device=self.shape.device)
         outputs = []
+        scale = self.shape.head_dim**-0.5
+        scaling: Scaling = scale
+        if softcap or has_sinks:
+            # a sink outweighs all rows, another none
+            sinks = torch.linspace(-2, 8, self.queries[0, :, :, 0].numel(), device=self.shape.device)
+            sinks = sinks.view(self.queries.shape[1:3]).to(self.shape.dtype)
+            scaling = Softmax(scaling=scale, softcap=softcap, sinks=sinks if has_sinks else None)
         for keys, values in self.new:
-            step = NewTokens(self.queries, keys, values, self.shape.head_dim**-0.5)
+            step = NewTokens(self.queries, keys, values, scaling)
             if launched:
                 output = batch.attend_launched(0, step, scratch).clone()
             else:
@@ -168,12 +182,16 @@ def _decode_cases(
     shape: BatchShape,
     make: Callable[[_Inputs], tuple[SlotBatch[Any, Any], dict[int, Any]]],
     name: str,
+    *,
+    softcap: float = 0.0,
+    has_sinks: bool = False,
 ) -> Iterator[OpCheck]:
     for has_nan in (False, True):
 
         def run(has_nan: bool, *, launched: bool) -> Tensor:
             inputs = _Inputs(shape, has_nan=has_nan)
-            return inputs.outputs(*make(inputs), launched=launched)
+            made = make(inputs)
+            return inputs.outputs(*made, launched=launched, softcap=softcap, has_sinks=has_sinks)
 
         yield OpCheck(
             op=op,
@@ -193,7 +211,28 @@ def _dense_cases(shape: BatchShape) -> Iterator[OpCheck]:
             rows[slot] = CachedRows(keys=keys, values=values, length=length)
         return DenseBatch(inputs.shape, inputs.arena.view(-1)), rows
 
-    yield from _decode_cases("dense_decode", shape, make, "rows of any lengths")
+    def make_windows(inputs: _Inputs) -> tuple[WindowBatch, dict[int, WindowRows]]:
+        # all rows, a window that slides, and a chunk that the second step begins
+        windows = (CAPACITY, None), (57, None), (57, 57 * 6 - 1 - LENGTHS[2])
+        rows = {}
+        for slot, (window, before) in enumerate(windows):
+            keys, values = inputs.keys_values(slot)
+            rows[slot] = WindowRows(
+                keys=keys, values=values, length=LENGTHS[slot], window=window, rows_before=before
+            )
+        return WindowBatch(inputs.shape, inputs.arena.view(-1)), rows
+
+    for name, softmax in _softmaxes(shape):
+        yield from _decode_cases("dense_decode", shape, make, f"rows of any lengths{name}", **softmax)
+        if shape.has_windows:
+            yield from _decode_cases("dense_decode", shape, make_windows, f"windows{name}", **softmax)
+
+
+def _softmaxes(shape: BatchShape) -> list[tuple[str, dict[str, Any]]]:
+    """What a model may have, for names and for `_decode_cases`."""
+    if shape.has_plain_softmax:
+        return [("", {})]
+    return [(", capped", {"softcap": 2.0}), (", sinks", {"has_sinks": True})]
 
 
 def _hsa_cases(shape: BatchShape) -> Iterator[OpCheck]:
@@ -224,7 +263,8 @@ def _hsa_cases(shape: BatchShape) -> Iterator[OpCheck]:
                 )
             return HsaBatch(inputs.shape, inputs.arena.view(-1)), rows
 
-        yield from _decode_cases("hsa", shape, make, f"pages of {page_size}")
+        for name, softmax in _softmaxes(shape):
+            yield from _decode_cases("hsa", shape, make, f"pages of {page_size}{name}", **softmax)
 
 
 def _trizone_cases(shape: BatchShape) -> Iterator[OpCheck]:
@@ -379,7 +419,7 @@ def _window_cases(shape: BatchShape) -> Iterator[OpCheck]:
 
 def _column_cases(shape: BatchShape) -> Iterator[OpCheck]:
     launch = partial(_mass, per_query_head=True)
-    for name, num_queries in (("a first turn", PROMPT_TOKENS), ("a later turn", 77)):
+    for name, num_queries in (("a first turn", PROMPT_TOKENS), ("a later turn", LATER_TURN)):
         yield from _scores_cases("column_sums", shape, name, num_queries, launch, _sums_in_torch)
 
 

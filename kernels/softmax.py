@@ -1,7 +1,7 @@
-"""Attention whose softmax differs from softmax(scaling * q K^T): capped logits, and sinks. In torch only.
+"""Attention whose softmax differs from softmax(scaling * q K^T): capped logits, and sinks.
 
-Layers of a few models (Gemma 2, gpt-oss) need it, in prefill and in decode. All others pass their scale as a
-float, and the kernels run them.
+Layers of a few models (Gemma 2, gpt-oss) need it, in prefill, which runs in torch, and in decode, which the
+kernels of dense decode and HSA run, too. All others pass their scale as a float.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ Scaling = float | Softmax
 def scale_of(scaling: Scaling) -> float:
     """The scale alone, for estimates that only rank tokens."""
     return scaling.scaling if isinstance(scaling, Softmax) else scaling
+
+
+def as_softmax(scaling: Scaling) -> Softmax:
+    """A plain softmax's scale with nothing capped and no sinks."""
+    return scaling if isinstance(scaling, Softmax) else Softmax(scaling=scaling)
 
 
 def plain(scaling: Scaling) -> float:

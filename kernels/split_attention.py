@@ -15,7 +15,9 @@ from kvferry.kernels.descriptors import MAX_SPLITS
 
 LOG2_E = 1.4426950408889634
 MIN_BLOCK_G = 16
+_TANH_IS_ONE = tl.constexpr(64.0)
 _HEADS_AT_ONCE = tl.constexpr(128)
+_LOG2_E = tl.constexpr(LOG2_E)
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 _SPLITS_AT_ONCE = tl.constexpr(16)
 """A constant, so that no kernel is compiled again for another number of splits."""
@@ -29,13 +31,42 @@ def load_queries(query_ptr, bh, g, d, G: tl.constexpr, D: tl.constexpr, DOT: tl.
 
 
 @triton.jit
-def attend_tile(q, k, v, ok, highest, total, acc, scale_log2):
+def first_state(sink_ptr, head, is_first, g, G: tl.constexpr, BLOCK_G: tl.constexpr, SINKS: tl.constexpr):
+    """The running maximum and sum `[BLOCK_G]` of a split before its first tile.
+
+    A head's first split begins with its sinks, `[H_kv, G]` logits of a token whose value is zero, so they are
+    counted once where splits are combined.
+
+    Args: head: the KV head; is_first: whether this is the head's first split.
+    """
+    if SINKS:
+        sinks = tl.load(sink_ptr + head * G + g, mask=(g < G) & is_first, other=float("-inf"))
+        highest = sinks.to(tl.float32) * _LOG2_E
+        total = tl.where(highest == float("-inf"), 0.0, 1.0)
+    else:
+        highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+    return highest, total
+
+
+@triton.jit
+def attend_tile(
+    q, k, v, ok, highest, total, acc, scale_log2, cap_log2=0.0, CAPPED: tl.constexpr = False
+):  # fmt: skip
     """One online-softmax step.
 
-    Args: q `[BLOCK_G, BLOCK_D]`, k and v `[BLOCK_N, BLOCK_D]`, zero where not `ok` `[BLOCK_N]`.
+    Args:
+        q: `[BLOCK_G, BLOCK_D]`; k and v `[BLOCK_N, BLOCK_D]`, zero where not `ok` `[BLOCK_N]`.
+        CAPPED: whether logits are `cap_log2 * tanh(scale_log2 q k / cap_log2)`.
+
     Returns: the new running maximum and sum `[BLOCK_G]`, and the unnormalised output `[BLOCK_G, BLOCK_D]`.
     """
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    if CAPPED:
+        # tanh x = 1 - 2 / (e^2x + 1), which is 1 where e^2x is large; NaN stays
+        power = logits * (2.0 * _LOG2_E / cap_log2)
+        power = tl.where(power > _TANH_IS_ONE, _TANH_IS_ONE, power)
+        logits = cap_log2 * (1.0 - 2.0 / (tl.exp2(power) + 1.0))
     logits = tl.where(ok[None, :], logits, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(logits, 1))
     # no visible row yet: -inf - -inf would be NaN
@@ -56,29 +87,47 @@ def split_range(num_tiles, split, num_splits, MIN_TILES: tl.constexpr):
 
 
 @triton.jit
-def _splits_of(heads_ptr, h, num_heads, per_split, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr):
-    """Tiles of each of some heads, and its splits: as few as have at most `per_split` tiles, at least 1."""
-    length = tl.load(heads_ptr + h * FIELDS + 2, mask=h < num_heads, other=0).to(tl.int32)
-    tiles = tl.cdiv(length, BLOCK_N)
-    return tiles, tl.where(h < num_heads, tl.maximum(tl.cdiv(tiles, per_split), 1), 0)
+def visible_rows(heads_ptr, h, ok, FIELDS: tl.constexpr, WINDOWED: tl.constexpr):
+    """The first row that a head's new token attends to, and how many from there on.
+
+    Args: h: one head or several; ok: where not, there are no rows.
+    """
+    length = tl.load(heads_ptr + h * FIELDS + 2, mask=ok, other=0).to(tl.int32)
+    if WINDOWED:
+        window = tl.load(heads_ptr + h * FIELDS + 3, mask=ok, other=1).to(tl.int32)
+        before = tl.load(heads_ptr + h * FIELDS + 4, mask=ok, other=-1).to(tl.int32)
+        position = before + length - 1
+        first = tl.where(before < 0, length - window, position - position % window - before)
+        first = tl.maximum(first, 0)
+    else:
+        first = tl.zeros_like(length)
+    return first, length - first
+
+
+@triton.jit
+def row_tiles(heads_ptr, h, ok, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, WINDOWED: tl.constexpr):
+    """How many tiles heads of plain rows have, and whether they have an output: all do. See `place_of`."""
+    _, count = visible_rows(heads_ptr, h, ok, FIELDS, WINDOWED)
+    return tl.cdiv(count, BLOCK_N), ok
 
 
 @triton.jit
 def place_of(
-    heads_ptr, num_heads, program, num_programs, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
-    FIELDS: tl.constexpr,
+    heads_ptr, num_heads, program, num_programs, TILES_OF: tl.constexpr, MIN_TILES: tl.constexpr,
+    BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """What one of more than `num_heads` programs attends to, so that each has about as many tiles.
 
     All programs read all lengths, on the device: a long head gets more of them.
 
+    Args: TILES_OF: a function as `row_tiles`; its last argument is KIND.
     Returns: the head, or `num_heads` for a program that has nothing to do; its begin and end among the head's
         tiles; the head's first program, and how many it has, 1 to MAX_SPLITS.
     """
     h = tl.arange(0, _HEADS_AT_ONCE)
     total, longest = 0, 0
     for first in range(0, num_heads, _HEADS_AT_ONCE):
-        tiles, _ = _splits_of(heads_ptr, first + h, num_heads, 1, BLOCK_N, FIELDS)
+        tiles, _ = TILES_OF(heads_ptr, first + h, first + h < num_heads, BLOCK_N, FIELDS, KIND)
         total += tl.sum(tiles, 0)
         longest = tl.maximum(longest, tl.max(tiles, 0))
     # rounding up costs each head one program at most
@@ -86,7 +135,8 @@ def place_of(
     per_split = tl.maximum(per_split, MIN_TILES)
     head, mine, first_program, num_splits, taken = num_heads, 0, 0, 1, 0
     for first in range(0, num_heads, _HEADS_AT_ONCE):
-        tiles, splits = _splits_of(heads_ptr, first + h, num_heads, per_split, BLOCK_N, FIELDS)
+        tiles, there = TILES_OF(heads_ptr, first + h, first + h < num_heads, BLOCK_N, FIELDS, KIND)
+        splits = tl.where(there, tl.maximum(tl.cdiv(tiles, per_split), 1), 0)
         after = taken + tl.cumsum(splits, 0)
         here = (after - splits <= program) & (program < after)
         if tl.sum(here.to(tl.int32), 0) > 0:

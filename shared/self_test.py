@@ -30,7 +30,7 @@ from kvferry.kernels.decode_batch import BatchShape
 from kvferry.kernels.op_checks import op_checks
 from kvferry.kernels.quarantine import Reason, is_lost, quarantine, reason_of
 from kvferry.shared.kernel_paths import OPS, Role
-from kvferry.shared.model.spec import TORCH_DTYPES, DTypeName, ModelSpec
+from kvferry.shared.model.spec import TORCH_DTYPES, DTypeName, Heads, LayerSpec, ModelSpec
 
 _log = structlog.get_logger(__name__)
 
@@ -65,6 +65,9 @@ class Finding:
 
 def model_shapes(spec: ModelSpec, device: torch.device) -> list[BatchShape]:
     """The shapes that a model's kernels have: one for all layers with equal heads."""
+    by_heads: dict[Heads, list[LayerSpec]] = {}
+    for layer in spec.row_layers:
+        by_heads.setdefault(spec.heads(layer), []).append(spec.layer(layer))
     return [
         BatchShape(
             num_layers=1,
@@ -74,8 +77,10 @@ def model_shapes(spec: ModelSpec, device: torch.device) -> list[BatchShape]:
             head_dim=heads.head_dim,
             dtype=TORCH_DTYPES[spec.dtype],
             device=device,
+            has_windows=any(its.window for its in layers),
+            has_plain_softmax=all(its.has_plain_softmax for its in layers),
         )
-        for heads in dict.fromkeys(map(spec.heads, spec.row_layers))
+        for heads, layers in by_heads.items()
     ]
 
 
@@ -153,6 +158,8 @@ class _Child:
             "num_kv_heads": shape.num_kv_heads,
             "group_size": shape.group_size,
             "head_dim": shape.head_dim,
+            "has_windows": shape.has_windows,
+            "has_plain_softmax": shape.has_plain_softmax,
             "dtype": str(shape.dtype).removeprefix("torch."),
             "device": str(shape.device),
             "mode": dispatch.mode(),
@@ -282,6 +289,8 @@ def run_child(arguments: Sequence[str]) -> int:
         num_kv_heads=task["num_kv_heads"],
         group_size=task["group_size"],
         head_dim=task["head_dim"],
+        has_windows=task["has_windows"],
+        has_plain_softmax=task["has_plain_softmax"],
         dtype=TORCH_DTYPES[task["dtype"]],
         device=device,
     )

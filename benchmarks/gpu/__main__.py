@@ -87,6 +87,7 @@ def _compile(result: dict[str, Any], arguments: argparse.Namespace) -> None:
         "kernel",
         "arch",
         "model",
+        "special",
         "registers",
         "stack_bytes",
         "shared_bytes",
@@ -96,7 +97,10 @@ def _compile(result: dict[str, Any], arguments: argparse.Namespace) -> None:
     write_table(rows, columns)
     result |= {"mode": "compile", "triton": triton.__version__, "kernels": rows}
     result["failures"] += [
-        f"{r['kernel']} {r['arch']} {r['model']}: {'; '.join(r['breaks'])}" for r in rows if r["breaks"]
+        " ".join(filter(None, (r["kernel"], r["arch"], r["model"], r.get("special"))))
+        + f": {'; '.join(r['breaks'])}"
+        for r in rows
+        if r["breaks"]
     ]
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvferry.kernels.softmax import Scaling, Softmax, as_softmax
+
 Device = torch.device
 
 
@@ -49,6 +51,8 @@ class Case:
         expected: the reference of that output, float32.
         tolerance: allowed norm of the difference, relative to the reference's norm.
         kernels: the Triton kernels that `launch` launches.
+        special: what its layers have beside plain attention to all rows, or what else tells its kernel from
+            another of this name; "" for nothing.
         captured: whether a CUDA graph can hold it; else its time has the host's in it.
     """
 
@@ -66,6 +70,7 @@ class Case:
     flops: int = 0
     captured: bool = True
     checked: Callable[[], Tensor] | None = None
+    special: str = ""
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -73,6 +78,22 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
 
 
-def attend_all(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """Plain softmax attention in float32. Args: `[H, G, D]`, `[H, n, D]`, `[H, n, D]`."""
-    return torch.softmax(scaling * (queries.float() @ keys.float().mT), dim=-1) @ values.float()
+def attend_all(queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling) -> Tensor:
+    """Softmax attention in float32. Args: `[H, G, D]`, `[H, n, D]`, `[H, n, D]`; sinks `[H, G]`."""
+    softmax = as_softmax(scaling)
+    logits = softmax.scaling * (queries.float() @ keys.float().mT)
+    if softmax.softcap:
+        logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
+    if softmax.sinks is not None:
+        logits = torch.cat([logits, softmax.sinks.float()[..., None]], dim=-1)
+    return torch.softmax(logits, dim=-1)[..., : keys.shape[1]] @ values.float()
+
+
+def special_softmax(model: Model, device: Device, *, capped: bool, sinks: bool) -> Scaling:
+    """The softmax of a model's layers: plain, or with capped logits or sinks of about a row's logit."""
+    scale = model.head_dim**-0.5
+    if not capped and not sinks:
+        return scale
+    values = torch.linspace(-2, 2, model.num_kv_heads * model.group_size, device=device).to(model.dtype)
+    shape = model.num_kv_heads, model.group_size
+    return Softmax(scaling=scale, softcap=2.0 if capped else 0.0, sinks=values.view(shape) if sinks else None)

@@ -24,6 +24,17 @@ def tiny_cases(device: Device, seed: int) -> list[Case]:
     small, other = TINY
     return [
         dense_case(small, batch_size=2, length=70, device=device, seed=seed, target=None),
+        dense_case(
+            small,
+            batch_size=2,
+            length=70,
+            device=device,
+            seed=seed,
+            target=None,
+            window=40,
+            capped=True,
+            sinks=True,
+        ),
         append_case(other, batch_size=2, device=device, seed=seed),
         *hsa_cases(
             other,
@@ -34,7 +45,7 @@ def tiny_cases(device: Device, seed: int) -> list[Case]:
         ),
         hsa_cases(
             small,
-            HsaSize(batch_size=2, length=50, page_size=1, num_channels=20, num_tokens=13),
+            HsaSize(batch_size=2, length=50, page_size=1, num_channels=20, num_tokens=13, is_special=True),
             device=device,
             seed=seed,
             targets=(None, None),
@@ -90,6 +101,18 @@ def gpu_cases(device: Device, seed: int, model: Model) -> list[Callable[[], list
         lambda: dense(32, 4096, 0.85),
         lambda: dense(1, 131072, 0.80),
         lambda: dense(1, 4096, None, 10.0),
+        lambda: [
+            dense_case(
+                model,
+                batch_size=32,
+                length=131072 // 32,
+                device=device,
+                seed=seed,
+                target=0.85,
+                window=1024,
+                sinks=True,
+            )
+        ],
         lambda: [append_case(model, batch_size=64, device=device, seed=seed)],
         lambda: sparse(64, 8192, (0.60, 0.65)),
         lambda: sparse(64, 8192, (None, None), page_size=1),

@@ -29,6 +29,7 @@ from kvferry.kernels.quantise import WIDTHS
 
 HEAD_DIMS = (64, 96, 128, 256)
 GROUP_SIZES = (1, 4, 5, 7, 8, 16)
+SPECIAL_GROUP_SIZES = (4, 16)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU = torch.device("cpu")
 
@@ -78,6 +79,20 @@ def compile_cases(model: Model) -> list[Callable[[], Case]]:
             partial(kivi_case, model, bits=bits, batch_size=1, length=40, new=1, device=_CPU, seed=0)
             for bits in WIDTHS
         ),
+        *(_special_cases(model) if model.group_size in SPECIAL_GROUP_SIZES else ()),
+    ]
+
+
+def _special_cases(model: Model) -> list[Callable[[], Case]]:
+    """Attention with a window, capped logits and sinks. How many query heads share a KV head changes little,
+    because a tile has `MIN_BLOCK_G` of them."""
+    size = HsaSize(
+        batch_size=1, length=64, page_size=1, num_channels=model.head_dim, num_tokens=32, is_special=True
+    )
+    dense = {"batch_size": 1, "length": 64, "window": 32, "device": _CPU, "seed": 0, "target": None}
+    return [
+        *(partial(dense_case, model, **dense, **softmax) for softmax in ({"capped": True}, {"sinks": True})),
+        lambda: hsa_cases(model, size, device=_CPU, seed=0, targets=(None, None))[-1],
     ]
 
 
@@ -121,7 +136,9 @@ def compile_all(
             case = make()
             for arch in architectures:
                 for launch in launches_of(case, arch):
-                    if only not in launch.kernel.__name__:
+                    # what is special is so in the last kernel alone
+                    is_known = bool(case.special) and launch.kernel is not case.kernels[-1]
+                    if only not in launch.kernel.__name__ or is_known:
                         continue
                     key = (launch.kernel.__name__, arch, repr(specialised(launch)), repr(launch.options))
                     if key not in compiled:
@@ -129,5 +146,6 @@ def compile_all(
                     facts = compiled[key]
                     shape = {"model": name, "head_dim": model.head_dim, "group_size": model.group_size}
                     dtype, broken = str(model.dtype), breaks(facts, model.head_dim)
-                    rows.append({**shape, "dtype": dtype, **facts.row(), "breaks": broken})
+                    special = {"special": case.special} if case.special else {}
+                    rows.append({**shape, "dtype": dtype, **facts.row(), **special, "breaks": broken})
     return rows

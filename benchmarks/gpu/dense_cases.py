@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from case import Case, Device, Model, attend_all, tolerance_of
+from case import Case, Device, Model, attend_all, special_softmax, tolerance_of
 from torch import Tensor
 
 from kvferry.kernels import split_attention as append
@@ -13,9 +13,12 @@ from kvferry.kernels.descriptors import choose_num_programs, split_workspace
 
 def dense_case(
     model: Model, *, batch_size: int, length: int, device: Device, seed: int, target: float | None,
-    target_us: float | None = None,
+    target_us: float | None = None, window: int = 0, capped: bool = False, sinks: bool = False,
 ) -> Case:  # fmt: skip
-    """Row 1: dense decode over ragged sequences of about `length` rows in one arena."""
+    """Row 1: dense decode over ragged sequences of about `length` rows in one arena.
+
+    Args: window: of the layer, which slides, 0 for none; capped, sinks: see `special_softmax`.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     heads, group, head_dim = model.num_kv_heads, model.group_size, model.head_dim
     lengths = [max(length - 7 * i, 1) for i in range(batch_size)]
@@ -25,12 +28,18 @@ def dense_case(
     queries = queries.to(model.dtype)
     step = length * head_dim
     table = torch.tensor(
-        [(2 * i * step, (2 * i + 1) * step, lengths[i // heads]) for i in range(batch_size * heads)],
+        [
+            (2 * i * step, (2 * i + 1) * step, lengths[i // heads], *([window, -1] if window else []))
+            for i in range(batch_size * heads)
+        ],
         device=device,
     )
     output = torch.full_like(queries, torch.nan)
     workspace = split_workspace(output, choose_num_programs(batch_size * heads, device))
     flat = arena.view(-1)
+    scaling = special_softmax(model, device, capped=capped, sinks=sinks)
+    shown = {"window": window > 0, "cap": capped, "sinks": sinks}
+    special = ", ".join(name for name, there in shown.items() if there)
 
     def launch() -> Tensor:
         dense_decode.dense_decode_batch(
@@ -39,7 +48,7 @@ def dense_case(
             flat,
             table,
             row_stride=head_dim,
-            scaling=head_dim**-0.5,
+            scaling=scaling,
             workspace=workspace,
             output=output,
         )
@@ -48,7 +57,7 @@ def dense_case(
     def expected() -> Tensor:
         return torch.stack(
             [
-                attend_all(queries[b], arena[b, :, 0, :n], arena[b, :, 1, :n], head_dim**-0.5)
+                attend_all(queries[b], *arena[b, :, :, max(n - (window or n), 0) : n].unbind(1), scaling)
                 for b, n in enumerate(lengths)
             ]
         )
@@ -57,8 +66,9 @@ def dense_case(
         row=1,
         kernel="dense_decode",
         model=model.name,
-        shape=f"B={batch_size} n={length}",
-        num_bytes=2 * heads * head_dim * sum(lengths) * arena.element_size(),
+        shape=f"B={batch_size} n={length}" + (f" W={window}" if window else ""),
+        special=special,
+        num_bytes=2 * heads * head_dim * sum(min(n, window or n) for n in lengths) * arena.element_size(),
         launch=launch,
         expected=expected,
         tolerance=tolerance_of(model.dtype),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from case import Case, Device, Model, attend_all, tolerance_of
+from case import Case, Device, Model, attend_all, special_softmax, tolerance_of
 from torch import Tensor
 
 from kvferry.kernels.hsa import triton_kernel as hsa
@@ -27,6 +27,8 @@ class HsaSize:
     page_size: int
     num_channels: int
     num_tokens: int
+    is_special: bool = False
+    """Whether logits are capped and there are sinks."""
 
     def __str__(self) -> str:
         return (
@@ -46,6 +48,8 @@ class HsaInputs:
         generator = torch.Generator(device).manual_seed(seed)
         group, head_dim = model.group_size, model.head_dim
         length, page_size = size.length, size.page_size
+        flags = {"capped": size.is_special, "sinks": size.is_special}
+        self.scaling = special_softmax(model, device, **flags)
         self.num_heads = num_heads = size.batch_size * model.num_kv_heads
         self.num_pages = num_pages = -(-length // page_size)
         padded = -(-num_pages // 8) * 8
@@ -121,7 +125,7 @@ class HsaInputs:
             self.arena.view(-1),
             self.table,
             self.scratch,
-            scaling=self.model.head_dim**-0.5,
+            scaling=self.scaling,
             output=self.output,
         )
         return self.output.flatten(0, 1)
@@ -144,7 +148,12 @@ class HsaInputs:
         shares = (self.expected_logits() * math.log(2)).softmax(-1).mean(1)
         check_selection(shares, chosen, length=self.size.length, page_size=self.size.page_size)
         keys, values = self.rows[at, 0, chosen], self.rows[at, 1, chosen]
-        return attend_all(self.queries, keys, values, self.model.head_dim**-0.5)
+        shape = self.batch.shape[0], -1, *keys.shape[1:]
+        attended = [
+            attend_all(queries, *rows, self.scaling)
+            for queries, *rows in zip(self.batch, keys.view(shape), values.view(shape), strict=True)
+        ]
+        return torch.cat(attended)
 
     def shares_chosen(self) -> Tensor:
         """Of the tokens chosen beside the newest: each one's share by the kernel's own logits, falling."""
@@ -190,7 +199,7 @@ def hsa_cases(
         return Case(
             row=row, kernel=kernel, model=model.name, shape=str(size), num_bytes=num_bytes, launch=launch,
             checked=checked, expected=expected, tolerance=tolerance, kernels=kernels, target=target,
-            target_us=target_us,
+            target_us=target_us, special="cap, sinks" if size.is_special else "",
         )  # fmt: skip
 
     return [

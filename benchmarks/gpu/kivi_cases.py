@@ -6,7 +6,7 @@ import torch
 from case import Case, Device, Model, tolerance_of
 from torch import Tensor
 
-from kvferry.kernels.descriptors import choose_num_splits, split_workspace
+from kvferry.kernels.descriptors import choose_num_programs, split_workspace
 from kvferry.kernels.kivi import torch_path
 from kvferry.kernels.kivi import triton_kernel as kivi
 from kvferry.kernels.kivi.batch import QuantisedRows, kivi_fields
@@ -53,9 +53,8 @@ def kivi_case(
             first[column] = start // (4 if column in (6, 7) else model.dtype.itemsize)
         table += [[at + h * by for at, by in zip(first, step, strict=True)] for h in range(heads)]
     queries = random(batch_size, heads, model.group_size, head_dim)
-    splits = choose_num_splits(batch_size * heads, device)
     output = torch.full_like(queries, torch.nan)
-    workspace = split_workspace(output, batch_size * heads * splits)
+    workspace = split_workspace(output, choose_num_programs(batch_size * heads, device))
     buffers, descriptors = kivi.Buffers.of_arena(base, arena), torch.tensor(table, device=device)
 
     def launch() -> Tensor:
@@ -67,7 +66,6 @@ def kivi_case(
             row_stride=head_dim,
             scaling=head_dim**-0.5,
             workspace=workspace,
-            num_splits=splits,
             output=output,
         )
         return output
@@ -83,6 +81,7 @@ def kivi_case(
     return Case(
         row=KIVI_ROW,
         kernel=f"kivi_{bits}",
+        special=f"{bits} bits",
         model=model.name,
         shape=f"B={batch_size} n={length} new={new}",
         num_bytes=sum(map(len, parts)),

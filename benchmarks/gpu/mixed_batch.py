@@ -1,4 +1,4 @@
-"""Dense decode's modelled time of one layer where one sequence is much longer than the others.
+"""Decode attention's modelled time of one layer where one sequence is much longer than the others.
 
 A program has at most so many bytes in flight, so one with many tiles takes long, even if the GPU is idle
 otherwise. Programs start in order, each where one has ended. Every number is modelled, and none is a
@@ -47,7 +47,7 @@ def time_s(programs: Sequence[int], tile_s: float, num_places: int) -> float:
 
 
 def mixed_rows(
-    name: str, *, num_sms: int, per_sm: int, in_flight: int, latency_s: float, bandwidth: float,
+    name: str, kernel: str, *, num_sms: int, per_sm: int, in_flight: int, latency_s: float, bandwidth: float,
     num_kv_heads: int, block_tokens: int, tile_bytes: int, min_tiles: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """One GPU's rows. Args: per_sm: programs on a multiprocessor; in_flight: bytes of one program."""
@@ -62,7 +62,13 @@ def mixed_rows(
         }
         tile_s = tile_bytes * latency_s / in_flight
         rows.append(
-            {"gpu": name, "longest": max(lengths), "others": min(lengths), "batch": len(lengths)}
+            {
+                "gpu": name,
+                "kernel": kernel,
+                "longest": max(lengths),
+                "others": min(lengths),
+                "batch": len(lengths),
+            }
             | {
                 f"{how}_modelled_us": 1e6 * max(time_s(programs, tile_s, num_sms * per_sm), least_s)
                 for how, programs in divided.items()

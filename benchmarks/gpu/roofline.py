@@ -30,7 +30,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from kvferry.kernels import dispatch
 from kvferry.kernels.decode_batch import BatchShape
 from kvferry.kernels.dense_decode.triton_kernel import MIN_SPLIT_BYTES
-from kvferry.kernels.op_checks import op_checks
+from kvferry.kernels.kivi.rows import GROUP_TOKENS
+from kvferry.kernels.op_checks import OpCheck, op_checks
 from kvferry.shared.costs.machine import GPUS
 from kvferry.shared.costs.sizes import sizes_of
 from kvferry.shared.model.spec import ModelSpec
@@ -48,12 +49,15 @@ LATENCY_S = 600e-9
 """Of a memory's first byte: what must be in flight is the bandwidth times this."""
 CONTEXTS = ((1, 8192), (1, 32768), (1, 131072), (8, 8192), (8, 32768), (7, 131072), (32, 8192))
 """Batch and prompt tokens; some do not fit on every GPU."""
+WINDOWS = (128, 1024, 4096)
+"""Rows that a layer of gpt-oss, Gemma 3 and Mistral reads."""
 NEW_TOKENS = 256
 _OPS = {"full": "dense_decode", "rocketkv": "hsa", "rdkv": "trizone"}
 _STREAMS = {
     "full": "_dense_decode_kernel", "rocketkv": "_gather_attend_kernel", "rdkv": "_trizone_kernel",
 }  # fmt: skip
 """The attention kernel that reads most of a method's bytes."""
+_KIVI_BITS = 4
 _VIEWS = ("aten::empty", "aten::detach", "aten::_unsafe_view", "aten::lift_fresh")
 
 
@@ -122,13 +126,18 @@ def counted(*, operators: bool) -> Iterator[Counter[str]]:
         InterpretedFunction.run = run
 
 
+_COUNTED = BatchShape(
+    num_layers=1, num_slots=3, num_kv_heads=2, group_size=2, head_dim=16, dtype=torch.float32,
+    device=torch.device("cpu"),
+)  # fmt: skip
+
+
 def attention_launches(method: str) -> Counter[str]:
     """Of one layer and step of a batch, by kernel."""
-    shape = BatchShape(
-        num_layers=1, num_slots=3, num_kv_heads=2, group_size=2, head_dim=16, dtype=torch.float32,
-        device=torch.device("cpu"),
-    )  # fmt: skip
-    case = [its for its in op_checks(_OPS[method], shape) if "NaN" not in its.name][-1]
+    return _launches_of([its for its in op_checks(_OPS[method], _COUNTED) if "NaN" not in its.name][-1])
+
+
+def _launches_of(case: OpCheck) -> Counter[str]:
     with counted(operators=False) as launches:
         case.launch()
     # two steps
@@ -184,10 +193,12 @@ def asked_share(chip: Chip, row: dict[str, Any]) -> float:
     return min(1.0, occupancy(chip, row) * in_flight / needed)
 
 
-def compiled_row(kernel: str, arch: str, shape: Shape) -> dict[str, Any]:
+def compiled_row(kernel: str, arch: str, shape: Shape, *, special: str = "") -> dict[str, Any]:
     rows = [row for path in COMPILED for row in json.loads(path.read_text())["kernels"]]
-    found = (its for its in rows if (its["kernel"], its["arch"], its["model"]) == (kernel, arch, shape.name))
-    row: dict[str, Any] = next(found)
+    wanted = (kernel, arch, shape.name, special)
+    row: dict[str, Any] = next(
+        its for its in rows if (its["kernel"], its["arch"], its["model"], its.get("special", "")) == wanted
+    )
     return row
 
 
@@ -198,6 +209,7 @@ class Roofline:
         self.shape = shape
         self.per_layer, self.once = model_launches(shape)
         self.attention = {method: attention_launches(method) for method in _OPS}
+        self.windows = window_launches()
 
     def step(self, chip: Chip, method: Method, batch: int, context: int) -> dict[str, Any]:
         """One row."""
@@ -256,22 +268,62 @@ def roofline() -> dict[str, Any]:
             "attention": {method: dict(its) for method, its in model.attention.items()},
         },
         "kernels": kernels,
+        "window_layers": [its for chip in CHIPS for its in _windows(chip, model)],
         "mixed_batches": [its for chip in CHIPS for its in _mixed(chip, SHAPES[0])],
         "steps": steps,
     }
 
 
-def _mixed(chip: Chip, shape: Shape) -> list[dict[str, Any]]:
-    """Dense decode's rows of `mixed_batch.py`."""
+def window_launches() -> int:
+    """Of one layer with a window, capped logits or sinks, and one step of a batch."""
+    shape = replace(_COUNTED, has_windows=True, has_plain_softmax=False)
+    cases = [its for its in op_checks("dense_decode", shape) if its.name.startswith("windows")]
+    launches = {_launches_of(case).total() for case in cases}
+    (number,) = launches
+    return number
+
+
+def _windows(chip: Chip, model: Roofline) -> Iterator[dict[str, Any]]:
+    """Dense decode's attention of one layer that reads a window, and of one that reads all rows."""
+    batch, context, shape = 32, 131072, model.shape
     row = compiled_row(_STREAMS["full"], chip.arch, shape)
+
+    def modelled_us(num_rows: int) -> float:
+        size_bytes = batch * num_rows * 4 * shape.num_kv_heads * shape.head_dim
+        read_s = size_bytes / asked_share(chip, row) / (REACHABLE * chip.bandwidth)
+        return 1e6 * (read_s + LAUNCH_S * model.windows)
+
+    for window in WINDOWS:
+        yield {
+            "gpu": chip.name,
+            "batch": batch,
+            "context": context,
+            "window": window,
+            "window_modelled_us": modelled_us(window),
+            "all_rows_modelled_us": modelled_us(context),
+        }
+
+
+def _mixed(chip: Chip, shape: Shape) -> Iterator[dict[str, Any]]:
+    """Rows of `mixed_batch.py`: of dense decode, and of KIVI's at 4 bits."""
     token_bytes = 4 * shape.head_dim
-    block_tokens = 64 if row["shared_bytes"] > 128 * token_bytes else 32
-    return mixed_rows(
-        chip.name, num_sms=chip.num_sms, per_sm=occupancy(chip, row), in_flight=row["shared_bytes"] // 2,
-        latency_s=LATENCY_S, bandwidth=REACHABLE * chip.bandwidth, num_kv_heads=shape.num_kv_heads,
-        block_tokens=block_tokens, tile_bytes=block_tokens * token_bytes,
-        min_tiles=max(MIN_SPLIT_BYTES // (block_tokens * token_bytes), 1),
-    )  # fmt: skip
+    dense = compiled_row(_STREAMS["full"], chip.arch, shape)
+    block_tokens = 64 if dense["shared_bytes"] > 128 * token_bytes else 32
+    row_bytes = block_tokens * token_bytes
+    # a group a tile, with a scale and a minimum for each of K's channels and V's tokens
+    code_bytes = GROUP_TOKENS * shape.head_dim * _KIVI_BITS // 4
+    coded_bytes = code_bytes + 8 * (shape.head_dim + GROUP_TOKENS)
+    kivi = compiled_row("_kivi_decode_kernel", chip.arch, shape, special=f"{_KIVI_BITS} bits")
+    for row, tokens, tile_bytes, in_flight, min_tiles in (
+        (dense, block_tokens, row_bytes, dense["shared_bytes"] // 2, MIN_SPLIT_BYTES // row_bytes),
+        # a tile is asked for while the one before is computed
+        (kivi, GROUP_TOKENS, coded_bytes, code_bytes, MIN_SPLIT_BYTES // code_bytes),
+    ):
+        yield from mixed_rows(
+            chip.name, row["kernel"], num_sms=chip.num_sms, per_sm=occupancy(chip, row), in_flight=in_flight,
+            latency_s=LATENCY_S, bandwidth=REACHABLE * chip.bandwidth, num_kv_heads=shape.num_kv_heads,
+            block_tokens=tokens, tile_bytes=tile_bytes, min_tiles=max(min_tiles, 1),
+        )  # fmt: skip
 
 
 def add_modelled(rows: list[dict[str, Any]], device_name: str) -> None:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kvferry.kernels.dispatch import attention_problem, check_attention, path_for
 from kvferry.kernels.quarantine import attempt
-from kvferry.kernels.softmax import Scaling, Softmax
+from kvferry.kernels.softmax import Scaling
 from kvferry.kernels.torch_attention import attend_rows
 
 
 def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: Scaling) -> Tensor:
-    """softmax(scaling * q K^T) V.
+    """softmax(scaling * q K^T) V, or as `Softmax` says.
 
     Args: as in `kernels`.
         keys, values: `[H_kv, n, D]`, n >= 1; rows contiguous, heads at any stride (a slice of a longer
@@ -25,8 +25,6 @@ def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: Scal
     check_attention(queries, keys, values)
     if keys.stride(2) != 1 or values.stride(2) != 1:
         raise ValueError("rows of keys and values must be contiguous (stride 1 over D)")
-    if isinstance(scaling, Softmax):
-        return attend_rows(queries, keys, values, scaling=scaling)
     in_torch = partial(attend_rows, queries, keys, values, scaling=scaling)
     if path_for("dense_decode", queries.device, partial(attention_problem, queries, keys, values)) == "torch":
         return in_torch()

@@ -1,21 +1,36 @@
 """Dense decode attention of a batch with rows of any lengths: two launches (append, attend), or one call of C
-code."""
+code.
+
+A batch with windows attends to a part of each sequence's rows, which follows from their number alone, so that
+nothing but lengths changes from step to step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewToken, NewTokens, SlotBatch
+from kvferry.kernels.decode_batch import (
+    BatchShape,
+    CachedRows,
+    Fields,
+    NewToken,
+    NewTokens,
+    SlotBatch,
+    WindowRows,
+    row_fields,
+)
 from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_programs, split_workspace
 from kvferry.kernels.native import library as native
 from kvferry.kernels.torch_attention import attend_rows
 
 
 class DenseBatch(SlotBatch[CachedRows, SplitWorkspace]):
-    """A `SlotBatch` by dense attention."""
+    """A `SlotBatch` by dense attention. Args: empty: see `SlotBatch`."""
 
-    def __init__(self, shape: BatchShape, base: Tensor) -> None:
-        super().__init__("dense_decode", shape, base, empty=[0] * ROW_FIELDS)
+    def __init__(self, shape: BatchShape, base: Tensor, *, empty: Sequence[int] = (0,) * ROW_FIELDS) -> None:
+        super().__init__("dense_decode", shape, base, empty=empty)
 
     def size(self) -> None:
         """See `SlotBatch.size`: it depends on nothing else."""
@@ -32,6 +47,7 @@ class DenseBatch(SlotBatch[CachedRows, SplitWorkspace]):
         heads = self._tables.layer(layer, len(step.queries))
         if self._is_native:
             queries, keys, values, scaling = step
+            assert isinstance(scaling, float), "another softmax runs in torch"
             native.attend(
                 native.library(), heads, self._base, queries, keys, values, scaling=scaling, output=output
             )
@@ -51,3 +67,19 @@ class DenseBatch(SlotBatch[CachedRows, SplitWorkspace]):
             workspace=scratch,
             output=output,
         )
+
+
+class WindowBatch(DenseBatch):
+    """A `SlotBatch` by dense attention to windows; its rows are `WindowRows`."""
+
+    has_native = False
+
+    def __init__(self, shape: BatchShape, base: Tensor) -> None:
+        # kernels divide by the window
+        super().__init__(shape, base, empty=[*([0] * ROW_FIELDS), 1, -1])
+
+    def _fields(self, rows: CachedRows) -> Fields:
+        assert isinstance(rows, WindowRows), f"rows are {type(rows).__name__}; they must have a window"
+        first, step = row_fields(self._base, rows)
+        before = -1 if rows.rows_before is None else rows.rows_before
+        return [*first, rows.window, before], [*step, 0, 0]

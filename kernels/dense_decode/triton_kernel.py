@@ -2,7 +2,8 @@
 
 One program per split; the G query heads of a group share every row it loads. Descriptors
 (`kernels/descriptors.py`) locate rows. Lengths are read on the device, and splits are divided among heads
-there, so that one long sequence among short ones is read by as many programs as a batch of long ones.
+there, so that one long sequence among short ones is read by as many programs as a batch of long ones. Layers
+with a window read its rows alone. Soft-capping and sinks are compiled where a layer has them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from kvferry.kernels.descriptors import (
     ALIGNMENT_BYTES,
+    WINDOW_FIELDS,
     SplitWorkspace,
     choose_num_programs,
     split_workspace,
@@ -21,13 +23,17 @@ from kvferry.kernels.descriptors import (
 )
 from kvferry.kernels.device_limits import RESERVED_BYTES, shared_bytes
 from kvferry.kernels.dispatch import interpreting
+from kvferry.kernels.softmax import Scaling, as_softmax
 from kvferry.kernels.split_attention import (
     LOG2_E,
     MIN_BLOCK_G,
     attend_tile,
     finish_split,
+    first_state,
     load_queries,
     place_of,
+    row_tiles,
+    visible_rows,
 )
 
 MIN_SPLIT_BYTES = 32 << 10
@@ -43,23 +49,28 @@ _SCRATCH_BYTES = 2 << 10
 
 @triton.jit
 def _dense_decode_kernel(
-    query_ptr, key_ptr, value_ptr, heads_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr,
-    scale_log2, stride_row, num_heads,
+    query_ptr, key_ptr, value_ptr, heads_ptr, sink_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr,
+    scale_log2, cap_log2, stride_row, num_heads, num_kv_heads,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     MIN_TILES: tl.constexpr, ALIGN: tl.constexpr, FIELDS: tl.constexpr, DOT: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     bh, begin, end, first_program, num_splits = place_of(
-        heads_ptr, num_heads, program, tl.num_programs(0), MIN_TILES, BLOCK_N, FIELDS
+        heads_ptr, num_heads, program, tl.num_programs(0), row_tiles, MIN_TILES, BLOCK_N, FIELDS, WINDOWED
     )
     if bh < num_heads:
         key_offset = tl.multiple_of(tl.load(heads_ptr + bh * FIELDS), ALIGN)
         value_offset = tl.multiple_of(tl.load(heads_ptr + bh * FIELDS + 1), ALIGN)
-        length = tl.load(heads_ptr + bh * FIELDS + 2).to(tl.int32)
+        first, length = visible_rows(heads_ptr, bh, bh < num_heads, FIELDS, WINDOWED)
+        if WINDOWED:
+            key_offset += first.to(tl.int64) * stride_row
+            value_offset += first.to(tl.int64) * stride_row
         g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
         q = load_queries(query_ptr, bh, g, d, G, D, DOT)
-        highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_G], tl.float32)
+        highest, total = first_state(
+            sink_ptr, bh % num_kv_heads, program == first_program, g, G, BLOCK_G, SINKS
+        )
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         for tile in range(begin, end):
             row = tile * BLOCK_N + n
@@ -68,7 +79,7 @@ def _dense_decode_kernel(
             mask = ok[:, None] & (d[None, :] < D)
             k = tl.load(key_ptr + key_offset + at, mask=mask, other=0.0).to(DOT)
             v = tl.load(value_ptr + value_offset + at, mask=mask, other=0.0).to(DOT)
-            highest, total, acc = attend_tile(q, k, v, ok, highest, total, acc, scale_log2)
+            highest, total, acc = attend_tile(q, k, v, ok, highest, total, acc, scale_log2, cap_log2, CAPPED)
         finish_split(
             acc, highest, total, partial_ptr, lse_ptr, counter_ptr, out_ptr, bh,
             program, first_program, num_splits, g, d, G, D,
@@ -82,16 +93,19 @@ def dense_decode_batch(
     heads: Tensor,
     *,
     row_stride: int,
-    scaling: float,
+    scaling: Scaling,
     workspace: SplitWorkspace,
     output: Tensor,
 ) -> None:
-    """softmax(scaling * q K^T) V for one new token of every sequence of a batch, in one launch.
+    """softmax(scaling * q K^T) V, or as `Softmax` says, for one new token of every sequence of a batch.
+
+    One launch.
 
     Args:
         queries: contiguous `[B, H_kv, G, D]`.
         keys, values: the buffers that offsets count from (one arena, or two buffers), the queries' dtype.
-        heads: int64 `[B * H_kv, F]`, see `descriptors`; a head without rows has an output of zero.
+        heads: int64 `[B * H_kv, F]`, see `descriptors`; a head without rows has an output of zero. With
+            `WINDOW_FIELDS` columns, of layers with a window.
         row_stride: elements from one row to the next.
         workspace: of B * H_kv heads at least. The launch has a program for each of its slots, and these are
             more than the heads.
@@ -101,19 +115,24 @@ def dense_decode_batch(
     block_d = max(triton.next_power_of_2(head_dim), 16)
     block_n = block_tokens(queries, block_d)
     row_bytes = 2 * head_dim * queries.element_size()
+    softmax = as_softmax(scaling)
     _dense_decode_kernel[(len(workspace.lse),)](
-        queries, keys, values, heads, workspace.partial, workspace.lse, workspace.counters, output,
-        scaling * LOG2_E, row_stride, batch_size * num_kv_heads,
+        queries, keys, values, heads, queries if softmax.sinks is None else softmax.sinks,
+        workspace.partial, workspace.lse, workspace.counters, output,
+        softmax.scaling * LOG2_E, softmax.softcap * LOG2_E, row_stride, batch_size * num_kv_heads,
+        num_kv_heads,
         G=group_size, BLOCK_G=MIN_BLOCK_G, D=head_dim, BLOCK_D=block_d, BLOCK_N=block_n,
         MIN_TILES=max(MIN_SPLIT_BYTES // (block_n * row_bytes), 1),
         ALIGN=ALIGNMENT_BYTES // queries.element_size(),
-        FIELDS=heads.shape[1], DOT=dot_dtype(queries.dtype), num_warps=decode_warps(block_d), num_stages=3,
+        FIELDS=heads.shape[1], DOT=dot_dtype(queries.dtype), WINDOWED=heads.shape[1] == WINDOW_FIELDS,
+        CAPPED=softmax.softcap > 0, SINKS=softmax.sinks is not None,
+        num_warps=decode_warps(block_d), num_stages=3,
         # of 128 channels, shared memory lets an SM have three programs at most
         maxnreg=MORE_REGISTERS if block_d == 128 else MAX_REGISTERS,
     )  # fmt: skip
 
 
-def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float) -> Tensor:
+def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: Scaling) -> Tensor:
     """One sequence of `dense_decode_batch`; `__init__.py` checks arguments."""
     num_kv_heads = queries.shape[0]
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)

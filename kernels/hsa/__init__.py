@@ -28,7 +28,7 @@ from kvferry.kernels.hsa import torch_path
 from kvferry.kernels.hsa.batch import MAX_PAGES
 from kvferry.kernels.hsa.torch_path import num_pages as num_pages
 from kvferry.kernels.quarantine import attempt
-from kvferry.kernels.softmax import Scaling, Softmax
+from kvferry.kernels.softmax import Scaling
 
 
 def page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: int, page_size: int) -> None:
@@ -107,11 +107,10 @@ def attend(
     check_size("num_channels", num_channels, 1, keys.shape[2])
     check_size("num_tokens", num_tokens, 1)
     unsupported = partial(_unsupported, queries, keys, values, page_max, page_min, page_size)
-    path = "torch" if isinstance(scaling, Softmax) else path_for("hsa", queries.device, unsupported)
     cache = keys[:, :length], values[:, :length], page_max, page_min
     sizes: dict[str, Any] = {"page_size": page_size, "num_channels": num_channels, "num_tokens": num_tokens}
     in_torch = partial(torch_path.attend, queries, *cache, **sizes, scaling=scaling)
-    if isinstance(scaling, Softmax) or path == "torch":
+    if path_for("hsa", queries.device, unsupported) == "torch":
         return in_torch()
 
     def launch() -> Tensor:

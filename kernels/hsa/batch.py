@@ -34,6 +34,7 @@ from kvferry.kernels.hsa.torch_path import (
     rank_channels,
     update_page_extremes,
 )
+from kvferry.kernels.softmax import scale_of
 
 FIELDS = ROW_FIELDS + 6
 MAX_OFFSET, MIN_OFFSET, CHANNEL_STRIDE, PAGE_SIZE, NUM_CHANNELS, NUM_TOKENS = range(ROW_FIELDS, FIELDS)
@@ -249,7 +250,9 @@ def _rank_together(members: Mapping[int, SparseRows], step: NewTokens) -> dict[i
     for num_channels in {rows.num_channels for rows in members.values()}:
         slots = sorted(slot for slot, rows in members.items() if rows.num_channels == num_channels)
         of_slots = queries if len(slots) == queries.shape[0] else queries[slots]
-        ranked = rank_channels(of_slots.flatten(0, 1), num_channels=num_channels, scaling=step.scaling)
+        ranked = rank_channels(
+            of_slots.flatten(0, 1), num_channels=num_channels, scaling=scale_of(step.scaling)
+        )
         for i, slot in enumerate(slots):
             found[slot] = ranked.heads(i * num_kv_heads, (i + 1) * num_kv_heads)
     return found

@@ -11,7 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvferry.kernels.split_attention import attend_tile, finish_split, load_queries, split_range
+from kvferry.kernels.split_attention import (
+    attend_tile,
+    finish_split,
+    first_state,
+    load_queries,
+    split_range,
+)
 
 
 @triton.jit
@@ -83,11 +89,11 @@ def _select_tokens_kernel(
 
 @triton.jit
 def _gather_attend_kernel(
-    query_ptr, arena_ptr, heads_ptr, token_ptr, count_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr,
-    scale_log2, max_tokens,
+    query_ptr, arena_ptr, heads_ptr, token_ptr, count_ptr, sink_ptr, partial_ptr, lse_ptr, counter_ptr,
+    out_ptr, scale_log2, cap_log2, max_tokens, num_kv_heads,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    MIN_TILES: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
-    DOT: tl.constexpr,
+    MIN_TILES: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr, DOT: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     bh, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     key_offset = tl.multiple_of(tl.load(heads_ptr + bh * FIELDS), ALIGN)
@@ -98,8 +104,7 @@ def _gather_attend_kernel(
     if split < active:
         g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
         q = load_queries(query_ptr, bh, g, d, G, D, DOT)
-        highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_G], tl.float32)
+        highest, total = first_state(sink_ptr, bh % num_kv_heads, split == 0, g, G, BLOCK_G, SINKS)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         for tile in range(begin, end):
             i = tile * BLOCK_N + n
@@ -111,7 +116,7 @@ def _gather_attend_kernel(
             mask = ok[:, None] & (d[None, :] < D)
             k = tl.load(arena_ptr + key_offset + at, mask=mask, other=0.0).to(DOT)
             v = tl.load(arena_ptr + value_offset + at, mask=mask, other=0.0).to(DOT)
-            highest, total, acc = attend_tile(q, k, v, ok, highest, total, acc, scale_log2)
+            highest, total, acc = attend_tile(q, k, v, ok, highest, total, acc, scale_log2, cap_log2, CAPPED)
         finish_split(
             acc, highest, total, partial_ptr, lse_ptr, counter_ptr, out_ptr, bh,
             bh * num_splits + split, bh * num_splits, active, g, d, G, D,

@@ -24,6 +24,7 @@ from kvferry.kernels.descriptors import ALIGNMENT_BYTES
 from kvferry.kernels.hsa.batch import BLOCK_PAGES, FIELDS, HsaScratch, SparseRows, SparseSize, sparse_fields
 from kvferry.kernels.hsa.page_scores import _score_pages_kernel, _score_rows_kernel
 from kvferry.kernels.hsa.token_selection import _gather_attend_kernel, _select_tokens_kernel
+from kvferry.kernels.softmax import Scaling, as_softmax, scale_of
 from kvferry.kernels.split_attention import LOG2_E, MIN_BLOCK_G
 
 
@@ -33,7 +34,7 @@ def append_and_attend_batch(
     heads: Tensor,
     scratch: HsaScratch,
     *,
-    scaling: float,
+    scaling: Scaling,
     output: Tensor,
     new_keys: Tensor | None = None,
     new_values: Tensor | None = None,
@@ -48,7 +49,8 @@ def append_and_attend_batch(
         new_keys, new_values: contiguous `[B, H_kv, D]`, or both None if the rows are written already.
         output: out, contiguous `[B, H_kv, G, D]`.
     """
-    score_pages(queries, arena, heads, scratch, scaling=scaling, new_keys=new_keys, new_values=new_values)
+    new = {"new_keys": new_keys, "new_values": new_values}
+    score_pages(queries, arena, heads, scratch, scaling=scale_of(scaling), **new)
     select_tokens(heads, scratch)
     attend_selected(queries, arena, heads, scratch, scaling=scaling, output=output)
 
@@ -99,18 +101,22 @@ def select_tokens(heads: Tensor, scratch: HsaScratch) -> None:
 
 
 def attend_selected(
-    queries: Tensor, arena: Tensor, heads: Tensor, scratch: HsaScratch, *, scaling: float, output: Tensor
+    queries: Tensor, arena: Tensor, heads: Tensor, scratch: HsaScratch, *, scaling: Scaling, output: Tensor
 ) -> None:
     """The third launch of `append_and_attend_batch`: exact attention to `scratch.tokens`."""
     group_size, head_dim = queries.shape[2:]
     block_d = _block_d(head_dim)
     block_n = block_tokens(queries, block_d)
+    softmax = as_softmax(scaling)
     _gather_attend_kernel[(heads.shape[0], scratch.num_splits)](
-        queries, arena, heads, scratch.tokens, scratch.counts, scratch.splits.partial, scratch.splits.lse,
-        scratch.splits.counters, output, scaling * LOG2_E, scratch.tokens.shape[1],
+        queries, arena, heads, scratch.tokens, scratch.counts,
+        queries if softmax.sinks is None else softmax.sinks, scratch.splits.partial, scratch.splits.lse,
+        scratch.splits.counters, output, softmax.scaling * LOG2_E, softmax.softcap * LOG2_E,
+        scratch.tokens.shape[1], queries.shape[1],
         G=group_size, BLOCK_G=MIN_BLOCK_G, D=head_dim, BLOCK_D=block_d, BLOCK_N=block_n,
         MIN_TILES=max(MIN_SPLIT_BYTES // (2 * block_n * head_dim * queries.element_size()), 1),
         FIELDS=FIELDS, ALIGN=ALIGNMENT_BYTES // queries.element_size(), DOT=dot_dtype(queries.dtype),
+        CAPPED=softmax.softcap > 0, SINKS=softmax.sinks is not None,
         num_warps=decode_warps(block_d), num_stages=3, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
@@ -130,7 +136,7 @@ def attend(
     page_size: int,
     num_channels: int,
     num_tokens: int,
-    scaling: float,
+    scaling: Scaling,
 ) -> Tensor:
     """One sequence of `append_and_attend_batch`, all its rows written; `__init__.py` checks arguments."""
     rows = SparseRows(

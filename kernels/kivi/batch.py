@@ -17,7 +17,7 @@ from kvferry.kernels.decode_batch import (
     SlotBatch,
     row_fields,
 )
-from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_splits, split_workspace
+from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_programs, split_workspace
 from kvferry.kernels.kivi.rows import KiviRows
 from kvferry.kernels.kivi.torch_path import attend
 
@@ -44,7 +44,6 @@ class KiviScratch:
 
     widths: tuple[int, ...]
     splits: SplitWorkspace
-    num_splits: int
 
 
 def kivi_fields(base: Tensor, rows: QuantisedRows) -> Fields:
@@ -88,11 +87,12 @@ class KiviBatch(SlotBatch[QuantisedRows, KiviScratch]):
     def scratch(self, num_slots: int) -> KiviScratch:
         """See `SlotBatch.scratch`."""
         num_heads = num_slots * self._shape.num_kv_heads
-        num_splits = choose_num_splits(num_heads, self._shape.device)
-        splits = split_workspace(self._output[:num_slots], num_heads * num_splits)
-        return KiviScratch(widths=self.size(), splits=splits, num_splits=num_splits)
+        num_programs = choose_num_programs(num_heads, self._shape.device)
+        splits = split_workspace(self._output[:num_slots], num_programs)
+        return KiviScratch(widths=self.size(), splits=splits)
 
     def _attend_one(self, layer: int, slot: int, rows: QuantisedRows, token: NewToken) -> Tensor:
+        assert isinstance(token.scaling, float), "plans with another softmax are refused"
         return attend(token.queries, rows.quantised, *rows.append(token), scaling=token.scaling)
 
     def _fields(self, rows: QuantisedRows) -> Fields:
@@ -103,6 +103,7 @@ class KiviBatch(SlotBatch[QuantisedRows, KiviScratch]):
         from kvferry.kernels.kivi.triton_kernel import Buffers, kivi_decode_batch
         from kvferry.kernels.split_attention import append_rows
 
+        assert isinstance(step.scaling, float), "plans with another softmax are refused"
         heads = self._tables.layer(layer, len(step.queries))
         append_rows(self._base, heads, step.keys, step.values)
         buffers = Buffers.of_arena(self._base, self._codes)
@@ -115,6 +116,5 @@ class KiviBatch(SlotBatch[QuantisedRows, KiviScratch]):
                 row_stride=self._shape.head_dim,
                 scaling=step.scaling,
                 workspace=scratch.splits,
-                num_splits=scratch.num_splits,
                 output=output,
             )

@@ -26,7 +26,7 @@ from kvferry.kernels.dense_decode.triton_kernel import (
 from kvferry.kernels.descriptors import (
     ALIGNMENT_BYTES,
     SplitWorkspace,
-    choose_num_splits,
+    choose_num_programs,
     split_workspace,
 )
 from kvferry.kernels.dispatch import interpreting
@@ -37,7 +37,7 @@ from kvferry.kernels.split_attention import (
     attend_tile,
     finish_split,
     load_queries,
-    split_range,
+    place_of,
 )
 
 _WARP_SIZE = 32
@@ -132,27 +132,44 @@ def _attend_rows(
 
 
 @triton.jit
+def _parts(heads_ptr, h, ok, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr):
+    """Of heads: groups of codes, rows left over, new rows, and in which tiles the last two begin and end."""
+    entry = heads_ptr + h * FIELDS
+    length = tl.load(entry + 2, mask=ok, other=0).to(tl.int32)
+    # a head without a length has no prompt either
+    num_left = tl.where(length > 0, tl.load(entry + 5, mask=ok, other=0), 0).to(tl.int32)
+    num_groups = tl.where(length > 0, tl.load(entry + 8, mask=ok, other=0), 0).to(tl.int32)
+    first_left = tl.cdiv(num_groups * _GROUP, BLOCK_N)
+    first_new = first_left + tl.cdiv(num_left, BLOCK_N)
+    return num_groups, num_left, length, first_left, first_new, first_new + tl.cdiv(length, BLOCK_N)
+
+
+@triton.jit
+def _coded_tiles(heads_ptr, h, ok, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, BITS: tl.constexpr):
+    """As `row_tiles`. Heads of another width are another launch's; those without a length are every one's."""
+    _, _, length, _, _, num_tiles = _parts(heads_ptr, h, ok, BLOCK_N, FIELDS)
+    mine = ok & ((length == 0) | (tl.load(heads_ptr + h * FIELDS + 9, mask=ok, other=0) == BITS))
+    return tl.where(mine, num_tiles, 0), mine
+
+
+@triton.jit
 def _kivi_decode_kernel(
     query_ptr, word_ptr, scale_ptr, left_key_ptr, left_value_ptr, new_key_ptr, new_value_ptr, heads_ptr,
-    partial_ptr, lse_ptr, counter_ptr, out_ptr, scale_log2, stride_row,
+    partial_ptr, lse_ptr, counter_ptr, out_ptr, scale_log2, stride_row, num_heads,
     BITS: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     GROUPS: tl.constexpr, MIN_TILES: tl.constexpr, ALIGN: tl.constexpr, FIELDS: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    bh, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    entry = heads_ptr + bh * FIELDS
-    length = tl.load(entry + 2).to(tl.int32)
-    # a head without a length has no prompt either
-    num_left = tl.where(length > 0, tl.load(entry + 5), 0).to(tl.int32)
-    num_groups = tl.where(length > 0, tl.load(entry + 8), 0).to(tl.int32)
-    # heads of another width are another launch's; those without a length are every launch's
-    mine = (length == 0) | (tl.load(entry + 9) == BITS)
+    program = tl.program_id(0)
     BLOCK_N: tl.constexpr = GROUPS * _GROUP
-    first_left = tl.cdiv(num_groups, GROUPS)
-    first_new = first_left + tl.cdiv(num_left, BLOCK_N)
-    num_tiles = first_new + tl.cdiv(length, BLOCK_N)
-    begin, end, active = split_range(num_tiles, split, num_splits, MIN_TILES)
-    if mine & (split < active):
+    bh, begin, end, first_program, num_splits = place_of(
+        heads_ptr, num_heads, program, tl.num_programs(0), _coded_tiles, MIN_TILES, BLOCK_N, FIELDS, BITS
+    )
+    if bh < num_heads:
+        entry = heads_ptr + bh * FIELDS
+        num_groups, num_left, length, first_left, first_new, _ = _parts(
+            heads_ptr, bh, bh < num_heads, BLOCK_N, FIELDS
+        )
         g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
         q = load_queries(query_ptr, bh, g, d, G, D, DOT)
         highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
@@ -179,7 +196,7 @@ def _kivi_decode_kernel(
         )  # fmt: skip
         finish_split(
             acc, highest, total, partial_ptr, lse_ptr, counter_ptr, out_ptr, bh,
-            bh * num_splits + split, bh * num_splits, active, g, tl.where(there, channel, D), G, D,
+            program, first_program, num_splits, g, tl.where(there, channel, D), G, D,
         )  # fmt: skip
 
 
@@ -209,7 +226,6 @@ def kivi_decode_batch(
     row_stride: int,
     scaling: float,
     workspace: SplitWorkspace,
-    num_splits: int,
     output: Tensor,
 ) -> None:
     """Attention of one new token of every sequence of a batch whose codes have one width, in one launch.
@@ -218,8 +234,7 @@ def kivi_decode_batch(
         queries: contiguous `[B, H_kv, G, D]`.
         heads: int64 `[B * H_kv, FIELDS]`, see `batch.py`.
         row_stride: elements from one row to the next.
-        workspace: of at least B * H_kv * num_splits slots and B * H_kv heads.
-        num_splits: 1 to MAX_SPLITS; the grid's second size.
+        workspace: as of `dense_decode_batch`.
         output: out, contiguous `[B, H_kv, G, D]` in the queries' dtype; zero of a head without a length,
             unchanged of a head of another width.
     """
@@ -228,13 +243,13 @@ def kivi_decode_batch(
     groups = block_groups(bits, block_d)
     warps = decode_warps(block_d)
     tile_bytes = groups * GROUP_TOKENS * head_dim * bits // 4
-    _kivi_decode_kernel[(batch_size * num_kv_heads, num_splits)](
+    _kivi_decode_kernel[(len(workspace.lse),)](
         queries, *buffers, heads, workspace.partial, workspace.lse, workspace.counters, output,
-        scaling * LOG2_E, row_stride,
+        scaling * LOG2_E, row_stride, batch_size * num_kv_heads,
         BITS=bits, G=group_size, BLOCK_G=MIN_BLOCK_G, D=head_dim, BLOCK_D=block_d, GROUPS=groups,
         MIN_TILES=max(MIN_SPLIT_BYTES // tile_bytes, 1), ALIGN=ALIGNMENT_BYTES // queries.element_size(),
         FIELDS=heads.shape[1], DOT=dot_dtype(queries.dtype), num_warps=warps, num_stages=2,
-        maxnreg=MORE_REGISTERS if groups * block_d > warps * _WARP_SIZE else MAX_REGISTERS,
+        maxnreg=MORE_REGISTERS if groups > 1 else MAX_REGISTERS,
     )  # fmt: skip
 
 
@@ -249,7 +264,6 @@ def kivi_decode(
     per_head = [new_step, new_values.stride(0), 0, left_step, left_step, 0, code_step // 4, scale_step, 0, 0]
     fixed = torch.tensor([0, 0, num_new, 0, 0, num_left, 0, 0, num_groups, rows.bits])
     heads = fixed + torch.arange(num_kv_heads)[:, None] * torch.tensor(per_head)
-    splits = choose_num_splits(num_kv_heads, queries.device)
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)
     kivi_decode_batch(
         queries.contiguous()[None],
@@ -258,8 +272,7 @@ def kivi_decode(
         bits=rows.bits,
         row_stride=head_dim,
         scaling=scaling,
-        workspace=split_workspace(output, num_kv_heads * splits),
-        num_splits=splits,
+        workspace=split_workspace(output, choose_num_programs(num_kv_heads, queries.device)),
         output=output[None],
     )
     return output

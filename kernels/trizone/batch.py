@@ -153,6 +153,7 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         return table[:, slot * per_slot : (slot + 1) * per_slot]
 
     def _attend_one(self, layer: int, slot: int, rows: PackedRows, token: NewToken) -> Tensor:
+        assert isinstance(token.scaling, float), "plans with another softmax are refused"
         keys, values = rows.append(token)
         return trizone_decode_segments(token.queries, (rows.packed,), keys, values, scaling=token.scaling)
 
@@ -161,6 +162,7 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         from kvferry.kernels.split_attention import append_rows
         from kvferry.kernels.trizone.triton_kernel import trizone_decode_batch
 
+        assert isinstance(step.scaling, float), "plans with another softmax are refused"
         heads = self._tables.layer(layer, len(step.queries))
         append_rows(self._base, heads, step.keys, step.values)
         trizone_decode_batch(

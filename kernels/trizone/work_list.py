@@ -34,6 +34,9 @@ KIND_TAIL = 5
 KIND_IDLE = 6
 """An item's kind: padding of a fixed grid."""
 MIN_ITEM_BYTES = 32 << 10
+MAX_ITEM_BYTES = 128 << 10
+"""Of a sequence that is divided among a number of programs, unless a head would have too many: a long one
+among short ones has more programs than they."""
 
 
 _KINDS = (KIND_ROWS, 0, 1, 2, 3, KIND_TAIL)
@@ -67,7 +70,7 @@ def work_list(
         base: the tensor that offsets count from; every layer's buffer is on its device, a multiple of 16
             bytes from it.
         row_splits: splits of each head's unpacked rows, at least 1.
-        num_programs: how many items a sequence should have, about.
+        num_programs: how many items a sequence should have, about; a long one has more.
         item_bytes: the least bytes that an item should read.
 
     Raises:
@@ -122,13 +125,15 @@ def work_list(
 def _balanced(
     channels: Tensor, tokens: Tensor, head_dim: int, of_sequence: Tensor, num_programs: int
 ) -> Tensor:
-    """Item bytes of each entry for about `num_programs` items per sequence, `MAX_SPLITS` per head at most."""
+    """Item bytes of each entry for about `num_programs` items per sequence, or more of `MAX_ITEM_BYTES`;
+    `MAX_SPLITS` per head at most."""
     key_bytes = tokens.sum(1) * (channels * _WIDTHS).sum(1) // 8
     sizes = key_bytes + (tokens * _row_bytes(head_dim)).sum(1)
     zeros = torch.zeros(int(of_sequence[-1]) + 1, dtype=torch.int64)
     total = zeros.index_add(0, of_sequence, sizes)
     largest = zeros.scatter_reduce(0, of_sequence, sizes, "amax")
-    return torch.maximum(total // max(num_programs, 1), largest // (MAX_SPLITS // 4))[of_sequence]
+    wanted = (total // max(num_programs, 1)).clamp(max=MAX_ITEM_BYTES)
+    return torch.maximum(wanted, largest // (MAX_SPLITS // 4))[of_sequence]
 
 
 @cache

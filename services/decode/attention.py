@@ -14,19 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens, SlotBatch
-from kvferry.kernels.dense_decode.batch import DenseBatch
+from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens, SlotBatch, WindowRows
+from kvferry.kernels.dense_decode.batch import DenseBatch, WindowBatch
 from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
 from kvferry.kernels.kivi.batch import KiviBatch, QuantisedRows
-from kvferry.kernels.softmax import Scaling, Softmax
+from kvferry.kernels.softmax import Scaling
 from kvferry.kernels.trizone.batch import PackedRows, TriZoneBatch
 from kvferry.shared.compression.formats.interface import LayerCache, Tensors
 from kvferry.shared.compression.formats.state import State, StateLayer, stacked, unstack
 from kvferry.shared.model.spec import TORCH_DTYPES, Heads, ModelSpec
 
-_KINDS: tuple[type[CachedRows], ...] = (CachedRows, SparseRows, PackedRows, QuantisedRows)
+_KINDS: tuple[type[CachedRows], ...] = (CachedRows, WindowRows, SparseRows, PackedRows, QuantisedRows)
 _Kind = tuple[Heads, type[CachedRows]]
 """What one batched kernel runs: layers with equal heads and rows of one kind."""
+_PLAIN: Mapping[type[CachedRows], Callable[[BatchShape, Tensor], SlotBatch[Any, Any]]] = {
+    CachedRows: DenseBatch,
+    WindowRows: WindowBatch,
+    SparseRows: HsaBatch,
+}
 _CODED: Mapping[type[CachedRows], Callable[[BatchShape, Tensor, Tensor], SlotBatch[Any, Any]]] = {
     PackedRows: TriZoneBatch,
     QuantisedRows: KiviBatch,
@@ -131,7 +136,7 @@ class SlotAttention:
         """The layer's states in the arena, by slot."""
         return {slot: member.states[layer] for slot, member in self._members.items()}
 
-    def attend_unbatched(self, layer: int, step: NewTokens, scaling: Scaling) -> Tensor | None:
+    def attend_unbatched(self, layer: int, step: NewTokens) -> Tensor | None:
         """Attend for the slots without a kernel in this layer. Returns: `[S, H_kv, G, D]`, None if none."""
         output: Tensor | None = None
         for slot, member in self._members.items():
@@ -147,7 +152,7 @@ class SlotAttention:
                     step.keys[slot],
                     step.values[slot],
                     num_appended=member.num_appended + self.num_steps - member.placed_at,
-                    scaling=scaling,
+                    scaling=step.scaling,
                 )
             except Exception as error:
                 self.errors[slot] = error
@@ -168,8 +173,7 @@ class SlotAttention:
             if rows in _CODED:
                 self._batches[kind] = _CODED[rows](shape, self._base, self._codes)
             else:
-                batch = HsaBatch if rows is SparseRows else DenseBatch
-                self._batches[kind] = batch(shape, self._base)
+                self._batches[kind] = _PLAIN[rows](shape, self._base)
         return self._batches[kind]
 
 
@@ -239,14 +243,12 @@ class BatchAttention:
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling) -> Tensor:
         """See `DecodeAttention.__call__`."""
-        scale = scaling.scaling if isinstance(scaling, Softmax) else scaling
-        slots, step = self._slots, NewTokens(queries, keys, values, scale)
+        slots, step = self._slots, NewTokens(queries, keys, values, scaling)
         outputs: list[Tensor] = []
         for batch, layers, scratch in self._batches:
             if layer in layers:
                 outputs.append(batch.attend(layer, step, errors=slots.errors, scratch=scratch))
-        assert not (outputs and isinstance(scaling, Softmax)), "no batched kernel has soft-capping or sinks"
-        unbatched = slots.attend_unbatched(layer, step, scaling) if self._has_unbatched else None
+        unbatched = slots.attend_unbatched(layer, step) if self._has_unbatched else None
         if unbatched is not None:
             outputs.append(unbatched)
         if not outputs:

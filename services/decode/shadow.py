@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels import dispatch
-from kvferry.kernels.decode_batch import CachedRows
+from kvferry.kernels.decode_batch import CachedRows, WindowRows
 from kvferry.kernels.hsa.batch import SparseRows
 from kvferry.kernels.hsa.torch_path import write_page_extremes
 from kvferry.kernels.kivi.batch import QuantisedRows
@@ -31,7 +31,8 @@ from kvferry.shared.model.interface import DecodeAttention, LanguageModel
 LOGITS_TOLERANCES = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 """Norm of the difference of a step's logits, relative to torch's."""
 _OPS: Mapping[type[CachedRows], str] = {
-    CachedRows: "dense_decode", SparseRows: "hsa", PackedRows: "trizone", QuantisedRows: "kivi",
+    CachedRows: "dense_decode", WindowRows: "dense_decode", SparseRows: "hsa", PackedRows: "trizone",
+    QuantisedRows: "kivi",
 }  # fmt: skip
 Opinion = Literal["same", "kernel_wrong", "model_wrong"]
 """model_wrong: torch's logits are not finite either."""

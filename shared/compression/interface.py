@@ -61,7 +61,7 @@ class LayerShape:
         max_new_tokens: N; the last new token never gets a KV row.
         group_size: G, query heads per KV head.
         dtype: of K and V.
-        has_plain_softmax, latent_dim: as of `LayerSpec`.
+        latent_dim: as of `LayerSpec`.
         returns_generated: whether K and V of new tokens are wanted at the end, unmerged and in order.
         fingerprint: of the served model.
         state: as of `LayerSpec`; such a layer has nothing else.
@@ -73,7 +73,6 @@ class LayerShape:
     group_size: int
     head_dim: int
     dtype: torch.dtype
-    has_plain_softmax: bool = True
     latent_dim: int = 0
     returns_generated: bool = False
     fingerprint: str = ""

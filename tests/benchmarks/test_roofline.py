@@ -88,11 +88,25 @@ print(rows[0]["modelled_ms"], rows[1]["modelled_ms"], "modelled_ms" in rows[2])
     assert done.stdout.split() == [str(expected), "None", "False"]
 
 
+def test_a_layer_with_a_window_takes_its_window_s_bytes_and_two_launches(fresh: dict[str, Any]) -> None:
+    assert fresh["window_layers"] == STORED["window_layers"]
+    rows = {(row["gpu"], row["window"]): row for row in fresh["window_layers"]}
+    row = rows["H100-SXM", 1024]
+    launches_us = 4.0
+    assert (row["all_rows_modelled_us"] - launches_us) / (row["window_modelled_us"] - launches_us) == (
+        pytest.approx(131072 / 1024)
+    )
+
+
 def test_one_long_sequence_among_short_ones_does_not_set_a_layers_time(fresh: dict[str, Any]) -> None:
     """Modelled: near what its bytes take where all programs share them, which is faster than equal splits."""
-    rows = {(row["gpu"], row["longest"], row["others"]): row for row in fresh["mixed_batches"]}
+    rows = {
+        tuple(row[name] for name in ("gpu", "kernel", "longest", "others")): row
+        for row in fresh["mixed_batches"]
+    }
     assert fresh["mixed_batches"] == STORED["mixed_batches"]
-    row = rows["H100-SXM", 131072, 1024]
-    assert row["equal_splits_modelled_us"] > 1.6 * row["splits_by_length_modelled_us"]
+    for kernel in ("_dense_decode_kernel", "_kivi_decode_kernel"):
+        row = rows["H100-SXM", kernel, 131072, 1024]
+        assert row["equal_splits_modelled_us"] > 1.6 * row["splits_by_length_modelled_us"]
     for its in rows.values():
         assert its["splits_by_length_modelled_us"] <= its["equal_splits_modelled_us"]

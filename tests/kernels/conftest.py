@@ -9,13 +9,16 @@ import torch
 from kvtest.triton_guard import guarded
 
 from kvferry.kernels import dispatch
+from kvferry.kernels.quarantine import quarantined
 
 
 @pytest.fixture(autouse=True)
 def guard() -> Iterator[None]:
-    """Every interpreted kernel of these tests runs guarded, with its programs in another order."""
+    """Every interpreted kernel of these tests runs guarded, with its programs in another order, and none is
+    quarantined, after which torch would be tested."""
     with guarded(seed=1):
         yield
+    assert not quarantined()
 
 
 @pytest.fixture

@@ -11,13 +11,14 @@ from kvtest.triton_guard import guarded
 from torch import Tensor
 
 from kvferry.kernels import dispatch, hsa
-from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens
-from kvferry.kernels.dense_decode.batch import DenseBatch
+from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens, WindowRows
+from kvferry.kernels.dense_decode.batch import DenseBatch, WindowBatch
 from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
 from kvferry.kernels.kivi.batch import KiviBatch, QuantisedRows
 from kvferry.kernels.kivi.rows import KiviRows, kivi_quantise
 from kvferry.kernels.packed.layer import view_packed_layer
 from kvferry.kernels.packed.packing import pack_layer
+from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.kernels.trizone.batch import PackedRows, TriZoneBatch
 
 SPOILT = 1
@@ -112,6 +113,16 @@ def dense_batch(arena: Tensor, fault: str) -> Any:
     return placed(DenseBatch(SHAPE, arena), rows)
 
 
+def window_batch(arena: Tensor, fault: str) -> Any:
+    """Chunks in the last slot; the faulty row is in the spoilt slot's window."""
+    rows = {}
+    for slot, (window, before) in enumerate(((30, None), (120, None), (50, 11))):
+        keys, values, _ = slot_rows(arena, slot)
+        spoil_rows(fault, slot, keys, values)
+        rows[slot] = WindowRows(keys=keys, values=values, length=LENGTH, window=window, rows_before=before)
+    return placed(WindowBatch(SHAPE, arena), rows)
+
+
 def packed_batch(arena: Tensor, fault: str) -> Any:
     """The packed prompt is checked when it is received; the rows of new tokens are not."""
     rows = {}
@@ -158,6 +169,10 @@ def outputs(make_batch: Callable[[Tensor, str], Any], num_steps: int, fault: str
     batch = make_batch(torch.randn(SHAPE.num_slots * per_slot, generator=generator), fault)
     scratch = batch.scratch(SHAPE.num_slots) if batch.is_launched else None
     attended = []
+    scaling: Scaling = SHAPE.head_dim**-0.5
+    if make_batch in (pages_of_four, window_batch):
+        sinks = torch.linspace(-2, 2, SHAPE.group_size)[None]
+        scaling = Softmax(scaling=scaling, softcap=4.0, sinks=sinks)
     for _ in range(num_steps):
         heads = (SHAPE.num_slots, SHAPE.num_kv_heads)
         queries = torch.randn(*heads, SHAPE.group_size, SHAPE.head_dim, generator=generator)
@@ -167,7 +182,7 @@ def outputs(make_batch: Callable[[Tensor, str], Any], num_steps: int, fault: str
         if fault == "all NaN":
             queries[SPOILT], keys[SPOILT], values[SPOILT] = NAN, NAN, NAN
         errors: dict[int, Exception] = {}
-        step = NewTokens(queries, keys, values, SHAPE.head_dim**-0.5)
+        step = NewTokens(queries, keys, values, scaling)
         output = batch.attend(0, step, errors=errors, scratch=scratch)
         assert not errors
         attended.append(output.clone())
@@ -179,7 +194,14 @@ def outputs(make_batch: Callable[[Tensor, str], Any], num_steps: int, fault: str
 @pytest.mark.parametrize(
     ("make_batch", "num_steps"),
     # TriZone's launches are the slowest to interpret
-    [(pages_of_four, 2), (pages_of_one, 2), (dense_batch, 2), (packed_batch, 1), (quantised_batch, 2)],
+    [
+        (pages_of_four, 2),
+        (pages_of_one, 2),
+        (dense_batch, 2),
+        (window_batch, 1),
+        (packed_batch, 1),
+        (quantised_batch, 2),
+    ],
 )
 def test_a_spoilt_sequence_leaves_its_neighbours_bit_by_bit_as_they_are(
     make_batch: Callable[[Tensor, str], Any], num_steps: int, path: str, guard: int

@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.descriptors import MAX_SPLITS
-from kvferry.kernels.split_attention import place_of
+from kvferry.kernels.split_attention import place_of, row_tiles
 
 
 @triton.jit
 def _places_kernel(heads_ptr, out_ptr, num_heads, MIN_TILES: tl.constexpr):
     program = tl.program_id(0)
     head, begin, end, first, splits = place_of(
-        heads_ptr, num_heads, program, tl.num_programs(0), MIN_TILES, 16, 3
+        heads_ptr, num_heads, program, tl.num_programs(0), row_tiles, MIN_TILES, 16, 3, False
     )
     tl.store(out_ptr + program * 5, head)
     tl.store(out_ptr + program * 5 + 1, begin)

@@ -7,14 +7,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from kvtest import faulty_kernels
+from torch import Tensor
 
 from kvferry.kernels import dispatch, quarantine
 from kvferry.kernels.decode_batch import BatchShape
+from kvferry.kernels.dense_decode import triton_kernel
+from kvferry.kernels.descriptors import ROW_FIELDS
+from kvferry.kernels.softmax import Scaling, as_softmax
 from kvferry.shared.kernel_paths import OPS, KernelQuarantine, shown_paths
 from kvferry.shared.self_test import Limits, ops_with_kernels, run_op, self_test
 
@@ -73,6 +79,36 @@ def test_a_kernel_that_is_right_passes(op: str, dtype: torch.dtype) -> None:
     assert finding.num_cases
 
 
+@pytest.mark.parametrize(("op", "num_cases"), [("dense_decode", 8), ("hsa", 8)])
+def test_a_model_with_windows_capped_logits_and_sinks_has_cases_for_them(op: str, num_cases: int) -> None:
+    shape = replace(SHAPE, has_windows=True, has_plain_softmax=False)
+    finding = run_op(op, shape)
+    assert finding.reason is None, finding.detail
+    assert finding.num_cases == num_cases
+
+
+@pytest.mark.parametrize("spoil", ["sinks", "windows", "caps"])
+def test_a_kernel_without_windows_caps_or_sinks_is_found(monkeypatch: pytest.MonkeyPatch, spoil: str) -> None:
+    real = triton_kernel.dense_decode_batch
+
+    def ignoring(*args: Any, heads: Tensor, scaling: Scaling, **kwargs: Any) -> None:
+        softmax = as_softmax(scaling)
+        if spoil == "sinks":
+            softmax = replace(softmax, sinks=None)
+        elif spoil == "caps":
+            softmax = replace(softmax, softcap=0.0)
+        else:
+            heads = heads[:, :ROW_FIELDS].contiguous()
+        real(*args, heads, scaling=softmax, **kwargs)
+
+    def patched(queries: Tensor, keys: Tensor, values: Tensor, heads: Tensor, **kwargs: Any) -> None:
+        ignoring(queries, keys, values, heads=heads, **kwargs)
+
+    monkeypatch.setattr(triton_kernel, "dense_decode_batch", patched)
+    shape = replace(SHAPE, has_windows=True, has_plain_softmax=False)
+    assert run_op("dense_decode", shape).reason == "wrong_result"
+
+
 @pytest.mark.timeout(900)
 def test_a_worker_s_kernels_pass_in_a_process_of_their_own() -> None:
     seen: list[str] = []
@@ -125,7 +161,7 @@ def test_a_child_ends_with_its_worker() -> None:
     """Even where its kernel hangs."""
     task = {
         "ops": ["pack"], "num_kv_heads": 1, "group_size": 1, "head_dim": 16, "dtype": "float32",
-        "device": "cpu", "mode": "triton", "num_threads": 1,
+        "has_windows": False, "has_plain_softmax": True, "device": "cpu", "mode": "triton", "num_threads": 1,
     }  # fmt: skip
     child = subprocess.Popen(
         [*faulty(["pack"], "hang"), json.dumps(task)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -12,6 +12,10 @@ from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.checkpoint import quiet_libraries, resolve_model_path, weight_files
 from kvferry.shared.model.spec import TORCH_DTYPES
 
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+_WITH_SINKS = ("gpt_oss",)
+"""Model types; no field of a configuration says so."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedModel:
@@ -65,6 +69,9 @@ def describe(model: str, device: torch.device, dtype: str) -> DescribedModel:
             head_dim=head_dim,
             dtype=TORCH_DTYPES[dtype],
             device=device,
+            has_windows=any(getattr(text, name, None) for name in _WINDOWS),
+            has_plain_softmax=not getattr(text, "attn_logit_softcapping", None)
+            and text.model_type not in _WITH_SINKS,
         ),
     )
 

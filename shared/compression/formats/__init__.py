@@ -92,7 +92,6 @@ def make_formats(
             num_kv_heads=heads.num_kv_heads,
             group_size=heads.group_size,
             head_dim=heads.head_dim,
-            has_plain_softmax=spec_of_layer.has_plain_softmax,
             latent_dim=spec_of_layer.latent_dim,
             state=spec_of_layer.state,
         )

@@ -202,7 +202,7 @@ class RowsCache(LayerCache):
     def batched(self, num_appended: int) -> CachedRows | None:
         attention, length = self.format.attention, self.format.rows + num_appended
         shape = self.format.shape
-        if length >= self.keys.shape[1] or not shape.has_plain_softmax or shape.latent_dim:
+        if length >= self.keys.shape[1] or shape.latent_dim:
             return None  # no room: `append_and_attend` then fails for this sequence only
         if type(attention) is Dense:
             return CachedRows(keys=self.keys, values=self.values, length=length)

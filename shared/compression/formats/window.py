@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvferry.kernels.decode_batch import WindowRows
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.softmax import Scaling
 from kvferry.shared.compression.formats.interface import (
@@ -134,6 +135,14 @@ class WindowCache(LayerCache):
         keys[:, last], values[:, last] = key, value
         seen = slice(self.format.first_row(num_appended), last + 1)
         return dense_decode(queries, keys[:, seen], values[:, seen], scaling=scaling)
+
+    def batched(self, num_appended: int) -> WindowRows | None:
+        fmt, length = self.format, self.format.rows + num_appended
+        keys, values = fmt.shape.rows_of(self.regions)
+        if length >= keys.shape[1] or fmt.shape.latent_dim:
+            return None
+        before = fmt.shape.num_prompt_tokens - fmt.rows if fmt.is_chunked else None
+        return WindowRows(keys=keys, values=values, length=length, window=fmt.window, rows_before=before)
 
     def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
         new = slice(self.format.rows, self.format.rows + num_appended)

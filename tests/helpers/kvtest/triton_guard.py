@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,17 +64,29 @@ class Guard:
     Attributes:
         faults: one line each, at most one of a kind and launch.
         num_launches, num_elements: launches, and elements that they accessed.
+        kernels: the names of the kernels launched.
+        loaded: bytes of the watched tensor that each program of a kernel loaded.
     """
 
     def __init__(self, seed: int) -> None:
         self.faults: list[str] = []
         self.num_launches = self.num_elements = 0
+        self.kernels: set[str] = set()
+        self._watched = range(0)
+        self.loaded: Counter[tuple[str, tuple[int, int, int]]] = Counter()
         self._random = random.Random(seed)
         self._launch: _Launch | None = None
+
+    def watch(self, tensor: Tensor) -> None:
+        """Count loads from a tensor's storage from now on."""
+        storage = tensor.untyped_storage()
+        self._watched = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+        self.loaded.clear()
 
     def begin(self, kernel: str, arguments: Iterable[Any]) -> None:
         """A launch begins."""
         self.num_launches += 1
+        self.kernels.add(kernel)
         self._launch = _Launch(kernel, [a for a in arguments if isinstance(a, Tensor)])
 
     def end(self) -> None:
@@ -105,6 +118,9 @@ class Guard:
             self._fail(f"{launch.kernel}: {kind} of {outside} elements outside any tensor, at {_place()}")
         if (addresses % np.uint64(size)).any():
             self._fail(f"{launch.kernel}: misaligned {kind} of {size} bytes, at {_place()}")
+        if kind == "load" and len(self._watched):
+            inside = (addresses >= self._watched.start) & (addresses < self._watched.stop)
+            self.loaded[launch.kernel, launch.program] += size * int(inside.sum())
         if kind == "store" and addresses.size:
             launch.stores.append((addresses, size, launch.program, _place()))
 

@@ -44,3 +44,23 @@ def test_scores_of_shared_queries_equal_the_reference() -> None:
     scores = chunk_scores(queries, keys, chunk_tokens=20, scaling=0.2, shared=True)
     expected = shared_chunk_scores_reference(queries, keys, 20, 0.2)
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("shared", [False, True])
+def test_logits_beyond_the_range_of_exp_stay_finite(shared: bool) -> None:
+    """As of `column_sums`: logits of 1e9 round anew, and none counts as more than 1; those of 1e5 are exact
+    enough for the scores to be right."""
+    generator = torch.Generator().manual_seed(2)
+    num_queries = 17 if shared else 50
+    queries = torch.randn(1, 2, num_queries, 32, generator=generator)
+    keys = torch.randn(1, 50, 32, generator=generator)
+    reference = shared_chunk_scores_reference if shared else chunk_scores_reference
+    for scale in (60.0, 1e4):
+        scores = chunk_scores(scale * queries, scale * keys, chunk_tokens=20, scaling=1.0, shared=shared)
+        assert scores.isfinite().all()
+        assert (scores >= 0).all()
+        expected = reference(scale * queries, scale * keys, 20, 1.0)
+        assert scores.sum() < 1.001 * expected.sum()
+        if scale < 1e4:
+            torch.testing.assert_close(scores, expected, rtol=5e-2, atol=5e-2)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.packed.layer import PackedLayer
+from kvferry.kernels.softmax import Softmax
 from kvtest.packed import unpack_layer
 
 
@@ -31,6 +32,22 @@ def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: floa
         for g in range(group_size):
             logits = scaling * (keys[h].float() @ queries[h, g].float())
             output[h, g] = torch.softmax(logits, dim=0) @ values[h].float()
+    return output
+
+
+def softmax_decode(queries: Tensor, keys: Tensor, values: Tensor, *, softmax: Softmax) -> Tensor:
+    """As `dense_decode`, with capped logits and a sink for each query head `[H_kv, G]`."""
+    num_kv_heads, group_size, _ = queries.shape
+    output = torch.empty(queries.shape, dtype=torch.float32)
+    for h in range(num_kv_heads):
+        for g in range(group_size):
+            logits = softmax.scaling * (keys[h].float() @ queries[h, g].float())
+            if softmax.softcap:
+                logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
+            if softmax.sinks is not None:
+                logits = torch.cat([logits, softmax.sinks[h, g].float()[None]])
+            weights = torch.softmax(logits, dim=0)[: keys.shape[1]]
+            output[h, g] = weights @ values[h].float()
     return output
 
 
