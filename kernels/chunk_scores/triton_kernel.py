@@ -25,7 +25,7 @@ def _load_rows(ptr, start, index, count, stride_row, d, D: tl.constexpr, DOT: tl
     return tl.load(ptr + at, mask=(index[:, None] < count) & (d[None, :] < D), other=0.0).to(DOT)
 
 
-@triton.jit(do_not_specialize=["chunk_tokens", "num_tokens", "num_queries"])
+@triton.jit(do_not_specialize=["num_queries"])
 def _chunk_scores_kernel(
     query_ptr, key_ptr, lse_ptr, out_ptr, scale_log2, chunk_tokens, num_tokens, num_queries,
     stride_head, stride_row,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -23,6 +24,9 @@ from kvferry.tools.oracle import OneProcessGenerator, OracleSession
 
 NUM_NEW = 64
 FULL = plan_for("full")
+_TIE, _TIES = 1e-4, {"zamba2": 0.2}
+"""Between two logits, where a prompt continues from states, which are computed in another order than afresh.
+transformers' own two forms of Zamba 2, for prompts and for steps, differ by so much."""
 
 
 @pytest.fixture(params=FAMILIES)
@@ -45,6 +49,8 @@ async def test_full_equals_generate_beyond_two_windows_alone_in_a_batch_and_over
 ) -> None:
     reference, generator = Reference(folder), OneProcessGenerator(pair.model)
     oracle, has_states = OracleSession(), bool(pair.model.spec.state_layers)
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    tie = _TIES.get(model_type, _TIE) if has_states else -1.0
     first = prompt_of(2 * WINDOW + 5, seed=1)
     prompts = [first, prompt_of(7, seed=2), prompt_of(3 * WINDOW, seed=3), prompt_of(WINDOW, seed=4)]
     expected = [reference.tokens(prompt, NUM_NEW) for prompt in prompts]
@@ -75,18 +81,18 @@ async def test_full_equals_generate_beyond_two_windows_alone_in_a_batch_and_over
     for seed in (5, 6):
         prompt = [*ends[-1], *prompt_of(9, seed=seed)]
         ended = await turn(prompt)
-        assert ended.tokens == reference.tokens(prompt, NUM_NEW)
+        assert reference.answers(prompt, ended.tokens, tie=tie)
         assert ended.reused == len(ends[-1]) - 1
         ends.append([*prompt, *ended.tokens])
     # another third turn; a state is that of the turn's end, before its last token
     branch = [*ends[1], *prompt_of(5, seed=7)]
     ended = await turn(branch)
-    assert ended.tokens == reference.tokens(branch, NUM_NEW)
+    assert reference.answers(branch, ended.tokens, tie=tie)
     assert ended.reused == len(ends[1]) - has_states
     # another second turn, from the middle of the first answer; with states from the end of the first prompt
     branch = [*ends[0][: len(first) + NUM_NEW // 2], *prompt_of(5, seed=8)]
     ended = await turn(branch, NUM_NEW // 8)
-    assert ended.tokens == reference.tokens(branch, NUM_NEW // 8)
+    assert reference.answers(branch, ended.tokens, tie=tie)
     assert ended.reused == len(first) + (0 if has_states else NUM_NEW // 2)
 
 

@@ -44,6 +44,16 @@ class Reference:
         )
         return output[0, len(prompt) :].tolist()
 
+    def answers(self, prompt: list[int], tokens: list[int], *, tie: float) -> bool:
+        """Whether these are its tokens, up to the first place where two logits differ by at most `tie`."""
+        expected = self.tokens(prompt, len(tokens))
+        if tokens == expected:
+            return True
+        place = next(i for i, its in enumerate(tokens) if its != expected[i])
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([[*prompt, *expected[:place]]])).logits[0, -1]
+        return bool(abs(logits[expected[place]] - logits[tokens[place]]) <= tie)
+
 
 def plan_of(method: str) -> CompressionPlan:
     return plan_for(method, budget=Budget(tokens=20) if preset(method).takes_budget else None)
