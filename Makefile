@@ -40,8 +40,8 @@ test: debian lm-eval policies lint types contracts
 policies:
 	@[ -e $(POLICIES)/.installed ] || { $(PYTHON) -m venv $(POLICIES) \
 		&& $(POLICIES)/bin/python -m pip --disable-pip-version-check --no-input install --quiet checkov==3.3.30 \
-			cloudcoil-models-cert-manager==1.21.1.1 cloudcoil-models-keda==2.20.2.1 \
-			cloudcoil-models-prometheus-operator==0.93.1.1 && touch $(POLICIES)/.installed; } \
+			cloudcoil-models-cert-manager==1.17.1.0 cloudcoil-models-keda==2.16.1.0 \
+			cloudcoil-models-prometheus-operator==0.80.1.0 && touch $(POLICIES)/.installed; } \
 		|| echo "checkov could not be installed; the tests that need it skip, and say why" >&2
 
 # Without root or apt the tests that need more skip, and say why.

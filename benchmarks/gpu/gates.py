@@ -105,7 +105,7 @@ GATES = {
     "_column_sums_kernel": Gate(
         registers=255, streams={"q = tl.load(query_ptr + row": _WIDE, "k = tl.load(key_ptr + at": _WIDE}
     ),
-    "_chunk_scores_kernel": Gate(registers=168, streams={"tl.load(ptr + at": _WIDE}),
+    "_chunk_scores_kernel": Gate(registers=192, streams={"tl.load(ptr + at": _WIDE}),
 }
 
 

@@ -17,6 +17,8 @@ from kvferry.kernels.split_attention import LOG2_E
 
 MAX_REGISTERS = {4: 168, 8: 128}
 """Per thread, by warps per program: for three programs an SM, or two, as many as shared memory allows."""
+PADDED_REGISTERS = 192
+"""At head sizes between powers of two, whose masks take a few more: fewer spill."""
 
 
 @triton.jit
@@ -25,7 +27,7 @@ def _load_rows(ptr, start, index, count, stride_row, d, D: tl.constexpr, DOT: tl
     return tl.load(ptr + at, mask=(index[:, None] < count) & (d[None, :] < D), other=0.0).to(DOT)
 
 
-@triton.jit(do_not_specialize=["num_queries"])
+@triton.jit(do_not_specialize=["chunk_tokens", "num_tokens", "num_queries"])
 def _chunk_scores_kernel(
     query_ptr, key_ptr, lse_ptr, out_ptr, scale_log2, chunk_tokens, num_tokens, num_queries,
     stride_head, stride_row,
@@ -102,6 +104,6 @@ def chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: f
         BLOCK_M=min(max(triton.next_power_of_2(rows), 16), largest),
         BLOCK_N=min(max(triton.next_power_of_2(chunk), 16), largest),
         SHARED=shared, DOT=dot_dtype(queries.dtype), num_warps=num_warps, num_stages=2,
-        maxnreg=MAX_REGISTERS[num_warps],
+        maxnreg=PADDED_REGISTERS if num_warps == 4 and head_dim != block_d else MAX_REGISTERS[num_warps],
     )  # fmt: skip
     return scores
