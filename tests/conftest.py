@@ -17,6 +17,7 @@ from hypothesis import settings
 from kvtest.redis_server import RedisServer
 from kvtest.tiny_models import make_model
 
+from kvferry.kernels import quarantine
 from kvferry.models import DEMO_MODEL
 
 torch.set_num_threads(1)
@@ -25,6 +26,15 @@ torch.set_num_threads(1)
 settings.register_profile("repeatable", derandomize=True)
 settings.register_profile("search", print_blob=True)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_stays_in_quarantine() -> Iterator[None]:
+    """A kernel that failed in one test would take the torch path in all later ones."""
+    yield
+    found = quarantine.quarantined()
+    quarantine.release_all()
+    assert not found, f"the test left kernels in quarantine: {found}"
 
 
 @pytest.fixture(scope="session")

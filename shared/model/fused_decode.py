@@ -128,7 +128,7 @@ def _weights_of(decoder: Any, head: Any) -> tuple[list[dict[str, Weights]], Weig
     for layer in decoder.layers:
         names = dict(layer.named_modules())
         products = {name: names[path] for name, path in _PRODUCTS.items()}
-        if any(type(its) is not nn.Linear for its in (*products.values(), head)):
+        if not all(_is_plain(its) for its in (*products.values(), head)):
             return None
         weights = {name: Weights(its.weight, its.bias) for name, its in products.items()}
         norms = {name: names[path] for name, path in _LAYER_NORMS.items() if path in names}
@@ -138,6 +138,13 @@ def _weights_of(decoder: Any, head: Any) -> tuple[list[dict[str, Weights]], Weig
     if NativeDecoder.problem(every, len(layers)) or NativeDecoder.problem([last, of_head], len(layers)):
         return None
     return layers, last, of_head
+
+
+def _is_plain(module: Any) -> bool:
+    """Whether a module is a linear layer whose weight is a tensor as torch makes it: quantised ones have
+    weights of other classes, or under other names."""
+    weight = getattr(module, "weight", None)
+    return type(module) is nn.Linear and isinstance(weight, Tensor) and type(weight.data) is Tensor
 
 
 def _norm_weights(module: Any) -> Weights:

@@ -43,7 +43,15 @@ def make_caches(rows, seed):
     ]
 
 
-def test_a_full_cache_is_recorded_for_its_sequence_and_the_other_goes_on():
+@pytest.fixture
+def in_torch():
+    """C code and kernels run a batch as a whole; torch runs one sequence after another."""
+    dispatch.configure("torch", torch.device("cpu"))
+    yield
+    dispatch.configure("auto", torch.device("cpu"))
+
+
+def test_a_full_cache_is_recorded_for_its_sequence_and_the_other_goes_on(in_torch):
     caches = [make_caches(5, 0), make_caches(3, 1)]
     slots, attention = placed(caches, num_appended=[1, 0])  # the first has used its one spare row already
     for layer in range(2):

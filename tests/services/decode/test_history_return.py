@@ -177,7 +177,8 @@ async def test_generated_rows_return_to_prefill_as_the_model_made_them(
     for layer, (keys, values) in session.layers.items():
         for name, full in (("keys", keys), ("values", values)):
             sent = torch.frombuffer(sink.tensors[layer, name], dtype=torch.float32).view(2, 5, 8)
-            assert torch.equal(sent, full[:, 100:])
+            # C code, by which decode may attend, sums in another order than torch
+            torch.testing.assert_close(sent, full[:, 100:], rtol=1e-5, atol=1e-5)
     assert made.value("history_returned_bytes_total", model="small") == 5 * 256
     assert await made.arena_is_free()
 

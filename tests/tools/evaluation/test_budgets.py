@@ -160,7 +160,8 @@ def test_sparse_attention_over_packed_rows_reads_its_estimates_and_the_chosen_sh
         assert isinstance(sizes, Hsa)
         assert sizes.num_tokens < layer.rows
         pages = -(-layer.rows // sizes.page_size)
-        expected += SPEC.num_kv_heads * pages * sizes.num_channels * 2
+        # one byte a page, and each channel's step as a float32
+        expected += SPEC.num_kv_heads * sizes.num_channels * (pages + 4)
         expected += int(Fraction(60_000 * sizes.num_tokens, layer.rows))
     assert read_bytes(SPEC, resolved, packed) == expected < sum(packed)
     rdkv = resolve(plan_for("rdkv", budget=Budget(tokens=100)), 1000)

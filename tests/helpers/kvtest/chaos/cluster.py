@@ -63,6 +63,10 @@ class Node:
     def log(self) -> Path:
         return self.folder / f"{self.name}.log"
 
+    @property
+    def end_of_log(self) -> str:
+        return self.log.read_text()[-4000:]
+
     def start(self) -> None:
         ready = self.folder / f"{self.name}.json"
         ready.unlink(missing_ok=True)
@@ -81,7 +85,7 @@ class Node:
     def addresses(self) -> dict[str, str] | None:
         """None until it listens."""
         assert self.popen is not None
-        assert self.popen.poll() is None, f"{self.name} ended:\n{self.log.read_text()[-4000:]}"
+        assert self.popen.poll() is None, f"{self.name} ended:\n{self.end_of_log}"
         ready = self.folder / f"{self.name}.json"
         found: dict[str, str] | None = json.loads(ready.read_text()) if ready.exists() else None
         return found
@@ -142,21 +146,27 @@ class Cluster:
         """Wait until every process listens and every router has every worker."""
         deadline_s = time.monotonic() + START_TIMEOUT_S
         async with httpx.AsyncClient(timeout=5) as client:
-            while not await self._all_ready(client):
-                assert time.monotonic() < deadline_s, "the cluster did not become ready"
+            while (missing := await self._not_ready(client)) is not None:
+                assert time.monotonic() < deadline_s, f"the cluster is not ready: {missing}"
                 await asyncio.sleep(0.1)
 
-    async def _all_ready(self, client: httpx.AsyncClient) -> bool:
-        if any(node.addresses is None for node in self.nodes.values()):
-            return False
+    async def _not_ready(self, client: httpx.AsyncClient) -> str | None:
+        """What does not answer yet, with the end of its log; None if all is ready."""
+        for node in self.nodes.values():
+            if node.addresses is None:
+                return f"{node.name} does not listen:\n{node.end_of_log}"
         for index in range(self.num_each):
+            router = self.nodes[f"router-{index}"]
             try:
                 reply = await client.get(f"{self.router_url(index)}/ready")
-            except httpx.HTTPError:
-                return False
+            except httpx.HTTPError as error:
+                return f"{router.name} does not answer: {error!r}\n{router.end_of_log}"
             if reply.status_code != 200:
-                return False
-        return all([await self.metrics(client, node) is not None for node in self.nodes.values()])
+                return f"{router.name} says {reply.text}\n{router.end_of_log}"
+        for node in self.nodes.values():
+            if await self.metrics(client, node) is None:
+                return f"{node.name} has no metrics:\n{node.end_of_log}"
+        return None
 
     async def metrics(self, client: httpx.AsyncClient, node: Node) -> dict[tuple[str, str], float] | None:
         """Samples by name and state label; None where the process does not answer."""
