@@ -28,6 +28,7 @@ from kvferry.kernels.kivi.rows import WORD_BITS, kivi_quantise
 from kvferry.kernels.knapsack import take_increments_torch
 from kvferry.kernels.packed.check import BAD_POSITIONS, BAD_SCALES
 from kvferry.kernels.packed.layer import view_packed_layer
+from kvferry.kernels.packed.layout import packed_bound
 from kvferry.kernels.packed.packing import fill_in_torch, indexed_layer
 from kvferry.kernels.quantise import WIDTHS
 from kvferry.kernels.quarantine import Reason
@@ -448,15 +449,24 @@ def _pack_cases(shape: BatchShape) -> Iterator[OpCheck]:
         generator = torch.Generator().manual_seed(13)
         size = (shape.num_kv_heads, PROMPT_TOKENS, shape.head_dim)
         keys, values = torch.randn(2, *size, generator=generator).to(shape.device, shape.dtype)
-        packed = indexed_layer(keys, values, *_bits(shape, PROMPT_TOKENS))
+        bits = _bits(shape, PROMPT_TOKENS)
+        bound = packed_bound(
+            num_tokens=PROMPT_TOKENS,
+            budget_tokens=PROMPT_TOKENS,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+        )
         if launched:
             # a CPU install has no Triton
             from kvferry.kernels.packed import triton_kernel
 
-            triton_kernel.fill(packed, keys, values)
+            _, buffer = triton_kernel.pack(keys, values, *bits, None, bound)
         else:
+            packed = indexed_layer(keys, values, *bits)
             fill_in_torch(packed, keys, values)
-        return packed.buffer[None].float()
+            buffer = torch.zeros(bound.size_bytes, dtype=torch.uint8, device=keys.device)
+            buffer[: packed.layout.size_bytes] = packed.buffer
+        return buffer[None].float()
 
     yield OpCheck(
         op="pack",
@@ -514,8 +524,10 @@ def _packed_check_cases(shape: BatchShape) -> Iterator[OpCheck]:
                 # a CPU install has no Triton
                 from kvferry.kernels.packed import check_kernel
 
-                found.append(check_kernel.faults(packed, PROMPT_TOKENS)[:, 0].float())
-        return torch.stack(found).view(1, -1) if launched else expected.view(1, -1)
+                its = check_kernel.begin(packed, PROMPT_TOKENS).cpu()
+                found.append(check_kernel.faults(its)[:, 0].float())
+        result = torch.stack(found).to(shape.device) if launched else expected
+        return result.view(1, -1)
 
     yield OpCheck(
         op="packed_check",

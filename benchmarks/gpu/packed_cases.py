@@ -14,13 +14,16 @@ from kvferry.kernels.packed import check_kernel
 from kvferry.kernels.packed import triton_kernel as pack
 from kvferry.kernels.packed.check import BAD_POSITIONS
 from kvferry.kernels.packed.layer import PackedLayer, view_packed_layer
+from kvferry.kernels.packed.layout import Bound
 from kvferry.kernels.packed.packing import pack_layer
 from kvferry.kernels.packed.packing_kernels import (
     _key_headers_kernel,
     _key_ranges_kernel,
     _pack_keys_kernel,
     _pack_values_kernel,
+    _refuse_kernel,
 )
+from kvferry.kernels.packed.placing_kernels import _count_widths_kernel, _index_kernel, _place_kernel
 from kvferry.kernels.trizone import torch_path
 from kvferry.kernels.trizone import triton_kernel as trizone
 from kvferry.kernels.trizone.scaled_queries import _prologue_kernel
@@ -122,13 +125,10 @@ def pack_case(model: Model, *, length: int, device: Device, seed: int, target: f
     finally:
         dispatch.configure(mode, device)
     expected = packed.buffer.float()
-    # the index stays, all else is written anew
-    start, _ = packed.layout.kinds["index"]
-    packed.buffer[:start] = 0
+    bound = Bound(tokens=length, size_bytes=packed.layout.size_bytes)
 
     def launch() -> Tensor:
-        pack.fill(packed, keys, values)
-        return packed.buffer
+        return pack.pack(keys, values, *bits, None, bound)[1]
 
     return Case(
         row=6,
@@ -140,7 +140,16 @@ def pack_case(model: Model, *, length: int, device: Device, seed: int, target: f
         launch=launch,
         expected=lambda: expected,
         tolerance=1e-3,
-        kernels=(_key_ranges_kernel, _key_headers_kernel, _pack_keys_kernel, _pack_values_kernel),
+        kernels=(
+            _count_widths_kernel,
+            _place_kernel,
+            _index_kernel,
+            _key_ranges_kernel,
+            _key_headers_kernel,
+            _pack_keys_kernel,
+            _pack_values_kernel,
+            _refuse_kernel,
+        ),
         target=target,
         captured=False,
     )
@@ -165,7 +174,7 @@ def check_case(model: Model, *, length: int, device: Device, seed: int) -> Case:
         model=model.name,
         shape=f"T={length}",
         num_bytes=packed.layout.size_bytes,
-        launch=lambda: check_kernel.faults(packed, length)[:, 0].float(),
+        launch=lambda: check_kernel.faults(check_kernel.begin(packed, length).cpu())[:, 0].float(),
         expected=expected,
         tolerance=0.0,
         kernels=(check_kernel._check_kernel,),

@@ -1,7 +1,7 @@
 """Checks of a packed layer that came over the wire, before anything attends to it.
 
 Called by the decode worker's receiver, for each layer. In Triton one launch checks the whole layer, and the
-host waits for the device once.
+host looks at what it found before the sequence is committed, so it waits for no layer.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import bisect
 import itertools
 import operator
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels.dispatch import path_for
+from kvferry.kernels.host_read import HostRead
 from kvferry.kernels.packed.key_words import half_tiles
 from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.quarantine import attempt
@@ -28,28 +28,45 @@ _HALVES_FAULT = "what head {head} keeps at 16 bits must be finite"
 
 
 def check_packed_layer(packed: PackedLayer, num_prompt_tokens: int) -> None:
-    """Refuse an index, scales or half floats that no packer writes, before anything attends to them.
+    """As `begin_packed_check`, and waits for the result. Raises: as its result."""
+    begin_packed_check(packed, num_prompt_tokens)()
 
-    Raises:
-        ValueError: a channel or a position is out of range, repeated or out of order, or a scale is not
-            finite and positive, or a minimum or a 16-bit value not finite.
+
+def begin_packed_check(packed: PackedLayer, num_prompt_tokens: int) -> Callable[[], None]:
+    """Look for an index, scales or half floats that no packer writes, before anything attends to them.
+
+    Returns: a function that refuses them. It waits for the device, and must be called before the layer is
+        used: it also prepares the layer for a batch.
+
+        Raises: ValueError: a channel or a position is out of range, repeated or out of order, or a scale is
+        not finite and positive, or a minimum or a 16-bit value not finite.
+    Raises: the same, in torch, where the checks are over when this returns.
     """
-    in_torch = partial(check_in_torch, packed, num_prompt_tokens)
+    _ = packed.layout.entries  # computed now, not when a batch takes the layer
+
+    def in_torch() -> Callable[[], None]:
+        check_in_torch(packed, num_prompt_tokens)
+        _ = packed.value_exponents
+        return lambda: None
+
     if path_for("packed_check", packed.buffer.device) == "torch" or not packed.buffer.numel():
-        in_torch()
-    else:
+        return in_torch()
 
-        def launch() -> None:
-            # a CPU install has no Triton
-            from kvferry.kernels.packed import check_kernel
+    def launch() -> Callable[[], None]:
+        # a CPU install has no Triton
+        from kvferry.kernels.packed import check_kernel
 
-            found, largest = check_kernel.faults(packed, num_prompt_tokens).unbind(1)
-            _refuse(packed, num_prompt_tokens, found.tolist())
+        found = HostRead(check_kernel.begin(packed, num_prompt_tokens))
+
+        def refuse() -> None:
+            faults, largest = check_kernel.faults(found.wait()).unbind(1)
+            _refuse(packed, num_prompt_tokens, faults.tolist())
             scales = largest.contiguous().view(torch.float32)
             packed.__dict__["value_exponents"] = packed.exponents_of(torch.where(scales > 0, scales, 1.0))
 
-        attempt("packed_check", launch, in_torch)
-    _ = packed.value_exponents, packed.layout.entries  # computed now, not when a batch takes the layer
+        return refuse
+
+    return attempt("packed_check", launch, in_torch)
 
 
 def _refuse(packed: PackedLayer, num_prompt_tokens: int, found: Sequence[int]) -> None:

@@ -107,9 +107,8 @@ def _check_kernel(
     tl.store(at + 1, largest.to(tl.int32, bitcast=True))
 
 
-def faults(packed: PackedLayer, num_prompt_tokens: int) -> Tensor:
-    """int32 `[H_kv, 2]` on the host: each head's faults, added, and the bits of its largest value scale as a
-    float32, 0 if it has none."""
+def begin(packed: PackedLayer, num_prompt_tokens: int) -> Tensor:
+    """Queue the checks. Returns: int32 `[H_kv, programs, 2]` on the device, for `faults`."""
     device, buffer, layout = packed.buffer.device, packed.buffer, packed.layout
     num_heads, head_dim = len(packed.heads), layout.head_dim
     (entries,) = packed_entries([packed], buffer)
@@ -126,7 +125,15 @@ def faults(packed: PackedLayer, num_prompt_tokens: int) -> Tensor:
         num_prompt_tokens, D=head_dim, FIELDS=ENTRY_FIELDS, BLOCK=_BLOCK,
         BLOCK_D=max(triton.next_power_of_2(head_dim), 16), num_warps=8,
     )  # fmt: skip
-    read = found.cpu()
+    return found
+
+
+def faults(found: Tensor) -> Tensor:
+    """Each head's faults, added, and the bits of its largest value scale as a float32, 0 if it has none.
+
+    Args: found: of `begin`, on the host.
+    Returns: int32 `[H_kv, 2]`.
+    """
     return torch.stack(
-        [functools.reduce(torch.bitwise_or, read[:, :, 0].unbind(1)), read[:, :, 1].amax(1)], 1
+        [functools.reduce(torch.bitwise_or, found[:, :, 0].unbind(1)), found[:, :, 1].amax(1)], 1
     )

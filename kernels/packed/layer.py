@@ -100,7 +100,7 @@ class PackedLayer:
     @cached_property
     def value_exponents(self) -> Tensor:
         """The exponent that brings each head's largest value scale near 2^SCALE_EXPONENT: int64 `[H_kv]`, on
-        the host. `check_packed_layer` computes it, so that a batch takes the layer without reading scales."""
+        the host. `begin_packed_check` computes it, so that a batch takes the layer without reading scales."""
         one = torch.ones((), device=self.buffer.device)
         scales = [head.value_scales.float() for head in self.heads]
         return self.exponents_of(torch.stack([its.max() if its.numel() else one for its in scales]).cpu())

@@ -142,8 +142,19 @@ def position_dtype(num_tokens: int) -> torch.dtype:
     return torch.uint16 if num_tokens <= MAX_SHORT_POSITIONS else torch.int32
 
 
-def max_packed_bytes(*, num_tokens: int, budget_tokens: int, num_kv_heads: int, head_dim: int) -> int:
-    """A bound on `size_bytes` of a layer before its bits are allocated, for admission.
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """The most that a layer may take whose bits are not known on the host.
+
+    Attributes: tokens: retained in a head; size_bytes: of the layer, a multiple of ALIGNMENT_BYTES.
+    """
+
+    tokens: int
+    size_bytes: int
+
+
+def packed_bound(*, num_tokens: int, budget_tokens: int, num_kv_heads: int, head_dim: int) -> Bound:
+    """A bound on a layer before its bits are allocated, for admission and for its memory.
 
     Holds for every allocation in which each head's V has at most 16 B bits a channel, its K at most
     min(16 D, floor(16 B D / n)) bits a token summed over channels, where B = min(budget_tokens, num_tokens)
@@ -156,7 +167,8 @@ def max_packed_bytes(*, num_tokens: int, budget_tokens: int, num_kv_heads: int, 
     scales = 4 * (retained + head_dim)
     index = position_dtype(num_tokens).itemsize * retained + 2 * head_dim
     head_bytes = codes_and_rows + scales + index + _REGIONS_PER_HEAD * ALIGNMENT_BYTES
-    return num_kv_heads * (-(-head_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+    size_bytes = num_kv_heads * (-(-head_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+    return Bound(tokens=retained, size_bytes=size_bytes)
 
 
 def _head_shapes(

@@ -1,12 +1,15 @@
 """Packing one layer: quantise and pack the channels and tokens that the bit allocation retains.
 
-Called by prefill. Does not choose bits. Works a head at a time, because heads retain different numbers of
-tokens and nothing is padded to the longest.
+Called by prefill. Does not choose bits. In torch it works a head at a time, because heads retain different
+numbers of tokens and nothing is padded to the longest. In Triton nothing is read back before the layer is
+handed over (`Packing`), so the device never waits for the host.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,65 +19,122 @@ from kvferry.kernels.descriptors import ALIGNMENT_BYTES
 from kvferry.kernels.dispatch import path_for, shape_problem
 from kvferry.kernels.packed.key_words import WIDTHS, pack_key_words
 from kvferry.kernels.packed.layer import PackedHead, PackedLayer, view_packed_layer
-from kvferry.kernels.packed.layout import HeadCounts, packed_layout, position_dtype
+from kvferry.kernels.packed.layout import Bound, HeadCounts, packed_bound, packed_layout, position_dtype
 from kvferry.kernels.packed.value_rows import pack_value_rows
 from kvferry.kernels.quantise import quantise_rows
 from kvferry.kernels.quarantine import attempt
 
+_UNUSABLE = "distortion weights must be finite and at least 0; some are not"
+_NOT_FINITE = "a value is not finite in float16, or too large for its width; all must be within +-65504"
 
-class UnusableBits(ValueError):
-    """The bits were allocated by weights that are not finite."""
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """A layer whose packing is queued on its device.
+
+    Attributes:
+        tensors: what `finish` needs, on the device.
+        finish: makes the layer of `tensors` or of copies of them. It reads what was found, so it waits for
+            the device unless these are copies on the host. The layer shares the memory of the last one.
+
+            Raises: ValueError: the bits mean nothing, another width, or a retained value that is not finite
+            in float16.
+    """
+
+    tensors: tuple[Tensor, ...]
+    finish: Callable[[Sequence[Tensor]], PackedLayer]
 
 
-def pack_layer(
+def pack_layer(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tensor) -> PackedLayer:
+    """As `begin_packing` with bits that mean something and any number of tokens, and waits for the layer."""
+    packing = begin_packing(keys, values, key_bits, value_bits)
+    return packing.finish(packing.tensors)
+
+
+def begin_packing(
     keys: Tensor,
     values: Tensor,
     key_bits: Tensor,
     value_bits: Tensor,
     *,
     usable: Tensor | None = None,
-) -> PackedLayer:
-    """Quantise and pack: K per channel over the retained tokens, V per token over D. The host waits for the
-    device twice: for the counts of each width, and for whether all values can be represented.
+    bound: Bound | None = None,
+) -> Packing:
+    """Quantise and pack: K per channel over the retained tokens, V per token over D. In Triton the host waits
+    for nothing.
 
     Args:
         keys, values: floating `[H_kv, T, D]`; keys post-RoPE.
         key_bits: uint8 `[H_kv, D]`, each 0, 2, 4, 8 or 16.
         value_bits: uint8 `[H_kv, T]`, the same widths; a token of 0 bits is dropped, with its K.
         usable: bool `[]` on the device, whether the bits mean something; None if they do.
+        bound: on what is retained, and on its bytes; None if every token may be, at 16 bits.
 
-    Raises:
-        UnusableBits: the bits mean nothing.
-        ValueError: shapes do not fit together, another width, or a retained value that is not finite in
-            float16.
+    Raises: ValueError: shapes do not fit together; in torch, also what `Packing.finish` raises.
     """
-    packed = indexed_layer(keys, values, key_bits, value_bits, usable)
-    in_torch = partial(fill_in_torch, packed, keys, values)
-    if path_for("pack", keys.device, partial(_unsupported, keys, values)) == "torch":
-        in_torch()
-        return packed
+    _check_pack(keys, values, key_bits, value_bits)
 
-    def launch() -> None:
+    def in_torch() -> Packing:
+        packed = indexed_layer(keys, values, key_bits, value_bits, usable)
+        fill_in_torch(packed, keys, values)
+        return Packing(
+            tensors=(packed.buffer,), finish=lambda tensors: view_packed_layer(packed.layout, tensors[-1])
+        )
+
+    unsupported = partial(_unsupported, keys, values)
+    if path_for("pack", keys.device, unsupported) == "torch" or not value_bits.numel():
+        return in_torch()
+    num_kv_heads, num_tokens, head_dim = keys.shape
+    most = bound or packed_bound(
+        num_tokens=num_tokens, budget_tokens=num_tokens, num_kv_heads=num_kv_heads, head_dim=head_dim
+    )
+
+    def launch() -> Packing:
         # a CPU install has no Triton
         from kvferry.kernels.packed import triton_kernel
 
-        triton_kernel.fill(packed, keys, values)
+        tensors = triton_kernel.pack(keys, values, key_bits, value_bits, usable, most)
+        return Packing(
+            tensors=tensors,
+            finish=lambda tensors: _reported(tensors[0], tensors[1], head_dim, num_tokens, most),
+        )
 
-    attempt("pack", launch, in_torch)
-    return packed
+    return attempt("pack", launch, in_torch)
+
+
+def _reported(report: Tensor, buffer: Tensor, head_dim: int, num_tokens: int, bound: Bound) -> PackedLayer:
+    """The layer at the beginning of a buffer. Args: report: see `triton_kernel.pack`."""
+    *of_heads, (is_usable, fits, *_) = report.tolist()
+    if not is_usable:
+        raise ValueError(_UNUSABLE)
+    if num_others := sum(its[8] for its in of_heads):
+        raise ValueError(f"bits of {num_others} channels and tokens are not one of {(0, *WIDTHS)}")
+    if not fits:
+        raise ValueError(f"the bits retain more than {bound.tokens} tokens or {bound.size_bytes} bytes")
+    if sum(its[9] for its in of_heads):
+        raise ValueError(_NOT_FINITE)
+    heads = [_head_counts(its[:4], its[4:8]) for its in of_heads]
+    layout = packed_layout(heads, head_dim, num_tokens=num_tokens)
+    return view_packed_layer(layout, buffer[: layout.size_bytes])
+
+
+def _head_counts(channels: Sequence[int], tokens: Sequence[int]) -> HeadCounts:
+    two, four, eight, sixteen = channels
+    # without tokens there are no channels to store
+    kept = (two, four, eight, sixteen) if any(tokens) else (0, 0, 0, 0)
+    return HeadCounts(channels=kept, tokens=(tokens[0], tokens[1], tokens[2], tokens[3]))
 
 
 def indexed_layer(
     keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tensor, usable: Tensor | None = None
 ) -> PackedLayer:
-    """The first part of `pack_layer`: channels and positions are written, all else is zero."""
-    _check_pack(keys, values, key_bits, value_bits)
+    """The first part of packing in torch: channels and positions are written, all else is zero."""
     num_kv_heads, (num_tokens, head_dim) = len(keys), keys.shape[1:]
     counts = _counts(key_bits, value_bits, usable)
-    heads = []
-    for widths, tokens in zip(counts[:num_kv_heads], counts[num_kv_heads:], strict=True):
-        # without tokens there are no channels to store
-        heads.append(HeadCounts(channels=widths if any(tokens) else (0, 0, 0, 0), tokens=tokens))
+    heads = [
+        _head_counts(channels, tokens)
+        for channels, tokens in zip(counts[:num_kv_heads], counts[num_kv_heads:], strict=True)
+    ]
     layout = packed_layout(heads, head_dim, num_tokens=num_tokens)
     packed = view_packed_layer(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8, device=keys.device))
     channel_order = key_bits.sort(dim=1, stable=True).indices.to(torch.int16)
@@ -94,7 +154,7 @@ def indexed_layer(
 
 
 def fill_in_torch(packed: PackedLayer, keys: Tensor, values: Tensor) -> None:
-    """The rest of `pack_layer` in torch: quantise and pack the channels and tokens in the layer's index."""
+    """The rest of packing in torch: quantise and pack the channels and tokens in the layer's index."""
     for h, head in enumerate(packed.heads):
         if head.counts.num_tokens:
             channels, positions = head.channels.long(), head.positions.long()
@@ -112,7 +172,7 @@ def _unsupported(keys: Tensor, values: Tensor) -> str | None:
 def _counts(key_bits: Tensor, value_bits: Tensor, usable: Tensor | None) -> list[tuple[int, int, int, int]]:
     """How many units of each row have each width, read at once: of K's heads, then of V's.
 
-    Raises: UnusableBits; ValueError: another width.
+    Raises: ValueError: the bits mean nothing, or another width.
     """
     widths = _all_widths(key_bits.device)
     counted = torch.cat([(bits[:, :, None] == widths).sum(1) for bits in (key_bits, value_bits)])
@@ -120,7 +180,7 @@ def _counts(key_bits: Tensor, value_bits: Tensor, usable: Tensor | None) -> list
         counted = torch.cat([counted.flatten(), usable[None]])
     *read, is_usable = counted.flatten().tolist() if usable is not None else [*counted.flatten().tolist(), 1]
     if not is_usable:
-        raise UnusableBits("bits were allocated by weights that are not finite and at least 0")
+        raise ValueError(_UNUSABLE)
     counts = []
     for row, start in enumerate(range(0, len(read), len(widths))):
         none, two, four, eight, sixteen = read[start : start + len(widths)]
@@ -175,7 +235,7 @@ def _widths(counts: tuple[int, ...], device: torch.device) -> Tensor:
 def _half(values: Tensor) -> Tensor:
     half = values.to(torch.float16)
     if not bool(half.isfinite().all()):
-        raise ValueError("a 16-bit value is not finite in float16; all must be within +-65504")
+        raise ValueError(_NOT_FINITE)
     return half
 
 

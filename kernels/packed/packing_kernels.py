@@ -2,8 +2,11 @@
 
     _key_ranges_kernel   (head, chunk of tokens): smallest and largest value of each channel of K
     _key_headers_kernel  (head): scales and minima of K's coded channels
-    _pack_keys_kernel    (item): quantises and packs some token blocks of one head
-    _pack_values_kernel  (item): each row's range, then its codes; some tokens of one head and width
+    _pack_keys_kernel    (head, token block): quantises and packs the block
+    _pack_values_kernel  (head, width, item): each row's range, then its codes; some tokens of one width
+    _refuse_kernel       (part): what is not finite of what was written
+
+Each writes what the head's counts on the device ask for, whatever the number of programs.
 
 Imported only by `triton_kernel.py`, because it imports Triton.
 """
@@ -75,17 +78,18 @@ def _not_finite(x):
 @triton.jit(do_not_specialize=["num_chunks"])
 def _key_headers_kernel(
     range_ptr, words_ptr, floats_ptr, entries_ptr, refused_ptr, num_chunks,
-    BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     row = entries_ptr + head * FIELDS
     num_channels = (tl.load(row + 1) + tl.load(row + 2) + tl.load(row + 3) + tl.load(row + 4)).to(tl.int32)
+    num_tokens = (tl.load(row + 5) + tl.load(row + 6) + tl.load(row + 7) + tl.load(row + 8)).to(tl.int32)
     c = tl.arange(0, BLOCK_D)
     inside = c < num_channels
     channel = tl.load(words_ptr + tl.load(row + 10) + c, mask=inside, other=0).to(tl.int32)
     lowest = tl.full([BLOCK_D], float("inf"), tl.float32)
     highest = tl.full([BLOCK_D], float("-inf"), tl.float32)
-    for chunk in range(0, num_chunks):
+    for chunk in range(0, tl.cdiv(num_tokens, CHUNK)):
         at = (head * num_chunks + chunk) * 2 * BLOCK_D + channel
         lowest = tl.minimum(lowest, tl.load(range_ptr + at))
         highest = tl.maximum(highest, tl.load(range_ptr + at + BLOCK_D))
@@ -106,7 +110,7 @@ def _key_headers_kernel(
             wrong |= _not_finite(highest.to(tl.float16).to(tl.float32))
         bad += tl.sum((of_width & wrong).to(tl.int32), 0)
         first += count
-    tl.store(refused_ptr + head, bad)
+    tl.store(refused_ptr + head * COLUMNS, bad)
 
 
 @triton.jit
@@ -149,17 +153,16 @@ def _pack_key_words(
 
 @triton.jit
 def _pack_keys_kernel(
-    key_ptr, words_ptr, ints_ptr, floats_ptr, entries_ptr, items_ptr, stride_head, stride_row,
+    key_ptr, words_ptr, ints_ptr, floats_ptr, entries_ptr, stride_head, stride_row,
     BLOCK_C: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    item = items_ptr + tl.program_id(0) * 3
-    head, begin, end = tl.load(item), tl.load(item + 1).to(tl.int32), tl.load(item + 2).to(tl.int32)
+    head, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = entries_ptr + head * FIELDS
     n2, n4 = tl.load(row + 1).to(tl.int32), tl.load(row + 2).to(tl.int32)
     n8, n16 = tl.load(row + 3).to(tl.int32), tl.load(row + 4).to(tl.int32)
     num_tokens = (tl.load(row + 5) + tl.load(row + 6) + tl.load(row + 7) + tl.load(row + 8)).to(tl.int32)
-    keys_ptr = key_ptr + head.to(tl.int64) * stride_head
-    for block in range(begin, end):
+    keys_ptr = key_ptr + head * stride_head
+    if block * 128 < num_tokens:
         lanes = tl.minimum((num_tokens - block * 128 + 7) // 8, 16)
         base = tl.load(row + 9) + block * (16 * (n2 + 2 * n4 + 4 * n8 + 8 * n16))
         before, first = 0, 0
@@ -225,17 +228,17 @@ def _pack_rows(
 
 @triton.jit
 def _pack_values_kernel(
-    value_ptr, bytes_ptr, halves_ptr, ints_ptr, floats_ptr, entries_ptr, items_ptr, stride_head, stride_row,
+    value_ptr, bytes_ptr, halves_ptr, ints_ptr, floats_ptr, entries_ptr, item_tokens, stride_head, stride_row,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    item = items_ptr + tl.program_id(0) * 4
-    head, kind = tl.load(item), tl.load(item + 1)
-    begin, end = tl.load(item + 2).to(tl.int32), tl.load(item + 3).to(tl.int32)
+    head, kind = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin = tl.program_id(2) * item_tokens
     row = entries_ptr + head * FIELDS
-    values_ptr = value_ptr + head.to(tl.int64) * stride_head
+    values_ptr = value_ptr + head * stride_head
+    end = tl.minimum(begin + item_tokens, tl.load(row + 5 + kind).to(tl.int32))
     start = 0
     for i in tl.static_range(4):
-        if kind == i:
+        if (kind == i) & (begin < end):
             # coded rows are found by an offset of int16, counted in bytes here
             _pack_rows(
                 values_ptr, bytes_ptr, halves_ptr, ints_ptr, floats_ptr, row, start,
@@ -243,3 +246,18 @@ def _pack_values_kernel(
                 2 ** (i + 1),
             )  # fmt: skip
         start += tl.load(row + 5 + i)
+
+
+@triton.jit
+def _refuse_kernel(halves_ptr, entries_ptr, refused_ptr, BLOCK: tl.constexpr):
+    """Add what is not finite among all heads' scales, minima and 16-bit rows of V, which lie side by side."""
+    first, last = tl.load(entries_ptr + 11), tl.load(entries_ptr + 10)
+    step = tl.num_programs(0) * BLOCK
+    bad = tl.zeros([BLOCK], tl.int32)
+    for start in range(first + tl.program_id(0) * BLOCK, last, step):
+        i = start + tl.arange(0, BLOCK)
+        x = tl.load(halves_ptr + i, mask=i < last, other=0.0).to(tl.float32)
+        bad += _not_finite(x).to(tl.int32)
+    refused = tl.sum(bad, 0)
+    if refused > 0:
+        tl.atomic_add(refused_ptr, refused)

@@ -1,113 +1,105 @@
-"""Quantising and packing a layer in Triton: ranges, scales and words of K, rows of V; four launches a layer.
+"""Laying out, quantising and packing a layer in Triton, without the host: eight launches of these kernels and
+two sorts a layer.
 
-Heads have different numbers of tokens at different widths; items have about equal bytes. The result equals
-the torch path's bit by bit: ranges are exact, divisions and roundings are IEEE's.
+How many rows of each width there are is known on the device only. Memory and programs are therefore of a
+bound on them, and programs beyond the counts end at once. Heads have different numbers of tokens at different
+widths; what a program takes has about equal bytes. The result equals the torch path's bit by bit: ranges are
+exact, divisions and roundings are IEEE's.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
 from torch import Tensor
 
 from kvferry.kernels.dispatch import interpreting
-from kvferry.kernels.packed.key_words import BLOCK_TOKENS
-from kvferry.kernels.packed.layer import ENTRY_FIELDS, PackedLayer, packed_entries
-from kvferry.kernels.packed.layout import position_dtype
+from kvferry.kernels.packed.key_words import BLOCK_TOKENS, WIDTHS
+from kvferry.kernels.packed.layer import ENTRY_FIELDS
+from kvferry.kernels.packed.layout import Bound, position_dtype
 from kvferry.kernels.packed.packing_kernels import (
     _key_headers_kernel,
     _key_ranges_kernel,
     _pack_keys_kernel,
     _pack_values_kernel,
+    _refuse_kernel,
 )
+from kvferry.kernels.packed.placing_kernels import _count_widths_kernel, _index_kernel, _place_kernel
 
 ITEM_BYTES = 64 << 10
-"""Bytes that an item reads, about."""
+"""Bytes of V that a program reads, about."""
 _CHUNK = 512
-"""Tokens whose range of each K channel one program finds."""
-KEY_ITEM_FIELDS = 3
-"""Columns of an item of K: head, first and last token block."""
-VALUE_ITEM_FIELDS = 4
-"""Columns of an item of V: head, width as an index into `WIDTHS`, first and last token of that width."""
+"""Tokens whose range of each K channel one program finds, or whose positions it writes."""
+_REFUSING = 64
+"""Programs that look for values that are not finite."""
+_FIELDS = ENTRY_FIELDS + 1
+"""A head's row for the kernels: as of `packed_entries`, and where its positions go in the layer. Column 19 is
+their place among those for the kernels, which are int32 whatever they are stored as, so that each kernel is
+compiled once."""
+REPORT_COLUMNS = 10
+"""A head's channels of 2, 4, 8 and 16 bits, its tokens of each, its units of other widths, and its channels
+that are not finite, in the first head's row also all else that is not. In the row after the last head:
+whether the bits mean something, and whether all fits."""
 
 
-def fill(packed: PackedLayer, keys: Tensor, values: Tensor) -> None:
-    """Quantise and pack the channels and tokens in the layer's index.
+def pack(
+    keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tensor, usable: Tensor | None, bound: Bound
+) -> tuple[Tensor, Tensor]:
+    """Queue a layer's packing.
 
-    Args:
-        packed: its channels and positions are written already.
-        keys, values: `[H_kv, T, D]`, rows' elements contiguous.
+    Args: keys, values: `[H_kv, T, D]`, rows' elements contiguous; the others as of `begin_packing`.
 
-    Raises:
-        ValueError: a retained value is not finite in float16.
+    Returns: int32 `[H_kv + 1, REPORT_COLUMNS]`, what was found; uint8 `[bound.size_bytes]`, which begins with
+        the layer's bytes if that refuses nothing.
     """
-    if not packed.buffer.numel():
-        return
-    device, buffer, layout = keys.device, packed.buffer, packed.layout
-    (entries,) = packed_entries([packed], buffer)
-    entries[:, 0] = torch.arange(len(packed.heads))
-    start, size_bytes = layout.kinds["index"]
-    # int32, whatever they are stored as: kernels are compiled once
-    positions = buffer[start : start + size_bytes].view(position_dtype(layout.num_tokens)).to(torch.int32)
-    for h, regions in enumerate(layout.regions):
-        region = regions["positions"]
-        entries[h, ENTRY_FIELDS - 1] = (region.offset - start) // region.dtype.itemsize
-    key_items, value_items = _items(packed, keys.element_size())
-    # one copy to the device
-    parts = [entries, *(torch.tensor(its, dtype=torch.int64) for its in (key_items, value_items))]
-    tables = torch.cat([its.flatten() for its in parts]).to(device, non_blocking=True)
-    entries, of_keys, of_values = tables.split([its.numel() for its in parts])
-    words, halves = (buffer.view(dtype) for dtype in (torch.int16, torch.float16))
-    num_heads, head_dim = len(packed.heads), layout.head_dim
-    refused = torch.empty(num_heads, dtype=torch.int32, device=device)
+    device, (num_heads, num_tokens, head_dim) = keys.device, keys.shape
+    report = torch.empty(num_heads + 1, REPORT_COLUMNS, dtype=torch.int32, device=device)
+    buffer = torch.zeros(bound.size_bytes, dtype=torch.uint8, device=device)
+    entries = torch.empty(num_heads, _FIELDS, dtype=torch.int64, device=device)
+    key_bits, value_bits = key_bits.contiguous(), value_bits.contiguous()
+    usable = torch.ones((), dtype=torch.bool, device=device) if usable is None else usable
+    _count_widths_kernel[(num_heads,)](
+        key_bits, value_bits, report, head_dim, num_tokens,
+        COLUMNS=REPORT_COLUMNS, BLOCK=2048, num_warps=8,
+    )  # fmt: skip
+    is_short = position_dtype(num_tokens) == torch.uint16
+    _place_kernel[(1,)](
+        report, usable.view(torch.uint8), entries, num_heads, bound.size_bytes, bound.tokens,
+        D=head_dim, BLOCK_H=max(triton.next_power_of_2(num_heads), 16), COLUMNS=REPORT_COLUMNS,
+        FIELDS=_FIELDS, POSITION_BYTES=2 if is_short else 4, num_warps=1,
+    )  # fmt: skip
+    channels, tokens = (bits.sort(dim=1, stable=True).indices for bits in (key_bits, value_bits))
+    positions = torch.empty(num_heads, bound.tokens, dtype=torch.int32, device=device)
+    words, halves, ints = (buffer.view(dtype) for dtype in (torch.int16, torch.float16, torch.int32))
     block_d = max(triton.next_power_of_2(head_dim), 16)
-    num_chunks = max(triton.cdiv(max(head.counts.num_tokens for head in packed.heads), _CHUNK), 1)
+    num_chunks = max(triton.cdiv(bound.tokens, _CHUNK), 1)
+    _index_kernel[(num_heads, num_chunks)](
+        channels, tokens, words, ints, positions, entries, num_tokens,
+        D=head_dim, BLOCK_D=block_d, BLOCK=_CHUNK, FIELDS=_FIELDS, LONG=not is_short, num_warps=4,
+    )  # fmt: skip
     ranges = torch.empty(num_heads, num_chunks, 2, block_d, dtype=torch.float32, device=device)
-    shape = {"D": head_dim, "BLOCK_D": block_d, "BLOCK_T": _tile_tokens(block_d), "FIELDS": ENTRY_FIELDS}
+    shape = {"D": head_dim, "BLOCK_D": block_d, "BLOCK_T": _tile_tokens(block_d), "FIELDS": _FIELDS}
+    refused = report.view(-1)[REPORT_COLUMNS - 1 :]
     _key_ranges_kernel[(num_heads, num_chunks)](
         keys, positions, entries, ranges, keys.stride(0), keys.stride(1), **shape, CHUNK=_CHUNK, num_warps=4
     )
     _key_headers_kernel[(num_heads,)](
         ranges, words, halves, entries, refused, num_chunks,
-        BLOCK_D=block_d, FIELDS=ENTRY_FIELDS, num_warps=4,
+        BLOCK_D=block_d, CHUNK=_CHUNK, FIELDS=_FIELDS, COLUMNS=REPORT_COLUMNS, num_warps=4,
     )  # fmt: skip
-    if key_items:
-        _pack_keys_kernel[(len(key_items),)](
-            keys, words, positions, halves, entries, of_keys, keys.stride(0), keys.stride(1),
-            BLOCK_C=32, FIELDS=ENTRY_FIELDS, num_warps=4,
-        )  # fmt: skip
-        _pack_values_kernel[(len(value_items),)](
-            values, buffer, halves, positions, halves, entries, of_values,
-            values.stride(0), values.stride(1), **shape, num_warps=4,
-        )  # fmt: skip
-    # scales and 16-bit rows of V lie side by side; NaN is its own extreme
-    (start, scales), (_, rows) = layout.kinds["scales"], layout.kinds["rows"]
-    low, high = buffer[start : start + scales + rows].view(torch.float16).aminmax()
-    num_refused, lowest, highest = torch.stack([refused.sum(), low, high]).tolist()
-    if num_refused or not (-math.inf < lowest and highest < math.inf):
-        raise ValueError(
-            "rows have a value that is not finite in float16, or too large for its width; all must be within "
-            "+-65504"
-        )
+    _pack_keys_kernel[(num_heads, max(triton.cdiv(bound.tokens, BLOCK_TOKENS), 1))](
+        keys, words, positions, halves, entries, keys.stride(0), keys.stride(1),
+        BLOCK_C=32, FIELDS=_FIELDS, num_warps=4,
+    )  # fmt: skip
+    item_tokens = max(ITEM_BYTES // (head_dim * keys.element_size()), 1)
+    _pack_values_kernel[(num_heads, len(WIDTHS), max(triton.cdiv(bound.tokens, item_tokens), 1))](
+        values, buffer, halves, positions, halves, entries, item_tokens,
+        values.stride(0), values.stride(1), **shape, num_warps=4,
+    )  # fmt: skip
+    _refuse_kernel[(_REFUSING,)](halves, entries, refused, BLOCK=1024, num_warps=4)
+    return report, buffer
 
 
 def _tile_tokens(block_d: int) -> int:
     """Tokens per tile: 64 bytes of 16-bit rows for each of 128 threads; more in the interpreter."""
     return 128 if interpreting() else min(4096 // block_d, 64)
-
-
-def _items(packed: PackedLayer, element_bytes: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Items of about `ITEM_BYTES` of K and of V."""
-    key_items: list[list[int]] = []
-    value_items: list[list[int]] = []
-    value_tokens = max(ITEM_BYTES // (packed.layout.head_dim * element_bytes), 1)
-    for h, head in enumerate(packed.heads):
-        num_blocks = triton.cdiv(head.counts.num_tokens, BLOCK_TOKENS)
-        block_bytes = BLOCK_TOKENS * max(head.counts.num_channels, 1) * element_bytes
-        step = max(ITEM_BYTES // block_bytes, 1)
-        key_items += [[h, b, min(b + step, num_blocks)] for b in range(0, num_blocks, step)]
-        for kind, count in enumerate(head.counts.tokens):
-            value_items += [[h, kind, t, min(t + value_tokens, count)] for t in range(0, count, value_tokens)]
-    return key_items, value_items

@@ -133,12 +133,22 @@ class CacheWriter:
         self._open_when_complete()
 
     def finish(self) -> tuple[LayerCache, ...]:
-        """All layers. Raises: TransferFailed: a layer is missing or incomplete."""
+        """All layers, once what the device checks is known.
+
+        Raises: TransferFailed: a layer is missing or incomplete, or its content is invalid.
+        """
         if len(self._caches) != len(self._layout.layers):
             raise TransferFailed(
                 f"layer {len(self._caches)} is incomplete: {self._missing_bytes} bytes are missing",
                 reason="incomplete",
             )
+        for layer, cache in enumerate(self._caches):
+            if not cache.settles:
+                continue
+            try:
+                cache.settle()
+            except InvalidTensors as error:
+                raise _failed(layer, error) from error
         return tuple(self._caches)
 
     def _open_when_complete(self) -> None:

@@ -295,7 +295,9 @@ class LayerLayout:
         places = self.format.receive(header, regions)
         for name, place in places.items():
             place.copy_(tensors[name])
-        return self.format.open(regions, places)
+        cache = self.format.open(regions, places)
+        cache.settle()
+        return cache
 
 
 @dataclass(frozen=True, kw_only=True)

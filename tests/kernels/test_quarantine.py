@@ -103,8 +103,8 @@ OPS: dict[str, tuple[str, Callable[[], Any]]] = {
     "hsa": ("hsa.triton_kernel.attend", run_hsa),
     "kivi": ("kivi.triton_kernel.kivi_decode", run_kivi),
     "knapsack": ("knapsack.triton_kernel.take_increments", run_knapsack),
-    "pack": ("packed.triton_kernel.fill", run_pack),
-    "packed_check": ("packed.check_kernel.faults", run_packed_check),
+    "pack": ("packed.triton_kernel.pack", run_pack),
+    "packed_check": ("packed.check_kernel.begin", run_packed_check),
     "trizone": ("trizone.triton_kernel.trizone_decode_segments", run_trizone),
     "window_scores": (
         "attention_mass.attention_mass",

@@ -5,13 +5,13 @@ Adding one is one file and one entry of `FORMATS`, or an entry point of another 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from kvferry.shared.compression.formats.compacting import Compacting
-from kvferry.shared.compression.formats.interface import LayerFormat, Tensors
+from kvferry.shared.compression.formats.interface import Encoded, LayerFormat, Tensors
 from kvferry.shared.compression.formats.kivi import Kivi
 from kvferry.shared.compression.formats.ragged import Ragged
 from kvferry.shared.compression.formats.rdkv import Rdkv
@@ -145,13 +145,22 @@ def num_observed_queries(resolved: ResolvedPlan, formats: tuple[LayerFormat, ...
 def compress_layer(
     resolved: ResolvedPlan, fmt: LayerFormat, inputs: LayerInputs, *, scores: Tensor | None = None
 ) -> Tensors:
-    """Compress one layer as the resolved plan says.
+    """As `encode_layer`, and waits for the tensors. Raises: as `encode_layer` and its `finish`."""
+    encoded = encode_layer(resolved, fmt, inputs, scores=scores)
+    return encoded.finish(encoded.tensors)
+
+
+def encode_layer(
+    resolved: ResolvedPlan, fmt: LayerFormat, inputs: LayerInputs, *, scores: Tensor | None = None
+) -> Encoded:
+    """Begin to compress one layer as the resolved plan says.
 
     Args:
         fmt: the layer's format.
         inputs: K and V of the whole prompt (`T == resolved.num_prompt_tokens`), queries of its new tokens.
         scores: of the plan's scorer, float32 `[H_kv, T]`, if they have been computed already.
 
+    Returns: see `LayerFormat.encode`; its `finish` raises what this raises.
     Raises: KvferryError: K or V of a layer to pack or quantise are not finite, or out of the format's range.
     """
     num_tokens = inputs.keys.shape[1]
@@ -162,6 +171,21 @@ def compress_layer(
     elif scores is None and scorer is not None:
         scores = make_scorer(scorer, rows=fmt.rows)(inputs)
     try:
-        return fmt.compress(inputs, scores)
+        encoded = fmt.encode(inputs, scores)
     except ValueError as error:
-        raise KvferryError(f"layer {inputs.layer} cannot be packed: {error}", reason="packing") from error
+        raise _not_packed(inputs.layer, error) from error
+    if encoded.make is None:
+        return encoded
+    layer = inputs.layer
+
+    def make(tensors: Sequence[Tensor]) -> Tensors:
+        try:
+            return encoded.finish(tensors)
+        except ValueError as error:
+            raise _not_packed(layer, error) from error
+
+    return Encoded(tensors=encoded.tensors, make=make)
+
+
+def _not_packed(layer: int, error: ValueError) -> KvferryError:
+    return KvferryError(f"layer {layer} cannot be packed: {error}", reason="packing")

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvferry.kernels.softmax import Scaling, scale_of
 from kvferry.shared.compression.attention.kinds import EVICTIONS
 from kvferry.shared.compression.formats.interface import (
+    Encoded,
     LayerCache,
     LayerFormat,
     NaiveLayer,
@@ -194,6 +195,9 @@ class Compacting(LayerFormat):
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
         return self.inner.compress(inputs, scores)
 
+    def encode(self, inputs: LayerInputs, scores: Tensor | None) -> Encoded:
+        return self.inner.encode(inputs, scores)
+
     def positions_by_head(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
         return self.inner.positions_by_head(tensors)
 
@@ -243,11 +247,15 @@ class CompactingCache(LayerCache):
     """
 
     format: Compacting
+    settles: ClassVar[bool] = True
 
     def __init__(self, fmt: Compacting, inner: LayerCache) -> None:
         super().__init__(fmt, inner.regions)
         self.inner = inner
         self._segment_rows: list[tuple[Tensor, Tensor]] = []
+
+    def settle(self) -> None:
+        self.inner.settle()
 
     def move(self, fmt: LayerFormat, regions: Tensors) -> None:
         assert isinstance(fmt, Compacting)

@@ -1,6 +1,6 @@
 """The format of a layer: how its KV is compressed, shipped, stored and attended.
 
-    prefill   compress ──► named tensors ──► wire
+    prefill   encode ──► copied to the host ──► finish: named tensors ──► wire
     decode    regions of the arena; receive: where bytes go; open ──► LayerCache: append_and_attend
     oracle    naive ──► NaiveLayer, which recomputes what it can at every step
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -38,6 +38,30 @@ SIZED_ALLOCATIONS = ("uniform", "pyramid")
 _AUXILIARY = "auxiliary_"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """A layer whose compression is queued on its device.
+
+    Attributes:
+        tensors: what `finish` needs, on the device.
+        names: the tensors', if they need nothing but to be copied; there is no `make` then.
+        make: see `finish`.
+    """
+
+    tensors: Sequence[Tensor]
+    names: Sequence[str] = ()
+    make: Callable[[Sequence[Tensor]], Tensors] | None = None
+
+    def finish(self, tensors: Sequence[Tensor]) -> Tensors:
+        """The layer's tensors, which use the memory of these.
+
+        Args: tensors: the encoded ones, or copies of them. If they are not on the host, this may wait for the
+            device.
+        Raises: ValueError: K or V have values that the format cannot store.
+        """
+        return self.make(tensors) if self.make is not None else dict(zip(self.names, tensors, strict=True))
+
+
 class InvalidTensors(ValueError):
     """Received tensors that `compress` cannot have made. `reason` labels the failed transfer."""
 
@@ -53,8 +77,10 @@ class LayerCache(ABC):
         regions: the views, by the names of `LayerFormat.regions`.
         positions: of plain rows, the prompt rows' tokens, int32 `[H_kv, n]` on the host; None if every token
             is selected.
+        settles: whether `settle` has something to do.
     """
 
+    settles: ClassVar[bool] = False
     positions: npt.NDArray[np.int32] | None = None
 
     def __init__(self, fmt: LayerFormat, regions: Tensors) -> None:
@@ -72,6 +98,12 @@ class LayerCache(ABC):
             target[tuple(slice(size) for size in source.shape)].copy_(source)
         self.format, self.regions = fmt, regions
         self.bind()
+
+    def settle(self) -> None:  # noqa: B027 (most formats check when they are opened)
+        """Wait for what `LayerFormat.open` checks on the device; called once, before anything attends.
+
+        Raises: InvalidTensors: content that `compress` cannot have made.
+        """
 
     def bind(self) -> None:  # noqa: B027 (most formats have none)
         """Take the views of `regions` that a subclass holds beside them; called after a move."""
@@ -243,6 +275,14 @@ class LayerFormat(ABC):
         Raises: ValueError: K or V have values that the format cannot store.
         """
 
+    def encode(self, inputs: LayerInputs, scores: Tensor | None) -> Encoded:
+        """Begin to compress one layer, where possible without waiting for its device.
+
+        Args, Raises: as of `compress`; where the device is not waited for, `Encoded.finish` raises.
+        """
+        tensors = self.compress(inputs, scores)
+        return Encoded(tensors=tuple(tensors.values()), names=tuple(tensors))
+
     def selected(
         self, inputs: LayerInputs, scores: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -290,7 +330,7 @@ class LayerFormat(ABC):
 
     @abstractmethod
     def open(self, regions: Tensors, tensors: Tensors) -> LayerCache:
-        """The layer, once every byte has arrived.
+        """The layer, once every byte has arrived; see `LayerCache.settle`.
 
         Raises: InvalidTensors: content that `compress` cannot have made.
         """

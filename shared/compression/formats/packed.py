@@ -6,18 +6,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed.check import check_packed_layer
+from kvferry.kernels.packed.check import begin_packed_check
 from kvferry.kernels.packed.layer import PackedLayer, view_packed_layer
 from kvferry.kernels.packed.layout import KINDS, LAYOUT_VERSION, HeadCounts, PackedLayout, packed_layout
+from kvferry.kernels.packed.packing import Packing
 from kvferry.shared.compression.attention.interface import AttentionKind
 from kvferry.shared.compression.formats.interface import (
+    Encoded,
     InvalidTensors,
     LayerFormat,
     Specs,
@@ -25,10 +28,18 @@ from kvferry.shared.compression.formats.interface import (
     named_auxiliary,
 )
 from kvferry.shared.compression.formats.packed_layer import NaivePacked, PackedCache
-from kvferry.shared.compression.interface import TensorSpec
+from kvferry.shared.compression.interface import LayerInputs, TensorSpec
 from kvferry.shared.compression.rdkv.compress import Rebudgeting
 
 _HEAD_COUNTS = 8
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise InvalidTensors(str(error), reason="packed") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +66,20 @@ class PackedFormat(LayerFormat):
     @abstractmethod
     def limit_bytes(self) -> int:
         """The largest possible size of the packed prompt."""
+
+    @abstractmethod
+    def begin(self, inputs: LayerInputs, scores: Tensor | None) -> Packing:
+        """Begin to pack a layer. Args, Raises: as of `encode`."""
+
+    def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
+        encoded = self.encode(inputs, scores)
+        return encoded.finish(encoded.tensors)
+
+    def encode(self, inputs: LayerInputs, scores: Tensor | None) -> Encoded:
+        packing = self.begin(inputs, scores)
+        return Encoded(
+            tensors=packing.tensors, make=lambda tensors: self._tensors_of(packing.finish(tensors))
+        )
 
     def _tensors_of(self, packed: PackedLayer) -> Tensors:
         """A packed layer's tensors as they are sent."""
@@ -109,11 +134,9 @@ class PackedFormat(LayerFormat):
     def open(self, regions: Tensors, tensors: Tensors) -> PackedCache:
         layout = self._layout(tensors)
         packed = view_packed_layer(layout, regions["packed"][: layout.size_bytes])
-        try:
-            check_packed_layer(packed, self.shape.num_prompt_tokens)
-        except ValueError as error:
-            raise InvalidTensors(str(error), reason="packed") from error
-        return PackedCache(self, regions, packed)
+        with _refusing():
+            check = begin_packed_check(packed, self.shape.num_prompt_tokens)
+        return PackedCache(self, regions, packed, _refusing()(check))
 
     def _layout(self, tensors: Tensors) -> PackedLayout:
         """The offsets of the packed buffer's parts.

@@ -5,7 +5,8 @@ Streaming re-budgeting (the paper's future work) packs new tokens in segments, a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,13 +41,22 @@ class PackedCache(LayerCache):
     """
 
     format: PackedFormat
+    settles: ClassVar[bool] = True
 
-    def __init__(self, fmt: PackedFormat, regions: Tensors, packed: PackedLayer) -> None:
+    def __init__(
+        self, fmt: PackedFormat, regions: Tensors, packed: PackedLayer, settle: Callable[[], None]
+    ) -> None:
+        """Args: settle: see `LayerCache.settle`."""
         super().__init__(fmt, regions)
+        self._settle = settle
         self._packed = [packed]
         self._segment_rows: list[tuple[Tensor, Tensor]] = []
         self.bind()
         fmt.attention.build(self._view, length=0)
+
+    def settle(self) -> None:
+        self._settle()
+        self._settle = lambda: None  # refers to the memory from before a move
 
     @property
     def packed(self) -> PackedLayer:

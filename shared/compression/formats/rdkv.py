@@ -12,9 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed.layout import max_packed_bytes
+from kvferry.kernels.packed.layout import packed_bound
+from kvferry.kernels.packed.packing import Packing
 from kvferry.shared.compression.attention.kinds import make_attention, size_attention
-from kvferry.shared.compression.formats.interface import Specs, Tensors
+from kvferry.shared.compression.formats.interface import Specs
 from kvferry.shared.compression.formats.packed import PackedFormat
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Allowed, CompressionPlan, LayerPlan, ParamValue, Part, read_params
@@ -22,7 +23,7 @@ from kvferry.shared.compression.rdkv.compress import (
     RDKV_PARAMS,
     RdkvSettings,
     Rebudgeting,
-    compress_layer_rdkv,
+    begin_layer_rdkv,
     rdkv_settings,
 )
 from kvferry.shared.compression.rdkv.epsilon import WIDTHS
@@ -137,8 +138,8 @@ class Rdkv(PackedFormat):
     def observed_queries(self) -> int:
         return self.settings.window
 
-    def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
-        return self._tensors_of(compress_layer_rdkv(self.settings, inputs, scores))
+    def begin(self, inputs: LayerInputs, scores: Tensor | None) -> Packing:
+        return begin_layer_rdkv(self.settings, inputs, scores)
 
     @property
     def limit_bytes(self) -> int:
@@ -183,17 +184,17 @@ def _num_segments(segment_tokens: int, max_new_tokens: int) -> int:
 
 def _saves(segment_tokens: int, budget_tokens: int, head_dim: int) -> bool:
     """Whether a packed segment of the largest possible size is smaller than its rows at 16 bits."""
-    limit_bytes = max_packed_bytes(
+    limit_bytes = packed_bound(
         num_tokens=segment_tokens, budget_tokens=budget_tokens, num_kv_heads=1, head_dim=head_dim
-    )
+    ).size_bytes
     return limit_bytes < 4 * segment_tokens * head_dim
 
 
 def _limit_bytes(shape: LayerShape, num_tokens: int, budget_tokens: int) -> int:
     """The largest possible size of so many tokens packed within a budget."""
-    return max_packed_bytes(
+    return packed_bound(
         num_tokens=num_tokens,
         budget_tokens=budget_tokens,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-    )
+    ).size_bytes

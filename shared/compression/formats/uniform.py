@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed.layout import KINDS, HeadCounts, PackedLayout, packed_layout
-from kvferry.kernels.packed.packing import pack_layer
+from kvferry.kernels.packed.layout import KINDS, Bound, HeadCounts, PackedLayout, packed_layout
+from kvferry.kernels.packed.packing import Packing, begin_packing
 from kvferry.kernels.quantise import WIDTHS
 from kvferry.shared.compression.attention.kinds import make_attention, size_attention
 from kvferry.shared.compression.formats.interface import (
@@ -64,7 +64,7 @@ class Uniform(PackedFormat):
         attention = make_attention(layer.attention)
         return cls(shape=shape, rows=layer.rows, attention=attention, **cls.params(layer.representation))
 
-    def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
+    def begin(self, inputs: LayerInputs, scores: Tensor | None) -> Packing:
         num_kv_heads, num_tokens, head_dim = inputs.keys.shape
         value_bits = torch.zeros(num_kv_heads, num_tokens, dtype=torch.uint8, device=inputs.keys.device)
         if scores is None:
@@ -72,7 +72,8 @@ class Uniform(PackedFormat):
         else:
             value_bits.scatter_(1, select_rows(scores, self.rows).long(), self.v_bits)
         key_bits = torch.full_like(value_bits[:, :1], self.k_bits).expand(-1, head_dim)
-        return self._tensors_of(pack_layer(inputs.keys, inputs.values, key_bits, value_bits))
+        bound = Bound(tokens=self.rows, size_bytes=self.limit_bytes)
+        return begin_packing(inputs.keys, inputs.values, key_bits, value_bits, bound=bound)
 
     @cached_property
     def _expected(self) -> PackedLayout:

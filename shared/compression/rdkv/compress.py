@@ -11,7 +11,8 @@ from typing import get_args
 from torch import Tensor
 
 from kvferry.kernels.packed.layer import PackedLayer
-from kvferry.kernels.packed.packing import UnusableBits, pack_layer
+from kvferry.kernels.packed.layout import packed_bound
+from kvferry.kernels.packed.packing import Packing, begin_packing
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Allowed, Between, Part, read_params
 from kvferry.shared.compression.rdkv.allocation import LayerAllocation, allocate
@@ -22,7 +23,7 @@ from kvferry.shared.compression.rdkv.weights import (
     score_weights,
     token_weights,
 )
-from kvferry.shared.errors import InvalidRequest, KvferryError
+from kvferry.shared.errors import InvalidRequest
 
 RDKV_PARAMS: Allowed = {
     "epsilon_table": str,
@@ -107,18 +108,27 @@ def allocate_layer(
 def compress_layer_rdkv(
     settings: RdkvSettings, inputs: LayerInputs, scores: Tensor | None = None
 ) -> PackedLayer:
-    """Allocate bits to one layer and pack it.
+    """As `begin_layer_rdkv`, and waits for the layer. Raises: as `Packing.finish`."""
+    packing = begin_layer_rdkv(settings, inputs, scores)
+    return packing.finish(packing.tensors)
+
+
+def begin_layer_rdkv(settings: RdkvSettings, inputs: LayerInputs, scores: Tensor | None = None) -> Packing:
+    """Allocate bits to one layer and pack it; see `begin_packing`.
 
     Args: scores: as of `allocate_layer`.
-    Raises:
-        KvferryError: weights are not finite.
-        ValueError: K or V of a retained token are not finite, in float16 if they are stored at 16 bits.
+    Raises: ValueError: weights are not finite, or K or V of a retained token, in float16 if they are stored
+        at 16 bits. In Triton, `finish` of the result raises it.
     """
     bits = allocate_layer(settings, inputs, scores)
-    try:
-        return pack_layer(inputs.keys, inputs.values, bits.keys, bits.values, usable=bits.usable)
-    except UnusableBits as error:
-        raise KvferryError("distortion weights must be finite and at least 0; some are not") from error
+    num_kv_heads, num_tokens, head_dim = inputs.keys.shape
+    bound = packed_bound(
+        num_tokens=num_tokens,
+        budget_tokens=settings.budget_tokens,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+    )
+    return begin_packing(inputs.keys, inputs.values, bits.keys, bits.values, usable=bits.usable, bound=bound)
 
 
 def rdkv_settings(part: Part, *, budget_tokens: int, fingerprint: str = "") -> RdkvSettings:

@@ -22,8 +22,8 @@ LAUNCHES = {
     "hsa": ("kvferry.kernels.hsa.triton_kernel", "append_and_attend_batch"),
     "kivi": ("kvferry.kernels.kivi.triton_kernel", "kivi_decode_batch"),
     "knapsack": ("kvferry.kernels.knapsack.triton_kernel", "take_increments"),
-    "pack": ("kvferry.kernels.packed.triton_kernel", "fill"),
-    "packed_check": ("kvferry.kernels.packed.check_kernel", "faults"),
+    "pack": ("kvferry.kernels.packed.triton_kernel", "pack"),
+    "packed_check": ("kvferry.kernels.packed.check_kernel", "begin"),
     "trizone": ("kvferry.kernels.trizone.triton_kernel", "trizone_decode_batch"),
     "window_scores": ("kvferry.kernels.attention_mass", "attention_mass"),
 }
@@ -38,17 +38,17 @@ class CompilationError(Exception):
     """Named as Triton's."""
 
 
-def _result(returned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The tensor that a launch has filled."""
+def _result(returned: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The tensor that a launch has filled, the last one of several."""
     if returned is not None:
-        return returned
-    return kwargs["output"] if "output" in kwargs else args[0].buffer
+        return returned[-1] if isinstance(returned, tuple) else returned
+    return kwargs["output"]
 
 
 def _spoil(value: float) -> Callable[..., Any]:
     def fault(launch: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         returned = launch(*args, **kwargs)
-        result = _result(returned, args, kwargs)
+        result = _result(returned, kwargs)
         if result.is_floating_point():
             result.view(-1)[:: max(result.numel() // 50, 1)] += value
         else:  # packed bytes, bits, faults

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.packed.layer import PackedLayer
-from kvferry.kernels.packed.packing import pack_layer
+from kvferry.kernels.packed.layout import Bound
+from kvferry.kernels.packed.packing import begin_packing, pack_layer
 
 CPU = torch.device("cpu")
 
@@ -77,3 +78,47 @@ def test_values_that_cannot_be_kept_are_refused(width: int, bad: float, which: s
     assert len(bits) == 2
     with pytest.raises(ValueError, match="finite"):
         pack_by("triton", rows["keys"], rows["values"], bits)
+
+
+@pytest.mark.parametrize(
+    ("usable", "width", "bound", "message"),
+    [
+        (False, 4, Bound(tokens=37, size_bytes=1 << 16), "weights must be finite"),
+        (True, 5, Bound(tokens=37, size_bytes=1 << 16), r"5 channels and tokens are not one of \(0, 2"),
+        (True, 4, Bound(tokens=36, size_bytes=1 << 16), "retain more than 36 tokens"),
+        (True, 4, Bound(tokens=37, size_bytes=1024), "or 1024 bytes"),
+    ],
+)
+def test_bits_that_mean_nothing_or_do_not_fit_are_refused_when_the_layer_is_handed_over(
+    usable: bool, width: int, bound: Bound, message: str
+) -> None:
+    """And nothing is written outside the memory there is: the guard would fail the test."""
+    keys, values = torch.randn(2, 2, 37, 16)
+    key_bits, value_bits = (torch.full((2, count), 4, dtype=torch.uint8) for count in (16, 37))
+    key_bits[0, 3:5] = value_bits[1, :3] = width
+    dispatch.configure("triton", CPU)
+    try:
+        packing = begin_packing(keys, values, key_bits, value_bits, usable=torch.tensor(usable), bound=bound)
+    finally:
+        dispatch.configure("auto", CPU)
+    _, buffer = packing.tensors
+    assert buffer.shape == (bound.size_bytes,)
+    assert not buffer.any()
+    with pytest.raises(ValueError, match=message):
+        packing.finish(packing.tensors)
+
+
+def test_a_layer_takes_the_beginning_of_its_bound() -> None:
+    generator = torch.Generator().manual_seed(5)
+    keys, values = torch.randn(2, 3, 70, 16, generator=generator)
+    choices = torch.tensor([0, 2, 4, 16], dtype=torch.uint8)
+    bits = [choices[torch.randint(4, (3, count), generator=generator)] for count in (16, 70)]
+    dispatch.configure("triton", CPU)
+    try:
+        packing = begin_packing(keys, values, *bits, bound=Bound(tokens=70, size_bytes=1 << 16))
+        packed = packing.finish([its.clone() for its in packing.tensors])
+    finally:
+        dispatch.configure("auto", CPU)
+    alone = pack_by("torch", keys, values, (bits[0], bits[1]))
+    assert torch.equal(packed.buffer, alone.buffer)
+    assert not packing.tensors[-1][packed.layout.size_bytes :].any()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtest.compression import make_spec
 
-from kvferry.kernels.packed.layout import max_packed_bytes
+from kvferry.kernels.packed.layout import packed_bound
 from kvferry.shared.cache.arena import ALIGNMENT_BYTES, sequence_layout
 from kvferry.shared.compression.formats import format_class, make_formats
 from kvferry.shared.compression.formats.evicting import Evicting
@@ -167,9 +167,9 @@ def test_a_packed_layer_has_room_for_its_bound_and_for_new_rows_only(
     )
     layout = layout_of(spec, resolved)
     first, second = layout.layers
-    limit = max_packed_bytes(
+    limit = packed_bound(
         num_tokens=60, budget_tokens=budget_tokens, num_kv_heads=num_kv_heads, head_dim=head_dim
-    )
+    ).size_bytes
     assert list(first.regions) == ["packed", "keys", "values"]
     assert [first.regions[name].shape[1] for name in ("keys", "values")] == [max_new_tokens - 1] * 2
     assert first.regions["packed"].size_bytes == first.format.limit_bytes == limit
@@ -205,9 +205,9 @@ def test_generated_tokens_that_are_packed_have_room_for_one_segment_of_rows_and_
     num_segments = max(max_new_tokens - 2, 0) // segment
     if growth is None:
         assert "segments" not in layer.regions
-        bound = max_packed_bytes(
+        bound = packed_bound(
             num_tokens=segment, budget_tokens=-(-segment * budget_tokens // 200), num_kv_heads=1, head_dim=16
-        )
+        ).size_bytes
         assert num_segments == 0 or bound >= 2 * segment * 16 * 2
         assert capacity == max_new_tokens - 1
         return

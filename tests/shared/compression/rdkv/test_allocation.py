@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.kernels.packed.layout import max_packed_bytes
+from kvferry.kernels.packed.layout import packed_bound
 from kvferry.kernels.packed.packing import pack_layer
 from kvferry.shared.compression.rdkv.allocation import allocate, solve_knapsack
 from kvferry.shared.compression.rdkv.epsilon import find_table
@@ -39,9 +39,9 @@ def test_budgets_hold_and_packed_bytes_stay_below_their_bound(num_tokens, head_d
         assert codes <= 2 * 16 * budget_tokens * head_dim
     rows = torch.zeros(2, num_tokens, head_dim)
     packed = pack_layer(rows, rows, allocation.keys, allocation.values)
-    bound = max_packed_bytes(
+    bound = packed_bound(
         num_tokens=num_tokens, budget_tokens=budget_tokens, num_kv_heads=2, head_dim=head_dim
-    )
+    ).size_bytes
     assert packed.layout.size_bytes <= bound
 
 
@@ -49,7 +49,7 @@ def test_the_bound_on_bytes_covers_the_padding_of_a_single_token():
     bits = torch.full((1, 128), 16)
     rows = torch.zeros(1, 1, 128)
     packed = pack_layer(rows, rows, bits, bits[:, :1])
-    bound = max_packed_bytes(num_tokens=1, budget_tokens=1, num_kv_heads=1, head_dim=128)
+    bound = packed_bound(num_tokens=1, budget_tokens=1, num_kv_heads=1, head_dim=128).size_bytes
     assert bound / 2 < packed.layout.size_bytes <= bound
 
 
