@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvferry.services.prefill.host_copies import Arrived, HostCopies
 from kvferry.shared.compression.compress import WaitingLayer, measure_layer
-from kvferry.shared.compression.formats import compress_layer, make_formats
-from kvferry.shared.compression.formats.interface import LayerFormat, Tensors
+from kvferry.shared.compression.formats import encode_layer, make_formats
+from kvferry.shared.compression.formats.interface import LayerFormat
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured
 from kvferry.shared.compression.resolve import resolve_plan
@@ -61,21 +61,21 @@ class _Observer:
         if is_measured(self._resolved):
             self._waiting.append(measure_layer(self._resolved, inputs))
         else:
-            self._copy(compress_layer(self._resolved, self._formats[layer], inputs))
+            self._copy(encode_layer(self._resolved, self._formats[layer], inputs).tensors)
 
-    def _copy(self, tensors: Tensors) -> None:
+    def _copy(self, tensors: Sequence[Tensor]) -> None:
         if self._copies is None:
             return
-        self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
-        self._leaving.append(self._copies.start(list(tensors.values())))
-        while len(self._leaving) > self._copies.layers_behind:
+        self.num_bytes += sum(tensor.nbytes for tensor in tensors)
+        self._leaving.append(self._copies.start(tensors))
+        while len(self._leaving) > 1:  # one layer behind, as the service
             self._leaving.pop(0)()
 
     def finish(self) -> None:
         if self._waiting:
             assert self._resolved is not None
             for tensors in compress_waiting(self._model.spec, self._resolved, self._waiting)[1]:
-                self._copy(tensors)
+                self._copy(list(tensors.values()))
         while self._leaving:
             self._leaving.pop(0)()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import InvalidStateError
+from concurrent.futures import InvalidStateError, ThreadPoolExecutor
 
 import structlog
 import torch
@@ -21,7 +21,7 @@ from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.host_copies import host_copies
 from kvferry.services.prefill.job import PrefillJob, SessionTurns
 from kvferry.services.prefill.prompt_pass import LONG_TOKENS, PassTimes, PromptPass
-from kvferry.services.prefill.schedule import Pauses, Schedule, Started
+from kvferry.services.prefill.schedule import MAX_STARTED, Pauses, Schedule, Started
 from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
 from kvferry.shared.control.messages import FirstToken
@@ -96,6 +96,8 @@ class PrefillEngine:
         self._config = config
         self._clock = clock
         self._copies = host_copies(model.device)
+        # A cancelled pass may still be handing a layer over when the next one begins.
+        self._handing = ThreadPoolExecutor(MAX_STARTED + 1, "kvferry-prefill-hand-over")
         self.turns = SessionTurns(
             store=store, receiver=receiver, metrics=metrics, is_exact=config.history_bits == "model"
         )
@@ -123,6 +125,7 @@ class PrefillEngine:
             its.job.cancel(WorkerUnavailable("the prefill worker is shutting down", reason="closed"))
         if self._thread.ident is not None:
             self._thread.join(_JOIN_TIMEOUT_S)
+        self._handing.shutdown(wait=False, cancel_futures=True)
 
     @property
     def ready(self) -> bool:
@@ -300,6 +303,8 @@ class PrefillEngine:
             heartbeat=self.heartbeat,
             # Without the time for which it is overtaken.
             clock=(lambda: started.ran_s(self._clock())) if is_long else self._clock,
+            pool=self._handing,
+            pool_clock=self._clock,
         )
         logits = layers.run(lambda miss: self.turns.missed(job, miss))
         assert job.transfer is not None

@@ -1,17 +1,24 @@
-"""Copies a layer's tensors to the host while the next layer is computed.
+"""How a layer leaves the engine's thread, and its history comes to the device.
 
-Place in the request's path: between a layer's compression and its shipping and staging (`prompt_pass.py`). On
-CUDA the thread computes on its own stream and copies to pinned memory on a second one, which waits for the
-first. On a CPU there is nothing to copy.
+Place in the request's path: between a layer's compression and the sender and the history store
+(`prompt_pass.py`). Its tensors are copied to the host while the next layer is computed (`HostCopies`);
+another thread then stages, encodes and sends them (`HandOver`), so that it waits for the copy and for room
+in the send buffer, and the engine does not. On CUDA the engine computes on its own stream and copies to
+pinned memory on a second one, which waits for the first; history is copied on a third. On a CPU there is
+nothing to copy.
 """
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+
+from kvferry.shared.heartbeat import Heartbeat
 
 _OPERATIONS_AHEAD = 8
 
@@ -22,12 +29,7 @@ Elapsed = Callable[[], float]
 
 
 class HostCopies:
-    """One thread's copies. This class serves tensors on the host, which it returns as they are.
-
-    Attributes: layers_behind: how many layers the copies may lag behind the computation.
-    """
-
-    layers_behind = 0
+    """One thread's copies. This class serves tensors on the host, which it returns as they are."""
 
     def scope(self) -> AbstractContextManager[object]:
         """The context in which the thread computes; on CUDA, its own stream."""
@@ -35,6 +37,11 @@ class HostCopies:
 
     def start(self, tensors: Sequence[Tensor]) -> Arrived:
         """Begin to copy tensors, computed or still queued. They must not change until the copies are done."""
+        return lambda: tuple(tensors)
+
+    def upload(self, tensors: Sequence[Tensor]) -> Arrived:
+        """Begin to copy tensors from the host to the device. Any thread may call it. The result is for the
+        thread that computes: its stream waits for the copies, and the thread does not."""
         return lambda: tuple(tensors)
 
     def time(self, clock: Callable[[], float]) -> Callable[[], Elapsed]:
@@ -58,12 +65,12 @@ class HostCopies:
 class PinnedCopies(HostCopies):
     """Copies from CUDA to pinned memory."""
 
-    layers_behind = 1
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # Not the default stream: decode's receiver copies into the arena on it, and decode waits for that.
-        self._computing, self._stream = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        # All have the default priority, below that of decode's stream.
+        streams = (torch.cuda.Stream(device) for _ in range(3))  # type: ignore[no-untyped-call]
+        self._computing, self._stream, self._uploading = streams
         self._num_operations = 0
         self._earlier = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -89,6 +96,22 @@ class PinnedCopies(HostCopies):
             return tuple(copies)
 
         return wait
+
+    def upload(self, tensors: Sequence[Tensor]) -> Arrived:
+        with torch.cuda.stream(self._uploading):
+            copies = tuple(its.pin_memory().to(self._device, non_blocking=True) for its in tensors)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record(self._uploading)
+
+        def take() -> tuple[Tensor, ...]:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(arrived)
+            for copy in copies:
+                # Its memory belongs to the stream that copied.
+                copy.record_stream(stream)
+            return copies
+
+        return take
 
     def time(self, clock: Callable[[], float]) -> Callable[[], Elapsed]:
         begin = self._timed_event()
@@ -120,3 +143,61 @@ class PinnedCopies(HostCopies):
 def host_copies(device: torch.device) -> HostCopies:
     """Host copies for a model's device."""
     return PinnedCopies(device) if device.type == "cuda" else HostCopies()
+
+
+class HandOver:
+    """One pass's layers, in order. Used by the engine's thread.
+
+        put: layer k ──► wait for layer k - 1 ──► layer k runs on the pool while k + 1 is computed
+        settle ──► wait for the last one;  left without it, as by an error ──► what has not begun does not run
+
+    So one layer that is computed and one that is handed over are alive. An error of the work is raised by the
+    next `put` or `settle`, as it was raised there. Waiting ends by itself: the work's waits have time limits,
+    and aborting the transfer ends them.
+
+    Attributes: work: what the next layer needs done.
+
+    Args:
+        pool: a thread at least for each pass at the same time.
+        heartbeat: told of waits.
+    """
+
+    def __init__(self, pool: Executor, heartbeat: Heartbeat) -> None:
+        self._pool = pool
+        self._heartbeat = heartbeat
+        self.work: list[Callable[[], None]] = []
+        self._running: Future[None] | None = None
+
+    def put(self) -> None:
+        """Hand over what is in `work`: run it in order, in the caller's trace context."""
+        if self._running is not None:
+            self.settle()
+        if self.work:
+            work, self.work = self.work, []
+            self._running = self._pool.submit(contextvars.copy_context().run, _run, work)
+
+    def settle(self) -> None:
+        """Wait for the layer that is being handed over, if there is one."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        self._heartbeat.waits = True
+        try:
+            running.result()
+        finally:
+            self._heartbeat.waits = False
+
+    def __enter__(self) -> HandOver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """If the pass has failed: what has not begun does not run, and nobody waits for what has."""
+        if self._running is not None:
+            self._running.cancel()
+            self._running = None
+
+
+def _run(work: Sequence[Callable[[], None]]) -> None:
+    with torch.inference_mode():
+        for its in work:
+            its()

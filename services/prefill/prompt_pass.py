@@ -1,29 +1,29 @@
 """Handles each layer of one prompt: load history, compress, copy to the host, ship, stage.
 
-Place in the request's path: called by the model on the engine thread, layer by layer, while the sender's own
-thread sends earlier layers. After `layer_done` returns, a pass references only the tensors that are being
-copied to the host (`host_copies.py`; on CUDA, one layer's). If the plan measures its layer budgets, K and V
-of all layers wait on the host until the end.
+Place in the request's path: called by the model on the engine thread, layer by layer, while the layer
+before is shipped and staged on another one (`host_copies.py`). After `layer_done` returns, a pass
+references only the tensors of one layer that are being handed over. If the plan measures its layer budgets,
+K and V of all layers wait on the host until the end.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvferry.services.prefill.host_copies import Elapsed, HostCopies
+from kvferry.services.prefill.host_copies import Arrived, Elapsed, HandOver, HostCopies
 from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.prompt_logprobs import PromptLogprobs
 from kvferry.services.prefill.schedule import Pauses
 from kvferry.shared.cache.delta import NEW_ROWS, Positions, delta_tensors, layer_positions
 from kvferry.shared.compression.compress import WaitingLayer, allocate_waiting, measure_layer
-from kvferry.shared.compression.formats import compress_layer, make_formats
-from kvferry.shared.compression.formats.interface import LayerFormat, Tensors
+from kvferry.shared.compression.formats import encode_layer, make_formats
+from kvferry.shared.compression.formats.interface import Encoded, LayerFormat, Tensors
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured
@@ -37,11 +37,13 @@ from kvferry.shared.wire.sender import OutgoingTransfer
 
 LONG_TOKENS = 512
 """The pass of a prompt of at least this many tokens can be interrupted."""
+_EMPTY = Encoded(tensors=())
+"""A layer of which nothing is shipped."""
 
 
 @dataclass(kw_only=True)
 class PassTimes:
-    """Seconds spent on one prompt, by activity."""
+    """Seconds spent on one prompt, by activity; these overlap."""
 
     compress_s: float = 0.0
     pack_s: float = 0.0
@@ -76,13 +78,17 @@ class PromptPass:
         progress: Callable[[int], None],
         heartbeat: Heartbeat,
         clock: Callable[[], float],
+        pool: Executor,
+        pool_clock: Callable[[], float],
     ) -> None:
         """Args:
         pauses: interrupt a long pass while it computes, but not while it loads, ships or stages; of a model
             of several ranks while it compresses only.
         open_transfer: called once, with the plan to ship.
         progress: called after each layer, with its number.
-        heartbeat: told of waits for stored history and for room in the send buffer.
+        heartbeat: told of waits for stored history and for the layer that is being handed over.
+        clock: seconds of this pass.
+        pool, pool_clock: where layers are handed over, and seconds there.
         """
         self.times = PassTimes()
         self.positions: dict[int, Positions | None] = {}
@@ -99,12 +105,15 @@ class PromptPass:
         self._progress = progress
         self._heartbeat = heartbeat
         self._clock = clock
+        self._pool_clock = pool_clock
         self._measured = is_measured(job.resolved)
         self._waiting: dict[int, WaitingLayer] = {}
-        self._complete: dict[int, Tensors] = {}
-        self._leaving: deque[Callable[[], None]] = deque()
+        self._complete: dict[int, Encoded] = {}
+        self._handing = HandOver(pool, heartbeat)
+        self._handed = PassTimes()
         self._compressing: list[Elapsed] = []
         self._shipped_layers = 0
+        self._start = 0
 
     def run(self, on_miss: Callable[[HistoryMiss], None]) -> Tensor:
         """Run, compress and ship the prompt's tokens that are not cached; of all if their KV does not load.
@@ -118,7 +127,7 @@ class PromptPass:
             self._job.transfer = self._open_transfer(self._job.resolved)
             self._job.check_cancelled()
         is_long = self._job.resolved.num_prompt_tokens >= LONG_TOKENS
-        with self._pauses if is_long else nullcontext():
+        with self._pauses if is_long else nullcontext(), self._handing:
             try:
                 logits = self._forward()
             except HistoryMiss as miss:
@@ -131,14 +140,16 @@ class PromptPass:
                 logits = self._forward()
             if self._measured:
                 self._ship_waiting()
-            self._hand_over(0)
+            self._handing.settle()
+        self.times.pack_s += self._handed.pack_s
+        self.times.history_store_s += self._handed.history_store_s
         # not before: the device would have nothing queued while a layer's time is waited for
         self.times.compress_s += sum(elapsed_s() for elapsed_s in self._compressing)
         assert self._shipped_layers == self._model.spec.num_layers, self._shipped_layers
         return logits
 
     def _forward(self) -> Tensor:
-        start = self._job.num_reused
+        start = self._start = self._job.num_reused
         self._complete.clear()
         new_ids = torch.tensor(self._job.request.prompt_token_ids[start:], dtype=torch.int64)
         logits = self._model.prefill(
@@ -156,16 +167,22 @@ class PromptPass:
         """See `PrefillObserver.history`. Raises Cancelled, HistoryMiss."""
         self._job.check_cancelled()
         self._pauses.allowed = False
-        loaded = self._load(self._job.turn, layer) if self._job.turn is not None else None
+        turn = self._job.turn
+        loaded = self._load(turn, layer) if turn is not None and self._start else None
         self._pauses.allowed = self._pauses_in_model
         return loaded
 
     def _load(self, turn: StagedTurn, layer: int) -> tuple[Tensor, Tensor] | None:
         with self._loading():
-            loaded = turn.load(self._model.spec.row_numbers[layer])
-            if loaded is not None:
-                loaded = (loaded[0].to(self._model.device), loaded[1].to(self._model.device))
-        return loaded
+            arrived = turn.load_prepared(self._model.spec.row_numbers[layer], self._upload)
+            if arrived is None:
+                return None
+            keys, *values = arrived()
+        return keys, values[0] if values else keys[..., : self._model.spec.latent_dim]
+
+    def _upload(self, rows: tuple[Tensor, Tensor]) -> Arrived:
+        """Begin to copy a layer's history to the device; of latent rows K alone, which is V, too."""
+        return self._copies.upload(rows[:1] if self._model.spec.latent_dim else rows)
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
@@ -175,7 +192,7 @@ class PromptPass:
             yield
         except HistoryMiss:
             # Before the turn restarts: layers sent so far are not sent again, rows staged so far are dropped.
-            self._hand_over(0)
+            self._handing.settle()
             raise
         finally:
             self._heartbeat.waits = False
@@ -200,7 +217,7 @@ class PromptPass:
                 self._ship(self._job.resolved, self._job.formats, inputs)
         if self._job.turn is not None:
             self._stage(self._job.turn, layer, keys, values)
-        self._hand_over(self._copies.layers_behind)
+        self._handing.put()
         self._progress(layer)
         self._pauses.allowed = self._pauses_in_model
 
@@ -224,10 +241,11 @@ class PromptPass:
         self._pauses.allowed = False
         tensors = {name: its[0].contiguous() for name, its in state.items()}
         if layer >= self._shipped_layers:
-            self._ship_complete(self._job.formats, layer, tensors)
+            encoded = Encoded(tensors=tuple(tensors.values()), names=tuple(tensors))
+            self._ship_complete(self._job.formats, layer, encoded)
         if self._job.turn is not None:
             self._stage_state(self._job.turn, layer, tensors)
-        self._hand_over(self._copies.layers_behind)
+        self._handing.put()
         self._progress(layer)
         self._pauses.allowed = self._pauses_in_model
 
@@ -245,7 +263,7 @@ class PromptPass:
             layer = waiting.pop()
             inputs = self._moved(layer.inputs, self._model.device)
             self._ship(measured, formats, inputs, layer.scores)
-            self._hand_over(self._copies.layers_behind)
+            self._handing.put()
             self._progress(inputs.layer)
 
     def _measure(self, inputs: LayerInputs) -> None:
@@ -276,83 +294,75 @@ class PromptPass:
         end = self._copies.time(self._clock)
         with stage("compress", layer=inputs.layer):
             self._pauses.allowed = True
-            tensors = compress_layer(resolved, fmt, inputs, scores=scores)
+            encoded = encode_layer(resolved, fmt, inputs, scores=scores)
             self._pauses.allowed = False
-        if self.kept_map is not None:
-            self.kept_map.add(inputs.layer, fmt.positions_by_head(tensors))
         self._compressing.append(end())
-        self._ship_complete(formats, inputs.layer, tensors)
+        self._ship_complete(formats, inputs.layer, encoded)
 
-    def _ship_complete(self, formats: tuple[LayerFormat, ...], layer: int, tensors: Tensors) -> None:
+    def _ship_complete(self, formats: tuple[LayerFormat, ...], layer: int, encoded: Encoded) -> None:
         """Ship the layers that are complete, this one among them, up to the first that is not. With measured
         budgets, states wait until the transfer is open."""
-        self._complete[layer] = tensors
+        self._complete[layer] = encoded
         while self._job.transfer is not None and self._shipped_layers < len(formats):
             next_layer = self._shipped_layers
             if next_layer not in self._complete and next_layer not in self._model.spec.empty_layers:
                 return
-            self._send(formats[next_layer], next_layer, self._complete.pop(next_layer, {}))
+            self._send(formats[next_layer], next_layer, self._complete.pop(next_layer, _EMPTY))
             self._shipped_layers += 1
 
-    def _send(self, fmt: LayerFormat, layer: int, tensors: Tensors) -> None:
+    def _send(self, fmt: LayerFormat, layer: int, encoded: Encoded) -> None:
         begin_s = self._clock()
         job, transfer = self._job, self._job.transfer
         if job.retained is not None:
+            tensors = encoded.finish(encoded.tensors)
             num_rows = tensors["keys"][:, :, 0].numel()
             tensors = delta_tensors(tensors, layer, job.retained)
             spec, num_saved = self._model.spec, num_rows - int(tensors[NEW_ROWS].sum())
             job.saved_bytes += len(spec.row_names) * spec.row_bytes(layer) * num_saved
-        names, kinds = list(tensors), {NEW_ROWS: "index", **fmt.kinds}
-        arrived = self._copies.start(list(tensors.values()))
+            encoded = Encoded(tensors=tuple(tensors.values()), names=tuple(tensors))
+        kinds = {NEW_ROWS: "index", **fmt.kinds}
+        arrived = self._copies.start(encoded.tensors)
         self.times.pack_s += self._clock() - begin_s
 
         def send() -> None:
-            begin_s = self._clock()
+            begin_s = self._pool_clock()
             with stage("ship", layer=layer):
                 assert transfer is not None, "the transfer is not open"
-                copied = dict(zip(names, arrived(), strict=True))
+                copied = encoded.finish(arrived())
+                if self.kept_map is not None:
+                    self.kept_map.add(layer, fmt.positions_by_head(copied))
                 if fmt.is_plain:
                     self.positions[layer] = layer_positions(copied)
                 sent = [
                     NamedTensor(name=name, tensor=tensor, kind=kinds[name]) for name, tensor in copied.items()
                 ]
                 transfer.send_layer(layer, sent)
-            self.times.pack_s += self._clock() - begin_s
+            self._handed.pack_s += self._pool_clock() - begin_s
 
-        self._leaving.append(send)
+        self._handing.work.append(send)
 
     def _stage_state(self, turn: StagedTurn, layer: int, tensors: Tensors) -> None:
         """Stage the layer's state after the prompt."""
         arrived = self._copies.start(list(tensors.values()))
 
         def append() -> None:
-            begin_s = self._clock()
+            begin_s = self._pool_clock()
             state = dict(zip(tensors, arrived(), strict=True))
             turn.append_state(layer, state, self._job.resolved.num_prompt_tokens)
-            self.times.history_store_s += self._clock() - begin_s
+            self._handed.history_store_s += self._pool_clock() - begin_s
 
-        self._leaving.append(append)
+        self._handing.work.append(append)
 
     def _stage(self, turn: StagedTurn, layer: int, keys: Tensor, values: Tensor) -> None:
         """Stage the layer's new rows in the session's history."""
-        start, latent_dim = turn.reused_tokens, self._model.spec.latent_dim
+        start, latent_dim = self._start, self._model.spec.latent_dim
         arrived = self._copies.start([keys[:, start:], *(() if latent_dim else (values[:, start:],))])
 
         def append() -> None:
-            begin_s = self._clock()
+            begin_s = self._pool_clock()
             new_keys, *new_values = arrived()
             new_rows = new_keys, new_values[0] if new_values else new_keys[..., :latent_dim]
             turn.append(self._model.spec.row_numbers[layer], *new_rows)
-            self.times.history_store_s += self._clock() - begin_s
+            self._handed.history_store_s += self._pool_clock() - begin_s
 
-        self._leaving.append(append)
-
-    def _hand_over(self, layers_behind: int) -> None:
-        """Ship and stage the copied tensors of all but the last `layers_behind` layers."""
-        per_layer = 1 if self._job.turn is None or self._measured else 2
-        while len(self._leaving) > layers_behind * per_layer:
-            self._heartbeat.waits = True
-            try:
-                self._leaving.popleft()()
-            finally:
-                self._heartbeat.waits = False
+        self._handing.work.append(append)

@@ -1,6 +1,6 @@
 """One tier of history behind host memory: reads ahead of a turn's pass, writes and deletions behind commits.
 
-    look_up ──► record ──► rows: load(layer), one layer ahead of the pass
+    look_up ──► record ──► rows: fetch(layer), one layer ahead of the pass (`rows_ahead.py`)
     commit  ──► queue(session) ──► newest record in memory, record in the storage ──► rows that the storage
                 lacks, new record
     drop    ──► queue(session) ──► delete; if the storage does not answer, retried at each sweep
@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -34,6 +34,8 @@ from kvferry.shared.history.stored_format import CheckpointEntry, TierRecord
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
+Then = Callable[[list[RowChunk]], T]
+"""What is done with a layer's rows on the thread that has read them."""
 
 _MAX_REMEMBERED = 65_536
 _MAX_WAITING = 64
@@ -127,7 +129,7 @@ class BackTier:
         """The rows of tokens [start, stop) of a record, and the states after them; nothing is read yet."""
         states = next((its for its in record.body.checkpoints if its.num_tokens == stop), None)
         return BackRows(
-            lambda layer: self._fetchers.submit(self.storage.load, session, record, layer, start, stop),
+            partial(self._fetch, session, record, start, stop),
             lambda entry: self._fetchers.submit(self.storage.load_states, session, entry),
             tier=self,
             num_tokens=stop - start,
@@ -135,6 +137,15 @@ class BackTier:
             states=states,
             num_exact_tokens=record.num_exact_tokens,
         )
+
+    def _fetch(
+        self, session: SessionKey, record: TierRecord, start: int, stop: int, layer: int, then: Then[T]
+    ) -> Future[tuple[list[RowChunk], T]]:
+        def read() -> tuple[list[RowChunk], T]:
+            chunks = self.storage.load(session, record, layer, start, stop)
+            return chunks, then(chunks)
+
+        return self._fetchers.submit(read)
 
     def reusable(self, record: TierRecord, limit: int) -> int:
         """How many of the record's first tokens, at most `limit`, can be continued from."""
@@ -340,11 +351,10 @@ def _remember(table: OrderedDict[SessionKey, T], session: SessionKey, value: T) 
 
 
 class BackRows:
-    """`num_tokens` tokens' rows of each layer, read one layer ahead of the prompt's pass, and the states
-    after them. `load` and `load_state` are called by one thread, `cancel` by any.
+    """`num_tokens` tokens' rows of each layer, and the states after them.
 
     Args:
-        fetch, fetch_states: begin to read a layer's rows, or all states.
+        fetch, fetch_states: begin to read a layer's rows, and to do something with them, or all states.
         source: whose record they are of.
         states: None if the model has none.
         num_exact_tokens: of the record, from its first token; see `StoredRecord`.
@@ -352,7 +362,7 @@ class BackRows:
 
     def __init__(
         self,
-        fetch: Callable[[int], Future[list[RowChunk]]],
+        fetch: Callable[[int, Then[Any]], Future[tuple[list[RowChunk], Any]]],
         fetch_states: Callable[[CheckpointEntry], Future[dict[int, LayerState]]],
         *,
         tier: BackTier,
@@ -367,39 +377,26 @@ class BackRows:
         self.tier = tier.name
         self.ends_turn = states is not None and states.ends_turn
         self._unavailable = tier.unavailable
-        self._fetch = fetch
+        self.fetch = fetch
         self._fetch_states = fetch_states
-        self._num_layers = tier.storage.shape.num_layers
         self._clock = tier.clock
         self._remaining_s = tier.turn_timeout_s
-        self._fetches: dict[int, Future[list[RowChunk]]] = {}
         self._entry = states
         self._states: Future[dict[int, LayerState]] | None = None
 
-    def load(self, layer: int) -> list[RowChunk]:
-        """Wait for a layer's rows and begin to read the next layer's.
-
-        Raises: HistoryMiss, reason "TIER_slow", "TIER_unavailable", "evicted" or "corrupt".
-        """
-        fetch = self._fetches.pop(layer, None) or self._fetch(layer)
-        if layer + 1 < self._num_layers and layer + 1 not in self._fetches:
-            self._fetches[layer + 1] = self._fetch(layer + 1)
-        return self._wait(fetch, f"layer {layer} was")
-
     def load_state(self, layer: int) -> LayerState:
-        """Wait for the states, and return one layer's. Raises: as `load`."""
+        """Wait for the states, and return one layer's. Raises: as `wait`."""
         assert self._entry is not None, "the model has no states"
         if self._states is None:
             self._states = self._fetch_states(self._entry)
-        return self._wait(self._states, "the states were")[layer]
+        return self.wait(self._states, "the states were")[layer]
 
-    def cancel(self) -> None:
-        """Cancel reads that have not begun. Idempotent."""
-        for fetch in list(self._fetches.values()):
-            fetch.cancel()
-        self._fetches.clear()
+    def wait(self, fetch: Future[T], what: str) -> T:
+        """Wait for what `fetch` began, for as long as the turn may in all.
 
-    def _wait(self, fetch: Future[T], what: str) -> T:
+        Args: what: was not read, for the error.
+        Raises: HistoryMiss, reason "TIER_slow", "TIER_unavailable", "evicted" or "corrupt".
+        """
         begin_s = self._clock()
         try:
             return fetch.result(max(0.0, self._remaining_s))

@@ -19,6 +19,7 @@ it: `load` raises HistoryMiss, and the prompt is run from its token ids.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
@@ -29,6 +30,8 @@ from kvferry.shared.history.rows import RowPrecision
 from kvferry.shared.history.storage import Storage
 from kvferry.shared.history.stored_format import TierRecord
 from kvferry.shared.history.turn import StagedTurn, TurnState, record_info
+
+_NUM_READERS = 2
 
 
 class HistoryStore:
@@ -53,6 +56,7 @@ class HistoryStore:
     Attributes:
         turns: staged turns that are not yet committed, aborted or expired, by request id. Guarded by
             `records.lock`.
+        readers: threads that make rows in memory ready.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class HistoryStore:
         self.clock = clock
         self._on_miss = on_miss
         self._tiers: list[BackTier] = []
+        self.readers = ThreadPoolExecutor(_NUM_READERS, "kvferry-history-memory")
 
     def add_tier(
         self,
@@ -278,6 +283,7 @@ class HistoryStore:
         """Finish pending writes, in bounded time. Idempotent."""
         for tier in self._tiers:
             tier.close()
+        self.readers.shutdown(wait=False, cancel_futures=True)
 
     def _longest_prefix(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 from torch import Tensor
@@ -21,20 +21,15 @@ from kvferry.shared.errors import HistoryMiss, InvalidRequest, SessionBusy, Sess
 from kvferry.shared.history.back_tier import BackRows
 from kvferry.shared.history.checkpoints import Checkpoint, LayerState, States, host_copy, thinned
 from kvferry.shared.history.records import Found, StoredRecord, common_prefix, parts_of
-from kvferry.shared.history.rows import (
-    LayerKV,
-    Piece,
-    RowChunk,
-    Segment,
-    chunk_rows,
-    first_pieces,
-    piece_chunks,
-)
+from kvferry.shared.history.rows import LayerKV, Piece, RowChunk, Segment, first_pieces
+from kvferry.shared.history.rows_ahead import RowsAhead
 
 if TYPE_CHECKING:
     from kvferry.shared.history.store import HistoryStore
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 
 class TurnState(enum.Enum):
@@ -96,6 +91,7 @@ class StagedTurn:
         )
         self._adopted = False  # whether rows of another tier were staged
         self._back_rows: BackRows | None = None
+        self._ahead: RowsAhead | None = None
         self._replicate: Callable[[StoredRecord, bool], list[Callable[[], None]]]
         self._rebuild = False
         self._clear_staged()
@@ -161,19 +157,28 @@ class StagedTurn:
 
         Raises: HistoryMiss: the rows are gone.
         """
+        return self.load_prepared(layer, lambda rows: rows)
+
+    def load_prepared(self, layer: int, prepare: Callable[[LayerKV], T]) -> T | None:
+        """As `load`, with what `prepare` makes of K and V; it is called on another thread, also for the next
+        layer."""
         with self._records.lock:
             if self._memory_tokens and not self.is_open:
                 raise self._over(f"history of request {self.request_id} is gone: its turn is")
-            pieces = self._pieces
-        chunks = piece_chunks(pieces, layer)
+            if not self.reused_tokens:
+                return None
+            if self._ahead is None:
+                self._ahead = RowsAhead(
+                    self._store.readers, self._pieces, self._back_rows, self._store.num_layers
+                )
+            ahead = self._ahead
+        fetched, prepared = ahead.take(layer, prepare)
         if self._back_rows is not None:
-            fetched = self._back_rows.load(layer)
             with self._records.lock:
                 self._adopted = True
                 for chunk in fetched:
                     self._stage(layer, chunk)
-            chunks += fetched
-        return chunk_rows(chunks) if chunks else None
+        return prepared
 
     def load_state(self, layer: int) -> LayerState | None:
         """The state after `reused_tokens` tokens, or None if nothing is reused. Must not be written to.
@@ -224,7 +229,6 @@ class StagedTurn:
         with self._records.lock:
             self._release_parts()
             if self._back_rows is not None:
-                self._back_rows.cancel()
                 self._back_rows, self._rebuild = None, True
             self._memory_tokens = self._num_exact_reused = 0
             self._adopted = False
@@ -239,8 +243,6 @@ class StagedTurn:
             HistoryMiss: the turn is already over.
             InvalidRequest: `token_ids` contradict the prompt that the staged rows belong to.
         """
-        if self._back_rows is not None:
-            self._back_rows.cancel()
         reused = self._own_pieces()
         with self._records.lock:
             if self._state is TurnState.DROPPED:
@@ -262,8 +264,6 @@ class StagedTurn:
     def abort(self) -> None:
         """Drop what was staged. Idempotent; does nothing after a commit."""
         with self._records.lock:
-            if self._back_rows is not None:
-                self._back_rows.cancel()
             if self._state is not TurnState.COMMITTED:
                 self.end(TurnState.ABORTED)
 
@@ -393,7 +393,14 @@ class StagedTurn:
             if len(layers) == self._store.num_states
         ]
 
+    def _cancel_ahead(self) -> None:
+        """Drop what is read ahead of the pass, and the references to its rows."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+            self._ahead = None
+
     def _release_parts(self) -> None:
+        self._cancel_ahead()
         self._unstage()
         self._records.release(parts_of(self._pieces, self._checkpoints))
         self._pieces, self._checkpoints = (), ()

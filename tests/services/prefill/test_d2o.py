@@ -118,14 +118,14 @@ async def test_a_history_that_turns_out_gone_in_mid_pass_changes_nothing(
 
     def begin_and_lose(*args: object, **options: object) -> object:
         turn = begin(*args, **options)  # type: ignore[arg-type]
-        load = turn.load
+        load = turn.load_prepared
 
-        def lose(layer: int) -> object:
+        def lose(layer: int, prepare: object) -> object:
             if layer == 2 and turn.reused_tokens:
                 raise HistoryMiss("the history is gone", reason="evicted")
-            return load(layer)
+            return load(layer, prepare)
 
-        monkeypatch.setattr(turn, "load", lose)
+        monkeypatch.setattr(turn, "load_prepared", lose)
         return turn
 
     monkeypatch.setattr(harness.store, "begin", begin_and_lose)
