@@ -127,14 +127,15 @@ def our_step(
     )
     measured, compressed = compress_prompt(spec, resolved, prompt)
     layout = sequence_layout(make_formats(spec, measured))
+    # one memory, as at decode: a batch is attended through offsets into it
+    arena = torch.zeros(batch_size, layout.size_bytes, dtype=torch.uint8)
     batch = []
-    for _ in range(batch_size):
-        buffer = torch.zeros(layout.size_bytes, dtype=torch.uint8)
+    for buffer in arena:
         layers = zip(layout.layers, compressed, strict=True)
         batch.append(tuple(layer.place(buffer, tensors) for layer, tensors in layers))
     token_ids = torch.full((batch_size,), 7)
     num_appended = 0
-    slots = SlotAttention(spec, batch_size, batch[0][0].regions["keys"])
+    slots = SlotAttention(spec, batch_size, arena)
     for slot, caches in enumerate(batch):
         slots.place(slot, caches, 0)
     attention = BatchAttention(slots, batch_size)
