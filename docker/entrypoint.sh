@@ -29,7 +29,7 @@ choose_gpu() {
 
 case $role in
     router)
-        echo 8000 >/tmp/ready-port
+        echo http://127.0.0.1:8000 >/tmp/ready-url
         # Published on this machine's loopback only, the API may do without keys.
         case ${BIND:-} in 127.* | localhost | ::1) export KVFERRY_INSECURE="${KVFERRY_INSECURE:-true}" ;; esac
         exec kvferry router --listen 0.0.0.0:8000 --prefill-workers prefill:9001 --decode-workers decode:9002 "$@"
@@ -43,7 +43,7 @@ case $role in
 esac
 
 choose_gpu
-echo "920$number" >/tmp/ready-port
+echo "http${KVFERRY_CERTS:+s}://127.0.0.1:920$number" >/tmp/ready-url
 # Peers reach this replica, and no other of its name, by its own address.
 address=$(hostname -i | cut -d ' ' -f 1)
 exec kvferry "$role" --listen "0.0.0.0:900$number" --metrics-listen "0.0.0.0:920$number" \

@@ -40,11 +40,13 @@ ACL
 fi
 
 # Each service gets the keys of its role. The last file to be copied says that all are there.
-if [ ! -s "$certs/decode/tls.pem" ]; then
+if [ ! -s "$certs/decode/tls.pem" ] || [ ! -s "$certs/metrics/tls.pem" ]; then
     kvferry certs /tmp/certs --days "$days" >/dev/null
     # Nothing else is ever signed.
     rm -r /tmp/certs/ca
-    for role in router prefill decode; do cp -p /tmp/certs/$role/* "$certs/$role/"; done
+    for role in router prefill metrics decode; do cp -p /tmp/certs/$role/* "$certs/$role/"; done
+    # Prometheus is another user.
+    chmod 0644 "$certs/metrics/tls.key"
     rm -r /tmp/certs
 fi
 

@@ -1,4 +1,4 @@
-"""A service's keys: TLS for control calls and X25519 for blocks, each bound to the service's role.
+"""A service's keys: TLS for control calls and metrics, X25519 for blocks, each bound to the service's role.
 
 `kvferry certs FOLDER` makes a folder for each role, which is all that the role's machines need:
 
@@ -6,14 +6,17 @@
     FOLDER/router/   ca.pem, tls.pem, tls.key
     FOLDER/prefill/  ca.pem, tls.pem, tls.key, curve.key, prefill.pub, decode.pub
     FOLDER/decode/   ca.pem, tls.pem, tls.key, curve.key, prefill.pub, decode.pub
+    FOLDER/metrics/  ca.pem, tls.pem, tls.key        who reads workers' metrics: Prometheus, health checks
 
-A worker's certificate is for servers only and the router's for clients only, so a stolen worker's key cannot
-call anybody. Peers are known by their role's name, not by their address: all workers of a role share a key.
+A worker's certificate is for servers only, and those of the router and of metrics are for clients only, so a
+stolen worker's key cannot call anybody. That of metrics opens workers' metrics and no control call. Peers are
+known by their role's name, not by their address: all workers of a role share a key.
 `tools/certs.py` makes them.
 """
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -24,8 +27,11 @@ from zmq.utils import z85
 
 from kvferry.shared.errors import ConfigurationError
 
-Role = Literal["router", "prefill", "decode"]
-ROLES: tuple[Role, ...] = ("router", "prefill", "decode")
+Role = Literal["router", "prefill", "decode", "metrics"]
+ROLES: tuple[Role, ...] = ("router", "prefill", "decode", "metrics")
+CLIENT_ROLES: tuple[Role, ...] = ("router", "metrics")
+"""Whose certificates are for clients; the others' are for servers."""
+METRICS_READERS: tuple[Role, ...] = ("router", "metrics")
 PEERS: dict[str, Role] = {"prefill": "decode", "decode": "prefill"}
 """Who may send blocks to a worker, and to whom it sends."""
 
@@ -88,6 +94,31 @@ class Certs:
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Of the router."""
         return grpc.ssl_channel_credentials(self._authority, self._key, self._chain)
+
+    def server_context(self) -> ssl.SSLContext:
+        """Of a worker's HTTP server; clients must have a certificate too."""
+        context = self._context(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """Of a client of workers' HTTP servers. All roles have names that are no addresses, so any server is
+        taken that the authority knows; only workers' certificates are for servers."""
+        context = self._context(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        return context
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            context.load_verify_locations(cadata=self._authority.decode())
+            context.load_cert_chain(self._folder / "tls.pem", self._folder / "tls.key")
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"certs has no usable TLS files in {str(self._folder)!r}: {error}"
+            ) from None
+        return context
 
     def block_keys(self) -> BlockKeys:
         """Of a worker.

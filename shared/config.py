@@ -143,7 +143,8 @@ class WorkerSettings(TracedSettings):
         False, description="describe the control interface to gRPC clients that ask"
     )
     metrics_listen: Annotated[str, NETWORK] = Field(
-        "127.0.0.1:0", description="host:port of the metrics (HTTP) server; port 0 picks a free one"
+        "127.0.0.1:0",
+        description="host:port of the metrics server, HTTP or with certs HTTPS; port 0 picks a free one",
     )
     shutdown_timeout_s: Annotated[Seconds, PROCESS] = Field(
         10.0, ge=0, description="how long in-flight requests may still run at shutdown"
@@ -154,7 +155,8 @@ class WorkerSettings(TracedSettings):
         if self.certs or self.insecure:
             return self
         blocks = self.block_listen.removeprefix("tcp://")
-        for option, address in (("listen", self.listen), ("block_listen", blocks)):
+        addresses = {"listen": self.listen, "block_listen": blocks, "metrics_listen": self.metrics_listen}
+        for option, address in addresses.items():
             if not (address.startswith("ipc://") or is_loopback(parse_address(option, address)[0])):
                 raise ValueError(
                     f"{option} is {getattr(self, option)!r}, which other machines may reach, and there are "

@@ -1,4 +1,4 @@
-"""What every service's process needs: addresses, metrics over HTTP, the ready file, signals.
+"""What every service's process needs: addresses, the ready file, signals.
 
 start ──► listen ──► announce_ready(ready_file) ──► wait_for_signal() ──► close_within(...) ──► exit
 """
@@ -6,27 +6,21 @@ start ──► listen ──► announce_ready(ready_file) ──► wait_for_s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import socket
-import socketserver
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
 
 import structlog
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 
 from kvferry.shared.errors import ConfigurationError
 
 logger = structlog.get_logger(__name__)
 
-_REQUEST_TIMEOUT_S = 10.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -71,94 +65,6 @@ def check_free(option: str, value: str) -> None:
         socket.create_server((host, port), family=family).close()
     except OSError as error:
         raise ConfigurationError(f"{option} is {value!r}; it cannot be bound: {error}") from error
-
-
-# ---- metrics over HTTP -----------------------------------------------------------------------------------
-
-
-class MetricsServer(ThreadingHTTPServer):
-    """A running metrics endpoint: an HTTP server and its thread, and a short-lived thread for each request.
-
-    Made by `serve_metrics`.
-    """
-
-    def __init__(
-        self, registry: CollectorRegistry, host: str, port: int, is_ready: Callable[[], bool] | None
-    ) -> None:
-        self.registry = registry
-        self.is_ready = is_ready
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _MetricsHandler)
-        self._thread = threading.Thread(
-            target=self.serve_forever, kwargs={"poll_interval": 0.1}, name="metrics-http", daemon=True
-        )
-        self._thread.start()
-
-    def server_bind(self) -> None:
-        # HTTPServer's own method looks up the host by DNS, which can take seconds and is not needed.
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    @property
-    def address(self) -> str:
-        """host:port as bound."""
-        return format_address(self.server_name, self.server_port)
-
-    def close(self) -> None:
-        """Stop listening and end the thread. Idempotent."""
-        if self._thread.is_alive():
-            self.shutdown()
-            self._thread.join(timeout=_REQUEST_TIMEOUT_S)
-        self.server_close()
-
-
-def serve_metrics(
-    registry: CollectorRegistry, listen: str, *, is_ready: Callable[[], bool] | None = None
-) -> MetricsServer:
-    """Serve `/metrics` of a registry, `/health` and `/ready` from a thread.
-
-    Args:
-        listen: host:port; port 0 picks a free one.
-        is_ready: decides whether `/ready` answers 200 or 503, called from the server's threads; None: 404.
-    Raises: ConfigurationError for a malformed address or one that cannot be bound.
-    """
-    host, port = parse_address("metrics_listen", listen)
-    try:
-        return MetricsServer(registry, host, port, is_ready)
-    except OSError as error:
-        raise ConfigurationError(f"metrics_listen is {listen!r}; it cannot be bound: {error}") from error
-
-
-class _MetricsHandler(BaseHTTPRequestHandler):
-    server: MetricsServer
-    timeout = _REQUEST_TIMEOUT_S
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if path == "/metrics":
-            encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-            self._reply(200, content_type, encode(self.server.registry))
-        elif path == "/health":
-            self._reply(200, "application/json", b'{"status": "ok"}')
-        elif path == "/ready" and self.server.is_ready is not None:
-            if self.server.is_ready():
-                self._reply(200, "application/json", b'{"status": "ready"}')
-            else:
-                self._reply(503, "application/json", b'{"status": "not ready"}')
-        else:
-            allowed = b"paths: /metrics, /health, and /ready of workers\n"
-            self._reply(404, "text/plain; charset=utf-8", allowed)
-
-    def _reply(self, status: int, content_type: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        with contextlib.suppress(ConnectionError):
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        logger.debug("metrics request", line=format % args)
 
 
 # ---- start and stop of a process -------------------------------------------------------------------------

@@ -25,12 +25,13 @@ from kvferry.shared.device_loss import end_process
 from kvferry.shared.kernel_paths import KernelCalls, KernelQuarantine, Role, choose_kernels
 from kvferry.shared.logging import setup_logging
 from kvferry.shared.metrics import certificate_expiry
+from kvferry.shared.metrics_server import serve_metrics
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.parallel.model import load_parallel_model
 from kvferry.shared.self_test import model_shapes, self_test
-from kvferry.shared.serving import close_within, end_within, serve_metrics, serve_until_signal
+from kvferry.shared.serving import close_within, end_within, serve_until_signal
 from kvferry.shared.telemetry import setup_tracing
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
 from kvferry.shared.wire.sealed import SealedConnectingChannel, SealedListeningChannel
@@ -180,7 +181,7 @@ async def start_service(
 ) -> tuple[ServiceT, str]:
     """Start a service and its metrics server; the stack closes both.
 
-    Args: certs: the service's, whose end its metrics tell.
+    Args: certs: the service's, with which its metrics are served, and whose end they tell.
     Returns: the service and the address of its metrics.
     """
     choose_kernels(settings.kernels, model.device)
@@ -190,7 +191,7 @@ async def start_service(
     if certs is not None:
         certificate_expiry(registry, certs.expires_at_s)
     stack.push_async_callback(lambda: close_within(_CLOSE_TIMEOUT_S, f"{role} service", service.close()))
-    server = serve_metrics(registry, settings.metrics_listen, is_ready=lambda: service.is_ready)
+    server = serve_metrics(registry, settings.metrics_listen, is_ready=lambda: service.is_ready, certs=certs)
     stack.callback(server.close)
     if settings.self_test:
         for shape in model_shapes(model.spec, model.device):

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from kvferry.shared.certs import PEERS, ROLES, Role, tls_name
+from kvferry.shared.certs import CLIENT_ROLES, PEERS, ROLES, Role, tls_name
 from kvferry.shared.errors import ConfigurationError
 
 _AUTHORITY_DAYS = 3650
@@ -41,8 +41,11 @@ def make_certs(folder: Path, *, days: int, everything: bool) -> None:
 
 def run(folder: str, *, days: int, everything: bool) -> int:
     make_certs(Path(folder), days=days, everything=everything)
-    roles = ", ".join(ROLES)
-    sys.stdout.write(f"{folder}: give {roles} the folder of their name, as --certs; ca renews them\n")
+    services = ", ".join(role for role in ROLES if role != "metrics")
+    sys.stdout.write(
+        f"{folder}: give {services} the folder of their name, as --certs; metrics is for who reads workers' "
+        "metrics, ca renews them\n"
+    )
     return 0
 
 
@@ -69,7 +72,7 @@ def _make_certificate(folder: Path, role: Role, days: int) -> None:
     signing_key = serialization.load_pem_private_key((folder / "ca" / "ca.key").read_bytes(), None)
     assert isinstance(signing_key, ec.EllipticCurvePrivateKey), "the authority's key is of this module"
     key = ec.generate_private_key(ec.SECP256R1())
-    purpose = ExtendedKeyUsageOID.CLIENT_AUTH if role == "router" else ExtendedKeyUsageOID.SERVER_AUTH
+    purpose = ExtendedKeyUsageOID.CLIENT_AUTH if role in CLIENT_ROLES else ExtendedKeyUsageOID.SERVER_AUTH
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, tls_name(role))])
     certificate = (
         _builder(key.public_key(), subject=subject, issuer=authority.subject, days=days)

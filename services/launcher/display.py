@@ -31,13 +31,16 @@ class Display:
         with self._console.status(f"starting prefill, decode and router with {model} ..."):
             yield
 
-    def ready(self, model: str, addresses: Mapping[str, str], *, needs_key: bool) -> None:
+    def ready(
+        self, model: str, addresses: Mapping[str, str], *, needs_key: bool, with_certs: bool = False
+    ) -> None:
         base = f"http://{reachable(addresses['address'])}"
         self._line(f"kvferry {version()} serves {model}", style="bold green")
         self._line(f"  API      {base}/v1")
         self._line(f"  metrics  {base}/metrics (router; with ?all=1 the workers' too)")
         for role in ("prefill", "decode"):
-            self._line(f"           http://{reachable(addresses[f'{role}_metrics'])}/metrics ({role})")
+            scheme = "https" if with_certs else "http"
+            self._line(f"           {scheme}://{reachable(addresses[f'{role}_metrics'])}/metrics ({role})")
         self._line("")
         self._line("Try it:", style="bold")
         self._line(curl_line(base, model, needs_key=needs_key))

@@ -24,6 +24,7 @@ from kvferry.services.router.app import create_app
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http.server import http_server
 from kvferry.services.router.turn.worker_pool import WorkerPool
+from kvferry.shared.certs import Certs
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.config import ServiceSettings
 from kvferry.shared.model.generation_config import sampling_defaults
@@ -57,11 +58,23 @@ class InProcessStack:
         prefill_config = settings_of(PrefillConfig, config, metrics_listen=config.prefill_metrics_listen)
         model = await load_workers_model(prefill_config)
         prefill, prefill_metrics = await start_service(
-            prefill_config, "prefill", model, partial(build_prefill, prefill_config), hub, self._open
+            prefill_config,
+            "prefill",
+            model,
+            partial(build_prefill, prefill_config),
+            hub,
+            self._open,
+            certs=Certs(config.certs, "prefill") if config.certs else None,
         )
         decode_config = settings_of(DecodeConfig, config, metrics_listen=config.decode_metrics_listen)
         decode, decode_metrics = await start_service(
-            decode_config, "decode", model.twin(), partial(build_decode, decode_config), hub, self._open
+            decode_config,
+            "decode",
+            model.twin(),
+            partial(build_decode, decode_config),
+            hub,
+            self._open,
+            certs=Certs(config.certs, "decode") if config.certs else None,
         )
         metrics = {"prefill_metrics": prefill_metrics, "decode_metrics": decode_metrics}
         router_config = settings_of(RouterConfig, config, worker_metrics=",".join(metrics.values()))

@@ -41,7 +41,7 @@ async def serve(config: ServeConfig) -> int:
             await asyncio.wait({stopped, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             model = starting.result()
-            display.ready(model, stack.addresses, needs_key=config.has_keys)
+            display.ready(model, stack.addresses, needs_key=config.has_keys, with_certs=bool(config.certs))
             # Written last, so that everything is printed when the file appears.
             announce_ready(config.ready_file, {"service": "serve", "model": model, **stack.addresses})
             await stopped

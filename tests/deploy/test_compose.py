@@ -235,13 +235,19 @@ def test_cpu_stack_wants_no_gpu_and_is_the_same_else(
             assert service["image"] == "kvferry:cpu"
 
 
-def test_prometheus_scrapes_the_ports_that_the_entry_point_opens() -> None:
+def test_prometheus_scrapes_the_ports_that_the_entry_point_opens(gpu_stack: dict[str, Any]) -> None:
     config = yaml.safe_load((REPOSITORY / "deploy/prometheus/prometheus.yml").read_text(encoding="utf-8"))
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
     assert jobs["router"]["static_configs"][0]["targets"] == ["router:8000"]
+    folder = "/run/kvferry/certs/metrics"
     for role, port in (("prefill", 9201), ("decode", 9202)):
         assert jobs[role]["dns_sd_configs"][0]["names"] == [role]
         assert jobs[role]["dns_sd_configs"][0]["port"] == port
+        assert jobs[role]["scheme"] == "https"
+        assert {Path(its).parent for its in jobs[role]["tls_config"].values() if "/" in its} == {Path(folder)}
+    for service in ("prefill", "decode", "prometheus", "first-start"):
+        mounted = {its["target"]: its["source"] for its in gpu_stack["services"][service]["volumes"]}
+        assert mounted[folder] == "metrics-certs", service
 
 
 def test_the_memory_for_kv_is_the_machine_s_to_choose(gpu_stack: dict[str, Any]) -> None:

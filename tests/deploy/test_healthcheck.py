@@ -10,25 +10,40 @@ import pytest
 from kvtest.ports import free_port
 from prometheus_client import CollectorRegistry
 
-from kvferry.shared.serving import serve_metrics
+from kvferry.shared.certs import Certs
+from kvferry.shared.metrics_server import serve_metrics
+from kvferry.tools.certs import make_certs
 
 SCRIPT = Path(__file__).parents[2] / "docker" / "healthcheck.py"
 
 
-def check(port: int, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The script's run for a service at this port."""
-    port_file = folder / "ready-port"
-    port_file.write_text(f"{port}\n")
+def check(base: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The script's run for a service there, with the certificates in the folder."""
+    url_file = folder / "ready-url"
+    url_file.write_text(f"{base}\n")
     changed = folder / "healthcheck.py"
-    changed.write_text(SCRIPT.read_text(encoding="utf-8").replace("/tmp/ready-port", str(port_file)))
-    return subprocess.run([sys.executable, "-I", changed], capture_output=True, text=True, timeout=60)
+    changed.write_text(SCRIPT.read_text(encoding="utf-8").replace("/tmp/ready-url", str(url_file)))
+    return subprocess.run(
+        [sys.executable, "-I", changed, *arguments],
+        env={"KVFERRY_CERTS": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
+@pytest.mark.parametrize("with_certs", [False, True])
 @pytest.mark.parametrize("ready", [True, False])
-def test_exit_code_says_whether_the_service_is_ready(ready: bool, tmp_path: Path) -> None:
-    server = serve_metrics(CollectorRegistry(), "127.0.0.1:0", is_ready=lambda: ready)
+def test_exit_code_says_whether_the_service_is_ready(ready: bool, with_certs: bool, tmp_path: Path) -> None:
+    certs = None
+    if with_certs:
+        make_certs(tmp_path, days=1, everything=False)
+        certs = Certs(str(tmp_path), "decode")
+    server = serve_metrics(CollectorRegistry(), "127.0.0.1:0", is_ready=lambda: ready, certs=certs)
+    base = f"{'https' if with_certs else 'http'}://{server.address}"
     try:
-        done = check(int(server.address.rpartition(":")[2]), tmp_path)
+        done = check(base, tmp_path)
+        assert check(base, tmp_path, "/health").returncode == 0
     finally:
         server.close()
     assert done.returncode == (0 if ready else 1)
@@ -36,4 +51,4 @@ def test_exit_code_says_whether_the_service_is_ready(ready: bool, tmp_path: Path
 
 
 def test_a_service_that_does_not_listen_yet_is_not_ready(tmp_path: Path) -> None:
-    assert check(free_port(), tmp_path).returncode == 1
+    assert check(f"http://127.0.0.1:{free_port()}", tmp_path).returncode == 1

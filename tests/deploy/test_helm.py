@@ -29,11 +29,11 @@ from kvferry.services.launcher.cli import app
 from kvferry.services.launcher.config import CONFIGS, KNOWN_CONFIGS
 from kvferry.services.router.api.operations import unkeyed
 from kvferry.services.router.http.access import KeyFile
-from kvferry.shared.certs import PEERS, ROLES, Certs, tls_name
+from kvferry.shared.certs import CLIENT_ROLES, PEERS, ROLES, Certs, tls_name
 from kvferry.shared.command_line import check_environment, variable_name
 from kvferry.shared.kernel_paths import KernelQuarantine
 from kvferry.shared.metrics import CERTIFICATE_EXPIRY, DecodeMetrics, PrefillMetrics, RouterMetrics
-from kvferry.shared.serving import serve_metrics
+from kvferry.shared.metrics_server import serve_metrics
 from kvferry.tools.certs import make_certs
 
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
@@ -52,6 +52,7 @@ CUSTOM = {
     "ScaledObject": "keda.sh/v1alpha1",
 }
 """Kinds of operators, whose schemas are not Kubernetes' own."""
+HEALTHCHECK = "/usr/local/lib/kvferry/healthcheck.py"
 Item = dict[str, Any]
 
 
@@ -264,19 +265,21 @@ def test_probes_ask_paths_that_answer(items: list[Item]) -> None:
     server = serve_metrics(CollectorRegistry(), "127.0.0.1:0", is_ready=lambda: True)
     try:
         for role, container in services(items).items():
-            ports = {port["name"] for port in container["ports"]}
+            paths = {}
             for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-                asked = container[probe]["httpGet"]
-                assert asked["port"] == ("http" if role == "router" else "metrics")
-                assert asked["port"] in ports
                 if role == "router":
+                    asked = container[probe]["httpGet"]
+                    assert asked["port"] == "http"
+                    paths[probe] = asked["path"]
                     assert asked["path"] in router_paths
                 else:
+                    *command, paths[probe] = container[probe]["exec"]["command"]
+                    assert command == ["python", "-I", HEALTHCHECK], "the command of the image's own check"
                     with urllib.request.urlopen(
-                        f"http://{server.address}{asked['path']}", timeout=10
+                        f"http://{server.address}{paths[probe]}", timeout=10
                     ) as reply:
                         assert reply.status == 200
-            assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+            assert paths["readinessProbe"] == "/ready"
     finally:
         server.close()
 
@@ -374,6 +377,10 @@ def needed_secrets(items: list[Item]) -> dict[str, set[str]]:
                     found.setdefault(reference["name"], set()).add(reference["key"])
     for monitor in of_kind(items, "ServiceMonitor"):
         for endpoint in monitor["spec"]["endpoints"]:
+            tls = endpoint.get("tlsConfig")
+            if tls is not None:
+                for its in (tls["ca"]["secret"], tls["cert"]["secret"], tls["keySecret"]):
+                    found.setdefault(its["name"], set()).add(its["key"])
             if "authorization" in endpoint:
                 credentials = endpoint["authorization"]["credentials"]
                 found.setdefault(credentials["name"], set()).add(credentials["key"])
@@ -473,26 +480,30 @@ def test_services_read_their_keys_from_what_is_mounted(
     for role, pod in pods(items):
         if role not in ROLES:
             continue
-        folder = tmp_path / "mounted" / role
-        folder.mkdir(parents=True)
-        (certs,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "certs"]
-        for source in certs["projected"]["sources"]:
-            secret = source["secret"]
-            content = made.get(secret["name"]) or {
-                key: (tmp_path / "other" / role / file).read_bytes() for key, file in theirs.items()
-            }
-            paths = {its["key"]: its["path"] for its in secret.get("items", [])} or {
-                key: key for key in content
-            }
-            for key, path in paths.items():
-                (folder / path).write_bytes(content[key])
         container = pod["spec"]["containers"][0]
-        (mount,) = [its["mountPath"] for its in container["volumeMounts"] if its["name"] == "certs"]
-        assert mount == f"{environment(container)['KVFERRY_CERTS']}/{role}"
-        keys = Certs(str(tmp_path / "mounted"), role)  # type: ignore[arg-type]
+        volumes = {"certs": role} | ({"metrics-certs": "metrics"} if role in PEERS else {})
+        for name, of_role in volumes.items():
+            folder = tmp_path / "mounted" / role / of_role
+            folder.mkdir(parents=True)
+            (certs,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == name]
+            for source in certs["projected"]["sources"]:
+                secret = source["secret"]
+                content = made.get(secret["name"]) or {
+                    key: (tmp_path / "other" / of_role / file).read_bytes() for key, file in theirs.items()
+                }
+                paths = {its["key"]: its["path"] for its in secret.get("items", [])} or {
+                    key: key for key in content
+                }
+                for key, path in paths.items():
+                    (folder / path).write_bytes(content[key])
+            (mount,) = [its["mountPath"] for its in container["volumeMounts"] if its["name"] == name]
+            assert mount == f"{environment(container)['KVFERRY_CERTS']}/{of_role}"
+        keys = Certs(str(tmp_path / "mounted" / role), role)  # type: ignore[arg-type]
         if role in PEERS:
             assert keys.block_keys().secret
             keys.server_credentials()
+            keys.server_context()
+            Certs(str(tmp_path / "mounted" / role), "metrics").client_context()
 
 
 def test_certificates_have_the_names_and_uses_of_kvferry_certs(items: list[Item]) -> None:
@@ -502,7 +513,7 @@ def test_certificates_have_the_names_and_uses_of_kvferry_certs(items: list[Item]
             continue
         role = spec["secretName"].rpartition("-")[2]
         assert spec["dnsNames"] == [tls_name(role)]
-        assert f"{'client' if role == 'router' else 'server'} auth" in spec["usages"]
+        assert f"{'client' if role in CLIENT_ROLES else 'server'} auth" in spec["usages"]
 
 
 def test_the_keys_of_the_job_open_the_router(made: dict[str, dict[str, bytes]], tmp_path: Path) -> None:

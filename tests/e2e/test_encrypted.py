@@ -25,6 +25,13 @@ def test_a_stack_with_certs_answers_as_one_without(
     with start_stack("--certs", str(tmp_path)) as encrypted:
         for metric in (encrypted.router_metric, encrypted.prefill_metric, encrypted.decode_metric):
             assert metric(CERTIFICATE_EXPIRY) == pytest.approx(time.time() + 2 * 86_400, abs=300)
+        for url in (encrypted.prefill_metrics_url, encrypted.decode_metrics_url):
+            for tried in (url, url.replace("https://", "http://")):
+                with pytest.raises(httpx.TransportError):
+                    httpx.get(tried, verify=False, timeout=30)
+        everything = httpx.get(f"{encrypted.base_url}/metrics?all=1", timeout=60).text
+        assert "kvferry_prefill_warm_up_ratio" in everything
+        assert "kvferry_decode_warm_up_ratio" in everything
         for question in (f"{document.text} {document.questions[0][0]}", document.questions[1][0]):
             messages = [{"role": "user", "content": question}]
             answers = [

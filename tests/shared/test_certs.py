@@ -73,9 +73,9 @@ async def serve(folder: Path) -> Any:
 def test_each_role_has_its_own_keys_and_nobody_elses(folder: Path) -> None:
     files = {role: {path.name for path in (folder / role).iterdir()} for role in ROLES}
     tls, curve = {"ca.pem", "tls.pem", "tls.key"}, {"curve.key", "prefill.pub", "decode.pub"}
-    assert files == {"router": tls, "prefill": tls | curve, "decode": tls | curve}
+    assert files == {"router": tls, "prefill": tls | curve, "decode": tls | curve, "metrics": tls}
     secrets = [path for path in folder.rglob("*.key")]
-    assert len({path.read_bytes() for path in secrets}) == len(secrets) == 6
+    assert len({path.read_bytes() for path in secrets}) == len(secrets) == 7
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in secrets)
 
 
@@ -107,13 +107,14 @@ async def test_the_router_calls_a_worker(serve: Any, folder: Path) -> None:
     await client.close()
 
 
-@pytest.mark.parametrize("who", ["nobody", "prefill", "decode", "stranger"])
+@pytest.mark.parametrize("who", ["nobody", "prefill", "decode", "metrics", "stranger"])
 async def test_nobody_else_gets_an_answer(serve: Any, folder: Path, strangers: Path, who: str) -> None:
     server = await serve()
     certs = {
         "nobody": None,
         "prefill": Certs(str(folder), "prefill"),
         "decode": Certs(str(folder), "decode"),
+        "metrics": Certs(str(folder), "metrics"),
         "stranger": Certs(str(strangers), "router"),
     }[who]
     client = GrpcDecodeClient(server.address, certs=certs)

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics
+from kvferry.shared.metrics_server import serve_metrics
 from kvferry.shared.serving import (
     announce_ready,
     check_free,
@@ -25,7 +26,6 @@ from kvferry.shared.serving import (
     format_address,
     parse_address,
     reachable,
-    serve_metrics,
     wait_for_signal,
 )
 

@@ -15,6 +15,7 @@ from kvferry.services.router.api.completions import ERRORS, Shared, keyed_router
 from kvferry.services.router.config import split_list
 from kvferry.services.router.http import exposition
 from kvferry.services.router.playground import page_response
+from kvferry.shared.certs import Certs
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
@@ -108,7 +109,9 @@ async def ready(services: Shared) -> Status:
 async def get_metrics(services: Shared, all: str = "0") -> Response:
     extra = []
     if all not in ("", "0"):
-        extra = await exposition.worker_families(split_list(services.config.worker_metrics))
+        config = services.config
+        tls = Certs(config.certs, "router").client_context() if config.certs else None
+        extra = await exposition.worker_families(split_list(config.worker_metrics), tls)
     text = exposition.render(services.metrics.registry, extra)
     return Response(text, media_type=exposition.CONTENT_TYPE)
 

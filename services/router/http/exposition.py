@@ -7,6 +7,7 @@ each sample gets an `instance` label. Collects nothing itself.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -23,10 +24,16 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _logger = structlog.get_logger(__name__)
 
 
-async def worker_families(addresses: Sequence[str], timeout_s: float = 2.0) -> list[Metric]:
-    """The families of every address that answers in time, merged."""
-    async with httpx.AsyncClient(timeout=timeout_s, trust_env=False, verify=False) as client:
-        texts = await asyncio.gather(*(_fetch(client, address) for address in addresses))
+async def worker_families(
+    addresses: Sequence[str], tls: ssl.SSLContext | None = None, timeout_s: float = 2.0
+) -> list[Metric]:
+    """The families of every address that answers in time, merged.
+
+    Args: tls: with the router's certificate, where workers have certs; None: plain HTTP.
+    """
+    base = "http" if tls is None else "https"
+    async with httpx.AsyncClient(timeout=timeout_s, trust_env=False, verify=tls or False) as client:
+        texts = await asyncio.gather(*(_fetch(client, f"{base}://{address}") for address in addresses))
     parsed = [
         (address, list(text_string_to_metric_families(text)))
         for address, text in zip(addresses, texts, strict=True)
@@ -50,12 +57,12 @@ def render(registry: CollectorRegistry, extra: Iterable[Metric] = ()) -> bytes:
     return generate_latest(registry) + generate_latest(joined)
 
 
-async def _fetch(client: httpx.AsyncClient, address: str) -> str:
+async def _fetch(client: httpx.AsyncClient, base: str) -> str:
     try:
-        response = await client.get(f"http://{address}/metrics")
+        response = await client.get(f"{base}/metrics")
         response.raise_for_status()
     except httpx.HTTPError as error:
-        _logger.warning("worker metrics unavailable", address=address, error=str(error))
+        _logger.warning("worker metrics unavailable", address=base, error=str(error))
         return ""
     return response.text
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,8 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvferry.shared.certs import Certs
+
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
 
@@ -28,16 +32,17 @@ class Stack:
     base_url: str
     prefill_metrics_url: str
     decode_metrics_url: str
+    tls: ssl.SSLContext | None
     addresses: dict[str, str]
     process: subprocess.Popen[bytes]
     log_path: Path
     ready_path: Path
 
     def prefill_metric(self, name: str, **labels: str) -> float:
-        return _sample(self.prefill_metrics_url, name, labels)
+        return _sample(self.prefill_metrics_url, name, labels, self.tls)
 
     def decode_metric(self, name: str, **labels: str) -> float:
-        return _sample(self.decode_metrics_url, name, labels)
+        return _sample(self.decode_metrics_url, name, labels, self.tls)
 
     def wait_kept(self, session_id: str, key: str = "") -> dict[str, Any]:
         """The session, once its last turn's KV is in the history, which follows the answer."""
@@ -55,9 +60,9 @@ class Stack:
         return _sample(f"{self.base_url}/metrics", name, labels)
 
 
-def _sample(url: str, name: str, labels: dict[str, str]) -> float:
+def _sample(url: str, name: str, labels: dict[str, str], tls: ssl.SSLContext | None = None) -> float:
     """Sum of the samples of this name whose labels include these."""
-    text = httpx.get(url, timeout=10).raise_for_status().text
+    text = httpx.get(url, timeout=10, verify=tls or True).raise_for_status().text
     return sum(
         sample.value
         for family in text_string_to_metric_families(text)
@@ -86,10 +91,13 @@ def serving(*options: str) -> Iterator[Stack]:
                     raise RuntimeError(f"the stack did not start:\n{log_path.read_text()[-4000:]}")
                 time.sleep(0.05)
             addresses = json.loads(ready_path.read_text())
+            certs = dict(itertools.pairwise(options)).get("--certs")
+            scheme = "https" if certs else "http"
             yield Stack(
                 base_url=f"http://{addresses['address']}",
-                prefill_metrics_url=f"http://{addresses['prefill_metrics']}/metrics",
-                decode_metrics_url=f"http://{addresses['decode_metrics']}/metrics",
+                prefill_metrics_url=f"{scheme}://{addresses['prefill_metrics']}/metrics",
+                decode_metrics_url=f"{scheme}://{addresses['decode_metrics']}/metrics",
+                tls=Certs(certs, "metrics").client_context() if certs else None,
                 addresses=addresses,
                 process=process,
                 log_path=log_path,

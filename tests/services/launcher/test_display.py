@@ -17,9 +17,11 @@ ADDRESSES = {
 }
 
 
-def shown(*, needs_key: bool = False) -> str:
+def shown(*, needs_key: bool = False, with_certs: bool = False) -> str:
     stream = io.StringIO()
-    Display(Console(file=stream, width=40, highlight=False)).ready("demo", ADDRESSES, needs_key=needs_key)
+    Display(Console(file=stream, width=40, highlight=False)).ready(
+        "demo", ADDRESSES, needs_key=needs_key, with_certs=with_certs
+    )
     return stream.getvalue()
 
 
@@ -28,6 +30,7 @@ def test_all_addresses_are_shown_as_this_machine_reaches_them() -> None:
     assert "http://127.0.0.1:8000/v1\n" in text
     assert "http://127.0.0.1:9101/metrics (prefill)" in text
     assert "http://127.0.0.1:9102/metrics (decode)" in text
+    assert "https://127.0.0.1:9102/metrics (decode)" in shown(with_certs=True)
 
 
 def test_curl_line_is_one_whole_line_however_narrow_the_terminal() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,11 +18,13 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.services.router.app import Timing
+from kvferry.shared.certs import Certs
 from kvferry.shared.compression.presets import preset
 from kvferry.shared.errors import WorkerUnavailable
 from kvferry.shared.metrics import RouterMetrics
+from kvferry.shared.metrics_server import serve_metrics
 from kvferry.shared.model.spec import LayerSpec
-from kvferry.shared.serving import serve_metrics
+from kvferry.tools.certs import make_certs
 
 BODY: dict[str, Any] = {
     "model": "demo",
@@ -235,15 +238,21 @@ async def test_every_router_family_moves(stack: Any) -> None:
     assert {family.name for family in RouterMetrics().registry.collect()} - moved == unmoved
 
 
-async def test_all_metrics_include_the_workers(start_stack: Any) -> None:
+@pytest.mark.parametrize("with_certs", [False, True])
+async def test_all_metrics_include_the_workers(start_stack: Any, with_certs: bool, tmp_path: Path) -> None:
     registries = [CollectorRegistry() for _ in range(3)]
     for number, registry in enumerate(registries[:2], start=1):
         Counter("kvferry_shared", "On two workers", registry=registry).inc(number)
     Counter("kvferry_single", "On one", registry=registries[2]).inc(5)
-    servers = [serve_metrics(registry, "127.0.0.1:0") for registry in registries]
+    certs = None
+    if with_certs:
+        make_certs(tmp_path, days=2, everything=False)
+        certs = Certs(str(tmp_path), "prefill")
+    servers = [serve_metrics(registry, "127.0.0.1:0", certs=certs) for registry in registries]
     addresses = [server.address for server in servers]
     try:
-        stack = await start_stack(worker_metrics=",".join([*addresses, "127.0.0.1:1"]))
+        options = {"certs": str(tmp_path)} if with_certs else {}
+        stack = await start_stack(worker_metrics=",".join([*addresses, "127.0.0.1:1"]), **options)
         own = (await stack.http.get("/metrics")).text
         everything = (await stack.http.get("/metrics?all=1")).text
     finally:

@@ -1,6 +1,6 @@
 """Makes the secrets of one installation that do not exist yet; runs in the chart's job, in kvferry's image.
 
-    NAME-certs-ROLE   a role's files of `kvferry certs`: router, prefill, decode
+    NAME-certs-ROLE   a role's files of `kvferry certs`: router, prefill, decode, metrics
     NAME-certs-ca     the authority's, which renews them
     NAME-keys         keys.toml with hashed keys, and the two keys themselves: api-key, metrics-key
     NAME-redis        url and users.acl of the bundled Redis

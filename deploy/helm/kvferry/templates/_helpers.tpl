@@ -73,7 +73,7 @@ capabilities: {drop: [ALL]}
 
 {{/* A role's folder of kvferry certs; with cert-manager the TLS files are its secret's. */}}
 {{- define "kvferry.certsVolume" -}}
-name: certs
+name: {{ ternary "metrics-certs" "certs" (eq .role "metrics") }}
 projected:
   defaultMode: 0440
   sources:
@@ -84,7 +84,7 @@ projected:
           - {key: ca.crt, path: ca.pem}
           - {key: tls.crt, path: tls.pem}
           - {key: tls.key, path: tls.key}
-{{- if ne .role "router" }}
+{{- if has .role (list "prefill" "decode") }}
     - secret:
         name: {{ .root.Release.Name }}-certs-{{ .role }}
         items:
@@ -97,19 +97,28 @@ projected:
 {{- end }}
 {{- end }}
 
+{{/* A worker answers only who has the certificate of metrics, so its probes run in its container. */}}
+{{- define "kvferry.probe" -}}
+{{- if eq .role "router" -}}
+httpGet: {path: {{ .path }}, port: http}
+{{- else -}}
+exec: {command: [python, -I, /usr/local/lib/kvferry/healthcheck.py, {{ .path }}]}
+{{- end }}
+{{- end }}
+
 {{- define "kvferry.probes" -}}
 startupProbe:
-  httpGet: {path: {{ if eq .role "router" }}/health{{ else }}/ready{{ end }}, port: {{ .port }}}
+  {{ include "kvferry.probe" (dict "role" .role "path" (ternary "/health" "/ready" (eq .role "router"))) }}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: {{ div .root.Values.startSeconds 5 }}
 readinessProbe:
-  httpGet: {path: /ready, port: {{ .port }}}
+  {{ include "kvferry.probe" (dict "role" .role "path" "/ready") }}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: 2
 livenessProbe:
-  httpGet: {path: /health, port: {{ .port }}}
+  {{ include "kvferry.probe" (dict "role" .role "path" "/health") }}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6

@@ -1,0 +1,148 @@
+"""A service's metrics over HTTP, with `/health` and `/ready`, from a thread beside the service.
+
+With certificates it speaks TLS, and only a client with the certificate of `METRICS_READERS` gets an answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import socketserver
+import ssl
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import structlog
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from kvferry.shared.certs import METRICS_READERS, Certs, tls_name
+from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.serving import format_address, parse_address
+
+logger = structlog.get_logger(__name__)
+
+_REQUEST_TIMEOUT_S = 10.0
+_READERS = frozenset(map(tls_name, METRICS_READERS))
+
+
+class MetricsServer(ThreadingHTTPServer):
+    """A running metrics endpoint: an HTTP server and its thread, and a short-lived thread for each request.
+
+    Made by `serve_metrics`.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        host: str,
+        port: int,
+        is_ready: Callable[[], bool] | None,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self.registry = registry
+        self.is_ready = is_ready
+        self._tls = tls
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _MetricsHandler)
+        self._thread = threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.1}, name="metrics-http", daemon=True
+        )
+        self._thread.start()
+
+    def server_bind(self) -> None:
+        # HTTPServer's own method looks up the host by DNS, which can take seconds and is not needed.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answer one connection, in its own thread, so that a slow handshake holds up nobody."""
+        if self._tls is None:
+            super().finish_request(request, client_address)
+            return
+        request.settimeout(_REQUEST_TIMEOUT_S)
+        try:
+            connection = self._tls.wrap_socket(request, server_side=True)
+        except OSError as error:  # of TLS, or the connection's end
+            logger.debug("metrics connection refused", error=str(error))
+            return
+        with contextlib.closing(connection):
+            if not _READERS.isdisjoint(_names(connection)):
+                super().finish_request(connection, client_address)
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def address(self) -> str:
+        """host:port as bound."""
+        return format_address(self.server_name, self.server_port)
+
+    def close(self) -> None:
+        """Stop listening and end the thread. Idempotent."""
+        if self._thread.is_alive():
+            self.shutdown()
+            self._thread.join(timeout=_REQUEST_TIMEOUT_S)
+        self.server_close()
+
+
+def serve_metrics(
+    registry: CollectorRegistry,
+    listen: str,
+    *,
+    is_ready: Callable[[], bool] | None = None,
+    certs: Certs | None = None,
+) -> MetricsServer:
+    """Serve `/metrics` of a registry, `/health` and `/ready` from a thread.
+
+    Args:
+        listen: host:port; port 0 picks a free one.
+        is_ready: decides whether `/ready` answers 200 or 503, called from the server's threads; None: 404.
+        certs: the service's; every path then needs TLS and a reader's certificate. None: plain HTTP.
+    Raises: ConfigurationError for a malformed address or one that cannot be bound.
+    """
+    host, port = parse_address("metrics_listen", listen)
+    tls = certs.server_context() if certs is not None else None
+    try:
+        return MetricsServer(registry, host, port, is_ready, tls)
+    except OSError as error:
+        raise ConfigurationError(f"metrics_listen is {listen!r}; it cannot be bound: {error}") from error
+
+
+def _names(connection: ssl.SSLSocket) -> set[str]:
+    """The common names of the client's certificate, which the handshake has verified."""
+    subject: Any = (connection.getpeercert() or {}).get("subject", ())
+    return {value for part in subject for key, value in part if key == "commonName"}
+
+
+class _MetricsHandler(BaseHTTPRequestHandler):
+    server: MetricsServer
+    timeout = _REQUEST_TIMEOUT_S
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+            self._reply(200, content_type, encode(self.server.registry))
+        elif path == "/health":
+            self._reply(200, "application/json", b'{"status": "ok"}')
+        elif path == "/ready" and self.server.is_ready is not None:
+            if self.server.is_ready():
+                self._reply(200, "application/json", b'{"status": "ready"}')
+            else:
+                self._reply(503, "application/json", b'{"status": "not ready"}')
+        else:
+            allowed = b"paths: /metrics, /health, and /ready of workers\n"
+            self._reply(404, "text/plain; charset=utf-8", allowed)
+
+    def _reply(self, status: int, content_type: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        logger.debug("metrics request", line=format % args)
