@@ -1,20 +1,23 @@
-"""Entry point of a service's process started by the launcher. It ends when the launcher ends, however that
-happens.
+"""A service's process started by the launcher. It ends when the launcher ends, however that happens.
 
-The launcher has the other end of this process's standard input. When the launcher is gone, even killed, the
-pipe ends: the service then gets SIGTERM, and the process exits if it has not stopped within `GRACE_S`.
+The launcher has the other end of a pipe. When the launcher is gone, even killed, the pipe ends: the service
+then gets SIGTERM, and the process exits if it has not stopped within `GRACE_S`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NoReturn
 
-from kvferry.services.launcher.cli import main as command
 from kvferry.shared.command_line import EXIT_FAILED
 
 GRACE_S = 5.0
@@ -34,13 +37,27 @@ def _await_end(descriptor: int) -> None:
     os._exit(1)
 
 
-def main() -> None:
-    """`python -m kvferry.services.launcher.child ROLE`."""
-    watch_parent(sys.stdin.fileno())
+def run_service(arguments: Sequence[str], variables: Mapping[str, str], lifeline: Connection) -> NoReturn:
+    """Run a command of `kvferry` in this process, and end it with the command's exit code.
+
+    The process becomes the leader of a new session, so that a terminal's Ctrl-C reaches the launcher alone.
+
+    Args:
+        arguments: of the command.
+        variables: for the environment.
+        lifeline: the end of the pipe.
+    """
+    os.setsid()
+    with contextlib.suppress(OSError):  # for `ps -o comm` and `top`, on Linux
+        Path("/proc/self/comm").write_text(f"kvferry-{arguments[0]}", encoding="utf-8")
+    os.environ.update(variables)
+    watch_parent(lifeline.fileno())
     code = EXIT_FAILED
     try:
-        command(sys.argv[1:])
-        code = 0
+        # the launcher itself does not need it
+        from kvferry.services.launcher.cli import main
+
+        main(arguments)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else EXIT_FAILED
     except Exception:
@@ -52,7 +69,3 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-if __name__ == "__main__":
-    main()

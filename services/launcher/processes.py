@@ -5,8 +5,8 @@ Where that is not supported, blocks go over ZeroMQ's ipc.
     start: prefill and decode ──► both listen ──► router, with their addresses
     close: router (drains) ──► prefill and decode
 
-A service that ends is restarted on the same addresses. Settings are passed in the environment, not on the
-command line, where other users of the machine could read keys.
+A service that ends is restarted on the same addresses. Settings are passed through a pipe, not on the command
+line, where other users of the machine could read keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from kvferry.services.launcher.config import CONFIGS, HIDDEN_FROM_SERVE, Role, ServeConfig
-from kvferry.services.launcher.process import ServiceProcess
+from kvferry.services.launcher.process import ServiceProcess, process_context
 from kvferry.shared.serving import announce_ready
 
 _LAUNCHER_ONLY = HIDDEN_FROM_SERVE | {"listen", "ready_file", "threads"}
@@ -34,6 +34,7 @@ class ProcessStack:
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
         self._folder = tempfile.TemporaryDirectory(prefix="kvferry-")
+        self._context = process_context(config.device)
         self._processes: dict[Role, ServiceProcess] = {}
         self._supervisors: list[asyncio.Task[None]] = []
 
@@ -93,7 +94,7 @@ class ProcessStack:
         set_by_user = CONFIGS[role].model_fields.keys() & config.model_fields_set - _LAUNCHER_ONLY
         given = {field: str(getattr(config, field)) for field in {*set_by_user, *_ALWAYS_GIVEN}}
         ready_file = Path(self._folder.name) / f"{role}.ready"
-        process = ServiceProcess(role, settings=given | chosen, ready_file=ready_file)
+        process = ServiceProcess(role, settings=given | chosen, ready_file=ready_file, context=self._context)
         self._processes[role] = process
         addresses = await process.start(config.start_timeout_s)
         bound = {"listen": addresses["address"], "metrics_listen": addresses["metrics"]}

@@ -37,17 +37,25 @@ def test_the_end_of_the_pipe_terminates_the_process_even_a_stubborn_one(disposit
         process.stdout.close()  # type: ignore[union-attr]
 
 
+RUN = """
+import sys
+from multiprocessing import Pipe
+from kvferry.services.launcher.child import run_service
+ours, theirs = Pipe(duplex=False)  # both ends are held here: the end of one would end the service
+run_service(sys.argv[1:], {}, ours)
+"""
+
+
 @pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["nonsense"], 2)])
 def test_the_exit_code_and_output_of_the_command_are_kept(arguments: list[str], code: int) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvferry.services.launcher.child", *arguments],
-        stdin=subprocess.PIPE,  # held open, as the launcher does: its end would end the child
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *arguments],
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        timeout=100,
+        check=False,
     )
-    with process:
-        assert process.stdout is not None
-        output = process.stdout.read()
-        assert process.wait(timeout=100) == code
-    assert "kvferry" in output
+    assert done.returncode == code
+    assert "kvferry" in done.stdout

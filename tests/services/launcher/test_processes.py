@@ -1,9 +1,15 @@
-"""How the processors of the machine are divided."""
+"""How the processors of the machine are divided, and how services' processes are made."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from kvferry.services.launcher import process
+from kvferry.services.launcher.process import process_context
 from kvferry.services.launcher.processes import divide_threads, usable_cpus
 
 
@@ -18,3 +24,34 @@ def test_a_request_holds_for_each() -> None:
 
 def test_usable_cpus_is_at_least_one() -> None:
     assert usable_cpus() >= 1
+
+
+@pytest.mark.parametrize(
+    ("device", "has_gpu", "expected"),
+    [
+        ("auto", False, "forkserver"),
+        ("cpu", True, "forkserver"),
+        ("auto", True, "spawn"),
+        ("cuda", True, "spawn"),
+    ],
+)
+def test_services_are_forked_where_no_gpu_is_used(
+    device: str, has_gpu: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not sys.platform.startswith("linux"):
+        expected = "spawn"
+    monkeypatch.setattr(process, "_NVIDIA", (tmp_path if has_gpu else tmp_path / "none",))
+    assert process_context(device).get_start_method() == expected
+
+
+def test_what_services_share_starts_no_thread_and_looks_for_no_device() -> None:
+    script = (
+        "import os, sys, kvferry.services.launcher.shared_imports, torch, grpc\n"
+        "assert not sys.platform.startswith('linux') or os.listdir('/proc/self/task') == [str(os.getpid())]\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert {'transformers', 'zmq', 'uvicorn'} <= sys.modules.keys()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr
