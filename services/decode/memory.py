@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import math
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from kvferry.shared.cache.arena import (
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured
 from kvferry.shared.errors import CapacityExceeded, KvferryError
+from kvferry.shared.freeing_rate import FreeingRate
 from kvferry.shared.model.spec import ModelSpec
 
 GROWTH_TOKENS = 64
@@ -34,7 +36,6 @@ GROWTH_TOKENS = 64
 _OBSERVED_ANSWERS = 64
 _MAX_OWNERS = 4096
 """API keys whose last grant is remembered."""
-_MIN_RETRY_AFTER_S = 1.0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -82,6 +83,7 @@ class Scheduler:
         admission_wait_s: float,
         lease_s: float,
         evict: Callable[[int], bool] = lambda wanted_bytes: False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._arena = arena
         self._evict = evict
@@ -93,6 +95,8 @@ class Scheduler:
         self._refusal: Callable[[], KvferryError] | None = None
         self._queues: dict[str, deque[_Waiter]] = {}
         """By the API key's owner."""
+        self._freed = FreeingRate(clock)
+        """Bytes that ended sequences gave back."""
         self._num_granted = 0
         self._last_granted: OrderedDict[str, int] = OrderedDict()
         """The number of each owner's last grant, the last one at the end."""
@@ -161,7 +165,8 @@ class Scheduler:
                     await waiter.decided.wait()
         except TimeoutError:
             if not self._leave(waiter):
-                raise self._no_memory(sizes_bytes[-1], waited_s=wait_s) from None
+                with self._lock:
+                    raise self._no_memory(sizes_bytes[-1], waited_s=wait_s) from None
         except asyncio.CancelledError:
             if self._leave(waiter) and waiter.allocation is not None:
                 self.release(waiter.allocation)
@@ -169,7 +174,8 @@ class Scheduler:
         if waiter.is_refused:
             if self._refusal is not None:
                 raise self._refusal()
-            raise self._no_memory(sizes_bytes[-1], waited_s=0.0, queue_full=True)
+            with self._lock:
+                raise self._no_memory(sizes_bytes[-1], waited_s=0.0, queue_full=True)
         assert waiter.allocation is not None
         return waiter.allocation
 
@@ -177,6 +183,7 @@ class Scheduler:
         """Free bytes and grant them to waiting requests. Any thread may call this."""
         with self._lock:
             self._arena.free(allocation)
+            self._freed.add(allocation.size_bytes)
             self._grant()
 
     def refuse_waiting(self, refusal: Callable[[], KvferryError]) -> None:
@@ -257,7 +264,13 @@ class Scheduler:
             self._grant()
             return False
 
+    def _missing_bytes(self, size_bytes: int) -> int:
+        """What must become free before a request of this size can be granted, behind those that wait."""
+        waiting = sum(waiter.sizes_bytes[-1] for queue in self._queues.values() for waiter in queue)
+        return max(0, waiting + size_bytes - self._arena.free_bytes)
+
     def _no_memory(self, size_bytes: int, *, waited_s: float, queue_full: bool = False) -> CapacityExceeded:
+        """The refusal, made with the lock held."""
         message = (
             f"{self._max_waiting} requests wait for decode memory already, which is the limit"
             if queue_full
@@ -267,7 +280,9 @@ class Scheduler:
         return CapacityExceeded(
             message,
             reason="queue_full" if queue_full else "arena_full",
-            retry_after_s=max(_MIN_RETRY_AFTER_S, self._admission_wait_s),
+            retry_after_s=self._freed.wait_s(
+                self._missing_bytes(size_bytes), unknown_s=self._admission_wait_s
+            ),
         )
 
 

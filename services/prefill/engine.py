@@ -26,6 +26,7 @@ from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
 from kvferry.shared.control.messages import FirstToken
 from kvferry.shared.errors import CapacityExceeded, KvferryError, WorkerUnavailable
+from kvferry.shared.freeing_rate import FreeingRate
 from kvferry.shared.heartbeat import FRESH_S, Heartbeat
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.metrics import PrefillMetrics
@@ -95,6 +96,8 @@ class PrefillEngine:
         self._metrics = metrics
         self._config = config
         self._clock = clock
+        self._started = FreeingRate(clock)
+        """Places in the line that became free because their job was started."""
         self._copies = host_copies(model.device)
         # A cancelled pass may still be handing a layer over when the next one begins.
         self._handing = ThreadPoolExecutor(MAX_STARTED + 1, "kvferry-prefill-hand-over")
@@ -163,18 +166,19 @@ class PrefillEngine:
             refused: PrefillJob | None = None
             if num_waiting >= self._config.max_waiting:
                 refused = self._schedule.give_way(job.owner)
+                full = self._full(num_waiting)
                 if refused is None:
-                    raise self._full(num_waiting)
+                    raise full
             self._schedule.push(job)
             self._condition.notify_all()
         if refused is not None:
-            refused.fail(self._full(num_waiting))
+            refused.fail(full)
 
     def _full(self, num_waiting: int) -> CapacityExceeded:
         return CapacityExceeded(
             f"{num_waiting} requests wait for prefill; at most {self._config.max_waiting} may",
             reason="queue_full",
-            retry_after_s=1.0,
+            retry_after_s=self._started.wait_s(1),
         )
 
     def withdraw(self, job: PrefillJob) -> None:
@@ -208,8 +212,9 @@ class PrefillEngine:
                 if self._stopping:
                     return None
                 started = self._schedule.start_next(self._clock())
-            if started is not None:
-                return started
+                if started is not None:
+                    self._started.add(1)
+                    return started
             self._probe()
 
     def _pause(self, job: PrefillJob) -> None:
@@ -221,6 +226,8 @@ class PrefillEngine:
             return
         with self._condition:
             overtaking = self._schedule.overtake(self._clock())
+            if overtaking is not None:
+                self._started.add(1)
         if overtaking is not None:
             self._run(overtaking)
             job.check_cancelled()

@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from kvferry.services.router.http.key_counts import KeyCounts
 from kvferry.shared.errors import CapacityExceeded, ConfigurationError
+from kvferry.shared.freeing_rate import FreeingRate
 
 Scope = Literal["chat", "metrics", "admin"]
 
@@ -128,6 +129,8 @@ class KeyLimits:
         """Args: redis_url: of the Redis in which routers count together; "" counts here."""
         self._file = file
         self._running: Counter[str] = Counter()
+        self._ended: dict[str, FreeingRate] = {}
+        """Requests of keys whose number at a time is limited, which are as many as the file ever had."""
         self._counts = KeyCounts(redis_url)
 
     async def close(self) -> None:
@@ -153,7 +156,7 @@ class KeyLimits:
             raise CapacityExceeded(
                 f"This key has {self._running[owner]} requests running; at most {key.max_concurrent} may",
                 reason="key_concurrency",
-                retry_after_s=1.0,
+                retry_after_s=self._ended.setdefault(owner, FreeingRate()).wait_s(1),
             )
         await self._count(owner, "tokens", key.tokens_per_minute, 0)
         await self._count(owner, "requests", key.requests_per_minute, 1)
@@ -162,6 +165,8 @@ class KeyLimits:
             yield
         finally:
             self._running[owner] -= 1
+            if key.max_concurrent is not None:
+                self._ended.setdefault(owner, FreeingRate()).add(1)
             if not self._running[owner]:
                 del self._running[owner]
 

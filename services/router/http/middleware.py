@@ -27,7 +27,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvferry.services.router.http.access import KeyLimits
-from kvferry.services.router.http.errors import UNKNOWN_FIELD, error_body, error_response, internal_error
+from kvferry.services.router.http.errors import (
+    UNKNOWN_FIELD,
+    error_body,
+    error_headers,
+    error_response,
+    internal_error,
+)
 from kvferry.shared.draining import Drain
 from kvferry.shared.errors import (
     AuthenticationFailed,
@@ -40,6 +46,7 @@ from kvferry.shared.errors import (
     PermissionDenied,
     RequestTimeout,
 )
+from kvferry.shared.freeing_rate import FreeingRate
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.telemetry import context_of, entry, fail
 
@@ -297,6 +304,8 @@ class BoundedH11Protocol(H11Protocol):
     read_timeout_s = 30.0
     write_timeout_s = 60.0
     max_connections = 1000
+    ended = FreeingRate()
+    """Connections of the server."""
 
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
@@ -311,6 +320,8 @@ class BoundedH11Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         self.resume_writing()
+        if not self._refused:
+            self.ended.add(1)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -353,11 +364,13 @@ class BoundedH11Protocol(H11Protocol):
             self.transport.close()
             return
         body = json.dumps(error_body(error)).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
+        given = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            **error_headers(error),
+            "connection": "close",
+        }
+        headers = [(name.encode(), value.encode()) for name, value in given.items()]
         answer = h11.Response(status_code=error.http_status, headers=headers, reason=b"")
         for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
@@ -375,7 +388,9 @@ class BoundedH11Protocol(H11Protocol):
         if idle is not None:
             idle.transport.close()
         else:
-            self._refuse(Overloaded(f"There are {self.max_connections} connections, which is the limit"))
+            message = f"There are {self.max_connections} connections, which is the limit"
+            retry_after_s = self.ended.wait_s(1)
+            self._refuse(Overloaded(message, reason="connections", retry_after_s=retry_after_s))
 
     @property
     def _is_idle(self) -> bool:

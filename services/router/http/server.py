@@ -20,6 +20,7 @@ from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http.middleware import BoundedH11Protocol
 from kvferry.shared.draining import Drain
 from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.freeing_rate import FreeingRate
 from kvferry.shared.serving import format_address, parse_address
 
 _STARTUP_TIMEOUT_S = 60.0
@@ -85,6 +86,7 @@ def _uvicorn_config(app: FastAPI, config: RouterConfig) -> uvicorn.Config:
             {
                 "read_timeout_s": config.read_timeout_s,
                 "write_timeout_s": config.write_timeout_s,
+                "ended": FreeingRate(),
                 "max_connections": config.max_connections or _room_for_connections(),
             },
         ),

@@ -164,10 +164,14 @@ class SessionRecord(_Shown):
 
 @dataclass(frozen=True, kw_only=True)
 class KeyUsage:
-    """How many sessions or documents one API key has, and their tokens together."""
+    """How many sessions or documents one API key has, and their tokens together.
+
+    Attributes: first_expires_in_s: seconds until the first of them expires; 0 where there is none.
+    """
 
     num_records: int
     num_tokens: int
+    first_expires_in_s: float
 
 
 class _Stored(msgspec.Struct, frozen=True):

@@ -157,8 +157,8 @@ return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms, '+inf')
 """
 
 _USAGE = """
--- KEYS index, tokens; ARGV an id to leave out. Returns {records, tokens}. Takes as long as there are expired
--- sessions that nobody has removed yet, however many others there are.
+-- KEYS index, tokens; ARGV an id to leave out. Returns {records, tokens, ms until the first expires}. Takes
+-- as long as there are expired sessions that nobody has removed yet, however many others there are.
 local sum = redis.call('HGET', KEYS[2], '')
 if not sum then
   sum = 0
@@ -173,7 +173,11 @@ local expired = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now_ms)
 for _, id in ipairs(expired) do without(id) end
 local expires_ms = redis.call('ZSCORE', KEYS[1], ARGV[1])
 if expires_ms and tonumber(expires_ms) > now_ms then without(ARGV[1]) end
-return {records, tokens}
+local first_ms = 0
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms, '+inf', 'LIMIT', 0, 2)) do
+  if id ~= ARGV[1] and first_ms == 0 then first_ms = redis.call('ZSCORE', KEYS[1], id) - now_ms end
+end
+return {records, tokens, first_ms}
 """
 
 _REGISTER = """
@@ -341,8 +345,8 @@ class RedisRecords:
         }
 
     async def usage(self, owner: str, *, documents: bool, excluding: SessionKey) -> KeyUsage:
-        records, tokens = await self._run(_USAGE, _index(owner, documents), excluding.session_id)
-        return KeyUsage(num_records=records, num_tokens=tokens)
+        records, tokens, first_ms = await self._run(_USAGE, _index(owner, documents), excluding.session_id)
+        return KeyUsage(num_records=records, num_tokens=tokens, first_expires_in_s=first_ms / 1000)
 
     async def remove_expired(self) -> None:
         """Remove what has expired, of every API key."""

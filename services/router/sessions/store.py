@@ -25,7 +25,6 @@ from kvferry.shared.errors import (
 )
 
 DOCUMENT_PREFIX = "document/"
-_QUOTA_RETRY_AFTER_S = 60.0
 
 
 def is_document(key: SessionKey) -> bool:
@@ -179,8 +178,13 @@ class SessionStore:
 
     async def usage(self, owner: str, *, documents: bool, excluding: SessionKey) -> KeyUsage:
         """What the owner has stored, apart from one of them. Raises: StoreUnavailable."""
-        found = [len(record.token_ids) for key, record in self._owned(owner, documents) if key != excluding]
-        return KeyUsage(num_records=len(found), num_tokens=sum(found))
+        found = [record for key, record in self._owned(owner, documents) if key != excluding]
+        first_s = min((record.expires_at_s for record in found), default=self._clock())
+        return KeyUsage(
+            num_records=len(found),
+            num_tokens=sum(len(record.token_ids) for record in found),
+            first_expires_in_s=first_s - self._clock(),
+        )
 
     async def check_quota(self, lease: SessionLease, config: RouterConfig, *, num_tokens: int) -> None:
         """Whether the lease's owner may store its session or document with this many tokens.
@@ -208,14 +212,14 @@ class SessionStore:
             raise CapacityExceeded(
                 f"This key has {usage.num_records} {what}; the limit is {limit}, delete some",
                 reason=f"{what}_quota",
-                retry_after_s=_QUOTA_RETRY_AFTER_S,
+                retry_after_s=usage.first_expires_in_s,
             )
         if max_tokens and usage.num_tokens + num_tokens > max_tokens:
             raise CapacityExceeded(
                 f"This key's other {what} have {usage.num_tokens} tokens and this one would have "
                 f"{num_tokens}; the limit for all is {max_tokens}, delete some",
                 reason=f"{what}_tokens_quota",
-                retry_after_s=_QUOTA_RETRY_AFTER_S,
+                retry_after_s=usage.first_expires_in_s,
             )
 
     async def delete(self, key: SessionKey) -> None:

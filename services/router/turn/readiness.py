@@ -24,6 +24,8 @@ from kvferry.shared.sampling.params import SamplingParams
 _PROBE_PROMPT_TOKENS = 4
 _PROBE_NEW_TOKENS = 2
 _PROBE_TIMEOUT_S = 10.0
+_FAILED_PROBE_S = 1.0
+"""After a failed probe the next one is sent no later than this."""
 
 
 class Readiness:
@@ -57,9 +59,15 @@ class Readiness:
         if self._drain.has_begun:
             return self._drain.refusal()
         if served_model(self._runner.prefill, self._runner.decode, ready_only=True) is None:
-            return WorkerUnavailable("No prefill and decode worker with the same model are ready")
+            return WorkerUnavailable(
+                "No prefill and decode worker with the same model are ready",
+                retry_after_s=self._runner.prefill.status_interval_s,
+            )
         if self._age_s() > self._window_s:
-            return WorkerUnavailable(f"No turn succeeded within the last {self._window_s:g} s")
+            return WorkerUnavailable(
+                f"No turn succeeded within the last {self._window_s:g} s",
+                retry_after_s=min(_FAILED_PROBE_S, self._probe_interval_s),
+            )
         return None
 
     async def run(self) -> None:
@@ -76,7 +84,7 @@ class Readiness:
                 if not failing:
                     self._log.warning("probe turn failed", error=error.message)
                 failing = True
-                await asyncio.sleep(min(1.0, self._probe_interval_s))
+                await asyncio.sleep(min(_FAILED_PROBE_S, self._probe_interval_s))
             except Exception:
                 # The top of the loop: it must go on, or readiness would never change again.
                 self._log.exception("probe turn failed unexpectedly")

@@ -139,7 +139,10 @@ class TurnRunner:
         """
         model = served_model(self.prefill, self.decode)
         if model is None:
-            raise Overloaded("No ready prefill/decode pair serves the same model")
+            raise Overloaded(
+                "No ready prefill/decode pair serves the same model",
+                retry_after_s=self.prefill.status_interval_s,
+            )
         return model
 
     async def publish(
@@ -336,7 +339,8 @@ class Turn:
         version = shared_version(*pools, fingerprint, prefer=request.prefer_prefill)
         if version is None and all(pool.ready_workers(fingerprint) for pool in pools):
             raise WorkerUnavailable(
-                "No prefill and decode worker that are ready speak the same block protocol", retry_after_s=1.0
+                "No prefill and decode worker that are ready speak the same block protocol",
+                retry_after_s=pools[0].status_interval_s,
             )
         of_turn: dict[str, Any] = {"fingerprint": fingerprint, "version": version}
         prefill = pools[0].choose(**of_turn, prefer=request.prefer_prefill, avoid=avoid["prefill"])

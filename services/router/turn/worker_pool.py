@@ -131,7 +131,7 @@ class WorkerPool(Generic[ClientT]):
         self._connect = connect
         self._disconnect = disconnect
         self._resolve = resolve or resolve_address
-        self._status_interval_s = status_interval_s
+        self.status_interval_s = status_interval_s
         self._status_timeout_s = status_timeout_s
         self._resolve_interval_s = resolve_interval_s
         self._workers: dict[str, Worker[ClientT]] = {}
@@ -158,7 +158,7 @@ class WorkerPool(Generic[ClientT]):
         await self._refresh_addresses()
         await self._poll_all()
         repeated = (
-            (self._poll_all, self._status_interval_s),
+            (self._poll_all, self.status_interval_s),
             (self._refresh_addresses, self._resolve_interval_s),
         )
         self._loops = [asyncio.create_task(self._repeat(*work), name=self.role) for work in repeated]
@@ -224,7 +224,8 @@ class WorkerPool(Generic[ClientT]):
         ready = self.ready_workers(fingerprint, version)
         if not ready:
             raise WorkerUnavailable(
-                f"No {self.role} worker is ready; {len(self._workers)} known", retry_after_s=1.0
+                f"No {self.role} worker is ready; {len(self._workers)} known",
+                retry_after_s=self.status_interval_s,
             )
         for address in prefer:
             worker = self._workers.get(address)

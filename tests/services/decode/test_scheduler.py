@@ -66,6 +66,38 @@ async def test_a_request_that_waits_in_vain_is_refused_and_lets_the_next_one_thr
     arena.check_integrity()
 
 
+async def test_a_refusal_says_when_the_bytes_will_be_free_by_what_ended_of_late():
+    now_s = [0.0]
+    arena = ByteArena(640, torch.device("cpu"), clock=lambda: 0.0)
+    scheduler = Scheduler(arena, max_waiting=1, admission_wait_s=0.0, lease_s=9, clock=lambda: now_s[0])
+    for _ in range(4):
+        allocation = await scheduler.reserve(64, owner="a", timeout_s=30)
+        now_s[0] += 2.0
+        scheduler.release(allocation)  # 64 bytes every two seconds
+    await scheduler.reserve(640, owner="a", timeout_s=30)
+    with pytest.raises(CapacityExceeded) as small:
+        await scheduler.reserve(64, owner="b", timeout_s=30)
+    with pytest.raises(CapacityExceeded) as large:
+        await scheduler.reserve(320, owner="b", timeout_s=30)
+    assert (small.value.retry_after_s, large.value.retry_after_s) == (2.0, 10.0)
+
+
+async def test_a_full_line_says_how_long_it_will_take_with_those_in_it():
+    now_s = [0.0]
+    arena = ByteArena(640, torch.device("cpu"), clock=lambda: 0.0)
+    scheduler = Scheduler(arena, max_waiting=1, admission_wait_s=20.0, lease_s=9, clock=lambda: now_s[0])
+    allocation = await scheduler.reserve(64, owner="a", timeout_s=30)
+    now_s[0] = 3.0
+    scheduler.release(allocation)
+    held = await scheduler.reserve(640, owner="a", timeout_s=30)
+    waiting = await start(scheduler, 128, "b")
+    with pytest.raises(CapacityExceeded) as full:
+        await scheduler.reserve(64, owner="c", timeout_s=30)
+    assert (full.value.reason, full.value.retry_after_s) == ("queue_full", 9.0)
+    scheduler.release(held)
+    scheduler.release(await asyncio.wait_for(waiting, 10))
+
+
 async def test_the_departure_of_the_head_serves_those_behind_it():
     _, scheduler = make()
     await scheduler.reserve(320, owner="a", timeout_s=30)

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import structlog
+from kvtest.router import eventually
 
 from kvferry.services.router.config import RouterConfig
 from kvferry.shared.certs import tls_name
@@ -153,6 +154,23 @@ async def test_idle_connections_give_way_at_the_limit(start_stack: Any) -> None:
             open_count += 1
         writer.close()
     assert open_count <= 20
+
+
+async def test_a_connection_over_the_limit_is_refused_by_name_with_a_time_to_retry(start_stack: Any) -> None:
+    stack = await start_stack(max_connections=1)
+    stack.script.token_delay_s = 0.2
+    running = asyncio.create_task(stack.http.post("/v1/chat/completions", json={**BODY, "max_tokens": 64}))
+    await eventually(lambda: stack.num_active == 1)
+    host, port = stack.base_url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    answer = await asyncio.wait_for(reader.read(), 30)
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503")
+    (retry_after,) = [line for line in head.lower().split(b"\r\n") if line.startswith(b"retry-after: ")]
+    assert 1 <= int(retry_after.split()[1]) <= 60
+    assert json.loads(body)["error"]["code"] == "overloaded"
+    running.cancel()
 
 
 async def test_an_imported_session_may_not_have_more_text_than_its_tokens_stand_for(stack: Any) -> None:

@@ -256,6 +256,8 @@ async def test_usage_counts_what_a_key_keeps(router: Callable[..., Router]) -> N
     assert (usage.num_records, usage.num_tokens) == (2, 7)
     usage = await one.store.usage(KEY.owner, documents=False, excluding=KEY)
     assert (usage.num_records, usage.num_tokens) == (1, 4)
+    # Redis's clock is the real one.
+    assert usage.first_expires_in_s == pytest.approx(Clock.now_s + 600 - time.time(), abs=60)
     await one.store.delete(KEY)
     usage = await other.store.usage(KEY.owner, documents=False, excluding=KEY)
     assert (usage.num_records, usage.num_tokens) == (1, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import openai
@@ -134,8 +135,10 @@ async def test_a_key_keeps_so_many_sessions(start_stack: Any) -> None:
     file = await exported(stack)
     await say(stack, "the old mill .", "t")
     await stack.has_turns("t", 1)
-    with pytest.raises(openai.RateLimitError, match="2 sessions; the limit is 2"):
+    with pytest.raises(openai.RateLimitError, match="2 sessions; the limit is 2") as full:
         await say(stack, "the barn .", "u")
+    first = (await stack.http.get("/v1/sessions/s", headers=A)).json()["expires_at"] - time.time()
+    assert int(full.value.response.headers["retry-after"]) == pytest.approx(first, abs=30)
     assert (await put(stack, file, session_id="u")).status_code == 429
     await say(stack, "the barn .", "t")  # what there is goes on
     await say(stack, "the barn .", "u", client=stack.keyed("key-b"))

@@ -100,7 +100,7 @@ async def test_only_ready_workers_of_the_model_and_protocol_are_chosen() -> None
         await eventually(lambda: not it.pool.ready_workers())
         with pytest.raises(WorkerUnavailable) as none:
             it.chosen()
-        assert none.value.retry_after_s
+        assert none.value.retry_after_s == it.pool.status_interval_s, "the next status call"
         worker.ready = True
         await it.pool.wait_ready(SPEC.fingerprint, timeout_s=5.0)
         assert it.chosen() == "a"
