@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,9 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvferry.services.launcher.cli import main
+from kvtest.forked import Forked
+
 START_TIMEOUT_S = 180.0
 
 
@@ -23,7 +25,7 @@ START_TIMEOUT_S = 180.0
 class Process:
     """A service's process, and its addresses."""
 
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes] | Forked
     addresses: dict[str, str]
 
     def metric(self, name: str) -> float:
@@ -49,12 +51,16 @@ def started(
     Args: environment: the folder of another one, that has a wheel; None: this one's.
     """
     ready, log = folder / f"{name}.json", folder / f"{name}.log"
-    scripts = environment / "bin" if environment is not None else Path(sys.executable).parent
-    command = [scripts / "kvferry", name.split("-")[0], "--ready-file", str(ready)]
-    left_out = () if environment is None else ("PYTHONPATH",)
-    variables = {key: value for key, value in os.environ.items() if key not in left_out}
-    with log.open("wb") as output:
-        popen = subprocess.Popen([*command, *options], stdout=output, stderr=subprocess.STDOUT, env=variables)
+    arguments = [name.split("-")[0], "--ready-file", str(ready), *options]
+    log.write_bytes(b"")
+    popen: subprocess.Popen[bytes] | Forked
+    if environment is None:
+        popen = Forked(main, arguments, log=log, environment=os.environ)
+    else:
+        variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        command = [str(environment / "bin" / "kvferry"), *arguments]
+        with log.open("wb") as output:
+            popen = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables)
 
     def wait() -> Process:
         deadline_s = time.monotonic() + START_TIMEOUT_S

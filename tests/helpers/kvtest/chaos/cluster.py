@@ -14,8 +14,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,7 +23,9 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtest.chaos import planted
 from kvtest.chaos.links import Link
+from kvtest.forked import Forked
 from kvtest.ports import free_port
 from kvtest.redis_server import RedisServer
 
@@ -36,7 +36,6 @@ _REDIS_OPTIONS = (
     *("--appendonly", "yes", "--appendfsync", "always"),
 )
 """A killed Redis has its data afterwards; `tests/e2e/test_redis_faults.py` is about one that has not."""
-_HELPERS = Path(__file__).parents[2]
 
 
 @dataclass(eq=False)
@@ -52,7 +51,7 @@ class Node:
     folder: Path
     planted: str
     options: tuple[str, ...]
-    popen: subprocess.Popen[bytes] | None = None
+    popen: Forked | None = None
     is_stopped: bool = False
 
     @property
@@ -70,16 +69,12 @@ class Node:
     def start(self) -> None:
         ready = self.folder / f"{self.name}.json"
         ready.unlink(missing_ok=True)
-        entry = [sys.executable, "-m", "kvtest.chaos.planted", self.planted, self.role]
-        environment = {**os.environ, "PYTHONPATH": str(_HELPERS), "OMP_NUM_THREADS": "1"}
-        with self.log.open("ab") as output:
-            self.popen = subprocess.Popen(
-                [*entry, "--ready-file", str(ready), *self.options],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
+        self.popen = Forked(
+            planted.run,
+            [self.planted, self.role, "--ready-file", str(ready), *self.options],
+            log=self.log,
+            environment={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
 
     @property
     def addresses(self) -> dict[str, str] | None:

@@ -1,7 +1,5 @@
 """A service's process of a test: the `kvferry` command, which may do one thing wrong on purpose.
 
-    python -m kvtest.chaos.planted NAME[,NAME] ROLE [OPTIONS]
-
 Every planted fault is one that the chaos suite must find. "tcp" is none: it makes the process exchange blocks
 over ZeroMQ, so that a proxy sees them.
 """
@@ -90,7 +88,8 @@ PLANTED: dict[str, Callable[[], None]] = {
 }
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """`NAME[,NAME] ROLE [OPTIONS]` of `sys.argv`."""
     from kvferry.services.launcher.cli import main
 
     for name in filter(None, sys.argv[1].split(",")):
