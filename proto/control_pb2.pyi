@@ -619,6 +619,29 @@ class SampledToken(_message.Message):
 Global___SampledToken: _TypeAlias = SampledToken  # noqa: Y015
 
 @_typing.final
+class SharedStart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def first_token(self) -> Global___SampledToken: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        first_token: Global___SampledToken | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedStart: _TypeAlias = SharedStart  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -631,11 +654,14 @@ class GenerateRequest(_message.Message):
     PROBE_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    NUM_SIBLINGS_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model_fingerprint: _builtins.str
     store_history: _builtins.bool
     probe: _builtins.bool
     owner: _builtins.str
+    num_siblings: _builtins.int
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -644,6 +670,8 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
     def session(self) -> Global___SessionKey: ...
+    @_builtins.property
+    def shares(self) -> Global___SharedStart: ...
     def __init__(
         self,
         *,
@@ -656,14 +684,21 @@ class GenerateRequest(_message.Message):
         probe: _builtins.bool = ...,
         session: Global___SessionKey | None = ...,
         owner: _builtins.str = ...,
+        num_siblings: _builtins.int = ...,
+        shares: Global___SharedStart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "plan", b"plan", "sampling", b"sampling", "session", b"session"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "_shares", b"_shares", "plan", b"plan", "sampling", b"sampling", "session", b"session", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "model_fingerprint", b"model_fingerprint", "owner", b"owner", "plan", b"plan", "probe", b"probe", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "store_history", b"store_history"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "_shares", b"_shares", "model_fingerprint", b"model_fingerprint", "num_siblings", b"num_siblings", "owner", b"owner", "plan", b"plan", "probe", b"probe", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "shares", b"shares", "store_history", b"store_history"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
     _WhichOneofArgType__session: _TypeAlias = _typing.Literal["_session", b"_session"]  # noqa: Y015
+    _WhichOneofReturnType__shares: _TypeAlias = _typing.Literal["shares"]  # noqa: Y015
+    _WhichOneofArgType__shares: _TypeAlias = _typing.Literal["_shares", b"_shares"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__session) -> _WhichOneofReturnType__session | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shares) -> _WhichOneofReturnType__shares | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
@@ -828,6 +863,7 @@ class PrefillRequest(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     MAX_REUSED_TOKENS_FIELD_NUMBER: _builtins.int
     SESSION_BASE_FIELD_NUMBER: _builtins.int
+    SIBLINGS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model_fingerprint: _builtins.str
     probe: _builtins.bool
@@ -851,6 +887,8 @@ class PrefillRequest(_message.Message):
     def retained_as(self) -> Global___SessionKey: ...
     @_builtins.property
     def session_base(self) -> Global___SessionBase: ...
+    @_builtins.property
+    def siblings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SamplingParams]: ...
     def __init__(
         self,
         *,
@@ -870,10 +908,11 @@ class PrefillRequest(_message.Message):
         owner: _builtins.str = ...,
         max_reused_tokens: _builtins.int | None = ...,
         session_base: Global___SessionBase | None = ...,
+        siblings: _abc.Iterable[Global___SamplingParams] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_max_reused_tokens", b"_max_reused_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_retained_as", b"_retained_as", "_session", b"_session", "_session_base", b"_session_base", "document", b"document", "max_reused_tokens", b"max_reused_tokens", "prompt_logprobs", b"prompt_logprobs", "retained_as", b"retained_as", "sampling", b"sampling", "session", b"session", "session_base", b"session_base", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_max_reused_tokens", b"_max_reused_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_retained_as", b"_retained_as", "_session", b"_session", "_session_base", b"_session_base", "document", b"document", "has_history", b"has_history", "max_reused_tokens", b"max_reused_tokens", "model_fingerprint", b"model_fingerprint", "owner", b"owner", "priority", b"priority", "probe", b"probe", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retained_as", b"retained_as", "retained_bins", b"retained_bins", "sampling", b"sampling", "session", b"session", "session_base", b"session_base", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_max_reused_tokens", b"_max_reused_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_retained_as", b"_retained_as", "_session", b"_session", "_session_base", b"_session_base", "document", b"document", "has_history", b"has_history", "max_reused_tokens", b"max_reused_tokens", "model_fingerprint", b"model_fingerprint", "owner", b"owner", "priority", b"priority", "probe", b"probe", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retained_as", b"retained_as", "retained_bins", b"retained_bins", "sampling", b"sampling", "session", b"session", "session_base", b"session_base", "siblings", b"siblings", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__document: _TypeAlias = _typing.Literal["document"]  # noqa: Y015
     _WhichOneofArgType__document: _TypeAlias = _typing.Literal["_document", b"_document"]  # noqa: Y015
@@ -1030,6 +1069,7 @@ class FirstToken(_message.Message):
     HISTORY_SOURCE_FIELD_NUMBER: _builtins.int
     HISTORY_TIER_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    SIBLING_TOKENS_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     reused_tokens: _builtins.int
     full_bytes: _builtins.int
@@ -1045,6 +1085,8 @@ class FirstToken(_message.Message):
     def retained_fractions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledToken]: ...
+    @_builtins.property
+    def sibling_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledToken]: ...
     def __init__(
         self,
         *,
@@ -1060,10 +1102,11 @@ class FirstToken(_message.Message):
         history_source: Global___HistorySource.ValueType = ...,
         history_tier: _builtins.str = ...,
         prompt_logprobs: _abc.Iterable[Global___SampledToken] | None = ...,
+        sibling_tokens: _abc.Iterable[Global___SampledToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compress_s", b"compress_s", "full_bytes", b"full_bytes", "history_source", b"history_source", "history_tier", b"history_tier", "method", b"method", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "retained_fractions", b"retained_fractions", "reuse_source", b"reuse_source", "reused_tokens", b"reused_tokens", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compress_s", b"compress_s", "full_bytes", b"full_bytes", "history_source", b"history_source", "history_tier", b"history_tier", "method", b"method", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "retained_fractions", b"retained_fractions", "reuse_source", b"reuse_source", "reused_tokens", b"reused_tokens", "sibling_tokens", b"sibling_tokens", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

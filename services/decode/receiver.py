@@ -20,6 +20,7 @@ from opentelemetry.trace import Span
 from torch import Tensor
 
 from kvferry.services.decode.sequence import PinnedRows, Reservations, Sequence, SequenceState
+from kvferry.services.decode.shared_prompts import SharedPrompts
 from kvferry.shared.cache.arena import ByteArena, SequenceLayout, sequence_layout
 from kvferry.shared.cache.delta import DeltaLayer
 from kvferry.shared.compression.compress import with_layer_rows
@@ -27,7 +28,7 @@ from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerCache, LayerFormat
 from kvferry.shared.compression.interface import TensorSpec
 from kvferry.shared.compression.plan import is_measured, plan_digest
-from kvferry.shared.control.messages import TransferAccepted
+from kvferry.shared.control.messages import GenerateRequest, TransferAccepted
 from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, TransferFailed
 from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.spec import ModelSpec
@@ -199,6 +200,7 @@ class CacheReceiver:
     An error in a transfer closes its sequence at once, so the request fails without waiting for the lease.
 
     Args:
+        prompts: gets the prompts that siblings share.
         submit: passes a complete sequence and its first token to the engine.
     """
 
@@ -209,6 +211,7 @@ class CacheReceiver:
         reservations: Reservations,
         metrics: DecodeMetrics,
         *,
+        prompts: SharedPrompts,
         clock: Callable[[], float],
         submit: Callable[[Sequence, SampledToken], None],
     ) -> None:
@@ -216,6 +219,7 @@ class CacheReceiver:
         self._arena = arena
         self._reservations = reservations
         self._metrics = metrics
+        self._prompts = prompts
         self._clock = clock
         self._submit = submit
         self._copier = ArenaCopier(MAX_PAYLOAD_BYTES, arena.device)
@@ -247,11 +251,13 @@ class CacheReceiver:
         """See `BlockSink.commit`."""
         with self._in_transfer(end.key) as incoming:
             sequence = incoming.sequence
-            first_token = self._first_token(end, sequence)
+            first_token = checked_first_token(end.first_token, sequence.request, self._spec)
             caches = sequence.caches = incoming.writer.finish()
             if all(cache.format.is_plain for cache in caches):
                 sequence.positions = tuple([cache.positions for cache in caches])
             sequence.release_retained()
+            if sequence.request.num_siblings:
+                self._prompts.put(sequence)
             self._arena.advance(sequence.allocation, "running")
             sequence.committed_s = self._clock()
             sequence.state = SequenceState.READY
@@ -357,12 +363,16 @@ class CacheReceiver:
             expected["retained_depth"] = max(1, min(manifest.retained_depth, depth))
         check_manifest(manifest, expected)
 
-    def _first_token(self, end: EndRecord, sequence: Sequence) -> SampledToken:
-        token, index = end.first_token, sequence.request.sampling.first_index
-        if token is None or token.index != index or not 0 <= token.token_id < self._spec.vocab_size:
-            raise TransferFailed(
-                f"the transfer's first token is {token}; it must have index {index} and an id of 0 to "
-                f"{self._spec.vocab_size - 1}",
-                reason="first_token",
-            )
-        return token
+
+def checked_first_token(
+    token: SampledToken | None, request: GenerateRequest, spec: ModelSpec
+) -> SampledToken:
+    """The token that prefill sampled for a request. Raises: TransferFailed: it cannot be that."""
+    index = request.sampling.first_index
+    if token is None or token.index != index or not 0 <= token.token_id < spec.vocab_size:
+        raise TransferFailed(
+            f"the prompt's first token is {token}; it must have index {index} and an id of 0 to "
+            f"{spec.vocab_size - 1}",
+            reason="first_token",
+        )
+    return token

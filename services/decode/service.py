@@ -24,9 +24,10 @@ from prometheus_client.registry import Collector
 from kvferry.services.decode.config import DecodeConfig, arena_size_bytes
 from kvferry.services.decode.engine import DecodeEngine
 from kvferry.services.decode.memory import Scheduler, SequenceMemory
-from kvferry.services.decode.receiver import CacheReceiver
+from kvferry.services.decode.receiver import CacheReceiver, checked_first_token
 from kvferry.services.decode.retained import HistoryReturner, RetainedSelections
-from kvferry.services.decode.sequence import EventStream, Reservations, Sequence
+from kvferry.services.decode.sequence import EventStream, Reservations, Sequence, SequenceState
+from kvferry.services.decode.shared_prompts import SharedPrompt, SharedPrompts
 from kvferry.services.decode.warm_up import warm_up_steps
 from kvferry.shared.cache.arena import ByteArena, measured_limit_bytes
 from kvferry.shared.compression.applicable import applicable_methods
@@ -41,6 +42,7 @@ from kvferry.shared.control.messages import (
     SessionKey,
     Ticket,
     TicketIssued,
+    TransferAccepted,
     WorkerStatus,
 )
 from kvferry.shared.draining import Drain
@@ -164,8 +166,15 @@ class DecodeService:
         self._sweep_interval_s = sweep_interval_s
         self._stop_sweeping = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep, name="kvferry-lease-sweeper", daemon=True)
+        self._prompts = SharedPrompts(lease_s=config.lease_s, clock=clock)
         self._receiver = CacheReceiver(
-            self._spec, self._arena, self._reservations, metrics, clock=clock, submit=self._engine.submit
+            self._spec,
+            self._arena,
+            self._reservations,
+            metrics,
+            prompts=self._prompts,
+            clock=clock,
+            submit=self._engine.submit,
         )
         self._server_factory = server_factory
         self._server: BlockServer | None = None
@@ -220,15 +229,18 @@ class DecodeService:
             InvalidRequest: this worker can never serve the tokens, the plan or the size.
             ProtocolMismatch: the request is for another model, or a transfer for another plan arrived.
             CapacityExceeded: no memory became free in time, or too many requests wait for it.
-            LeaseExpired, TransferFailed: the prompt's KV did not arrive.
+            LeaseExpired, TransferFailed: the prompt's KV did not arrive, or is not there to share.
             DeadlineExceeded: timeout_s has passed.
             WorkerUnavailable: the worker is draining or closed.
             KvferryError: decoding failed.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
-        sequence, lease_s = await self._admit(request, timeout_s)
+        shared = self._shared(request)
+        sequence, lease_s = await self._admit(request, timeout_s, shared)
         chain = sequence.pinned.chain if sequence.pinned is not None else None
         try:
+            if shared is not None:
+                await asyncio.to_thread(self._begin_shared, sequence, shared)
             yield TicketIssued(
                 ticket=Ticket(
                     endpoint=self.block_endpoint,
@@ -249,6 +261,9 @@ class DecodeService:
                 yield event
                 if isinstance(event, last):
                     return
+        except BaseException:
+            self._prompts.forget(request.request_id)
+            raise
         finally:
             sequence.cancel()
             self._engine.wake()
@@ -282,14 +297,46 @@ class DecodeService:
             kernel_paths=self._kernel_paths.by_op,
         )
 
-    async def _admit(self, request: GenerateRequest, timeout_s: float) -> tuple[Sequence, float]:
-        """Validate and reserve. Everything that can fail runs before the bytes are reserved."""
+    def _shared(self, request: GenerateRequest) -> SharedPrompt | None:
+        """Validate a request; the prompt that it shares, if it shares one."""
         self._check(request)
-        plans = [self._resolve(request, plan) for plan in self._acceptable(request.plan)]
+        if request.shares is None:
+            return None
+        checked_first_token(request.shares.first_token, request, self._spec)
+        return self._prompts.take(request, request.shares.request_id)
+
+    def _begin_shared(self, sequence: Sequence, shared: SharedPrompt) -> None:
+        """Copy a shared prompt to the sequence's memory, as if it had arrived, and let it run."""
+        start = sequence.request.shares
+        assert start is not None, "the request shares a prompt"
+        with sequence.lock:
+            if sequence.state is not SequenceState.RESERVED:
+                return
+            sequence.plan = shared.plan
+            sequence.caches = shared.copied(sequence.layout, self._arena.buffer(sequence.allocation))
+            self._arena.advance(sequence.allocation, "in_transfer")
+            self._arena.advance(sequence.allocation, "running")
+            sequence.committed_s = self._clock()
+            sequence.state = SequenceState.READY
+        sequence.events.put(TransferAccepted(transfer_s=0.0))
+        sequence.enter_stage("first step")
+        self._engine.submit(sequence, start.first_token)
+
+    async def _admit(
+        self, request: GenerateRequest, timeout_s: float, shared: SharedPrompt | None
+    ) -> tuple[Sequence, float]:
+        """Reserve memory. Everything that can fail runs before the bytes are reserved."""
         room = self._memory.first_room(request.sampling.max_tokens)
-        layouts = [self._memory.layout(plan, room, returns_generated=request.store_history) for plan in plans]
+        if shared is not None:
+            room = max(room, shared.room)
+            plans, laid_out = [shared.resolved], [shared.plan]
+        else:
+            plans = laid_out = [self._resolve(request, plan) for plan in self._acceptable(request.plan)]
+        layouts = [
+            self._memory.layout(plan, room, returns_generated=request.store_history) for plan in laid_out
+        ]
         sizes_bytes = [
-            measured_limit_bytes(layout) if is_measured(plan) else layout.size_bytes
+            measured_limit_bytes(layout) if shared is None and is_measured(plan) else layout.size_bytes
             for plan, layout in zip(plans, layouts, strict=True)
         ]
         grammar = request.sampling.grammar
@@ -337,7 +384,7 @@ class DecodeService:
             forget=self._reservations.remove,
         )
         # only plain rows can be reused
-        if all(layer.format.is_plain for layer in layout.layers):
+        if shared is None and all(layer.format.is_plain for layer in layout.layers):
             sequence.pinned = self._retained.pin(request.session, request.prompt_token_ids)
         self._reservations.add(sequence)
         return sequence, min(self._config.lease_s, timeout_s)
@@ -402,6 +449,7 @@ class DecodeService:
         self._stop_sweeping.set()
         if self._sweeper.ident is not None:
             self._sweeper.join(_CLOSE_TIMEOUT_S)
+        self._prompts.close()
         self._retained.close()
 
     def _sweep(self) -> None:
@@ -410,6 +458,8 @@ class DecodeService:
         while not self._stop_sweeping.wait(self._sweep_interval_s):
             try:
                 self._retained.expire()
+                if self._prompts.entries:
+                    self._prompts.expire()
                 self._reservations.expire(self._clock(), self._metrics.leases_expired.inc)
                 self._give_up_if_wedged()
                 if not self._reservations.all():

@@ -315,7 +315,7 @@ class PrefillEngine:
         )
         logits = layers.run(lambda miss: self.turns.missed(job, miss))
         assert job.transfer is not None
-        token = job.sampler.sample(logits)
+        token, *sibling_tokens = (sampler.sample(logits) for sampler in job.samplers)
         job.transfer.finish(EndRecord(key=job.key, num_blocks=0, payload_bytes=0, first_token=token))
         self.turns.end(job, layers.positions)
         turn, now_s = job.turn, self._clock()
@@ -332,6 +332,7 @@ class PrefillEngine:
             retained_fractions=layers.kept_map.fractions() if layers.kept_map is not None else (),
             history_source=job.history_source,
             prompt_logprobs=tuple(layers.logprobs.tokens) if layers.logprobs is not None else (),
+            sibling_tokens=tuple(sibling_tokens),
             history_tier=next((tier for tier, count in reversed(reused_by_tier.items()) if count), ""),
         )
         if not request.probe:

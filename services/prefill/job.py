@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 
 import structlog
@@ -55,6 +56,7 @@ class PrefillJob:
         history_source: how the turn got its history; None if there was none.
         ticket: decode's reservation; another one once `redirect` was called.
         lock: held while the transfer is opened or redirected.
+        samplers: of the request's completion, and of its siblings.
         retained: rows that decode retains and that need not be shipped; set before the transfer opens.
         num_observed: see `num_observed_queries`.
         saved_bytes: size of the rows that were not shipped for this reason.
@@ -67,9 +69,10 @@ class PrefillJob:
         *,
         submitted_s: float,
         deadline_s: float,
-        matcher: TokenMatcher | None = None,
+        matchers: Sequence[TokenMatcher | None] = (),
     ) -> None:
-        """Args: request: its ticket has a plan; matcher: at the beginning of its grammar.
+        """Args: request: its ticket has a plan; matchers: at the beginning of its grammar, one for each
+            completion; none where it has no grammar.
 
         Raises: InvalidRequest: a token id or a sampling parameter is out of the model's range.
         """
@@ -78,13 +81,16 @@ class PrefillJob:
         self.resolved = request.ticket.plan
         self.formats = make_formats(spec, self.resolved)
         self.num_observed = num_observed_queries(self.resolved, self.formats)
-        self.sampler = SequenceSampler(
-            request.sampling,
-            request.prompt_token_ids,
-            spec.vocab_size,
-            eos_token_ids=spec.eos_token_ids,
-            matcher=matcher,
-        )
+        self.samplers = [
+            SequenceSampler(
+                sampling,
+                request.prompt_token_ids,
+                spec.vocab_size,
+                eos_token_ids=spec.eos_token_ids,
+                matcher=matchers[number] if matchers else None,
+            )
+            for number, sampling in enumerate((request.sampling, *request.siblings))
+        ]
         self.submitted_s = submitted_s
         self.deadline_s = deadline_s
         self.work = 0.0

@@ -193,14 +193,18 @@ class PrefillService:
         """
         self._validate(request)
         deadline_s = self._clock() + timeout_s
-        grammar = request.sampling.grammar
-        matcher = await asyncio.to_thread(self._grammars.matcher, grammar) if grammar is not None else None
+        grammar, num_matchers = request.sampling.grammar, 1 + len(request.siblings)
+        matchers = (
+            [await asyncio.to_thread(self._grammars.matcher, grammar) for _ in range(num_matchers)]
+            if grammar is not None
+            else ()
+        )
         job = PrefillJob(
             request,
             self._model.spec,
             submitted_s=self._clock(),
             deadline_s=deadline_s,
-            matcher=matcher,
+            matchers=matchers,
         )
         self._pending.begin(request)
         finished = False

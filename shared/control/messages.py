@@ -80,6 +80,19 @@ class Ticket:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedStart:
+    """What a request begins with whose prompt another request has brought to the same decode worker.
+
+    Attributes:
+        request_id: of that request, which had `num_siblings` and is or was running there.
+        first_token: as prefill sampled it for this request (`FirstToken.sibling_tokens`).
+    """
+
+    request_id: str
+    first_token: SampledToken
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
     """Router to decode: reserve memory, wait for the transfer, then stream tokens.
 
@@ -89,6 +102,9 @@ class GenerateRequest:
         probe: a readiness probe; changes no counter of requests, tokens or bytes.
         session: whose KV may be retained from its last request and for its next one; None retains nothing.
         owner: of the API key; owners take turns in the line for memory.
+        num_siblings: how many requests will share this one's prompt, once it has arrived.
+        shares: the prompt that another request has brought, which no transfer will bring again; the prompt,
+            the plan and `max_tokens` are that request's.
     """
 
     request_id: str
@@ -100,6 +116,8 @@ class GenerateRequest:
     probe: bool = False
     session: SessionKey | None = None
     owner: str = ""
+    num_siblings: int = 0
+    shares: SharedStart | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +210,7 @@ class PrefillRequest:
             the rows; None where it retains none.
         session_base: what the turn continues; the worker refuses it where another router has acknowledged a
             turn beyond that. None: there is one router, or the prompt is the whole conversation.
+        siblings: of completions of the same prompt whose first tokens are sampled, too.
     """
 
     request_id: str
@@ -210,6 +229,7 @@ class PrefillRequest:
     retained_as: SessionKey | None = None
     owner: str = ""
     session_base: SessionBase | None = None
+    siblings: tuple[SamplingParams, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +262,7 @@ class FirstToken:
         history_tier: the slowest tier that KV was loaded from; "" if none was.
         prompt_logprobs: the prompt's tokens from the second on, if the request asked for them; `index` is
             the position.
+        sibling_tokens: the first tokens of the request's `siblings`, in their order.
     """
 
     token: SampledToken
@@ -256,6 +277,7 @@ class FirstToken:
     history_source: HistorySource | None = None
     history_tier: str = ""
     prompt_logprobs: tuple[SampledToken, ...] = ()
+    sibling_tokens: tuple[SampledToken, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,8 +421,9 @@ class DecodeControl(Protocol):
     """The calls that a decode worker answers."""
 
     def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[GenerateEvent, None]:
-        """Reserve memory, receive the prompt's KV, decode. Yields TicketIssued, TransferAccepted,
-        TokenGenerated..., GenerationFinished and, if the request stores history, HistoryReturned."""
+        """Reserve memory, receive the prompt's KV or copy the one that the request shares, decode. Yields
+        TicketIssued, TransferAccepted, TokenGenerated..., GenerationFinished and, if the request stores
+        history, HistoryReturned."""
         ...
 
     async def finish(self, request_id: str, *, timeout_s: float) -> None:

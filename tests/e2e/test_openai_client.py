@@ -270,20 +270,42 @@ def test_a_prompt_sent_again_without_a_session_is_cached_for_its_key_alone(
     assert other.choices == ask("another", document.questions[1][0]).choices
 
 
-def test_many_choices_of_one_prompt_run_it_once(stack: Any, make_document: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("method", ["full", "rocketkv", "rdkv"])
+def test_choices_ship_and_run_their_prompt_once_and_say_what_each_would_alone(
+    stack: Any, make_document: Callable[..., Any], method: str
+) -> None:
     document = make_document(78, num_words=400, num_facts=4)
-    content = f"{document.text} {document.questions[0][0]}"
-    with openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key="choices", timeout=120) as one:
-        before = stack.prefill_metric("kvferry_prefill_tokens_total")
-        answer = one.chat.completions.create(
-            model="demo",
-            messages=[{"role": "user", "content": content}],
-            temperature=0,
-            max_tokens=8,
-            n=3,
-            extra_body={"kv_compression": {"token_budget": 96}},
-        )
-    assert answer.usage is not None
-    run = stack.prefill_metric("kvferry_prefill_tokens_total") - before
-    assert run == answer.usage.prompt_tokens + 2 * 32
-    assert len({choice.message.content for choice in answer.choices}) == 1
+    budget = {} if method == "full" else {"token_budget": 96}
+
+    def ask(key: str, **fields: Any) -> Any:
+        with openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key=key, timeout=120) as one:
+            answer = one.chat.completions.create(
+                model="demo",
+                messages=[{"role": "user", "content": f"{document.text} {document.questions[0][0]}"}],
+                temperature=1.5,
+                max_tokens=8,
+                logit_bias={EOS: -100},
+                logprobs=True,
+                top_logprobs=2,
+                extra_body={"kv_compression": {"method": method, **budget}},
+                **fields,
+            )
+            return list(answer) if "stream" in fields else answer
+
+    alone = [ask(f"{method}-{number}", seed=20 + number) for number in range(4)]
+    names = "kvferry_prefill_tokens_total", "kvferry_kv_transfer_bytes_total"
+    before = [stack.prefill_metric(name) for name in names]
+    answer = ask(f"{method}-all", seed=20, n=4)
+    run, shipped = (stack.prefill_metric(name) - count for name, count in zip(names, before, strict=True))
+    for choice, other in zip(answer.choices, alone, strict=True):
+        assert choice.message.content == other.choices[0].message.content
+        assert choice.logprobs == other.choices[0].logprobs
+    assert len({choice.message.content for choice in answer.choices}) > 1
+    assert run == answer.usage.prompt_tokens == alone[0].usage.prompt_tokens
+    assert shipped == answer.kv["shipped_bytes"] == alone[0].kv["shipped_bytes"]
+    assert answer.kv["cache_bytes"] == sum(other.kv["cache_bytes"] for other in alone)
+    streamed = dict.fromkeys(range(4), "")
+    for chunk in ask(f"{method}-stream", seed=20, n=4, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert list(streamed.values()) == [choice.message.content for choice in answer.choices]

@@ -17,11 +17,11 @@ NUM_TOKENS = 300
 
 
 @pytest.mark.parametrize(
-    ("role", "compression"),
+    ("role", "compression", "n"),
     [
-        ("decode", {"method": "full"}),
-        ("prefill", {"method": "full"}),
-        ("decode", {"method": "rdkv", "token_budget": 64}),
+        ("decode", {"method": "full"}, 1),
+        ("prefill", {"method": "full"}, 1),
+        ("decode", {"method": "rdkv", "token_budget": 64}, 2),
     ],
 )
 def test_a_turn_survives_the_death_of_a_worker_and_the_next_one_works(
@@ -29,13 +29,16 @@ def test_a_turn_survives_the_death_of_a_worker_and_the_next_one_works(
     make_document: Callable[..., Any],
     role: str,
     compression: dict[str, Any],
+    n: int,
 ) -> None:
     document = make_document(31, num_words=300)
     body = {
         "model": "demo",
         "prompt": document.text,
         "max_tokens": NUM_TOKENS,
-        "temperature": 0,
+        "temperature": n - 1,
+        "seed": 5,
+        "n": n,
         "logit_bias": {"6": -100},
         "kv_compression": compression,
     }
@@ -52,6 +55,6 @@ def test_a_turn_survives_the_death_of_a_worker_and_the_next_one_works(
         assert stream_tokens(stack.base_url, body, kill_once) == undisturbed
         assert killed.is_set()
         recoveries = stack.router_metric("kvferry_recoveries_total", role="decode")
-        assert recoveries == (1 if role == "decode" else 0)
+        assert recoveries == (n if role == "decode" else 0)
         wait_until_served(stack.base_url, body)
         assert stream_tokens(stack.base_url, body, lambda _: None) == undisturbed

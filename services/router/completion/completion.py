@@ -38,7 +38,7 @@ from kvferry.services.router.http.errors import internal_error
 from kvferry.services.router.sessions.implicit import ImplicitTurn
 from kvferry.services.router.sessions.record import SessionRecord
 from kvferry.services.router.sessions.store import SessionLease
-from kvferry.services.router.turn.attempt import CUT_OFF_S, Admitted, Finished, TurnRequest
+from kvferry.services.router.turn.attempt import CUT_OFF_S, Admitted, Finished, PromptShare, TurnRequest
 from kvferry.services.router.turn.turn import Turn, deadline_passed
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.control.messages import SessionKey
@@ -95,7 +95,6 @@ class Completion:
         self._chosen: ChosenPlan | None = None
         self._quality: float | None = None
         self._implicit: ImplicitTurn | None = None
-        self._prompt_stored = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._recording: asyncio.Task[None] | None = None
         """Commits the record, then ends the answer; started when the last token is there."""
@@ -181,15 +180,18 @@ class Completion:
         if lease is None and turn.prompt_logprobs is None:
             self._implicit = services.implicit.begin(self.owner, prompt.token_ids)
         turn = await self._placed(turn)
-        for index in range(request.n or 1):
-            if (implicit := self._implicit) is not None:
-                retained_as = None if index else implicit.retained_as
-                turn = replace(turn, session=implicit.key_of(index), retained_as=retained_as)
+        samplings = [with_seed_of(turn.sampling, index) for index in range(request.n or 1)]
+        share = PromptShare(tuple(samplings[1:])) if len(samplings) > 1 else None
+        for index, sampling in enumerate(samplings):
+            if index == 0 and (implicit := self._implicit) is not None:
+                its = replace(turn, session=implicit.key, retained_as=implicit.retained_as)
+            else:
+                its = replace(turn, sampling=sampling)
             parser = services.prompts.answer_parser(request, prompt)
             self.choices.append(
                 Choice(
                     self.first_index + index,
-                    Turn(services.runner, replace(turn, sampling=with_seed_of(turn.sampling, index))),
+                    Turn(services.runner, its, share=share, number=index),
                     services.prompts.assembler(request, shows_special=parser is not None),
                     self.timer,
                     parser=parser,
@@ -300,17 +302,12 @@ class Completion:
     async def _run_choice(
         self, choice: Choice, prompt: Prompt, lease: SessionLease | None, record: SessionRecord | None
     ) -> None:
-        if self._implicit is not None and choice is not self.choices[0]:
-            # The first choice computes the prompt's KV, and the others reuse it where it is.
-            await self._prompt_stored.wait()
-            first = self.choices[0].turn.stats.prefill_address
-            choice.turn.request = replace(choice.turn.request, prefer_prefill=(first,))
         async with aclosing(choice.turn.events()) as events:
             async for event in events:
                 match event:
                     case SampledToken():
                         if len(choice.turn.stats.token_ids) == 1:
-                            if self._implicit is not None:
+                            if self._implicit is not None and choice is self.choices[0]:
                                 store = self._store_prompt(self._implicit, choice)
                                 self.services.runner.tasks.start(store, name="store prompt")
                             await self._show_prompt(choice, prompt)
@@ -354,12 +351,8 @@ class Completion:
         """Prefill has staged all of the prompt: store it, where that makes more of it reusable."""
         runner, stats = self.services.runner, choice.turn.stats
         assert stats.first is not None, "there is a first token"
-        is_wanted = choice is self.choices[0] and implicit.is_worth_storing(stats.first.reused_tokens)
-        try:
-            stored = await runner.publish(implicit.key, stats, implicit.token_ids, is_current=is_wanted)
-        finally:
-            self._prompt_stored.set()
-        if stored:
+        is_wanted = implicit.is_worth_storing(stats.first.reused_tokens)
+        if await runner.publish(implicit.key, stats, implicit.token_ids, is_current=is_wanted):
             where = {"prefill_address": stats.prefill_address, "decode_address": stats.decode_address}
             for key, its_address in self.services.implicit.add(implicit, **where):
                 await runner.drop(key, addresses=(its_address,))

@@ -60,10 +60,6 @@ class ImplicitTurn:
     retained_as: SessionKey | None = None
     decode_addresses: tuple[str, ...] = ()
 
-    def key_of(self, index: int) -> SessionKey:
-        """What prefill stages choice `index` under; only the first one's is ever stored."""
-        return replace(self.key, session_id=f"{self.key.session_id}.{index}") if index else self.key
-
     def is_worth_storing(self, reused_tokens: int) -> bool:
         """Whether storing the prompt makes tokens reusable that a later prompt would find: a block of new
         ones, or those after the former prompt, which it replaces. The rows that it reuses are not copied.

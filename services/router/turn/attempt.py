@@ -28,6 +28,7 @@ from kvferry.shared.control.messages import (
     RedirectRequest,
     SessionBase,
     SessionKey,
+    SharedStart,
     Ticket,
     TicketIssued,
     TokenGenerated,
@@ -123,6 +124,29 @@ class TurnStats:
         return self.first.method if self.first is not None else ""
 
 
+class PromptShare:
+    """Through it the first of several choices lets the others begin with the prompt's KV that it has brought.
+
+        open ──► accepted: decode has the prompt of this attempt; the others begin there
+          └────► closed: each of the others has the prompt run for itself
+
+    Args: siblings: of the other choices.
+    """
+
+    def __init__(self, siblings: tuple[SamplingParams, ...]) -> None:
+        self.siblings = siblings
+        self._attempt: asyncio.Future[Attempt | None] = asyncio.get_running_loop().create_future()
+
+    def accept(self, attempt: Attempt | None) -> None:
+        """Decode has the prompt of the first choice's attempt; None closes. The first call counts."""
+        if not self._attempt.done():
+            self._attempt.set_result(attempt)
+
+    async def attempt(self) -> Attempt | None:
+        """Wait for the attempt to begin from; None: there will be none."""
+        return await asyncio.shield(self._attempt)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Admitted:
     """Decode has reserved memory for the turn."""
@@ -160,8 +184,12 @@ class Attempt:
         request: TurnRequest,
         stats: TurnStats,
         other_decode: Callable[[KvferryError], Worker[DecodeControl] | None],
+        share: PromptShare | None = None,
     ) -> None:
-        """Args: other_decode: a worker to go on with when decode has failed before it had the prompt's KV."""
+        """Args:
+        other_decode: a worker to go on with when decode has failed before it had the prompt's KV.
+        share: with the other choices of the request, of which this is the first.
+        """
         self.prefill = prefill
         self.decode = decode
         self.instance_ids: dict[Role, str] = {"prefill": prefill.instance_id, "decode": decode.instance_id}
@@ -173,6 +201,9 @@ class Attempt:
         self._due_index: int | None = None
         self._accepted = False
         self._other_decode = other_decode
+        self._share = share
+        self._siblings = share.siblings if share is not None else ()
+        self.sibling_tokens: tuple[SampledToken, ...] = ()
         self._is_redirecting = False
         self._first: asyncio.Future[SampledToken] = asyncio.get_running_loop().create_future()
         self._shipping: asyncio.Task[None] | None = None
@@ -225,6 +256,9 @@ class Attempt:
                         yield self._in_order(self._first.result())
                     with self._blaming("decode"):
                         await _until(accepting, self._shipping, patience_s=_ACCEPT_TIMEOUT_S)
+                    if self._share is not None:
+                        has_tokens = len(self.sibling_tokens) == len(self._siblings)
+                        self._share.accept(self if has_tokens else None)
                     finished = False
                     with self._blaming("decode"):
                         async for event in decoding:
@@ -240,6 +274,11 @@ class Attempt:
                             raise WorkerUnavailable("Decode's stream ended before the completion did")
                 finally:
                     await _cancel(accepting)
+
+    @property
+    def first(self) -> FirstToken | None:
+        """Prefill's answer for the prompt."""
+        return self._stats.first
 
     async def shipped(self) -> None:
         """Wait until prefill has sent everything, or was lost after it had."""
@@ -301,6 +340,7 @@ class Attempt:
                 retained_as=request.retained_as,
                 owner=request.owner,
                 session_base=request.session_base,
+                siblings=self._siblings,
             ),
             timeout_s=self._remaining_s(),
         )
@@ -313,6 +353,7 @@ class Attempt:
                             case FirstToken():
                                 stats.first = stats.first or event
                                 stats.prefill_s += event.prefill_s
+                                self.sibling_tokens = event.sibling_tokens
                                 first.set_result(event.token)
                             case TransferDone():
                                 self._count(event)
@@ -333,7 +374,7 @@ class Attempt:
 
     # ---- decode ------------------------------------------------------------------------------------------
 
-    def _generate(self) -> AsyncGenerator[GenerateEvent, None]:
+    def _generate(self, shares: SharedStart | None = None) -> AsyncGenerator[GenerateEvent, None]:
         request, session = self._request, self._request.session
         is_implicit = session is not None and session.is_implicit
         return self.decode.client.generate(
@@ -347,6 +388,8 @@ class Attempt:
                 probe=request.probe,
                 session=request.retained_as if is_implicit else session,
                 owner=request.owner,
+                num_siblings=len(self._siblings),
+                shares=shares,
             ),
             timeout_s=self._remaining_s(),
         )
@@ -373,6 +416,30 @@ class Attempt:
             )
         self._due_index = token.index + 1
         return token
+
+
+class SiblingAttempt(Attempt):
+    """An attempt that begins with the prompt's KV which another choice's attempt has brought to decode.
+
+    It runs no prompt and ships nothing; where it fails, the turn goes on with an attempt of its own.
+    """
+
+    def __init__(self, first: Attempt, number: int, request: TurnRequest, stats: TurnStats) -> None:
+        """Args:
+        first: of the first choice; decode has accepted its prompt.
+        number: of this choice among its siblings, from 0.
+        """
+        super().__init__(first.prefill, first.decode, request, stats, lambda error: None)
+        self._sharing = first
+        self._token = first.sibling_tokens[number]
+
+    def _generate(self, shares: SharedStart | None = None) -> AsyncGenerator[GenerateEvent, None]:
+        start = SharedStart(request_id=self._sharing.worker_request_id, first_token=self._token)
+        return super()._generate(start)
+
+    async def _ship(self, ticket: Ticket) -> None:
+        self._stats.first = self._sharing.first
+        self._first.set_result(self._token)
 
 
 async def _until(

@@ -23,6 +23,8 @@ from kvferry.services.router.turn.attempt import (
     Admitted,
     Attempt,
     Finished,
+    PromptShare,
+    SiblingAttempt,
     TurnEvent,
     TurnRequest,
     TurnStats,
@@ -251,14 +253,22 @@ class Turn:
           ▲   │ worker lost, transfer failed
           └───┘ backoff; the next attempt has the delivered tokens in its prompt, or draws them again
 
+    A turn that is one of several choices begins with the prompt that the first one has brought to decode, or
+    lets the others begin with its own.
+
     Attributes:
         finish_reason: None until the completion has ended.
         text_ended: set by the reader when the last token completed a stop string. Decode ends the completion
             there as well, by the same rule.
     """
 
-    def __init__(self, runner: TurnRunner, request: TurnRequest) -> None:
+    def __init__(
+        self, runner: TurnRunner, request: TurnRequest, *, share: PromptShare | None = None, number: int = 0
+    ) -> None:
+        """Args: share: of the request's choices, if there are several; number: of this choice."""
         self.request = request
+        self._share = share
+        self._number = number
         self.stats = TurnStats()
         self.finish_reason: FinishReason | None = None
         self.text_ended = False
@@ -279,7 +289,7 @@ class Turn:
         Raises: any KvferryError that ends the turn before Finished; none after it.
         """
         while self.finish_reason is None:
-            attempt = self._next_attempt()
+            attempt = await self._sibling_attempt() or self._next_attempt()
             try:
                 async with aclosing(attempt.events()) as events:
                     async for event in events:
@@ -315,6 +325,7 @@ class Turn:
                 self._discard(attempt)
                 raise
             if self.finish_reason is None and (ended := self._end_of_tokens()) is not None:
+                self._close_share()
                 self.finish_reason = ended
                 self._runner.last_success_s = time.monotonic()
                 yield Finished(reason=ended)
@@ -332,6 +343,18 @@ class Turn:
                 self._runner.tasks.start(self._attempt.finish(), name="cut off")
         return True
 
+    async def _sibling_attempt(self) -> Attempt | None:
+        """An attempt from the prompt of the first choice; None if this is the first, or has tried that."""
+        share = self._share
+        if share is None or self._number == 0:
+            return None
+        self._share = None
+        if (first := await share.attempt()) is None:
+            return None
+        self._attempt = attempt = SiblingAttempt(first, self._number - 1, self.request, self.stats)
+        self._note(attempt)
+        return attempt
+
     def _next_attempt(self) -> Attempt:
         """An attempt at the rest of the turn: delivered tokens join the prompt."""
         request, stats, avoid = self.request, self.stats, self._avoid
@@ -347,12 +370,23 @@ class Turn:
         decode = pools[1].choose(**of_turn, prefer=request.prefer_decode, avoid=avoid["decode"])
         if delivered := tuple(stats.token_ids):
             request = _resumed(request, delivered, stats.first)
+            self._close_share()  # the prompt is another one now, or it is run to draw delivered tokens again
         else:
             stats.first = None  # nothing of an earlier attempt was delivered
-        self._attempt = attempt = Attempt(prefill, decode, request, stats, self._other_decode)
-        stats.prefill_address, stats.decode_address = prefill.address, decode.address
-        stats.worker_request_id = attempt.worker_request_id
+        self._attempt = attempt = Attempt(prefill, decode, request, stats, self._other_decode, self._share)
+        self._note(attempt)
         return attempt
+
+    def _close_share(self) -> None:
+        """Let choices that still wait for this one's prompt go on alone."""
+        if self._share is not None:
+            self._share.accept(None)
+            self._share = None
+
+    def _note(self, attempt: Attempt) -> None:
+        stats = self.stats
+        stats.prefill_address, stats.decode_address = attempt.prefill.address, attempt.decode.address
+        stats.worker_request_id = attempt.worker_request_id
 
     def _other_decode(self, error: KvferryError) -> Worker[DecodeControl] | None:
         """A ready decode worker that may take over the running attempt; None where a replay is better."""

@@ -252,7 +252,7 @@ class CompactingCache(LayerCache):
     def __init__(self, fmt: Compacting, inner: LayerCache) -> None:
         super().__init__(fmt, inner.regions)
         self.inner = inner
-        self._segment_rows: list[tuple[Tensor, Tensor]] = []
+        self._segment_rows: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def settle(self) -> None:
         self.inner.settle()
@@ -261,6 +261,10 @@ class CompactingCache(LayerCache):
         assert isinstance(fmt, Compacting)
         self.inner.move(fmt.inner, regions)
         self.format, self.regions = fmt, regions
+
+    def copied(self, fmt: LayerFormat, regions: Tensors) -> CompactingCache:
+        assert isinstance(fmt, Compacting)
+        return CompactingCache(fmt, self.inner.copied(fmt.inner, regions))
 
     @property
     def name(self) -> str:
@@ -286,7 +290,7 @@ class CompactingCache(LayerCache):
         first = segment * segments.kept_rows
         keys, values = (its[:, first : first + segments.segment_tokens] for its in new)
         if self.format.shape.returns_generated:
-            self._segment_rows.append((on_host(keys), on_host(values)))
+            self._segment_rows = (*self._segment_rows, (on_host(keys), on_host(values)))
         index = segments.select(self.regions[_QUERIES], keys, values, scaling=scaling)
         # all before any is written: latent rows have keys and values in the same memory
         selected = [gather_rows(its, index) for its in (keys, values)]

@@ -99,6 +99,15 @@ class LayerCache(ABC):
         self.format, self.regions = fmt, regions
         self.bind()
 
+    def copied(self, fmt: LayerFormat, regions: Tensors) -> LayerCache:
+        """A layer of its own with the same prompt in other memory; called before any token is appended.
+
+        Args: as of `move`. This default is for layers that change in place only the tensors of `regions`.
+        """
+        other = copy.copy(self)
+        other.move(fmt, regions)
+        return other
+
     def settle(self) -> None:  # noqa: B027 (most formats check when they are opened)
         """Wait for what `LayerFormat.open` checks on the device; called once, before anything attends.
 

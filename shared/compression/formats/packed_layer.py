@@ -50,7 +50,7 @@ class PackedCache(LayerCache):
         super().__init__(fmt, regions)
         self._settle = settle
         self._packed = [packed]
-        self._segment_rows: list[tuple[Tensor, Tensor]] = []
+        self._segment_rows: tuple[tuple[Tensor, Tensor], ...] = ()
         self.bind()
         fmt.attention.build(self._view, length=0)
 
@@ -148,7 +148,7 @@ class PackedCache(LayerCache):
         place = self.regions["segments"][start : start + packed.layout.size_bytes]
         place.copy_(packed.buffer)
         if self.format.shape.returns_generated:
-            self._segment_rows.append((on_host(self.keys), on_host(self.values)))
+            self._segment_rows = (*self._segment_rows, (on_host(self.keys), on_host(self.values)))
         self._packed.append(view_packed_layer(packed.layout, place))
 
 

@@ -11,8 +11,8 @@ import httpx
 
 
 def stream_tokens(base_url: str, body: dict[str, Any], on_token: Callable[[int], None]) -> str:
-    """The completion's text; `on_token` is told how many chunks with text have come."""
-    pieces: list[str] = []
+    """The text of all choices, one after another; `on_token` is told how many chunks with text have come."""
+    pieces: list[tuple[int, str]] = []
     with (
         httpx.Client(base_url=base_url, timeout=120) as client,
         client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response,
@@ -23,9 +23,9 @@ def stream_tokens(base_url: str, body: dict[str, Any], on_token: Callable[[int],
             if line.startswith("data: {"):
                 for choice in json.loads(line[6:])["choices"]:
                     if choice["text"]:
-                        pieces.append(choice["text"])
+                        pieces.append((choice["index"], choice["text"]))
                         on_token(len(pieces))
-    return "".join(pieces)
+    return "".join(text for _, text in sorted(pieces, key=lambda piece: piece[0]))
 
 
 def wait_until_served(base_url: str, body: dict[str, Any]) -> None:

@@ -184,6 +184,8 @@ class ScriptedDecode(_Worker):
         self.history_error: KvferryError | None = None
         self.dropped: list[SessionKey] = []
         self.finishing: set[str] = set()
+        self.shared: set[str] = set()
+        """Requests whose prompts siblings may share."""
 
     async def finish(self, request_id: str, *, timeout_s: float) -> None:
         self.finishing.add(request_id)
@@ -200,7 +202,16 @@ class ScriptedDecode(_Worker):
             fault(-1)
             ticket = self._wire.open(request, self.script.spec)
             yield TicketIssued(ticket=ticket)
-            first = await asyncio.wait_for(self._wire.transfers[ticket.transfer_id].first_token, TIMEOUT_S)
+            if request.shares is not None:
+                assert request.shares.request_id in self.shared
+                first = request.shares.first_token
+            else:
+                first = await asyncio.wait_for(
+                    self._wire.transfers[ticket.transfer_id].first_token, TIMEOUT_S
+                )
+            fault(0)
+            if request.num_siblings:
+                self.shared.add(request.request_id)
             yield TransferAccepted(transfer_s=0.001)
             sampling = request.sampling
             assembler = self.script.new_assembler(sampling)
@@ -268,6 +279,10 @@ class ScriptedPrefill(_Worker):
                     b / max(1, request.retained_bins - 1) for b in range(request.retained_bins)
                 ),
                 prompt_logprobs=self._prompt_logprobs(request),
+                sibling_tokens=tuple(
+                    self.script.sample(request.prompt_token_ids, its, its.first_index)
+                    for its in request.siblings
+                ),
             )
             transfer = self._wire.transfers.pop(request.ticket.transfer_id, None)
             if transfer is None or transfer.first_token.done():

@@ -115,20 +115,20 @@ async def test_many_choices_run_the_prompt_once(stack: Any, stream: bool) -> Non
         async for _ in answer:
             pass
     await eventually(lambda: not stack.prefill[0].staged)
-    requests = stack.prefill[0].requests
-    assert len(requests) == 4
-    assert len({request.session for request in requests}) == 4
+    (request,) = stack.prefill[0].requests
     (stored,) = stack.prefill[0].history
-    assert stored == requests[0].session
-    reused = [stack.prefill[0]._reused(request) for request in requests[1:]]
-    assert reused == [len(requests[0].prompt_token_ids) - 1] * 3
+    assert stored == request.session
+    first, *others = stack.decode[0].requests
+    assert (first.num_siblings, first.shares) == (3, None)
+    assert {(its.num_siblings, its.shares.request_id) for its in others} == {(0, first.request_id)}
+    assert {its.sampling.seed for its in others} == {its.seed for its in request.siblings} == {4, 5, 6}
 
 
 async def test_the_choices_go_where_the_prompt_is(start_stack: Any) -> None:
     stack = await start_stack(num_prefill=3)
     await stack.client.completions.create(model="demo", prompt=LONG, max_tokens=2, n=4)
     await stack.client.completions.create(model="demo", prompt=LONGER, max_tokens=2)
-    assert sorted(len(worker.requests) for worker in stack.prefill) == [0, 0, 5]
+    assert sorted(len(worker.requests) for worker in stack.prefill) == [0, 0, 2]
 
 
 async def test_a_lost_worker_costs_the_stored_prompt_nothing(start_stack: Any) -> None:
