@@ -191,7 +191,7 @@ def documents(config: StoredConfig) -> int:
 
 @command(app, KeysConfig, group=OPERATING)
 def keys(config: KeysConfig) -> int:
-    """List the names, scopes and limits of a key file."""
+    """List the names, scopes and limits of a key file, or delete all that a key stored (--forget)."""
     from kvferry.tools.operate.command import keys
 
     return keys(config)

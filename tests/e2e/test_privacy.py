@@ -4,6 +4,7 @@ nothing that can be read without the keys, and nothing at all once it is deleted
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,9 @@ import httpx
 import pytest
 from kvtest.collector import Collector
 from kvtest.redis_server import RedisServer
+
+from kvferry.tools.operate.command import keys
+from kvferry.tools.operate.config import KeysConfig
 
 pytestmark = [pytest.mark.xdist_group("stack"), pytest.mark.timeout(300)]
 
@@ -123,7 +127,12 @@ def test_stored_text_and_kv_need_the_keys_and_deletion_leaves_nothing(
                 assert len(data) > 100_000
                 # As a control, a stack without keys has all of it.
                 assert seen == ["--at-rest-keys" not in options] * len(seen), tier
-            delete_all(stack)
+            if "--at-rest-keys" in options:
+                # As when the key is revoked, with a prompt that has no session as well.
+                assert post(stack, "/v1/chat/completions", chat(text)).status_code == 200
+                keys(KeysConfig(url=stack.base_url, forget=f"sha256:{hashlib.sha256(b'').hexdigest()}"))
+            else:
+                delete_all(stack)
             left = b"".join(redis_bytes(server))
             assert not any(secret in left for secret in secrets)
             with server.client() as client:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -25,6 +26,7 @@ _KEY_COLUMNS = (
     "name", "scopes", "requests_per_minute", "tokens_per_minute", "bytes_per_minute", "max_concurrent",
 )  # fmt: skip
 _TIMEOUT_S = 60.0
+_FORGET_TIMEOUT_S = 600.0
 
 
 def stored(kind: Kind, config: StoredConfig) -> int:
@@ -32,18 +34,12 @@ def stored(kind: Kind, config: StoredConfig) -> int:
 
     Raises: KvferryError: the router cannot be reached or refuses.
     """
-    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-    # A proxy from the environment cannot reach this machine's loopback.
-    with httpx.Client(base_url=config.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False) as client:
-        try:
-            if config.delete_id:
-                _checked(client.delete(f"/v1/{kind}/{quote(config.delete_id, safe='')}"))
-                sys.stdout.write(f"deleted {config.delete_id}\n")
-                return 0
-            found = _checked(client.get(f"/v1/{kind}"))["data"]
-        except httpx.TransportError as error:
-            what = str(error) or type(error).__name__
-            raise WorkerUnavailable(f"the router at {config.url} cannot be reached: {what}") from error
+    with _router(config) as client:
+        if config.delete_id:
+            _checked(client.delete(f"/v1/{kind}/{quote(config.delete_id, safe='')}"))
+            sys.stdout.write(f"deleted {config.delete_id}\n")
+            return 0
+        found = _checked(client.get(f"/v1/{kind}"))["data"]
     if config.json_output:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
@@ -52,10 +48,14 @@ def stored(kind: Kind, config: StoredConfig) -> int:
 
 
 def keys(config: KeysConfig) -> int:
-    """List the names, scopes and limits of a key file. Returns the exit code.
+    """List the names, scopes and limits of a key file, or have the router forget one. Returns the exit code.
 
-    Raises: ConfigurationError: there is no file, or it is invalid.
+    Raises:
+        ConfigurationError: there is no file, it is invalid, or has no key of the name.
+        KvferryError: the router cannot be reached or refuses.
     """
+    if config.forget:
+        return _forget(config)
     if not config.api_keys_file:
         raise ConfigurationError("--api-keys-file is ''; it must be the router's file of hashed keys")
     found = [key.model_dump(include={*_KEY_COLUMNS}) for key in KeyFile(Path(config.api_keys_file)).keys]
@@ -64,6 +64,38 @@ def keys(config: KeysConfig) -> int:
     else:
         _show(_KEY_COLUMNS, found)
     return 0
+
+
+def _forget(config: KeysConfig) -> int:
+    key_hash = config.forget
+    if not key_hash.startswith("sha256:"):
+        entries = KeyFile(Path(config.api_keys_file)).keys if config.api_keys_file else ()
+        found = [key.hash for key in entries if key.name == config.forget]
+        if not found:
+            raise ConfigurationError(
+                f"--forget is {config.forget!r}; it must be a name in --api-keys-file "
+                f"{config.api_keys_file!r}, or the sha256:... of a key"
+            )
+        (key_hash,) = found
+    with _router(config) as client:
+        answer = _checked(client.delete(f"/v1/keys/{key_hash}/data", timeout=_FORGET_TIMEOUT_S))
+    sys.stdout.write(
+        f"deleted {answer['sessions']} sessions and {answer['documents']} documents of {key_hash}\n"
+    )
+    return 0
+
+
+@contextlib.contextmanager
+def _router(config: StoredConfig | KeysConfig) -> Iterator[httpx.Client]:
+    """A client of the router's API. Raises: WorkerUnavailable: within the context, it cannot be reached."""
+    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    # A proxy from the environment cannot reach this machine's loopback.
+    with httpx.Client(base_url=config.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False) as client:
+        try:
+            yield client
+        except httpx.TransportError as error:
+            what = str(error) or type(error).__name__
+            raise WorkerUnavailable(f"the router at {config.url} cannot be reached: {what}") from error
 
 
 def _checked(reply: httpx.Response) -> Any:

@@ -98,6 +98,15 @@ class Deleted(TypedDict):
     deleted: Literal[True]
 
 
+class Forgotten(TypedDict):
+    """How much of an API key's was deleted."""
+
+    object: Literal["key.forgotten"]
+    hash: str
+    sessions: int
+    documents: int
+
+
 class _Completion(TypedDict):
     id: str
     created: int

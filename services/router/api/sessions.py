@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from kvferry.services.router.api.answers import Deleted, Document, Listing, Session
+from kvferry.services.router.api.answers import Deleted, Document, Forgotten, Listing, Session
 from kvferry.services.router.api.completions import Shared, keyed_router
 from kvferry.services.router.completion import documents
 from kvferry.services.router.completion.requests import DocumentRequest
@@ -18,9 +19,10 @@ from kvferry.services.router.completion.services import Services
 from kvferry.services.router.sessions.record import SessionFile, SessionSummary, is_session_id, session_key
 from kvferry.services.router.sessions.store import DOCUMENT_PREFIX, document_key, is_document
 from kvferry.shared.control.messages import HistoryInfo, SessionKey
-from kvferry.shared.errors import DocumentNotFound, InvalidRequest, KvferryError
+from kvferry.shared.errors import DocumentNotFound, InvalidRequest, KvferryError, SessionNotFound
 
 _WORKER_CALL_TIMEOUT_S = 2.0
+_DELETED_AT_ONCE = 16
 
 router = keyed_router()
 
@@ -96,6 +98,40 @@ async def get_document(request: Request, services: Shared, document_id: str) -> 
 @router.delete("/v1/documents/{document_id:path}", summary="Delete a document")
 async def delete_document(request: Request, services: Shared, document_id: str) -> Deleted:
     return await _delete(services, _named_document(request))
+
+
+# ---- all of a key's --------------------------------------------------------------------------------------
+
+
+@router.delete("/v1/keys/{key_hash}/data", summary="Delete all that an API key stored; needs a key for admin")
+async def forget_key(request: Request, services: Shared, key_hash: str) -> Forgotten:
+    request.app.state.auth.check_admin(request.headers)
+    if not re.fullmatch(r"sha256:[0-9a-f]{64}", key_hash):
+        raise InvalidRequest(
+            f"key_hash is {key_hash[:140]!r}; it must be the sha256:... of a key", param="key_hash"
+        )
+    owner, counts = key_hash.removeprefix("sha256:"), {"sessions": 0, "documents": 0}
+    for kind in counts:
+        found = [key for key, _ in await services.sessions.owned_by(owner, documents=kind == "documents")]
+        for first in range(0, len(found), _DELETED_AT_ONCE):
+            some = found[first : first + _DELETED_AT_ONCE]
+            counts[kind] += sum(await asyncio.gather(*(_delete_if_there(services, key) for key in some)))
+    for key in services.implicit.remove_owner(owner):
+        await services.runner.drop(key)
+    return {
+        "object": "key.forgotten",
+        "hash": key_hash,
+        "sessions": counts["sessions"],
+        "documents": counts["documents"],
+    }
+
+
+async def _delete_if_there(services: Services, key: SessionKey) -> bool:
+    try:
+        await _delete(services, key)
+    except (SessionNotFound, DocumentNotFound):  # by another request, since it was listed
+        return False
+    return True
 
 
 # ---- both ------------------------------------------------------------------------------------------------

@@ -80,6 +80,17 @@ class Authenticator:
             raise PermissionDenied(f"This key is for {scopes}; {scope} is needed", reason="scope")
         return digest
 
+    def check_admin(self, headers: Headers) -> None:
+        """Whether the caller may do what concerns other keys: anyone where chats need no key, else holders of
+        a key for admin.
+
+        Raises: AuthenticationFailed, PermissionDenied.
+        """
+        if not self.is_open("admin"):
+            self.owner(headers, "admin")
+        elif not self.is_open("chat"):
+            raise PermissionDenied("No key of api_keys_file is for admin, which is needed", reason="scope")
+
 
 class KeyedRoute(APIRoute):
     """A route that needs a key, by the `Authenticator` at `app.state.auth`; `request.state.owner` is the

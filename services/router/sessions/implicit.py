@@ -140,5 +140,10 @@ class ImplicitSessions:
         stale = [key for key, record in self._records.items() if record.expires_at_s <= now_s]
         return [(key, self._records.pop(key).prefill_address) for key in stale]
 
+    def remove_owner(self, owner: str) -> list[SessionKey]:
+        """Remove all prompts of an owner; returns under which keys workers have their KV."""
+        removed = [(key, self._records.pop(key)) for key in tuple(self._owned(owner))]
+        return [each for key, record in removed for each in (key, record.retained_as)]
+
     def _owned(self, owner: str) -> Iterator[SessionKey]:
         return (key for key in self._records if key.owner == owner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,3 +73,22 @@ def test_keys_are_listed_without_their_hashes(tmp_path: Path, capsys: pytest.Cap
     assert json.loads(capsys.readouterr().out)[0]["tokens_per_minute"] == 1000
     with pytest.raises(ConfigurationError, match="--api-keys-file is ''"):
         keys(KeysConfig())
+
+
+def test_a_key_is_forgotten_by_its_name_or_hash(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = {"model": "demo", "max_tokens": 3, "messages": [{"role": "user", "content": "quiet bridge"}]}
+    headers = {"Authorization": "Bearer two"}
+    key_hash = f"sha256:{hashlib.sha256(b'two').hexdigest()}"
+    file = tmp_path / "keys.toml"
+    file.write_text(f'[[key]]\nname = "holder"\nhash = "{key_hash}"\n')
+    for forget in ("holder", key_hash):
+        with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
+            assert client.post("/v1/chat/completions", json={**body, "session_id": "s"}).status_code == 200
+        keys(KeysConfig(url=url, api_key="one", api_keys_file=str(file), forget=forget))
+        assert capsys.readouterr().out == f"deleted 1 sessions and 0 documents of {key_hash}\n"
+        stored("sessions", StoredConfig(url=url, api_key="two", json_output=True))
+        assert json.loads(capsys.readouterr().out) == []
+    with pytest.raises(ConfigurationError, match="--forget is 'nobody'"):
+        keys(KeysConfig(url=url, api_key="one", api_keys_file=str(file), forget="nobody"))
