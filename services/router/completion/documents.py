@@ -64,8 +64,10 @@ async def create(services: Services, key: SessionKey, body: DocumentRequest, req
             plan=chosen.plan,
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
             deadline_s=asyncio.get_running_loop().time() + services.config.request_timeout_s,
+            owner=key.owner,
             session=key,
             prefer_prefill=earlier,
+            priority=body.priority,
         )
         stats = await services.runner.run(turn)
         is_current = await lease.is_current()

@@ -13,6 +13,7 @@ from kvferry.shared.compression.kept import MAX_KEPT_BINS
 INT31, _INT63 = 2**31 - 1, 2**63 - 1
 
 TtlS = Annotated[float, Range(1, 30 * 86400)]
+Priority = Annotated[int, Range(-1000, 1000)]
 Parameters = Annotated[
     dict[
         Annotated[str, StringConstraints(max_length=64)],
@@ -50,7 +51,7 @@ class EngineFields(StrictModel):
     repetition_penalty: Annotated[float, Range(0, 10, excludes_low=True)] | None = None
     session_ttl_s: TtlS | None = None
     session_pin: bool | None = None
-    priority: Annotated[int, Range(-1000, 1000)] | None = None
+    priority: Priority | None = None
     kv_compression: KvCompression | None = None
     kv_kept_bins: Annotated[int, Range(1, MAX_KEPT_BINS)] | None = None
 

@@ -21,6 +21,7 @@ from kvferry.services.router.completion.engine_fields import (
     ChatFields,
     EngineFields,
     KvCompression,
+    Priority,
     TtlS,
 )
 from kvferry.services.router.completion.other_fields import OtherChatFields, OtherFields, OtherTextFields
@@ -321,6 +322,7 @@ class DocumentRequest(StrictModel):
     id: SessionId | None = None
     ttl_s: TtlS | None = None
     pin: bool = False
+    priority: Priority = 0
     kv_compression: KvCompression | None = None
 
 

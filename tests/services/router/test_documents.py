@@ -170,3 +170,13 @@ async def test_a_document_has_its_own_ttl_and_pin(stack: Any) -> None:
     created = (await post(stack, ttl_s=90_000, pin=True)).json()
     assert 89_000 < created["expires_at"] - created["created_at"] <= 90_000
     assert list(stack.prefill[0].pins.values()) == [True]
+
+
+async def test_a_document_waits_in_its_keys_line_by_its_priority(stack: Any) -> None:
+    assert (await post(stack, priority=-5)).status_code == 200
+    run, placed = last_request(stack), stack.decode[0].requests[-1]
+    assert (run.priority, run.owner, placed.owner) == (-5, run.session.owner, run.session.owner)
+    await post(stack)
+    assert last_request(stack).priority == 0
+    refused = await post(stack, priority=1001)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
