@@ -50,6 +50,10 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
 def said(answer: dict[str, Any]) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
@@ -96,7 +100,7 @@ def test_a_conversation_goes_on_from_disk_after_every_service_was_killed(
         assert yesterday.prefill_metric("kvferry_history_bytes", tier="disk") > 0
         kill_all(yesterday)
     # The router had no Redis: the client sends the whole conversation.
-    conversation = [first_question, {"role": "assistant", "content": said(first)}]
+    conversation = [first_question, assistant(said(first))]
     conversation.append(user(document.questions[1][0]))
     with start_stack(*options) as today:
         second = ask(today, conversation, "s")
@@ -123,7 +127,7 @@ def test_a_conversation_goes_on_from_disk_after_every_service_was_killed(
 
 
 @pytest.mark.timeout(600)
-def test_with_the_routers_sessions_in_redis_only_the_new_question_is_sent(
+def test_with_the_routers_sessions_in_redis_only_the_new_question_is_sent_until_redis_is_lost_too(
     start_stack: Callable[..., Any], redis_server: Any, make_document: Callable[..., Any], tmp_path: Path
 ) -> None:
     options = (
@@ -131,7 +135,7 @@ def test_with_the_routers_sessions_in_redis_only_the_new_question_is_sent(
         *("--history-redis", redis_server.url, "--history-redis-timeout-s", "20"),
     )
     document = make_document(42, num_words=200, num_facts=4)
-    questions = [document.questions[index][0] for index in range(2)]
+    questions = [document.questions[index][0] for index in range(3)]
     questions[0] = f"{document.text} {questions[0]}"
     with start_stack(*options) as yesterday:
         undisturbed = [ask(yesterday, [user(text)], "whole", "append") for text in questions]
@@ -142,4 +146,16 @@ def test_with_the_routers_sessions_in_redis_only_the_new_question_is_sent(
         second = ask(today, [user(questions[1])], "s", "append")
         assert second["kv"]["reused_tokens"] == known_tokens(first)
         assert second["kv"]["history_tier"] == "disk"
-        assert [said(first), said(second)] == [said(answer) for answer in undisturbed]
+        assert [said(first), said(second)] == [said(answer) for answer in undisturbed[:2]]
+        wait_on_disk(today, "s")
+        kill_all(today)
+    # Now Redis' memory is lost as well, and with it the routers' sessions.
+    redis_server.kill()
+    redis_server.start()
+    assert redis_server.client().dbsize() == 0
+    conversation = [user(questions[0]), assistant(said(first)), user(questions[1]), assistant(said(second))]
+    with start_stack(*options) as tomorrow:
+        third = ask(tomorrow, [*conversation, user(questions[2])], "s")
+        assert third["kv"]["reused_tokens"] == known_tokens(second)
+        assert third["kv"]["history_tier"] == "disk"
+        assert said(third) == said(undisturbed[2])
