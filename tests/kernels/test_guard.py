@@ -20,6 +20,8 @@ from kvferry.kernels.decode_batch import BatchShape
 from kvferry.kernels.decoder_ops import triton_kernel as decoder_kernels
 from kvferry.kernels.knapsack import triton_kernel as knapsack
 from kvferry.kernels.packed import triton_kernel as packing
+from kvferry.kernels.packed.layer import view_packed_layer
+from kvferry.kernels.packed.layout import Bound
 from kvferry.kernels.packed.packing import indexed_layer
 
 KERNELS = Path(decoder_ops.__file__).parents[1]
@@ -114,10 +116,12 @@ def packed(kind: str, fault: str, value: float) -> Tensor:
         values = spoil(values, value)
     elif fault == "keys":
         keys = spoil(keys, value)
-    try:
-        packing.fill(layer, keys, values)
-    except ValueError:  # it is refused, after all heads are packed
-        assert fault != "none"
+    size_bytes = layer.layout.size_bytes
+    report, buffer = packing.pack(keys, values, *bits, None, Bound(tokens=33, size_bytes=size_bytes))
+    # what is not finite is refused, after all heads are packed
+    refused = report[:-1, 9].sum() > 0
+    assert bool(refused) == (fault != "none")
+    layer = view_packed_layer(layer.layout, buffer)
     names = (
         "key_words", "values_2", "values_4", "values_8", "key_scales", "key_minima", "value_scales",
         "value_minima", "values_16", "channels", "positions",
