@@ -271,7 +271,7 @@ class Harness:
             s.value for s in samples if s.name == f"kvferry_{name}" and labels.items() <= s.labels.items()
         )
 
-    async def run(self, request, *, timeout_s=30, **changes):
+    async def run(self, request, *, timeout_s=200, **changes):
         """The whole of a request; returns its first token's and later events."""
         events = []
         stream = self.service.generate(request, timeout_s=timeout_s)
@@ -320,7 +320,7 @@ def request_of():
 def ticket_of():
     """Starts a stream and reads its ticket."""
 
-    async def start(service, request, timeout_s=30):
+    async def start(service, request, timeout_s=200):
         stream = service.generate(request, timeout_s=timeout_s)
         event = await anext(stream)
         assert isinstance(event, TicketIssued)
