@@ -49,6 +49,11 @@ class RouterConfig(StoredSettings):
     model: Annotated[str, MODEL] = Field(
         "demo", description="model whose tokenizer is used: local folder, hub id, or demo"
     )
+    model_aliases: Annotated[str, MODEL] = Field(
+        "",
+        description="further names by which requests may call the model, comma-separated; answers have "
+        "its own",
+    )
     generation_config: Annotated[str, MODEL] = Field(
         "auto",
         description="sampling of requests that say nothing: auto (the model's generation_config.json), none, "
@@ -180,6 +185,11 @@ class RouterConfig(StoredSettings):
                 "keys or api_keys_file, listen on 127.0.0.1, or set insecure"
             )
         return self
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names beside the model's own by which requests may call it."""
+        return split_list(self.model_aliases)
 
     @property
     def has_keys(self) -> bool:

@@ -198,6 +198,12 @@ def test_a_tool_is_called_and_its_result_continues_the_response(client: openai.O
     with client.responses.stream(**ask, tool_choice=named, temperature=0) as helper:
         streamed: Any = helper.get_final_response().output[-1]
     assert (streamed.name, streamed.arguments) == (whole.name, whole.arguments)
+    # The same tools as an item of the input.
+    added: Any = {"type": "additional_tools", "role": "developer", "tools": TOOLS}
+    items = [{"role": "user", "content": ASK["input"]}, added]
+    ask |= {"input": items, "tools": None}
+    again: Any = client.responses.create(**ask, tool_choice=named, temperature=0).output[-1]
+    assert (again.name, again.arguments) == (whole.name, whole.arguments)
 
 
 def test_logprobs_are_included_on_request(client: openai.OpenAI) -> None:

@@ -65,9 +65,9 @@ def keyed_router(errors: dict[int | str, dict[str, Any]] = ERRORS) -> APIRouter:
 
 
 def named_model(services: Services, name: str) -> ModelSpec:
-    """The model that is served. Raises: ModelNotFound where it has another name."""
+    """The model that is served. Raises: ModelNotFound where that is neither its name nor an alias."""
     model = services.runner.model()
-    if name != model.name:
+    if name != model.name and name not in services.config.model_names:
         raise ModelNotFound(
             f"There is no model {describe(name)}; this server has {describe(model.name)}", param="model"
         )

@@ -33,11 +33,12 @@ def _check_access(request: Request, services: Shared) -> None:
 restricted = APIRouter(redirect_slashes=False, responses=ERRORS, dependencies=[Depends(_check_access)])
 
 
-async def _model(request: Request, services: Shared, spec: ModelSpec) -> Model:
+async def _model(request: Request, services: Shared, spec: ModelSpec, name: str) -> Model:
+    """Args: name: the model's own or an alias."""
     started_at = request.app.state.started_at
     capabilities = await services.prompts.capabilities(spec)
     return {
-        "id": spec.name,
+        "id": name,
         "object": "model",
         "type": "model",
         "display_name": spec.name,
@@ -52,14 +53,16 @@ async def _model(request: Request, services: Shared, spec: ModelSpec) -> Model:
     }
 
 
-@keyed.get("/v1/models", summary="The model that is served")
+@keyed.get("/v1/models", summary="The model that is served, by each of its names")
 async def list_models(request: Request, services: Shared) -> Listing[Model]:
-    return {"object": "list", "data": [await _model(request, services, services.runner.model())]}
+    spec = services.runner.model()
+    names = dict.fromkeys((spec.name, *services.config.model_names))
+    return {"object": "list", "data": [await _model(request, services, spec, name) for name in names]}
 
 
 @keyed.get("/v1/models/{model:path}", summary="One model")
 async def get_model(request: Request, services: Shared, model: str) -> Model:
-    return await _model(request, services, named_model(services, model))
+    return await _model(request, services, named_model(services, model), model)
 
 
 @keyed.get("/v1/methods", summary="The methods that requests may name")

@@ -32,7 +32,7 @@ router = keyed_router()
 
 @router.post("/v1/responses", response_model=ResponseObject, summary="Answer as OpenAI's Responses API does")
 async def create_response(request: Request, services: Shared, body: ResponseRequest) -> Response:
-    named_model(services, body.model)
+    body = body.model_copy(update={"model": named_model(services, body.model).name})
     owner, previous_id = request.state.owner, body.previous_response_id
     previous = None if previous_id is None else await _record_of(services, owner, previous_id)
     before: tuple[ChatMessage, ...] = ()

@@ -108,27 +108,6 @@ class InputReasoning(StrictModel):
     encrypted_content: Ignored = None
 
 
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
-
-
-def _kind(item: Any) -> str | None:
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if kind in _KINDS else None
-
-
-InputItem = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[InputCall, Tag("function_call")]
-    | Annotated[InputCallOutput, Tag("function_call_output")]
-    | Annotated[InputReasoning, Tag("reasoning")],
-    Discriminator(
-        _kind,
-        custom_error_type="rule",
-        custom_error_message=f"must be an item of type {', '.join(_KINDS[:-1])} or {_KINDS[-1]}",
-    ),
-]
-
-
 class FunctionTool(StrictModel):
     """A function that the client runs."""
 
@@ -145,6 +124,37 @@ class FunctionTool(StrictModel):
     def for_chat(self) -> dict[str, Any]:
         shown = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
         return {"type": "function", "function": shown}
+
+
+class InputTools(StrictModel):
+    """Functions beside `tools`, from this item on. The chat template shows them with those of `tools`."""
+
+    type: Literal["additional_tools"]
+    role: Literal["developer"]
+    tools: Annotated[list[FunctionTool], Field(max_length=128)]
+    id: Ignored = None
+
+
+_KINDS = ("message", "function_call", "function_call_output", "reasoning", "additional_tools")
+
+
+def _kind(item: Any) -> str | None:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if kind in _KINDS else None
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputCallOutput, Tag("function_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")]
+    | Annotated[InputTools, Tag("additional_tools")],
+    Discriminator(
+        _kind,
+        custom_error_type="rule",
+        custom_error_message=f"must be an item of type {', '.join(_KINDS[:-1])} or {_KINDS[-1]}",
+    ),
+]
 
 
 class ChosenFunction(StrictModel):
@@ -238,6 +248,13 @@ class ResponseRequest(EngineFields, ChatFields, StructuredField):
         return self.store is not False
 
     @property
+    def every_tool(self) -> list[FunctionTool]:
+        """Those of `tools`, then those of the input's items."""
+        items = () if isinstance(self.input, str) else self.input
+        added = [tool for item in items if isinstance(item, InputTools) for tool in item.tools]
+        return [*(self.tools or ()), *added]
+
+    @property
     def has_logprobs(self) -> bool:
         return _LOGPROBS in (self.include or ())
 
@@ -262,7 +279,7 @@ def translate(body: ResponseRequest, before: Sequence[ChatMessage]) -> Translati
         "max_completion_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls,
         "session_mode": "replace",
-        "tools": [tool.for_chat() for tool in body.tools or ()] or None,
+        "tools": [tool.for_chat() for tool in body.every_tool] or None,
         "tool_choice": body.tool_choice,
         "logprobs": body.has_logprobs or None,
         "top_logprobs": body.top_logprobs,
@@ -297,6 +314,8 @@ def _messages(items: str | list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     answer: dict[str, Any] = {}
     origin = ""
     for index, item in enumerate(items):
+        if isinstance(item, InputTools):
+            continue
         is_answer = isinstance(item, InputReasoning | InputCall) or (
             isinstance(item, InputMessage) and item.role == "assistant"
         )

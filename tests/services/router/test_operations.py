@@ -72,6 +72,22 @@ async def test_a_model_says_which_methods_go_with_it(start_stack: Any) -> None:
     assert (await stack.http.get("/v1/models/demo")).json() == listed
 
 
+async def test_a_model_is_called_by_its_name_and_its_aliases(start_stack: Any) -> None:
+    stack = await start_stack(model_aliases="gpt-5.5, org/claude,demo")
+    names = [its.id async for its in stack.client.models.list()]
+    assert names == ["demo", "gpt-5.5", "org/claude"]
+    messages: Any = [{"role": "user", "content": "the red castle ."}]
+    for name in names:
+        assert (await stack.client.models.retrieve(name)).id == name
+        answers: Any = [
+            await stack.client.chat.completions.create(model=name, messages=messages, max_tokens=2),
+            await stack.client.responses.create(model=name, input="the red castle .", max_output_tokens=2),
+        ]
+        assert [its.model for its in answers] == ["demo", "demo"]
+    with pytest.raises(openai.NotFoundError, match='no model "other"'):
+        await stack.client.chat.completions.create(model="other", messages=messages)
+
+
 @pytest.mark.parametrize(
     ("layer", "refused"),
     [
