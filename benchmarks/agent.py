@@ -34,6 +34,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvferry.models import DEMO_MODEL
 from kvferry.shared.history.records import common_prefix
 from kvferry.tools.bench.serving import served
+from kvferry.tools.evaluation.provenance import commit
 from kvferry.tools.recall.tasks import TASKS
 
 TIMEOUT_S = 300.0
@@ -173,6 +174,7 @@ def main() -> None:
     parser.add_argument("--plans", nargs="+", default=PLANS, help="METHOD:TOKEN_BUDGET each")
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     options = parser.parse_args()
+    measured_by = commit()
     script = Script.make(options.turns, options.tokens)
     results: dict[str, Any] = {}
     with (
@@ -189,7 +191,13 @@ def main() -> None:
                     f"prefills {its['prefill_share']:.2f} of its new tokens\n"
                 )
     if options.output:
-        figures = {"command": sys.argv, "turns": options.turns, "tokens": options.tokens, "plans": results}
+        figures = {
+            "command": sys.argv,
+            "commit": measured_by,
+            "turns": options.turns,
+            "tokens": options.tokens,
+            "plans": results,
+        }
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(figures, indent=1) + "\n")
 

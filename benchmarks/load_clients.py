@@ -25,6 +25,8 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 from kvtest.stack import serving  # noqa: E402
 from kvtest.text_models import make_text_model  # noqa: E402
 
+from kvferry.tools.evaluation.provenance import commit  # noqa: E402
+
 NUM_REQUESTS = 32
 CONCURRENCY = 4
 PROMPT_TOKENS, ANSWER_TOKENS = 128, 32
@@ -114,9 +116,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path, help=f"environment with {name}")
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     options = parser.parse_args()
-    head = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(head, capture_output=True, text=True, cwd=ROOT, check=True).stdout.strip()
-    found: dict[str, Any] = {"command": sys.argv, "commit": commit, "requests": NUM_REQUESTS}
+    found: dict[str, Any] = {"command": sys.argv, "commit": commit(), "requests": NUM_REQUESTS}
     found["answer_tokens"] = NUM_REQUESTS * ANSWER_TOKENS
     found["clients"] = {}
     with tempfile.TemporaryDirectory(prefix="kvferry-clients-") as model_folder:

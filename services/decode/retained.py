@@ -1,44 +1,29 @@
-"""What becomes of a finished sequence's KV: retained in the arena, and returned to prefill.
-
-Last stage of a request. A session's KV stays in the arena between its turns, so that the next transfer can
-leave it out (`RetainedSelections`). The generated tokens' KV goes to the prefill worker, for the session's
-history (`HistoryReturner`).
-"""
+"""What becomes of a session's KV between its turns: it stays in the arena, so that the next transfer can
+leave it out, until another request needs the memory."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import structlog
+import torch
 from torch import Tensor
 
+from kvferry.kernels.decode_batch import Region
 from kvferry.services.decode.sequence import PinnedRows, Sequence, SequenceState
-from kvferry.shared.cache.arena import Allocation, ByteArena
-from kvferry.shared.cache.delta import RetainedChain, RetainedRows
-from kvferry.shared.compression.formats.interface import Tensors
-from kvferry.shared.control.messages import HistoryReturned, SessionKey, Ticket
-from kvferry.shared.errors import KvferryError
-from kvferry.shared.metrics import DecodeMetrics
-from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.wire.frames import model_fields
-from kvferry.shared.wire.messages import (
-    MAX_RETAINED_SELECTIONS,
-    EndRecord,
-    Manifest,
-    NamedTensor,
-)
-from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
+from kvferry.shared.cache.arena import Allocation, ByteArena, align
+from kvferry.shared.cache.delta import RetainedChain, RetainedRows, RowNumbers
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.errors import CapacityExceeded
+from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS, Manifest
 
-_MAX_ENDPOINTS = 64
-"""Prefill workers for which threads stay."""
-
-_log = structlog.get_logger(__name__)
+_SHRINK_BELOW = 0.75
+"""An older selection is copied to less memory once it needs at most this part of what it has."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -49,8 +34,10 @@ class RetainedSelection:
         retained: the prompt's rows, and those of generated tokens; its `num_tokens` are all of them.
         token_ids: int64, of the tokens that have rows.
         rows: each layer's tensors of rows, `[H_kv, cap, D]` in the arena.
+        allocation: their bytes; less once rows that newer selections have are dropped from an older one.
         num_users: reservations that pin it; its bytes are not freed while there are any.
         listed: whether new reservations can still find it.
+        is_settled: whether `shrink` has looked at it.
     """
 
     session: SessionKey
@@ -60,6 +47,7 @@ class RetainedSelection:
     allocation: Allocation
     num_users: int = 0
     listed: bool = True
+    is_settled: bool = False
 
     @property
     def is_unused(self) -> bool:
@@ -72,6 +60,12 @@ class RetainedSelection:
         length = min(len(prompt), len(self.token_ids))
         differs = np.flatnonzero(prompt[:length] != self.token_ids[:length])
         return int(differs[0]) if differs.size else length
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of all rows of the prompt."""
+        token_bytes = sum(its[:, :1].nbytes for tensors in self.rows for its in tensors)
+        return token_bytes * self.retained.num_prompt_tokens
 
     def is_extended_by(self, manifest: Manifest) -> bool:
         """Whether the transfer left out these rows and its prompt begins with this whole prompt."""
@@ -86,6 +80,11 @@ class _Chain:
     selections: list[RetainedSelection]
     lease_until_s: float
 
+    @property
+    def is_unproven(self) -> bool:
+        """Whether it is of a prompt without a session id that none has continued: most never are."""
+        return len(self.selections) == 1 and self.selections[0].session.is_implicit
+
 
 class RetainedSelections:
     """The selections of all sessions, at most `MAX_RETAINED_SELECTIONS` per session. Thread-safe.
@@ -94,7 +93,12 @@ class RetainedSelections:
                               │ pin ▲ unpin                │ pinned: unlisted, freed at the last unpin
                               └─► pinned ──────────────────┘
 
-    Eviction begins with the oldest selection of the least recently used session, and skips pinned ones.
+    Rows that the next selection of its session has, too, are dropped from a selection: `shrink` copies the
+    others to less memory, with as many rows in each head as in the one with most. Then the oldest ones are
+    dropped until all but the newest take at most the bytes of its prompt's whole KV.
+
+    Eviction begins with prompts without a session id that none has continued, then takes the oldest selection
+    of the least recently used session. It skips pinned ones.
 
     Args:
         retain_s: how long a session's selections stay after a turn; 0 retains none.
@@ -226,9 +230,10 @@ class RetainedSelections:
         with self._lock:
             if self._arena.free_bytes + self._spare_bytes() < wanted_bytes:
                 return False
-            spare = next((its for its in self._chains.values() if its.selections[-1].num_users == 0), None)
-            if spare is None:
+            unpinned = [its for its in self._chains.values() if its.selections[-1].num_users == 0]
+            if not unpinned:
                 return False
+            spare = next((its for its in unpinned if its.is_unproven), unpinned[0])
             selection = spare.selections.pop()
             selection.listed = False
             if not spare.selections:
@@ -236,12 +241,64 @@ class RetainedSelections:
         self._arena.free(selection.allocation)
         return True
 
+    def shrink(self) -> None:
+        """Free the memory of rows that are there twice, and of old selections where there are too many. For
+        one thread."""
+        with self._lock:
+            chains = [tuple(its.selections) for its in self._chains.values() if len(its.selections) > 1]
+        for selections in chains:
+            for newer, older in itertools.pairwise(selections):
+                if not older.is_settled:
+                    older.is_settled = self._shrink(older, newer.retained)
+            self._limit(selections[0])
+
+    def _limit(self, newest: RetainedSelection) -> None:
+        with self._lock:
+            chain = self._chains.get(newest.session)
+            if chain is None or chain.selections[0] is not newest:
+                return
+            older_bytes = sum(its.allocation.size_bytes for its in chain.selections[1:])
+            num_kept = len(chain.selections)
+            while older_bytes > newest.whole_bytes:
+                num_kept -= 1
+                older_bytes -= chain.selections[num_kept].allocation.size_bytes
+            freed = self._unlist(chain.selections[num_kept:])
+            del chain.selections[num_kept:]
+        self._free(freed)
+
     def close(self) -> None:
         """Drop all selections."""
         with self._lock:
             freed = [gone for chain in self._chains.values() for gone in self._unlist(chain.selections)]
             self._chains.clear()
         self._free(freed)
+
+    def _shrink(self, selection: RetainedSelection, newer: RetainedRows) -> bool:
+        """Returns: False if that has to wait, because the selection is pinned or memory is full."""
+        left, numbers = selection.retained.left(newer)
+        regions, size_bytes = _layout(selection.rows, numbers)
+        if self._arena.needed_bytes(size_bytes) > _SHRINK_BELOW * selection.allocation.size_bytes:
+            return True
+        with self._lock:
+            if not selection.listed:
+                return True
+            if selection.num_users:
+                return False
+            former = selection.allocation
+            try:
+                selection.allocation = self._arena.reserve(
+                    size_bytes, owner=former.owner, lease_s=math.inf, state="retained"
+                )
+            except CapacityExceeded:
+                return False
+            buffer = self._arena.buffer(selection.allocation)
+            selection.rows = tuple(
+                _copied(rows, [region.view(buffer) for region in places], its)
+                for rows, places, its in zip(selection.rows, regions, numbers, strict=True)
+            )
+            selection.retained = left
+        self._release(former)
+        return True
 
     def _unpin(self, selections: tuple[RetainedSelection, ...]) -> None:
         with self._lock:
@@ -265,127 +322,25 @@ class RetainedSelections:
             self._release(selection.allocation)
 
 
-class HistoryReturner:
-    """Threads that return the generated tokens' KV of finished sequences to prefill, some for each prefill
-    worker, so that one that stalls delays no session of another.
+def _layout(
+    rows: tuple[tuple[Tensor, ...], ...], numbers: list[RowNumbers]
+) -> tuple[list[list[Region]], int]:
+    """Regions for these rows of each layer, and the bytes of all."""
+    layers, offset = [], 0
+    for tensors, its in zip(rows, numbers, strict=True):
+        regions = []
+        for tensor in tensors:
+            shape = (*its.shape, tensor.shape[-1])
+            region = Region(offset=offset, shape=shape, dtype=tensor.dtype)
+            offset += align(region.size_bytes)
+            regions.append(region)
+        layers.append(regions)
+    return layers, offset
 
-    Rows are first copied to the host (those packed during decode were copied then), and the arena bytes are
-    released or retained, so a slow peer blocks no decode memory; a sequence that waits for a thread still
-    occupies its arena bytes. If a return fails, the next turn prefills these tokens again; the client does
-    not see an error.
 
-    Args:
-        num_threads: for each prefill worker.
-        timeout_s: limit on each wait for room in the send buffer, and on the wait for the acknowledgement.
-        retained: takes over a sequence's bytes if its session's next turn can reuse them.
-    """
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        sender: BlockSender,
-        metrics: DecodeMetrics,
-        *,
-        num_threads: int,
-        timeout_s: float,
-        retained: RetainedSelections,
-    ) -> None:
-        self._retained = retained
-        self._spec = spec
-        self._sender = sender
-        self._metrics = metrics
-        self._timeout_s = timeout_s
-        self._num_threads = num_threads
-        self._lock = threading.Lock()
-        self._pools: OrderedDict[str, ThreadPoolExecutor] = OrderedDict()
-        """By the prefill worker's endpoint, the least recently used first."""
-
-    def submit(self, sequence: Sequence) -> None:
-        """Retain what a RETURNING sequence has, return its generated KV if that is stored, then close it."""
-        if sequence.num_appended == 0 or sequence.manifest is None or not sequence.manifest.history_endpoint:
-            self._retained.retain(sequence)
-            self._end(sequence, num_tokens=0)
-        else:
-            self._submit(sequence, sequence.manifest)
-
-    def close(self) -> None:
-        """End the threads. Drops returns that have not begun. Cancel all sequences first. Idempotent."""
-        with self._lock:
-            pools = list(self._pools.values())
-        for pool in pools:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-    def _submit(self, sequence: Sequence, manifest: Manifest) -> None:
-        endpoint = manifest.history_endpoint
-        with self._lock:
-            pool = self._pools.pop(endpoint, None)
-            if pool is None:
-                pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="kvferry-history-return")
-            self._pools[endpoint] = pool
-            if len(self._pools) > _MAX_ENDPOINTS:
-                # Its returns go on; its threads end after them.
-                self._pools.popitem(last=False)[1].shutdown(wait=False)
-            pool.submit(self._return, sequence, manifest)
-
-    def _return(self, sequence: Sequence, manifest: Manifest) -> None:
-        num_tokens = 0
-        try:
-            with sequence.lock:
-                if sequence.state is SequenceState.CLOSED:
-                    return
-                layers = [cache.returned(sequence.num_appended) for cache in sequence.caches]
-                if not self._retained.retain(sequence):
-                    sequence.release_bytes()
-            self._ship(sequence, manifest, layers)
-            num_tokens = sequence.num_appended
-        except KvferryError as error:
-            _log.warning("history not returned", request_id=sequence.request.request_id, error=error.message)
-        except Exception:
-            _log.exception("history not returned", request_id=sequence.request.request_id)
-        finally:
-            if num_tokens == 0:
-                self._retained.drop(sequence.request.session, transfer_id=sequence.key.transfer_id)
-            self._end(sequence, num_tokens=num_tokens)
-
-    def _end(self, sequence: Sequence, *, num_tokens: int) -> None:
-        if sequence.close() and sequence.request.store_history:
-            sequence.events.put(HistoryReturned(num_tokens=num_tokens))
-
-    def _ship(self, sequence: Sequence, manifest: Manifest, layers: list[Tensors]) -> None:
-        outgoing = self._open(sequence, manifest)
-        with sequence.lock:
-            sequence.outgoing = outgoing
-            if sequence.cancelled:
-                outgoing.abort("the request was cancelled")
-        try:
-            for layer, tensors in enumerate(layers):
-                kind = "rows" if self._spec.layer(layer).has_rows else "state"
-                outgoing.send_layer(
-                    layer, [NamedTensor(name=name, tensor=its, kind=kind) for name, its in tensors.items()]
-                )
-            outgoing.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0))
-            outgoing.wait(self._timeout_s)
-        finally:
-            outgoing.abort("the return failed")  # no effect once acknowledged
-        if not sequence.request.probe:
-            sent_bytes = outgoing.bytes_by_kind["rows"] + outgoing.bytes_by_kind["state"]
-            self._metrics.history_returned_bytes.labels(self._spec.name).inc(sent_bytes)
-
-    def _open(self, sequence: Sequence, manifest: Manifest) -> OutgoingTransfer:
-        ticket = Ticket(
-            endpoint=manifest.history_endpoint,
-            transfer_id=manifest.key.transfer_id,
-            generation=manifest.key.generation,
-            credit_bytes=manifest.history_credit_bytes,
-            lease_s=self._timeout_s,
-            reserved_bytes=0,
-        )
-        returned = Manifest(
-            purpose="history",
-            key=manifest.key,
-            request_id=sequence.request.request_id,
-            **model_fields(self._spec),
-            start=sequence.resolved.num_prompt_tokens,
-            num_tokens=sequence.num_appended,
-        )
-        return self._sender.open(ticket, returned, timeout_s=self._timeout_s)
+def _copied(rows: tuple[Tensor, ...], places: list[Tensor], numbers: RowNumbers) -> tuple[Tensor, ...]:
+    """Copy rows of a layer. Args: numbers: of the rows, int64 `[H_kv, m]`."""
+    chosen = torch.from_numpy(numbers)[:, :, None].to(rows[0].device)
+    for source, place in zip(rows, places, strict=True):
+        place.copy_(source.gather(1, chosen.expand(-1, -1, source.shape[-1])))
+    return tuple(places)

@@ -25,7 +25,8 @@ from kvferry.services.decode.config import DecodeConfig, arena_size_bytes
 from kvferry.services.decode.engine import DecodeEngine
 from kvferry.services.decode.memory import Scheduler, SequenceMemory
 from kvferry.services.decode.receiver import CacheReceiver, checked_first_token
-from kvferry.services.decode.retained import HistoryReturner, RetainedSelections
+from kvferry.services.decode.retained import RetainedSelections
+from kvferry.services.decode.returned import HistoryReturner
 from kvferry.services.decode.sequence import EventStream, Reservations, Sequence, SequenceState
 from kvferry.services.decode.shared_prompts import SharedPrompt, SharedPrompts
 from kvferry.services.decode.warm_up import warm_up_steps
@@ -453,11 +454,13 @@ class DecodeService:
         self._retained.close()
 
     def _sweep(self) -> None:
-        """Free the memory of leases that have ended, and give up the requests of a wedged engine. It has its
-        own thread, so this works even if the event loop or the engine is stuck."""
+        """Free the memory of leases that have ended and of rows that are there twice, and give up the
+        requests of a wedged engine. It has its own thread, so this works even if the event loop or the engine
+        is stuck."""
         while not self._stop_sweeping.wait(self._sweep_interval_s):
             try:
                 self._retained.expire()
+                self._retained.shrink()
                 if self._prompts.entries:
                     self._prompts.expire()
                 self._reservations.expire(self._clock(), self._metrics.leases_expired.inc)

@@ -30,6 +30,8 @@ from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS
 
 Positions = npt.NDArray[np.int32]
 RowNumbers = npt.NDArray[np.int64]
+NO_TOKEN = np.int32(2**31 - 1)
+"""A position without a row: more than any token's."""
 NEW_ROWS = "new_rows"
 """A tensor of a delta: int32 `[H_kv]`, how many rows of each head are sent."""
 
@@ -43,17 +45,48 @@ class RetainedRows:
         num_prompt_tokens: T of that transfer's prompt.
         num_tokens: the number of first tokens whose rows are the same in the new prompt.
         layers: selected positions, int32 `[H_kv, n]`, ascending, below T; None if all T tokens were selected.
+            Heads that have lost rows have NO_TOKEN after the others.
+        is_shrunk: whether rows that the session's next selection has, too, are left out.
     """
 
     transfer_id: int
     num_prompt_tokens: int
     num_tokens: int
     layers: Sequence[Positions | None]
+    is_shrunk: bool = False
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the positions."""
         return sum(layer.nbytes for layer in self.layers if layer is not None)
+
+    def positions(self, layer: int, num_kv_heads: int) -> Positions:
+        """Of the prompt's rows, int32 `[H_kv, n]`."""
+        kept = self.layers[layer]
+        return all_positions(num_kv_heads, self.num_prompt_tokens) if kept is None else kept
+
+    def left(self, newer: RetainedRows) -> tuple[RetainedRows, list[RowNumbers]]:
+        """Without the prompt's rows that the session's next selection has.
+
+        Args: newer: that one, of a prompt that begins with this one's.
+        Returns: what is left, and the numbers that its rows had, int64 `[H_kv, m]` of each layer.
+        """
+        layers: list[Positions] = []
+        numbers: list[RowNumbers] = []
+        for layer, given in enumerate(zip(self.layers, newer.layers, strict=True)):
+            num_heads = max([len(its) for its in given if its is not None], default=1)
+            mine = self.positions(layer, num_heads)
+            kept = np.ones((num_heads, self.num_prompt_tokens + 1), np.bool_)
+            kept[:, self.num_prompt_tokens] = False  # all later tokens, and NO_TOKEN
+            others = np.minimum(newer.positions(layer, num_heads), self.num_prompt_tokens)
+            np.put_along_axis(kept, others, False, 1)
+            is_left = np.take_along_axis(kept, np.minimum(mine, self.num_prompt_tokens), 1)
+            counts = is_left.sum(1)
+            order = np.argsort(~is_left, axis=1, kind="stable")[:, : counts.max()]
+            is_row = np.arange(order.shape[1]) < counts[:, None]
+            layers.append(np.where(is_row, np.take_along_axis(mine, order, 1), NO_TOKEN))
+            numbers.append(order)
+        return replace(self, layers=tuple(layers), is_shrunk=True), numbers
 
     def is_extended_by(self, num_tokens: int) -> bool:
         """Whether a prompt that shares `num_tokens` tokens begins with this whole prompt; the rows of both
@@ -110,9 +143,7 @@ class RetainedChain:
         rows = np.zeros((num_heads, width + 1), np.int64)
         for number in reversed(range(self.depth)):  # the newest one last: it overwrites
             retained = self.selections[number]
-            kept, prompt = retained.layers[layer], retained.num_prompt_tokens
-            if kept is None:
-                kept = all_positions(num_heads, prompt)
+            kept, prompt = retained.positions(layer, num_heads), retained.num_prompt_tokens
             heads, numbers = np.nonzero(kept < retained.num_tokens)
             which[heads, kept[heads, numbers]] = number
             rows[heads, kept[heads, numbers]] = numbers
@@ -242,6 +273,9 @@ class ShippedSelections:
             chain: _Chain = (selection,)
             if retained is not None and retained.selections[0].is_extended_by(retained.num_tokens):
                 chain += self._from(session, retained.transfer_id)[: retained.depth]
+                # Not the one before: decode may have given up the newest, and has its rows.
+                if len(chain) > 2 and not chain[2].is_shrunk:
+                    chain = (*chain[:2], chain[2].left(chain[1])[0], *chain[3:])
             self._forget(session)
             self._chains[session] = chain[:MAX_RETAINED_SELECTIONS]
             self._size_bytes += _size_bytes(self._chains[session])
@@ -269,7 +303,7 @@ class ShippedSelections:
             chain = self._from(session, transfer_id)[:depth]
         if chain and not with_generated:
             num_tokens = min(num_tokens, chain[0].num_prompt_tokens)
-        if not chain or num_tokens == 0:
+        if not chain or chain[0].is_shrunk or num_tokens == 0:
             return None
         # Of the newest transfer, decode also retains rows of generated tokens.
         newest = replace(chain[0], num_tokens=num_tokens)

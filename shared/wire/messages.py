@@ -29,9 +29,9 @@ RESUME_S = 3.0
 """How long both ends wait for a lost connection to be replaced before the transfer fails."""
 RESEND_S = 5.0
 """How long the messages of a failed transfer wait in the send buffer for another receiver."""
-MAX_RETAINED_SELECTIONS = 8
-"""How many transfers of one session a delta may refer to. With eight, most rows of a conversation about one
-text are found; each transfer occupies the bytes of its selection at decode."""
+MAX_RETAINED_SELECTIONS = 32
+"""How many transfers of one session a delta may refer to. Finding a row takes time in proportion to it; at
+decode, each transfer occupies the bytes of the rows that no later one has."""
 
 TENSOR_DTYPE_BYTES: dict[str, int] = {**DTYPE_BYTES, "int32": 4, "int16": 2, "uint8": 1}
 """The dtypes of tensors on the wire, and their element sizes in bytes."""

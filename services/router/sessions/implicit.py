@@ -45,9 +45,9 @@ class ImplicitTurn:
         shared_tokens: how many it shares.
         extends_former: whether it begins with the whole of it.
         prefill_addresses: where that prompt's KV is.
-        retained_as: under which session decode retains the rows of a prompt that continues the former one,
-            so that the next one ships what decode lacks. Other prompts' rows are not retained: most are never
-            continued, and would take the room of sessions.
+        retained_as: under which session decode retains the rows, so that a prompt which continues this one
+            ships what decode lacks: that of the prompt which it continues, else its own, whose rows are the
+            first to be evicted. None for a prompt that is stored already.
         decode_addresses: where the rows are that decode retains.
     """
 
@@ -98,11 +98,12 @@ class ImplicitSessions:
             default=(0, key),
         )
         if shared < BLOCK_TOKENS:
-            return ImplicitTurn(key=key, token_ids=token_ids)
+            return ImplicitTurn(key=key, token_ids=token_ids, retained_as=_rows_of(key))
         record = self._records.pop(former)
         self._records[former] = replace(record, expires_at_s=self._clock() + self._ttl_s)
         extends_former = shared == len(record.token_ids)
         is_continued = extends_former and shared < len(token_ids)
+        retained_as = None if shared == len(token_ids) else _rows_of(key)
         return ImplicitTurn(
             key=key,
             token_ids=token_ids,
@@ -110,7 +111,7 @@ class ImplicitSessions:
             shared_tokens=shared,
             extends_former=extends_former,
             prefill_addresses=(record.prefill_address,),
-            retained_as=record.retained_as if is_continued else None,
+            retained_as=record.retained_as if is_continued else retained_as,
             decode_addresses=(record.decode_address,) if is_continued else (),
         )
 
@@ -124,8 +125,7 @@ class ImplicitSessions:
             token_ids=turn.token_ids,
             prefill_address=prefill_address,
             decode_address=decode_address,
-            # Not its own key: the rows stay when the prompt is dropped for one that continues it.
-            retained_as=turn.retained_as or replace(turn.key, session_id=f"{turn.key.session_id}.rows"),
+            retained_as=turn.retained_as or _rows_of(turn.key),
             expires_at_s=self._clock() + self._ttl_s,
         )
         owned = [key for key in self._owned(turn.key.owner) if key not in dropped]
@@ -147,3 +147,8 @@ class ImplicitSessions:
 
     def _owned(self, owner: str) -> Iterator[SessionKey]:
         return (key for key in self._records if key.owner == owner)
+
+
+def _rows_of(key: SessionKey) -> SessionKey:
+    """Another key than the prompt's: its rows stay when it is dropped for a prompt that continues it."""
+    return replace(key, session_id=f"{key.session_id}.rows")

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvferry.shared.cache.delta import RetainedRows, ShippedSelections
+from kvferry.shared.cache.delta import NO_TOKEN, RetainedRows, ShippedSelections
 from kvferry.shared.control.messages import SessionKey
 
 
@@ -52,18 +52,45 @@ def ids(retained):
 def test_a_prompt_that_extends_what_it_left_rows_out_of_keeps_it_remembered():
     shipped = ShippedSelections(max_bytes=1 << 20)
     retained = None
-    for number in range(1, 12):
+    for number in range(1, 36):
         shipped.put(key("a"), selection(number), retained=retained)
         retained = shipped.retained(key("a"), transfer_id=number, num_tokens=11, depth=99)
-        assert ids(retained) == list(range(number, max(0, number - 8), -1))
+        assert ids(retained) == list(range(number, max(0, number - 32), -1))
         assert [rows.num_tokens for rows in retained.selections] == [11] + [9] * (retained.depth - 1)
     # as far as the worker still has them
-    assert ids(shipped.retained(key("a"), transfer_id=11, num_tokens=11, depth=3)) == [11, 10, 9]
-    # the turn of transfer 11 was given up there: its worker has the one before
-    assert ids(shipped.retained(key("a"), transfer_id=10, num_tokens=11, depth=2)) == [10, 9]
+    assert ids(shipped.retained(key("a"), transfer_id=35, num_tokens=11, depth=3)) == [35, 34, 33]
+    # the turn of transfer 35 was given up there: its worker has the one before
+    assert ids(shipped.retained(key("a"), transfer_id=34, num_tokens=11, depth=2)) == [34, 33]
+    # of earlier ones, the rows that they share with the next are not remembered
+    assert shipped.retained(key("a"), transfer_id=33, num_tokens=11, depth=2) is None
     # what the transfer did not count on is not there any more
-    shipped.put(key("a"), selection(12), retained=retained.first(2, 11))
-    assert ids(shipped.retained(key("a"), transfer_id=12, num_tokens=11, depth=9)) == [12, 11, 10]
+    shipped.put(key("a"), selection(36), retained=retained.first(2, 11))
+    assert ids(shipped.retained(key("a"), transfer_id=36, num_tokens=11, depth=9)) == [36, 35, 34]
+
+
+def test_rows_of_several_selections_are_remembered_once():
+    shipped, retained = ShippedSelections(max_bytes=1 << 20), None
+    layers = ([[0, 1, 2], [0, 1, 2]], [[0, 1, 8], [1, 2, 5]], [[0, 2, 8], [5, 6, 7]])
+    for number, its in enumerate(layers, 1):
+        rows = RetainedRows(
+            transfer_id=number, num_prompt_tokens=9, num_tokens=9, layers=(np.array(its, np.int32),)
+        )
+        shipped.put(key("a"), rows, retained=retained)
+        retained = shipped.retained(key("a"), transfer_id=number, num_tokens=9, depth=9)
+    first = retained.selections[2].layers[0]
+    assert first.tolist() == [[2], [0]]
+    every = np.broadcast_to(np.arange(9, dtype=np.int32), (2, 9))
+    found = [np.flatnonzero(its >= 0).tolist() for its in retained.find(0, every)[0]]
+    assert found == [[0, 1, 2, 8], [0, 1, 2, 5, 6, 7]]
+    # the last column is padding where a head has fewer rows
+    longer = RetainedRows(
+        transfer_id=4, num_prompt_tokens=9, num_tokens=9, layers=(np.array([[0, 1], [2, 3]], np.int32),)
+    )
+    left, numbers = RetainedRows(
+        transfer_id=3, num_prompt_tokens=4, num_tokens=4, layers=(np.array([[0, 1, 3], [0, 1, 3]], np.int32),)
+    ).left(longer)
+    assert left.layers[0].tolist() == [[3, NO_TOKEN], [0, 1]]
+    assert numbers[0].tolist() == [[2, 0], [0, 1]]
 
 
 def test_a_prompt_that_branches_off_forgets_what_was_before():

@@ -55,7 +55,10 @@ async def test_a_repeated_prompt_reuses_the_first_one_and_is_not_stored_again(st
     (stored,) = stack.prefill[0].history
     assert stored.is_implicit
     assert len(stack.prefill[0].aborted) == 1
-    assert all(request.session is None and not request.store_history for request in stack.decode[0].requests)
+    assert not any(request.store_history for request in stack.decode[0].requests)
+    rows, repeated = [request.session for request in stack.decode[0].requests]
+    assert rows.is_implicit
+    assert repeated is None
     assert (await stack.http.get("/v1/sessions", headers={"Authorization": "Bearer key-a"})).json()[
         "data"
     ] == []
@@ -203,7 +206,7 @@ def test_a_prompt_is_stored_where_it_adds_a_block(
     assert second.is_worth_storing(reused) is stored
 
 
-def test_rows_are_retained_for_prompts_that_continue_another_one() -> None:
+def test_a_prompts_rows_are_retained_with_those_of_the_prompt_that_it_continues() -> None:
     sessions = table(max_per_key=9)
     kept = []
     for num_tokens in (100, 120, 140, 140, 130):
@@ -212,13 +215,14 @@ def test_rows_are_retained_for_prompts_that_continue_another_one() -> None:
         kept.append((turn.retained_as, turn.decode_addresses))
         if turn.is_worth_storing(turn.shared_tokens and min(turn.shared_tokens, num_tokens - 1)):
             sessions.add(turn, **AT_P)
-    first = kept[1][0]
+    first = kept[0][0]
     assert first is not None
-    # The first prompt, one that is sent again, and one that is a part of another continue nothing.
-    assert kept == [(None, ()), (first, ("d",)), (first, ("d",)), (None, ()), (None, ())]
+    # One that is sent again, and one that is a part of another bring nothing that is not retained.
+    assert kept == [(first, ()), (first, ("d",)), (first, ("d",)), (None, ()), (None, ())]
     branch = sessions.begin("o", prompt(0, 110) + prompt(5000, 50))
     assert branch is not None
-    assert branch.retained_as is None
+    assert branch.retained_as not in (None, first)
+    assert branch.decode_addresses == ()
 
 
 def test_unused_prompts_expire() -> None:
