@@ -103,6 +103,8 @@ class RetainedSelections:
     Args:
         retain_s: how long a session's selections stay after a turn; 0 retains none.
         release: frees bytes and grants them to waiting requests; called without this object's lock.
+
+    Attributes: has_grown: set when there is something to `shrink`, whose caller clears it.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class RetainedSelections:
         self._release = release
         self._lock = threading.Lock()
         self._chains: dict[SessionKey, _Chain] = {}
+        self.has_grown = threading.Event()
 
     @property
     def spare_bytes(self) -> int:
@@ -169,6 +172,7 @@ class RetainedSelections:
             self._chains[session] = _Chain(selections=selections, lease_until_s=lease_until_s)
             freed = self._unlist(earlier[len(selections) - 1 :])
         self._free(freed)
+        self.has_grown.set()
         return True
 
     def pin(self, session: SessionKey | None, prompt_token_ids: tuple[int, ...]) -> PinnedRows | None:
@@ -250,7 +254,8 @@ class RetainedSelections:
             for newer, older in itertools.pairwise(selections):
                 if not older.is_settled:
                     older.is_settled = self._shrink(older, newer.retained)
-            self._limit(selections[0])
+            if all(its.is_settled for its in selections[1:]):
+                self._limit(selections[0])
 
     def _limit(self, newest: RetainedSelection) -> None:
         with self._lock:

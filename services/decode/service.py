@@ -448,6 +448,7 @@ class DecodeService:
         self._returner.close()
         self._sender.close()
         self._stop_sweeping.set()
+        self._retained.has_grown.set()
         if self._sweeper.ident is not None:
             self._sweeper.join(_CLOSE_TIMEOUT_S)
         self._prompts.close()
@@ -457,7 +458,9 @@ class DecodeService:
         """Free the memory of leases that have ended and of rows that are there twice, and give up the
         requests of a wedged engine. It has its own thread, so this works even if the event loop or the engine
         is stuck."""
-        while not self._stop_sweeping.wait(self._sweep_interval_s):
+        while not self._stop_sweeping.is_set():
+            self._retained.has_grown.wait(self._sweep_interval_s)
+            self._retained.has_grown.clear()
             try:
                 self._retained.expire()
                 self._retained.shrink()
