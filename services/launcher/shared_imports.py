@@ -6,6 +6,10 @@ It starts no thread, looks for no device and opens nothing: these do not survive
 from __future__ import annotations
 
 import importlib
+import os
+
+# NumPy's BLAS starts threads when it is imported. The services compute in torch, with threads of its own.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 for _module in (
     "transformers.activations",
