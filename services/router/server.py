@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -48,6 +49,9 @@ async def run(config: RouterConfig) -> None:
     async with AsyncExitStack() as stack:
         stack.callback(stop_tracing)
         address = await stack.enter_async_context(http_server(app, config))
+        # What start-up made stays: a collection that went through all of it would hold the event loop.
+        gc.collect()
+        gc.freeze()
         await serve_until_signal("router", {"address": address, "metrics": address}, config.ready_file)
 
 

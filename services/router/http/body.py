@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -22,7 +23,7 @@ from starlette.responses import Response
 
 from kvferry.services.router.http.access import KeyFile, Scope
 from kvferry.services.router.http.errors import describe
-from kvferry.shared.errors import AuthenticationFailed, InvalidRequest, PermissionDenied
+from kvferry.shared.errors import AuthenticationFailed, InvalidRequest, Overloaded, PermissionDenied
 
 # ---- routes ----------------------------------------------------------------------------------------------
 
@@ -103,7 +104,9 @@ class KeyedRoute(APIRoute):
             if request.method != "POST":  # the key of a request with a body is checked before that is read
                 request.state.owner = request.app.state.auth.owner(request.headers)
             if request.method == "POST":
-                request = _JsonRequest(request, _parse(await request.body()))
+                body = await request.body()
+                check_size(body, max_integers=MAX_VALUES + _max_model_len(request))
+                request = _JsonRequest(request, _parse(body))
             return await handle(request)
 
         return checked
@@ -123,6 +126,37 @@ class _JsonRequest(Request):
 
     async def json(self) -> dict[str, Any]:
         return self._data
+
+
+def _max_model_len(request: Request) -> int:
+    try:
+        return int(request.app.state.services.runner.model().max_model_len)
+    except Overloaded:  # what the workers serve is not known
+        return 1 << 20
+
+
+def check_size(body: bytes, *, max_integers: int) -> None:
+    """Check that a body has few values, before it is parsed: each takes memory and the event loop's time,
+    while a long text is one value.
+
+    Args: max_integers: in lists of integers alone, which are the tokens of a prompt.
+
+    Raises: InvalidRequest naming what there is too much of.
+    """
+    if sum(map(body.count, (b",", b"{", b"["))) <= MAX_VALUES:  # also where they are in texts
+        return
+    num_values = num_integers = 0
+    for match in _VALUES.finditer(body):
+        if match.lastgroup == "integers":
+            num_integers += match.group().count(b",")
+            if num_integers > max_integers:
+                raise InvalidRequest(f"The body has more than {max_integers} integers in lists")
+        elif match.lastgroup == "value":
+            num_values += 1
+            if num_values > MAX_VALUES:
+                raise InvalidRequest(
+                    f"The body has more than {MAX_VALUES} JSON values beside lists of integers"
+                )
 
 
 def _parse(body: bytes) -> dict[str, Any]:
@@ -147,6 +181,14 @@ def _digest(key: str) -> str:
 
 
 _MAX_FIELDS = 256
+
+MAX_VALUES = 16_384
+"""In a body, beside lists of integers: about 5,000 messages, or 128 tools of 100 values each."""
+_VALUES = re.compile(
+    rb'"(?:[^"\\]++|\\.)*+"?|(?P<integers>(?:-?[0-9]++[ \t\r\n]*+,[ \t\r\n]*+){2,4096}+)|(?P<value>[,{\[])',
+    re.DOTALL,
+)
+"""Texts, which may lack their end; runs of integers; where a value begins."""
 
 # ---- fields ----------------------------------------------------------------------------------------------
 

@@ -18,7 +18,9 @@ import structlog
 from kvtest.router import eventually
 
 from kvferry.services.router.config import RouterConfig
+from kvferry.services.router.http.body import MAX_VALUES, check_size
 from kvferry.shared.certs import tls_name
+from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.tools.certs import make_certs
 
@@ -90,6 +92,40 @@ async def test_wrong_bodies_do_not_hold_the_loop(stack: Any, change: dict[str, A
     held_s = await longest_hold_s(post())
     assert statuses == [400]
     assert held_s < 1.0  # it was 3 to 4 s; typically 0.05 s
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b"[" + b"{}," * MAX_VALUES + b"{}]", "JSON values"),
+        (b"[" * (MAX_VALUES + 1), "JSON values"),
+        (b'["a" ' + b',"a"' * MAX_VALUES + b"]", "JSON values"),
+        (b'{"a": [' + b"1, -2,\n" * 10_000 + b"3]}", "3000 integers"),
+        # Half of its texts end with what looks like an escaped quote.
+        (b"[" + b'"\\\\",' * MAX_VALUES + b"1]", "JSON values"),
+    ],
+    ids=["objects", "lists", "texts", "integers", "backslashes"],
+)
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(body: bytes, named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        check_size(body, max_integers=3000)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps({"content": "{[," * 1_000_000}).encode(),
+        json.dumps({"content": '\\",[{' * 200_000}).encode(),
+        b'{"prompt": [' + b"17," * 100_000 + b"17]}",
+        b'"' + b'\\"' * 1_000_000,  # has no end; every part of it might begin a text
+        json.dumps([{"a": [1, 2.5, None, "x"]}] * 2700).encode(),
+    ],
+    ids=["a text of brackets", "a text of quotes", "tokens", "a text without end", "mixed values"],
+)
+def test_long_texts_and_lists_of_tokens_are_not_too_many_values(body: bytes) -> None:
+    begin_s = time.thread_time()
+    check_size(body, max_integers=100_001)
+    assert time.thread_time() - begin_s < 1.0, "it takes milliseconds: the work grows with the length alone"
 
 
 def test_tokenizing_lets_other_threads_run(tokenizer: ChatTokenizer) -> None:
