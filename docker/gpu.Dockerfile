@@ -47,7 +47,7 @@ LABEL org.opencontainers.image.title="kvferry" \
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /models kvferry \
     && install -d -o kvferry -g kvferry /models /run/kvferry /run/kvferry/places /run/kvferry/worker \
         /run/kvferry/redis /run/kvferry/monitoring /run/kvferry/certs /run/kvferry/certs/router \
-        /run/kvferry/certs/prefill /run/kvferry/certs/decode
+        /run/kvferry/certs/prefill /run/kvferry/certs/decode /run/kvferry/certs/metrics
 COPY --from=build /opt/kvferry /opt/kvferry
 COPY docker/entrypoint.sh /usr/local/bin/container-entrypoint
 COPY docker/first-start.sh docker/healthcheck.py docker/sbom.py /usr/local/lib/kvferry/

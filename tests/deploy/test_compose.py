@@ -235,6 +235,21 @@ def test_cpu_stack_wants_no_gpu_and_is_the_same_else(
             assert service["image"] == "kvferry:cpu"
 
 
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_the_image_has_the_folders_that_volumes_are_mounted_at(path: Path, gpu_stack: dict[str, Any]) -> None:
+    """A volume takes its owner from the folder; one that the image lacks belongs to root."""
+    made = set(re.findall(r"(?<= )/[\w/]+", path.read_text(encoding="utf-8").partition("install -d")[2]))
+    mounted = {
+        volume["target"]
+        for service in gpu_stack["services"].values()
+        if service.get("build")
+        for volume in service.get("volumes", ())
+        if volume["type"] == "volume"
+    }
+    assert "/run/kvferry/worker" in mounted
+    assert mounted <= made, sorted(mounted - made)
+
+
 def test_prometheus_scrapes_the_ports_that_the_entry_point_opens(gpu_stack: dict[str, Any]) -> None:
     config = yaml.safe_load((REPOSITORY / "deploy/prometheus/prometheus.yml").read_text(encoding="utf-8"))
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
