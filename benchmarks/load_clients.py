@@ -116,7 +116,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path, help=f"environment with {name}")
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     options = parser.parse_args()
-    found: dict[str, Any] = {"command": sys.argv, "commit": commit(), "requests": NUM_REQUESTS}
+    # environments by their names, wherever they are
+    command = [Path(its).name if Path(its).is_absolute() else its for its in sys.argv]
+    found: dict[str, Any] = {"command": command, "commit": commit(), "requests": NUM_REQUESTS}
     found["answer_tokens"] = NUM_REQUESTS * ANSWER_TOKENS
     found["clients"] = {}
     with tempfile.TemporaryDirectory(prefix="kvferry-clients-") as model_folder:

@@ -167,7 +167,7 @@ def test_end_record_survives_the_wire(token: SampledToken | None) -> None:
         ("plan_digest", None),
         ("retained_transfer_id", -1),
         ("retained_tokens", -1),
-        ("retained_depth", 9),
+        ("retained_depth", 33),
         ("retained_depth", -1),
         ("traceparent", "0" * 1025),
         ("key", {"transfer_id": 2**64 - 1, "generation": 2**32}),
