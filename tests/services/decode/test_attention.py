@@ -31,28 +31,26 @@ def open_layer(fmt, regions, tensors):
     return fmt.open(regions, tensors)
 
 
-def make_caches(rows, seed):
-    """Caches with room for one more row, NaN where nothing has been written."""
-    plan = make_resolved(*(LayerPlan(rows=rows),) * 2, num_prompt_tokens=rows, max_new_tokens=2)
-    layout = sequence_layout(make_formats(SPEC, plan))
-    buffer = torch.full((layout.size_bytes,), NOT_WRITTEN, dtype=torch.uint8)
-    generator = torch.Generator().manual_seed(seed)
+def make_caches(*rows):
+    """Sequences in one memory, with room for one more row each, NaN where nothing has been written."""
+    layouts = []
+    for num_rows in rows:
+        plan = make_resolved(*(LayerPlan(rows=num_rows),) * 2, num_prompt_tokens=num_rows, max_new_tokens=2)
+        layouts.append(sequence_layout(make_formats(SPEC, plan)))
+    sizes = [layout.size_bytes for layout in layouts]
+    buffers = torch.full((sum(sizes),), NOT_WRITTEN, dtype=torch.uint8).split(sizes)
+    generator = torch.Generator().manual_seed(0)
     return [
-        open_layer(layer.format, layer.views(buffer), rows_of(layer.format, generator))
-        for layer in layout.layers
+        [
+            open_layer(layer.format, layer.views(buffer), rows_of(layer.format, generator))
+            for layer in layout.layers
+        ]
+        for layout, buffer in zip(layouts, buffers, strict=True)
     ]
 
 
-@pytest.fixture
-def in_torch():
-    """C code and kernels run a batch as a whole; torch runs one sequence after another."""
-    dispatch.configure("torch", torch.device("cpu"))
-    yield
-    dispatch.configure("auto", torch.device("cpu"))
-
-
-def test_a_full_cache_is_recorded_for_its_sequence_and_the_other_goes_on(in_torch):
-    caches = [make_caches(5, 0), make_caches(3, 1)]
+def test_a_full_cache_is_recorded_for_its_sequence_and_the_other_goes_on():
+    caches = make_caches(5, 3)
     slots, attention = placed(caches, num_appended=[1, 0])  # the first has used its one spare row already
     for layer in range(2):
         queries, keys, values = torch.randn(2, 2, 2, 8), torch.randn(2, 2, 8), torch.randn(2, 2, 8)
