@@ -6,8 +6,8 @@ Serves the demo model with `kvferry serve --in-process` and asks it over HTTP: a
 prompt tokens, a budget of 64, 5 generated tokens. After a warm-up request, a profiler in every thread counts
 from the HTTP request until the generated KV is back in the history tier. A call is what `sys.setprofile`
 reports as one: a function entered, or a generator or coroutine resumed. Background polling adds calls, more
-of them on a slow machine, so the request with the fewest is reported. Python 3.12 and later count less than 3.11,
-because they inline comprehensions.
+of them on a slow machine, so the request with the fewest is reported. Python 3.12 and later count less than
+3.11, because they inline comprehensions.
 
 To count another commit, put its package first: `PYTHONPATH=OTHER/src python benchmarks/walk.py`.
 """
