@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -218,16 +218,13 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
 
     Attributes:
         op: as given.
-        has_native: whether C code can run it.
         has_tables: whether descriptors are written, for Triton kernels or C code.
     """
-
-    has_native: ClassVar[bool] = True
 
     def __init__(self, op: str, shape: BatchShape, base: Tensor, *, empty: Sequence[int]) -> None:
         problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim, shape.device)
         path = planned_path(op, shape.device, problem)
-        self._is_native = path == "native" and self.has_native and shape.dtype == torch.float32
+        self._is_native = path == "native" and self._fits_native(shape)
         self.has_tables = self._is_native or path in ("triton", "interpreter")
         self.op, self._shape, self._base = op, shape, base
         self._layers: list[dict[int, Rows]] = [{} for _ in range(shape.num_layers)]
@@ -335,6 +332,11 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         for slot, output_one in attended.items():
             outputs[slot] = output_one
         return outputs
+
+    @classmethod
+    def _fits_native(cls, shape: BatchShape) -> bool:
+        """Whether C code can run an op that has it."""
+        return shape.dtype == torch.float32
 
     def _fields(self, rows: Rows) -> Fields:
         return row_fields(self._base, rows)

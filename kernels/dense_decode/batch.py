@@ -72,11 +72,13 @@ class DenseBatch(SlotBatch[CachedRows, SplitWorkspace]):
 class WindowBatch(DenseBatch):
     """A `SlotBatch` by dense attention to windows; its rows are `WindowRows`."""
 
-    has_native = False
-
     def __init__(self, shape: BatchShape, base: Tensor) -> None:
         # kernels divide by the window
         super().__init__(shape, base, empty=[*([0] * ROW_FIELDS), 1, -1])
+
+    @classmethod
+    def _fits_native(cls, shape: BatchShape) -> bool:
+        return False
 
     def _fields(self, rows: CachedRows) -> Fields:
         assert isinstance(rows, WindowRows), f"rows are {type(rows).__name__}; they must have a window"

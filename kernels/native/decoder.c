@@ -1,28 +1,11 @@
-/* What a decode step does on a CPU, in one thread, for float32 models like Llama: everything between two
- * attentions in one call, and dense attention. Weights that are float16 or bfloat16 numbers are read as such:
- * half the bytes, the same products.
+/* What a decode step does on a CPU, in one thread, for float32 models like Llama, between two attentions.
+ * Weights that are float16 or bfloat16 numbers are read as such: half the bytes, the same products.
  *
- * Compiled by the machine's own compiler when a process first needs it (`library.py`), for that machine.
  * All tensors are contiguous float32. B rows (one token each), N hidden size, H query heads, H_kv KV heads,
  * G = H / H_kv, D head_dim, I the MLP's inner size.
  */
 
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#ifdef __F16C__
-#include <immintrin.h>
-#endif
-
-#define INLINE static inline __attribute__((always_inline))
-#define LANES 8
-
-typedef float lanes __attribute__((vector_size(4 * LANES)));
-typedef float half_lanes __attribute__((vector_size(2 * LANES)));
-typedef int32_t int_lanes __attribute__((vector_size(4 * LANES)));
-typedef uint16_t short_lanes __attribute__((vector_size(2 * LANES)));
+#include "lanes.h"
 
 /* Weights are converted to float32 as they are read, which loses nothing. */
 enum { FLOAT32, BFLOAT16, FLOAT16 };
@@ -44,23 +27,13 @@ typedef struct {
     int64_t head_dim;
 } layer;
 
-INLINE lanes load(const float *from) {
-    lanes its;
-    memcpy(&its, from, sizeof its);
-    return its;
-}
-
 /* LANES weights from number `at` on. */
 INLINE lanes load_weights(const int kind, const void *weight, int64_t at) {
     if (kind == FLOAT32) return load((const float *)weight + at);
     short_lanes its;
     memcpy(&its, (const uint16_t *)weight + at, sizeof its);
     if (kind == BFLOAT16) return (lanes)(__builtin_convertvector(its, int_lanes) << 16);
-#ifdef __F16C__
-    return (lanes)_mm256_cvtph_ps((__m128i)its);
-#else
-    return (lanes){0}; /* kvferry_kinds says that there is no such weight */
-#endif
+    return load_halves((const uint16_t *)weight + at);
 }
 
 /* The kinds of weights that this machine reads, a bit for each. */
@@ -70,35 +43,6 @@ int kvferry_kinds(void) {
 #else
     return 1 << FLOAT32 | 1 << BFLOAT16;
 #endif
-}
-
-INLINE void store(float *to, lanes its) { memcpy(to, &its, sizeof its); }
-
-INLINE float sum(lanes its) {
-    half_lanes low, high;
-    memcpy(&low, &its, sizeof low);
-    memcpy(&high, (const char *)&its + sizeof low, sizeof high);
-    low += high;
-    return (low[0] + low[2]) + (low[1] + low[3]);
-}
-
-/* e^x for x <= 88, to about 1 unit in the last place (Cephes' polynomial); 0 below -87, NaN for NaN. */
-INLINE lanes exponential(lanes x) {
-    const lanes zero = {0};
-    int_lanes tiny = x < zero - 87.0f;
-    lanes bounded = (lanes)((int_lanes)x & ~tiny); /* those lanes are 0 */
-    lanes shifted = bounded * 1.44269504088896341f + 12582912.0f;
-    lanes n = shifted - 12582912.0f; /* rounded to an integer */
-    lanes r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
-    lanes p = zero + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    int_lanes power = ((int_lanes)shifted - 0x4B400000 + 127) << 23;
-    return (lanes)((int_lanes)(p * (lanes)power) & ~tiny);
 }
 
 /* R rows of the weights times B tokens; columns are a multiple of LANES. */
@@ -223,109 +167,4 @@ void kvferry_logits(const norm *last, const product *head, int64_t B, float *hid
     add(B * head->columns, change, hidden);
     normalise(last, B, head->columns, hidden, hidden);
     multiply(head, B, hidden, logits);
-}
-
-/* Scores of R keys and G queries: scores [G, length], and their largest. */
-INLINE void score(const int R, const int G, int64_t D, const float *queries, const float *key, float scaling,
-                  float *scores, int64_t length, float *largest) {
-    lanes sums[2][4];
-    for (int r = 0; r < R; r++)
-        for (int g = 0; g < G; g++) sums[r][g] = (lanes){0};
-    for (int64_t i = 0; i < D; i += LANES) {
-        lanes keys[2];
-        for (int r = 0; r < R; r++) keys[r] = load(key + r * D + i);
-        for (int g = 0; g < G; g++) {
-            const lanes query = load(queries + g * D + i);
-            for (int r = 0; r < R; r++) sums[r][g] += keys[r] * query;
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int g = 0; g < G; g++) {
-            const float its = sum(sums[r][g]) * scaling;
-            scores[g * length + r] = its;
-            if (!(its <= largest[g])) largest[g] = its; /* also if it is NaN */
-        }
-}
-
-/* Weighted values of G queries, LANES channels. */
-INLINE void weigh(const int G, int64_t D, const float *value, const float *weights, int64_t length,
-                  const float *totals, float *output) {
-    lanes sums[2][4];
-    for (int part = 0; part < 2; part++)
-        for (int g = 0; g < G; g++) sums[part][g] = (lanes){0};
-    int64_t row = 0;
-    for (; row + 2 <= length; row += 2, value += 2 * D)
-        for (int part = 0; part < 2; part++) {
-            const lanes values = load(value + part * D);
-            for (int g = 0; g < G; g++) sums[part][g] += values * weights[g * length + row + part];
-        }
-    for (; row < length; row++, value += D)
-        for (int g = 0; g < G; g++) sums[0][g] += load(value) * weights[g * length + row];
-    for (int g = 0; g < G; g++) store(output + g * D, (sums[0][g] + sums[1][g]) / totals[g]);
-}
-
-/* Attention of G queries [G, D] to the rows of one KV head; weights is [G, length]. */
-INLINE void attend_group(const int G, int64_t D, const float *queries, const float *keys, const float *values,
-                         int64_t length, float scaling, float *weights, float *output) {
-    float largest[4], totals[4];
-    for (int g = 0; g < G; g++) largest[g] = -INFINITY;
-    int64_t row = 0;
-    for (; row + 2 <= length; row += 2)
-        score(2, G, D, queries, keys + row * D, scaling, weights + row, length, largest);
-    for (; row < length; row++)
-        score(1, G, D, queries, keys + row * D, scaling, weights + row, length, largest);
-    for (int g = 0; g < G; g++) {
-        float *its = weights + g * length;
-        lanes total = {0};
-        for (row = 0; row + LANES <= length; row += LANES) {
-            const lanes weight = exponential(load(its + row) - largest[g]);
-            store(its + row, weight);
-            total += weight;
-        }
-        totals[g] = sum(total);
-        for (; row < length; row++) totals[g] += its[row] = expf(its[row] - largest[g]);
-    }
-    for (int64_t i = 0; i < D; i += LANES) weigh(G, D, values + i, weights, length, totals, output + i);
-}
-
-/* Append a row to each (sequence, KV head) of a batch and attend to all its rows.
- *
- * heads is a table [num_heads, fields] of the first K, the first V and the number of rows, the new one
- * included, as in descriptors.py; offsets count numbers from base, which has size of them. Row r of a head is
- * at r * D. Heads without rows get zeros. queries and output are [num_heads, G, D], keys and values
- * [num_heads, D]; D is a multiple of 8. Returns 0; 1: there is no memory for the scores; 2: a head's rows are
- * not in base. */
-int kvferry_attend(const int64_t *heads, int64_t num_heads, int64_t fields, float *base, int64_t size,
-                   int64_t G, int64_t D, const float *queries, const float *keys, const float *values,
-                   float scaling, float *output) {
-    int64_t longest = 0;
-    for (int64_t head = 0; head < num_heads; head++) {
-        const int64_t *its = heads + head * fields, length = its[2];
-        if (length < 0 || length > size / D) return 2;
-        for (int i = 0; i < 2; i++)
-            if (length && (its[i] < 0 || its[i] > size - length * D)) return 2;
-        if (length > longest) longest = length;
-    }
-    float *weights = longest ? malloc(4 * (size_t)longest * sizeof *weights) : NULL;
-    if (longest && !weights) return 1;
-    for (int64_t head = 0; head < num_heads; head++, heads += fields) {
-        const int64_t length = heads[2];
-        if (!length) {
-            memset(output + head * G * D, 0, (size_t)(G * D) * sizeof *output);
-            continue;
-        }
-        float *head_keys = base + heads[0], *head_values = base + heads[1];
-        memcpy(head_keys + (length - 1) * D, keys + head * D, (size_t)D * sizeof *base);
-        memcpy(head_values + (length - 1) * D, values + head * D, (size_t)D * sizeof *base);
-        for (int64_t g = 0; g < G; g += 4) {
-            const float *of_group = queries + (head * G + g) * D;
-            float *into = output + (head * G + g) * D;
-            if (G - g >= 4) attend_group(4, D, of_group, head_keys, head_values, length, scaling, weights, into);
-            if (G - g == 3) attend_group(3, D, of_group, head_keys, head_values, length, scaling, weights, into);
-            if (G - g == 2) attend_group(2, D, of_group, head_keys, head_values, length, scaling, weights, into);
-            if (G - g == 1) attend_group(1, D, of_group, head_keys, head_values, length, scaling, weights, into);
-        }
-    }
-    free(weights);
-    return 0;
 }

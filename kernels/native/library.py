@@ -1,6 +1,6 @@
-"""Compiles `decoder.c` with the machine's C compiler, for its own processor, and loads it.
+"""Compiles this folder's C code with the machine's C compiler, for its own processor, and loads it.
 
-    first call of `library`:  cached file ──no──► compile (about a second) ──► load ──► compare with torch
+    first call of `library`:  cached file ──no──► compile (about two seconds) ──► load ──► compare with torch
                                    └──────────────────yes───────────────────────┘
 
 The file is in the user's cache, or, if there is no safe folder for it, in one of this process. Where there is
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("decoder.c")
+FOLDER = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC")
 COMPILE_S = 60.0
@@ -83,7 +83,7 @@ def is_available() -> bool:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Load a compiled file. Raises: NativeUnavailable: its attention does not agree with torch's."""
+    """Load a compiled file. Raises: NativeUnavailable: it does not attend as torch does."""
     loaded = ctypes.CDLL(str(path))
     pointers = [_pointer] * 8
     loaded.kvferry_project.argtypes = [_pointer, _int, *pointers]
@@ -98,9 +98,19 @@ def load(path: Path) -> ctypes.CDLL:
         *(_float, _pointer),
     ]
     loaded.kvferry_attend.restype = ctypes.c_int
-    error = _error_of_attention(loaded)
-    if not error <= _TOLERANCE:
-        raise NativeUnavailable(f"{path} computes attention with an error of {error:.1e} relative to torch")
+    loaded.kvferry_attend_packed.argtypes = [
+        *(_pointer, _int, _int, _pointer, _int),
+        *(_pointer, _int, _pointer, _int, _int, _int),
+        *pointers[:3],
+        *(_float, _pointer),
+    ]
+    loaded.kvferry_attend_packed.restype = ctypes.c_int
+    # it imports ops, which ask for this library
+    from kvferry.kernels.native.check import errors_of
+
+    for name, error in errors_of(loaded).items():
+        if not error <= _TOLERANCE:
+            raise NativeUnavailable(f"{path} computes {name} with an error of {error:.1e} relative to torch")
     return loaded
 
 
@@ -138,35 +148,63 @@ def attend(
         scaling,
         output.data_ptr(),
     )
+    _check(failed)
+
+
+def attend_packed(
+    loaded: ctypes.CDLL,
+    heads: Tensor,
+    base: Tensor,
+    entries: Tensor,
+    codes: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scaling: float,
+    output: Tensor,
+) -> None:
+    """As `attend`, to each head's packed tokens, too.
+
+    Args:
+        entries: int64 `[n, fields]`, see `packed_entries`.
+        codes: uint8, one-dimensional; where the packed tokens are.
+        queries, output, keys, values: D is a multiple of 32.
+
+    Raises: RuntimeError: a head's rows or regions are outside of `base` or `codes`, or there is no memory.
+    """
+    failed = loaded.kvferry_attend_packed(
+        heads.data_ptr(),
+        heads.shape[0],
+        heads.shape[1],
+        base.data_ptr(),
+        base.numel(),
+        entries.data_ptr(),
+        entries.shape[1],
+        codes.data_ptr(),
+        codes.numel(),
+        queries.shape[-2],
+        queries.shape[-1],
+        queries.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        scaling,
+        output.data_ptr(),
+    )
+    _check(failed)
+
+
+def _check(failed: int) -> None:
     if failed:
         reasons = {1: "there is no memory for its scores", 2: "rows of a head are outside of the arena"}
         raise RuntimeError(f"attention failed: {reasons[failed]}")
 
 
-def _error_of_attention(loaded: ctypes.CDLL) -> float:
-    """The greatest difference from torch's attention, of rows of a few kinds."""
-    generator = torch.Generator().manual_seed(3)
-    group_size, head_dim, lengths = 7, 24, (19, 2)
-    keys, values = torch.randn(2, len(lengths), max(lengths), head_dim, generator=generator)
-    queries = 2 * torch.randn(len(lengths), group_size, head_dim, generator=generator)
-    base = torch.cat([keys.flatten(), values.flatten()])
-    rows = [(i * keys[0].numel(), keys.numel() + i * keys[0].numel(), its) for i, its in enumerate(lengths)]
-    new_keys, new_values = (
-        torch.stack([rows[length - 1] for rows, length in zip(its, lengths, strict=True)])
-        for its in (keys, values)
-    )
-    output = torch.full_like(queries, torch.nan)
-    attend(loaded, torch.tensor(rows), base, queries, new_keys, new_values, scaling=0.3, output=output)
-    error = 0.0
-    for i, length in enumerate(lengths):
-        weights = (0.3 * queries[i] @ keys[i, :length].T).softmax(-1)
-        error = max(error, float((weights @ values[i, :length] - output[i]).abs().max()))
-    return error
-
-
 def _compiled() -> Path:
     """The compiled file, made if it is not there. Raises: NativeUnavailable, OSError, SubprocessError."""
-    key = hashlib.sha256(SOURCE.read_bytes() + repr((FLAGS, _processor())).encode()).hexdigest()[:20]
+    files = sorted(FOLDER.glob("*.[ch]"))
+    parts = [*(its.read_bytes() for its in files), repr((FLAGS, _processor())).encode()]
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
     folder = _folder()
     path = folder / f"decoder-{key}.so"
     if not path.exists():
@@ -175,7 +213,8 @@ def _compiled() -> Path:
             raise NativeUnavailable(f"there is no C compiler: none of {', '.join(COMPILERS)}")
         with tempfile.TemporaryDirectory(dir=folder) as own:
             made = Path(own) / path.name
-            command = [compiler, *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
+            sources = [str(its) for its in files if its.suffix == ".c"]
+            command = [compiler, *FLAGS, "-o", str(made), *sources, "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
             if done.returncode:
                 raise NativeUnavailable(f"{compiler} failed: {done.stderr.strip()[-500:]}")

@@ -1,5 +1,5 @@
 """Mixed-bit decode attention of a batch: packed prompts of ragged heads and their new rows, in three launches
-per layer (append, prologue, attend)."""
+per layer (append, prologue, attend), or one call of C code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewToken, NewTokens, SlotBatch, in_buckets
 from kvferry.kernels.descriptors import ROW_FIELDS, choose_num_splits
-from kvferry.kernels.packed.layer import PackedLayer
+from kvferry.kernels.native import library as native
+from kvferry.kernels.packed.layer import ENTRY_FIELDS as PACKED_FIELDS
+from kvferry.kernels.packed.layer import PackedLayer, packed_entries
 from kvferry.kernels.trizone.torch_path import trizone_decode_segments
 from kvferry.kernels.trizone.work_list import (
     ENTRY_FIELDS,
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 ROWS_PER_SPLIT = 1024
 """New rows that one program attends to at most, up to `MAX_ROW_SPLITS` programs."""
 MAX_ROW_SPLITS = 8
+NATIVE_CHANNELS = 32
+"""C code takes a head_dim that is a multiple of it: then the codes of 2 bits fill its vectors."""
 _IDLE = torch.tensor([KIND_IDLE] + [0] * (ITEM_FIELDS - 1), dtype=torch.int32)
 
 
@@ -43,10 +47,10 @@ class PackedRows(CachedRows):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedScratch:
-    """Work lists of every layer, and what a layer's launches pass to one another."""
+    """Work lists of every layer, and what a layer's launches pass to one another; C code has neither."""
 
-    works: tuple[WorkList, ...]
-    launches: TriZoneScratch
+    works: tuple[WorkList, ...] = ()
+    launches: TriZoneScratch | None = None
 
 
 class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
@@ -63,14 +67,24 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         self._codes = codes
         self._num_items = 0
         if self.has_tables:
-            size = (shape.num_layers, shape.num_heads, ENTRY_FIELDS)
+            num_fields = PACKED_FIELDS if self._is_native else ENTRY_FIELDS
+            size = (shape.num_layers, shape.num_heads, num_fields)
             self._entries = torch.zeros(size, dtype=torch.int64, device=shape.device)
             self._items = torch.zeros(shape.num_layers, 0, ITEM_FIELDS, dtype=torch.int32)
+
+    @classmethod
+    def _fits_native(cls, shape: BatchShape) -> bool:
+        if not super()._fits_native(shape) or shape.head_dim % NATIVE_CHANNELS:
+            return False
+        return bool(native.library().kvferry_kinds() >> native.KINDS[torch.float16] & 1)
 
     def place(self, slot: int, layers: Mapping[int, PackedRows]) -> None:
         """See `SlotBatch.place`."""
         super().place(slot, layers)
-        if self.has_tables:
+        if self._is_native and layers:
+            entries = packed_entries([rows.packed for rows in layers.values()], self._codes)
+            self._of_slot(self._entries, slot)[list(layers)] = entries
+        elif self.has_tables and not self._is_native:
             self._place_work(slot, layers)
 
     def remove(self, slot: int) -> None:
@@ -78,6 +92,7 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         super().remove(slot)
         if self.has_tables:
             self._of_slot(self._entries, slot).zero_()
+        if self.has_tables and not self._is_native:
             self._of_slot(self._items, slot).copy_(_IDLE.expand(self._num_items, -1), non_blocking=True)
 
     def size(self) -> int:
@@ -86,6 +101,8 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
 
     def scratch(self, num_slots: int) -> PackedScratch:
         """See `SlotBatch.scratch`."""
+        if self._is_native:
+            return PackedScratch()
         # a CPU install has no Triton
         from kvferry.kernels.trizone.triton_kernel import TriZoneScratch
 
@@ -158,12 +175,25 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         return trizone_decode_segments(token.queries, (rows.packed,), keys, values, scaling=token.scaling)
 
     def _launch(self, layer: int, step: NewTokens, scratch: PackedScratch, output: Tensor) -> None:
+        assert isinstance(step.scaling, float), "plans with another softmax are refused"
+        heads = self._tables.layer(layer, len(step.queries))
+        if self._is_native:
+            native.attend_packed(
+                native.library(),
+                heads,
+                self._base,
+                self._entries[layer, : len(heads)],
+                self._codes,
+                *step[:3],
+                scaling=step.scaling,
+                output=output,
+            )
+            return
         # a CPU install has no Triton
         from kvferry.kernels.split_attention import append_rows
         from kvferry.kernels.trizone.triton_kernel import trizone_decode_batch
 
-        assert isinstance(step.scaling, float), "plans with another softmax are refused"
-        heads = self._tables.layer(layer, len(step.queries))
+        assert scratch.launches is not None, "Triton kernels have scratch memory"
         append_rows(self._base, heads, step.keys, step.values)
         trizone_decode_batch(
             step.queries,

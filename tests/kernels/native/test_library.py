@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,15 +62,28 @@ def test_a_folder_that_others_may_write_to_is_not_used(home: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "computed"),
+    [
+        ("attention.h", "sum(sums[r][g]) * scaling", "sum(sums[r][g]) * 1.01f * scaling", "attention"),
+        ("packed.c", "(load(to) + lowest[g])", "(load(to) + 1.01f * lowest[g])", "attention to packed rows"),
+    ],
+)
 def test_code_that_does_not_agree_with_torch_is_refused(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file: str,
+    right: str,
+    wrong: str,
+    computed: str,
 ) -> None:
-    wrong = tmp_path / "wrong.c"
-    right = native.SOURCE.read_text(encoding="utf-8")
-    wrong.write_text(right.replace("sum(sums[r][g]) * scaling", "sum(sums[r][g]) * 1.01f * scaling"))
-    assert wrong.read_text() != right
-    monkeypatch.setattr(native, "SOURCE", wrong)
-    with pytest.raises(native.NativeUnavailable, match=r"error of .* relative to torch"):
+    folder = Path(shutil.copytree(native.FOLDER, tmp_path / "wrong"))
+    code = (folder / file).read_text(encoding="utf-8")
+    assert code.count(right) == 1
+    (folder / file).write_text(code.replace(right, wrong))
+    monkeypatch.setattr(native, "FOLDER", folder)
+    with pytest.raises(native.NativeUnavailable, match=rf"{computed} with an error of .* relative to torch"):
         native.load(native._compiled())
 
 

@@ -1,0 +1,332 @@
+/* Attention of a decode step to packed rows: RDKV's mixed widths (kernels/packed), and the new tokens' rows.
+ *
+ * With k = s code + min per channel, q . k = sum of (s q) code + sum of min q: codes are multiplied as they
+ * are, and the second sum is one number a query. Values likewise, by token. A code is taken from its word or
+ * byte by a mask alone; that it is 2^shift times too large is undone once for each sum.
+ */
+
+#include "attention.h"
+
+/* Fields of a packed head's row: ENTRY_FIELDS of kernels/packed/layer.py. Offsets count int16s. */
+enum {
+    CHANNELS_OF_2 = 1,
+    TOKENS_OF_2 = 5,
+    KEY_WORDS = 9,
+    CHANNELS,
+    KEY_SCALES,
+    KEY_MINIMA,
+    VALUE_SCALES,
+    VALUE_MINIMA,
+    VALUES_OF_2,
+    VALUES_OF_16 = VALUES_OF_2 + 3
+};
+
+/* Kinds of codes: the widths 2, 4, 8 and 16. */
+enum { KINDS = 4, HALF = 3 };
+/* Tokens that lie in one row of words, and such rows' tokens in a block. */
+enum { ROW = 16, BLOCK = 8 * ROW };
+
+typedef uint8_t byte_lanes __attribute__((vector_size(LANES)));
+
+typedef struct {
+    int64_t channels[KINDS], tokens[KINDS];
+    int64_t num_channels, num_tokens, coded_tokens;
+    const uint16_t *words, *key_scales, *key_minima, *value_scales, *value_minima;
+    const int16_t *numbers; /* of the channels */
+    const uint8_t *values[KINDS];
+} packed;
+
+/* Rows of words that a block's channels before kind take, or all of them. */
+INLINE int64_t rows_before(const packed *its, const int kind) {
+    int64_t rows = 0;
+    for (int k = 0; k < kind; k++) rows += its->channels[k] << k;
+    return rows;
+}
+
+INLINE int64_t value_bytes(const int kind, int64_t D) { return kind == HALF ? 2 * D : D << kind >> 2; }
+
+/* Up to LANES halves; zeros behind them. */
+INLINE lanes some_halves(const uint16_t *from, int64_t count) {
+    if (count >= LANES) return load_halves(from);
+    uint16_t some[LANES] = {0};
+    memcpy(some, from, (size_t)count * sizeof *some);
+    return load_halves(some);
+}
+
+/* Queries [G, D] in the order and scale of a head's channels, [channels, G], and what the minima add, [G]. */
+INLINE void order_queries(const packed *its, const int G, int64_t D, float scaling, const float *queries,
+                          float *ordered, float *bias) {
+    const int64_t coded = its->num_channels - its->channels[HALF];
+    for (int g = 0; g < G; g++) bias[g] = 0;
+    for (int64_t first = 0; first < its->num_channels; first += LANES) {
+        float scales[LANES], minima[LANES];
+        const int64_t left = coded > first ? coded - first : 0;
+        store(scales, some_halves(its->key_scales + first, left));
+        store(minima, some_halves(its->key_minima + first, left));
+        for (int64_t c = first; c < its->num_channels && c < first + LANES; c++) {
+            const int64_t number = its->numbers[c] & (its->numbers[c] >= 0 && its->numbers[c] < D ? -1 : 0);
+            for (int g = 0; g < G; g++) {
+                const float query = queries[g * D + number] * scaling;
+                ordered[c * G + g] = c < coded ? query * scales[c - first] : query;
+                bias[g] += c < coded ? query * minima[c - first] : 0;
+            }
+        }
+    }
+}
+
+/* Add the products of one kind's channels and G queries to sums [2, G], of one row of tokens of a block. */
+INLINE void multiply_kind(const int kind, const packed *its, const int G, const int row, const uint16_t *words,
+                          const float *ordered, lanes sums[2][4]) {
+    const int64_t count = its->channels[kind];
+    const int fields = 8 >> kind, shift = row % fields * (2 << kind);
+    const uint16_t mask = (uint16_t)((kind == HALF ? 0 : (1 << (2 << kind)) - 1) << shift);
+    lanes own[2][4];
+    words += (rows_before(its, kind) + row / fields) * ROW;
+    for (int k = 0; k < kind; k++) ordered += its->channels[k] * G;
+    for (int part = 0; part < 2; part++)
+        for (int g = 0; g < G; g++) own[part][g] = (lanes){0};
+    for (int64_t c = 0; c < count; c++, words += ROW << kind, ordered += G) {
+        lanes codes[2];
+        for (int part = 0; part < 2; part++) {
+            const uint16_t *from = words + part * LANES;
+            if (kind == HALF) {
+                codes[part] = load_halves(from);
+            } else {
+                short_lanes some;
+                memcpy(&some, from, sizeof some);
+                codes[part] = __builtin_convertvector(__builtin_convertvector(some & mask, int_lanes), lanes);
+            }
+        }
+        for (int g = 0; g < G; g++)
+            for (int part = 0; part < 2; part++) own[part][g] += codes[part] * ordered[g];
+    }
+    const float unit = 1.0f / (float)(1 << shift);
+    for (int part = 0; part < 2; part++)
+        for (int g = 0; g < G; g++) sums[part][g] += own[part][g] * unit;
+}
+
+/* Scores of a block's tokens, of which `lanes_used` stand in each of its eight rows. */
+INLINE void score_block(const packed *its, const int G, const uint16_t *words, int64_t lanes_used,
+                        const float *ordered, const float *bias, float *scores, int64_t pitch) {
+    for (int row = 0; row < 8; row++) {
+        lanes sums[2][4];
+        float some[ROW];
+        for (int part = 0; part < 2; part++)
+            for (int g = 0; g < G; g++) sums[part][g] = (lanes){0} + bias[g];
+        multiply_kind(0, its, G, row, words, ordered, sums);
+        multiply_kind(1, its, G, row, words, ordered, sums);
+        multiply_kind(2, its, G, row, words, ordered, sums);
+        multiply_kind(HALF, its, G, row, words, ordered, sums);
+        for (int g = 0; g < G; g++) {
+            for (int part = 0; part < 2; part++) store(some + part * LANES, sums[part][g]);
+            memcpy(scores + g * pitch + row * lanes_used, some, (size_t)lanes_used * sizeof *some);
+        }
+    }
+}
+
+/* Scores of all packed tokens: [G, pitch]. Up to 7 more are written behind them. short_block has room for a
+ * block's words. */
+INLINE void score_packed(const packed *its, const int G, const float *ordered, const float *bias,
+                         uint16_t *short_block, float *scores, int64_t pitch) {
+    const int64_t rows = rows_before(its, KINDS), full = its->num_tokens / BLOCK;
+    const uint16_t *words = its->words;
+    for (int64_t block = 0; block < full; block++, words += rows * ROW)
+        score_block(its, G, words, ROW, ordered, bias, scores + block * BLOCK, pitch);
+    const int64_t rest = its->num_tokens - full * BLOCK, lanes_used = (rest + 7) / 8;
+    if (!rest) return;
+    for (int64_t row = 0; row < rows; row++)
+        memcpy(short_block + row * ROW, words + row * lanes_used, (size_t)lanes_used * sizeof *words);
+    score_block(its, G, short_block, lanes_used, ordered, bias, scores + full * BLOCK, pitch);
+}
+
+/* Weights of tokens with codes times their scales, in place; and lowest [G], what their minima add. */
+INLINE void scale_weights(const packed *its, const int G, float *weights, int64_t pitch, float *lowest) {
+    lanes sums[4];
+    for (int g = 0; g < G; g++) sums[g] = (lanes){0};
+    for (int64_t token = 0; token < its->coded_tokens; token += LANES) {
+        const int64_t left = its->coded_tokens - token;
+        const lanes scales = some_halves(its->value_scales + token, left);
+        const lanes minima = some_halves(its->value_minima + token, left);
+        for (int g = 0; g < G; g++) {
+            float *from = weights + g * pitch + token, some[LANES] = {0};
+            const size_t size = (size_t)(left < LANES ? left : LANES) * sizeof *some;
+            memcpy(some, from, size);
+            sums[g] += load(some) * minima;
+            store(some, load(some) * scales);
+            memcpy(from, some, size);
+        }
+    }
+    for (int g = 0; g < G; g++) lowest[g] = sum(sums[g]);
+}
+
+/* Add the weighted codes of count tokens to output [G, D]: of two groups of LANES bytes or halves of a row,
+ * from each of which one field is taken. Group i's channels begin at into[i]. */
+INLINE void weigh_fields(const int kind, const int G, int64_t count, const uint8_t *rows, int64_t row_bytes,
+                         const int64_t from[2], const int shifts[2], const float *weights, int64_t pitch,
+                         const int64_t into[2], float *output, int64_t D) {
+    lanes sums[2][4];
+    for (int part = 0; part < 2; part++)
+        for (int g = 0; g < G; g++) sums[part][g] = (lanes){0};
+    for (int64_t token = 0; token < count; token++, rows += row_bytes) {
+        lanes codes[2];
+        for (int part = 0; part < 2; part++) {
+            if (kind == HALF) {
+                codes[part] = load_halves((const uint16_t *)(const void *)(rows + from[part]));
+            } else {
+                byte_lanes some;
+                memcpy(&some, rows + from[part], sizeof some);
+                const uint8_t mask = (uint8_t)(((1 << (2 << kind)) - 1) << shifts[part]);
+                codes[part] = __builtin_convertvector(__builtin_convertvector(some & mask, int_lanes), lanes);
+            }
+        }
+        for (int g = 0; g < G; g++)
+            for (int part = 0; part < 2; part++) sums[part][g] += codes[part] * weights[g * pitch + token];
+    }
+    for (int part = 0; part < 2; part++)
+        for (int g = 0; g < G; g++) {
+            float *to = output + g * D + into[part];
+            store(to, load(to) + sums[part][g] * (1.0f / (float)(1 << shifts[part])));
+        }
+}
+
+/* Add the weighted values of the tokens of one kind to output [G, D]. */
+INLINE void weigh_kind(const int kind, const int G, int64_t D, int64_t count, const uint8_t *rows,
+                       const float *weights, int64_t pitch, float *output) {
+    const int64_t row_bytes = value_bytes(kind, D), size = kind == HALF ? 2 : 1;
+    const int64_t chunk = LANES * size, stride = kind < 2 ? row_bytes : 0;
+    if (!count) return;
+    if (kind >= 2)
+        for (int64_t i = 0; i < row_bytes; i += 2 * chunk)
+            weigh_fields(kind, G, count, rows, row_bytes, (int64_t[2]){i, i + chunk}, (int[2]){0, 0}, weights,
+                         pitch, (int64_t[2]){i / size, (i + chunk) / size}, output, D);
+    if (kind == 1)
+        for (int64_t i = 0; i < row_bytes; i += chunk)
+            weigh_fields(kind, G, count, rows, row_bytes, (int64_t[2]){i, i}, (int[2]){0, 4}, weights, pitch,
+                         (int64_t[2]){i, i + stride}, output, D);
+    if (kind == 0)
+        for (int64_t i = 0; i < row_bytes; i += chunk) {
+            weigh_fields(kind, G, count, rows, row_bytes, (int64_t[2]){i, i}, (int[2]){0, 2}, weights, pitch,
+                         (int64_t[2]){i, i + stride}, output, D);
+            weigh_fields(kind, G, count, rows, row_bytes, (int64_t[2]){i, i}, (int[2]){4, 6}, weights, pitch,
+                         (int64_t[2]){i + 2 * stride, i + 3 * stride}, output, D);
+        }
+}
+
+/* Memory for one group of queries. */
+typedef struct {
+    float *ordered, *weights;
+    uint16_t *short_block;
+} scratch;
+
+INLINE void attend_group(const int G, int64_t D, const packed *its, const float *queries, const float *keys,
+                         const float *values, int64_t length, float scaling, const scratch *memory,
+                         float *output) {
+    const int64_t num_tokens = its->num_tokens, all = num_tokens + length, pitch = all + LANES;
+    const float ones[4] = {1, 1, 1, 1};
+    float bias[4], largest[4], totals[4], lowest[4], *weights = memory->weights, *new_weights = weights + num_tokens;
+    order_queries(its, G, D, scaling, queries, memory->ordered, bias);
+    score_packed(its, G, memory->ordered, bias, memory->short_block, weights, pitch);
+    for (int g = 0; g < G; g++) {
+        largest[g] = -INFINITY;
+        for (int64_t token = 0; token < num_tokens; token++) {
+            const float one = weights[g * pitch + token];
+            largest[g] = one <= largest[g] ? largest[g] : one; /* also if it is NaN */
+        }
+    }
+    for (int64_t row = 0; row < length; row++)
+        score(1, G, D, queries, keys + row * D, scaling, new_weights + row, pitch, largest);
+    soften(G, all, pitch, largest, weights, totals);
+    for (int64_t i = 0; i < D; i += LANES)
+        weigh(G, D, values + i, new_weights, pitch, length, ones, output + i);
+    scale_weights(its, G, weights, pitch, lowest);
+    const float *of_kind = weights;
+    weigh_kind(0, G, D, its->tokens[0], its->values[0], of_kind, pitch, output);
+    of_kind += its->tokens[0];
+    weigh_kind(1, G, D, its->tokens[1], its->values[1], of_kind, pitch, output);
+    of_kind += its->tokens[1];
+    weigh_kind(2, G, D, its->tokens[2], its->values[2], of_kind, pitch, output);
+    of_kind += its->tokens[2];
+    weigh_kind(HALF, G, D, its->tokens[HALF], its->values[HALF], of_kind, pitch, output);
+    for (int g = 0; g < G; g++)
+        for (int64_t i = 0; i < D; i += LANES) {
+            float *to = output + g * D + i;
+            store(to, (load(to) + lowest[g]) / totals[g]);
+        }
+}
+
+/* A head's regions; returns 0, or OUTSIDE: one is not in codes [size bytes], or its numbers are wrong. */
+static int find_packed(const int64_t *entry, const uint8_t *codes, int64_t size, int64_t D, packed *its) {
+    *its = (packed){0};
+    for (int kind = 0; kind < KINDS; kind++) {
+        its->channels[kind] = entry[CHANNELS_OF_2 + kind];
+        its->tokens[kind] = entry[TOKENS_OF_2 + kind];
+        if (its->channels[kind] < 0 || its->channels[kind] > D) return OUTSIDE;
+        if (its->tokens[kind] < 0 || its->tokens[kind] > size) return OUTSIDE;
+        its->num_channels += its->channels[kind];
+        its->num_tokens += its->tokens[kind];
+    }
+    if (its->num_channels > D) return OUTSIDE;
+    its->coded_tokens = its->num_tokens - its->tokens[HALF];
+    const int64_t coded = its->num_channels - its->channels[HALF];
+    const int64_t word_bytes = (its->num_tokens + 7) / 8 * 2 * rows_before(its, KINDS);
+    const int64_t sizes[] = {
+        word_bytes, 2 * its->num_channels, 2 * coded, 2 * coded, 2 * its->coded_tokens, 2 * its->coded_tokens,
+        its->tokens[0] * value_bytes(0, D), its->tokens[1] * value_bytes(1, D),
+        its->tokens[2] * value_bytes(2, D), its->tokens[HALF] * value_bytes(HALF, D),
+    };
+    const uint8_t *regions[VALUES_OF_16 - KEY_WORDS + 1];
+    for (int i = 0; i <= VALUES_OF_16 - KEY_WORDS; i++) {
+        const int64_t at = entry[KEY_WORDS + i];
+        if (sizes[i] && (at < 0 || at > size / 2 || sizes[i] > size - 2 * at)) return OUTSIDE;
+        regions[i] = codes + (sizes[i] ? 2 * at : 0);
+    }
+    its->words = (const uint16_t *)(const void *)regions[0];
+    its->numbers = (const int16_t *)(const void *)regions[CHANNELS - KEY_WORDS];
+    its->key_scales = (const uint16_t *)(const void *)regions[KEY_SCALES - KEY_WORDS];
+    its->key_minima = (const uint16_t *)(const void *)regions[KEY_MINIMA - KEY_WORDS];
+    its->value_scales = (const uint16_t *)(const void *)regions[VALUE_SCALES - KEY_WORDS];
+    its->value_minima = (const uint16_t *)(const void *)regions[VALUE_MINIMA - KEY_WORDS];
+    for (int kind = 0; kind < KINDS; kind++) its->values[kind] = regions[VALUES_OF_2 - KEY_WORDS + kind];
+    return 0;
+}
+
+/* As kvferry_attend, to packed tokens as well: entries is a table [num_heads, entry_fields], and their offsets
+ * count int16s from codes, which has code_bytes. D is a multiple of 32. */
+int kvferry_attend_packed(const int64_t *heads, int64_t num_heads, int64_t fields, float *base, int64_t size,
+                          const int64_t *entries, int64_t entry_fields, const uint8_t *codes,
+                          int64_t code_bytes, int64_t G, int64_t D, const float *queries, const float *keys,
+                          const float *values, float scaling, float *output) {
+    const int64_t longest = longest_of(heads, num_heads, fields, size, D);
+    int64_t most_tokens = 0;
+    packed its;
+    if (longest < 0) return OUTSIDE;
+    for (int64_t head = 0; head < num_heads; head++) {
+        if (!heads[head * fields + LENGTH]) continue;
+        if (find_packed(entries + head * entry_fields, codes, code_bytes, D, &its)) return OUTSIDE;
+        if (its.num_tokens > most_tokens) most_tokens = its.num_tokens;
+    }
+    const size_t num_weights = 4 * (size_t)(most_tokens + longest + LANES), num_ordered = 4 * (size_t)D;
+    const size_t short_block = (size_t)(8 * D * ROW);
+    float *all = malloc((num_weights + num_ordered) * sizeof *all + short_block * sizeof(uint16_t));
+    if (!all) return NO_MEMORY;
+    const scratch memory = {all + num_weights, all, (uint16_t *)(void *)(all + num_weights + num_ordered)};
+    for (int64_t head = 0; head < num_heads; head++, heads += fields, entries += entry_fields) {
+        const int64_t length = heads[LENGTH];
+        float *into = output + head * G * D;
+        if (!length) {
+            memset(into, 0, (size_t)(G * D) * sizeof *output);
+            continue;
+        }
+        append(heads, D, base, keys + head * D, values + head * D);
+        find_packed(entries, codes, code_bytes, D, &its);
+        const float *k = base + heads[KEY_OFFSET], *v = base + heads[VALUE_OFFSET], *q = queries + head * G * D;
+        for (int64_t g = 0; g < G; g += 4, q += 4 * D, into += 4 * D) {
+            if (G - g >= 4) attend_group(4, D, &its, q, k, v, length, scaling, &memory, into);
+            if (G - g == 3) attend_group(3, D, &its, q, k, v, length, scaling, &memory, into);
+            if (G - g == 2) attend_group(2, D, &its, q, k, v, length, scaling, &memory, into);
+            if (G - g == 1) attend_group(1, D, &its, q, k, v, length, scaling, &memory, into);
+        }
+    }
+    free(all);
+    return 0;
+}
