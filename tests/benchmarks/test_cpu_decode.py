@@ -53,11 +53,9 @@ def test_stored_steps_are_ahead_where_their_readme_says_so() -> None:
     assert len(measured) == 12
     assert all(cell["full_speedup_over_transformers"] > 1 for cell in measured)
     for cell in measured:
-        # steps of `full` are C code, those of the others are not: they are ahead of it where prompts are long
-        ahead = {4096: {"rocketkv"}, 8192: {"rocketkv", "rdkv"}}.get(cell["context"], set())
-        if cell["model"] == "demo" and cell["context"] == 4096:
-            ahead = {"rocketkv", "rdkv"}
-        assert all(cell["speedup_over_full"][method] > 1 for method in ahead)
+        assert cell["speedup_over_full"]["rdkv"] > 1
+        # attention of `full` and `rdkv` is C code, that of `rocketkv` is torch
+        assert cell["context"] < 4096 or cell["speedup_over_full"]["rocketkv"] > 1
         ours = [ms for name, ms in cell["step_ms"].items() if name != "transformers"]
         assert max(ours) < cell["step_ms"]["transformers"]
     for cell in measured:
