@@ -13,8 +13,9 @@ from typing import Any
 from kvtest.redis_server import RedisServer
 from simulated_cluster import STATUS_INTERVAL_S, SimulatedWorker
 
-from kvferry.services.router.sessions.record import SessionRecord, encode_record
+from kvferry.services.router.sessions.record import SessionRecord
 from kvferry.services.router.sessions.redis_records import RedisRecords
+from kvferry.services.router.sessions.stored_record import write_whole
 from kvferry.services.router.turn import worker_pool
 from kvferry.services.router.turn.turn import BackgroundTasks, TurnRunner
 from kvferry.services.router.turn.worker_pool import WorkerPool, served_model
@@ -130,21 +131,31 @@ def record_after(turns: int) -> SessionRecord:
 
 async def counts_by_turns(turns: int) -> dict[str, int]:
     """Bytes between a router and Redis in the turn after so many: of a router that has the record and of one
-    that has not."""
-    record, key = record_after(turns), SessionKey(owner="o", session_id="s")
-    found: dict[str, int] = {"turns": turns, "record": len(encode_record(record))}
-    with RedisServer.running() as server:
-        records = RedisRecords(
-            AsyncRedisLink(RedisOptions(url=server.url, timeout_s=30.0)), clock=time.time, name="counts"
-        )
-        await records.write_back(key, ("",), record)
+    that has not; and those that the commit of that turn writes."""
+    key, record = SessionKey(owner="o", session_id="s"), None
+    found: dict[str, int] = {"turns": turns, "record": len(write_whole(record_after(turns)).head)}
+    with RedisServer.running() as server, server.client() as client:
+        link = AsyncRedisLink(RedisOptions(url=server.url, timeout_s=30.0))
+        records = RedisRecords(link, clock=time.time, name="counts")
+
+        def traffic(direction: str) -> int:
+            return int(client.info("stats")[f"total_net_{direction}_bytes"])
+
+        async def commit(number: int, before: SessionRecord | None) -> SessionRecord | None:
+            bases = (before.commit_id if before is not None else "",)
+            return await records.commit(key, "r.1", bases, record_after(number), before=before)
+
+        await records.acquire(key, "r.1", 30.0)
+        for number in range(1, turns + 1):
+            record = await commit(number, record)
         for name, known in (("read_by_its_router", record), ("read_by_another_router", None)):
-            with server.client() as client:
-                before = client.info("stats")["total_net_output_bytes"]
-                # The second one is a renewal by the same router.
-                await records.acquire(key, "r.1", 30.0, known=known)
-                asked = client.info("stats")["total_net_output_bytes"] - before
-            found[name] = asked
+            before = traffic("output")
+            # The second one is a renewal by the same router.
+            await records.acquire(key, "r.1", 30.0, known=known)
+            found[name] = traffic("output") - before
+        before = traffic("input")
+        await commit(turns + 1, record)
+        found["commit"] = traffic("input") - before
         await records.close()
     return found
 

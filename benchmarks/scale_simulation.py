@@ -221,7 +221,7 @@ def draw(result: dict[str, Any], folder: Path) -> None:
             [its["workers"] for its in by_workers], [its[name] for its in by_workers], marker="o", label=label
         )
     counted.set(title="Workers met (counted)", xlabel="workers of each role", xscale="log", ylim=(0, 20))
-    for name in ("record", "read_by_its_router", "read_by_another_router"):
+    for name in ("record", "commit", "read_by_its_router", "read_by_another_router"):
         bytes_.plot(
             [its["turns"] for its in by_turns],
             [its[name] for its in by_turns],

@@ -111,6 +111,10 @@ class AtRestKeys:
         except InvalidTag:
             raise Unreadable("it is damaged, or another's: its tag does not match") from None
 
+    def is_of_first_key(self, sealed: bytes) -> bool:
+        """Whether a sealed value has the key that `seal` uses."""
+        return bool(_HEADER.unpack_from(sealed)[4] == self._first)
+
     def _make_cipher(self, key_id: bytes, owner: str) -> AESGCM:
         return AESGCM(_derive(self._masters[key_id], b"owner " + owner.encode()))
 

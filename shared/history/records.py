@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any, TypeVar
 
 from kvferry.shared.control.messages import ReuseSource, SessionKey
 from kvferry.shared.history.checkpoints import Checkpoint, States, longest
@@ -219,7 +220,10 @@ class RecordTable:
         return pinned
 
 
-def common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+_Prefixed = TypeVar("_Prefixed", str, tuple[Any, ...])
+
+
+def common_prefix(a: _Prefixed, b: _Prefixed) -> int:
     """Length of the longest common prefix."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:

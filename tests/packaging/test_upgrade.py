@@ -152,10 +152,13 @@ def test_streams_go_on_while_workers_and_routers_are_replaced(
 
         new_router = start_router("router-1")()
         assert eventually(lambda: is_ready(new_router), WAIT_S)
+        # while both are there, each goes on from what the other one wrote
+        assert converse(new_router, 3)["turns"] == 3
+        assert converse(old_router, 4)["turns"] == 4
         answers: list[dict[str, Any]] = []
-        texts = replaced(old_router, [old_router], lambda: answers.append(converse(new_router, 3)))
+        texts = replaced(old_router, [old_router], lambda: answers.append(converse(new_router, 5)))
         assert texts == undisturbed
-        assert answers[0]["turns"] == 3
+        assert answers[0]["turns"] == 5
         assert answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         assert [stream(new_router, index) for index in range(NUM_STREAMS)] == undisturbed
         assert old_router.popen.wait(WAIT_S) == 0

@@ -1,15 +1,14 @@
-"""A session's record: the conversation as text and as token ids; how Redis stores it, and its JSON file.
+"""A session's record: the conversation as text and as token ids, and its JSON file.
 
-A stored record names its format's version, is bounded, and is read without trusting it. A file is what export
-writes and import reads: self-contained, without KV, which the next turn computes again from the token ids. It
-is checked as strictly as a request.
+`stored_record.py` is how Redis stores it. A file is what export writes and import reads: self-contained,
+without KV, which the next turn computes again from the token ids. It is checked as strictly as a request.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal, Self
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import msgspec
 from pydantic import AfterValidator, Field, StringConstraints, field_validator
@@ -17,12 +16,9 @@ from pydantic_core import PydanticCustomError
 
 from kvferry.services.router.http.body import Pattern, Range, StrictModel
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.errors import InvalidRequest, KvferryError, StoreUnavailable
+from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.tokenizer import TEMPLATE_FIELDS, ChatMessage
-
-FORMAT_VERSION = 1
-MAX_RECORD_BYTES = 64 << 20
 
 SESSION_ID_RULE = "1 to 128 characters of A-Z a-z 0-9 . _ : - (and neither '.' nor '..')"
 _SESSION_ID = r"[A-Za-z0-9._:-]{3,128}|[A-Za-z0-9_:-][A-Za-z0-9._:-]?|\.[A-Za-z0-9_:-]"
@@ -96,6 +92,20 @@ class StoredResponse:
     body: str
 
 
+class RecordPart(NamedTuple):
+    """One of the parts that Redis stores a record in, see `stored_record.py`.
+
+    Attributes:
+        id: of this part alone.
+        ends: how much of each of the record's growing fields there is up to its end.
+        size_bytes: of all parts up to its end.
+    """
+
+    id: str
+    ends: tuple[int, ...]
+    size_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class SessionRecord(_Shown):
     """A session after a turn. The end of the next turn replaces it as a whole.
@@ -115,6 +125,7 @@ class SessionRecord(_Shown):
         responses: the answers of the Responses API in it, oldest first.
         num_instructions: how many of its first messages are instructions, which belong to one response alone.
         commit_id: identifies the commit that wrote it, to tell two copies apart.
+        parts: in which Redis has it; empty where Redis has it as one value, or where that is not known.
     """
 
     kind: Literal["chat", "text", "document"]
@@ -130,6 +141,7 @@ class SessionRecord(_Shown):
     responses: tuple[StoredResponse, ...] = ()
     num_instructions: int = 0
     commit_id: str = ""
+    parts: tuple[RecordPart, ...] = field(default=(), compare=False, repr=False)
 
     def response(self, response_id: str) -> StoredResponse | None:
         """One of its responses."""
@@ -174,16 +186,8 @@ class KeyUsage:
     first_expires_in_s: float
 
 
-class _Stored(msgspec.Struct, frozen=True):
-    version: int
-    record: msgspec.Raw
-
-
-_REFUSALS = (msgspec.MsgspecError, ValueError, RecursionError)
+REFUSALS = (msgspec.MsgspecError, ValueError, RecursionError)
 """What msgspec raises for bytes that are not what is expected."""
-_RECORD = msgspec.msgpack.Decoder(SessionRecord)
-_SUMMARY = msgspec.msgpack.Decoder(SessionSummary)
-_STORED = msgspec.msgpack.Decoder(_Stored)
 
 
 def session_key(owner: str, session_id: str, *, param: str) -> SessionKey:
@@ -194,41 +198,6 @@ def session_key(owner: str, session_id: str, *, param: str) -> SessionKey:
     if not is_session_id(session_id):
         raise InvalidRequest(f"{param} is {session_id[:140]!r}; it must be {SESSION_ID_RULE}", param=param)
     return SessionKey(owner=owner, session_id=session_id)
-
-
-def encode_record(record: SessionRecord) -> bytes:
-    """Raises: KvferryError where it would be longer than `MAX_RECORD_BYTES`."""
-    body = msgspec.msgpack.encode(record)
-    if len(body) > MAX_RECORD_BYTES:
-        raise KvferryError(
-            f"the session's record has {len(body)} bytes; at most {MAX_RECORD_BYTES} can be stored"
-        )
-    return msgspec.msgpack.encode(_Stored(version=FORMAT_VERSION, record=msgspec.Raw(body)))
-
-
-def decode_record(data: bytes) -> SessionRecord:
-    """Raises: StoreUnavailable, reason "format", where the bytes are not a record of this version."""
-    if len(data) > MAX_RECORD_BYTES + 64:
-        raise _unreadable(f"it has {len(data)} bytes")
-    try:
-        stored = _STORED.decode(data)
-        if stored.version != FORMAT_VERSION:
-            raise _unreadable(f"its format is {stored.version}, not {FORMAT_VERSION}")
-        return _RECORD.decode(stored.record)
-    except _REFUSALS as error:
-        raise _unreadable(str(error)) from None
-
-
-def decode_summary(data: bytes) -> SessionSummary:
-    """Raises: StoreUnavailable, reason "format"."""
-    try:
-        return _SUMMARY.decode(data)
-    except _REFUSALS as error:
-        raise _unreadable(str(error)) from None
-
-
-def _unreadable(why: str) -> StoreUnavailable:
-    return StoreUnavailable(f"a stored session cannot be read: {why}", reason="format")
 
 
 # ---- files -----------------------------------------------------------------------------------------------
@@ -245,7 +214,7 @@ class FileMessage(StrictModel):
         """See `ChatMessage.fields`."""
         try:
             names = msgspec.json.decode(value, type=dict[str, Any]) if value else {}
-        except _REFUSALS as error:
+        except REFUSALS as error:
             raise PydanticCustomError("rule", f"must be empty or a JSON object: {error}") from None
         if not set(names) <= set(TEMPLATE_FIELDS):
             raise PydanticCustomError("rule", f"may have only {', '.join(TEMPLATE_FIELDS)}")

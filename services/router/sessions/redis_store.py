@@ -244,8 +244,9 @@ class RedisSessionStore(SessionStore):
             self._on_event("restored" if lost else "written_back")
             self._pending.setdefault(key, (ours.commit_id,))
             with suppress(StoreUnavailable):
-                await self._records.commit(key, token, (grant.commit_id,), ours)
+                written = await self._records.commit(key, token, (grant.commit_id,), ours)
                 self._pending.pop(key, None)
+                local.put(written or ours)
             return
         if bases is not None:
             self._conflict(key)
@@ -255,17 +256,16 @@ class RedisSessionStore(SessionStore):
     async def commit(self, lease: RedisLease, record: SessionRecord) -> bool:
         """See `SessionLease.commit`. While Redis is down the turn is in memory alone, and pending."""
         key = lease.key
-        written = replace(
-            record, expires_at_s=self.next_expiry_s(key, record), commit_id=secrets.token_hex(16)
-        )
+        expires_at_s, commit_id = self.next_expiry_s(key, record), secrets.token_hex(16)
+        written = replace(record, expires_at_s=expires_at_s, commit_id=commit_id, parts=())
         if not lease.is_valid:
             return False
         bases = self._pending.get(key, (lease.commit_id,))
         try:
             if lease.token is not None:
-                committed = await self._records.commit(key, lease.token, bases, written)
+                its = await self._records.commit(key, lease.token, bases, written, before=lease.record)
             else:
-                committed = await self._records.write_back(key, bases, written)
+                its = await self._records.write_back(key, bases, written)
         except StoreUnavailable as error:
             _log.warning("session stays in memory until Redis is back", error=error.message)
             if lease.needs_record and key in await self._announce([PendingTurn(session=key, bases=bases)]):
@@ -278,9 +278,9 @@ class RedisSessionStore(SessionStore):
                 self._announcing = asyncio.create_task(self._keep_announcing())
             return True
         self._pending.pop(key, None)
-        if committed:
-            return lease.put(written)
-        lease.put(None)
+        lease_is_valid = lease.put(its)
+        if its is not None:
+            return lease_is_valid
         if lease.needs_record and not (await self._records.read(key)).is_deleted:
             raise _continued(key)
         return False
@@ -328,7 +328,7 @@ class RedisSessionStore(SessionStore):
         copy = self.peek(key)
         try:
             await self._others_settle(key, asyncio.get_running_loop().time() + self._wait_s)
-            stored = await self._records.read(key)
+            stored = await self._records.read(key, known=copy)
         except StoreUnavailable as error:
             if copy is None or error.reason == _RETURNING:
                 raise

@@ -72,8 +72,13 @@ class Router:
         """Add a turn to the session; returns how many it has now."""
         async with self.store.lease(key) as lease:
             turns = (lease.record.turns if lease.record is not None else 0) + 1
-            assert await lease.commit(replace(RECORD, turns=turns))
+            assert lease.record is None or lease.record.token_ids == tokens_after(turns - 1)
+            assert await lease.commit(replace(RECORD, turns=turns, token_ids=tokens_after(turns)))
         return turns
+
+
+def tokens_after(turns: int) -> tuple[int, ...]:
+    return tuple(range(3 * turns))
 
 
 @asynccontextmanager
@@ -117,6 +122,8 @@ async def test_a_killed_master_loses_no_turn_and_makes_nobody_wait_for_long() ->
             for key in keys:
                 stored = await random.choice(three).store.get(key)
                 assert (stored.turns, stored.pin, stored.prefill_addresses) == (done[key], True, ("a:1",))
+                assert stored.token_ids == tokens_after(done[key])
+                assert len(stored.parts) > 1
             assert {event for one in three for event in one.events} <= {"unreplicated"}
 
 
@@ -128,7 +135,7 @@ async def test_a_turn_survives_a_lost_lease_unless_another_router_committed(clus
         with cluster.master_of(name).client() as admin:
             async with one.store.lease(key) as lease:
                 admin.hdel(name, "holder", "until")  # as in a replica that had not heard of the lease
-                assert await lease.commit(replace(RECORD, turns=2))
+                assert await lease.commit(replace(RECORD, turns=2, token_ids=tokens_after(2)))
             async with one.store.lease(key, needs_record=False) as lease:
                 admin.hdel(name, "holder", "until")
                 assert await other.turn(key) == 3

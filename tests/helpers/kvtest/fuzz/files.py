@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -18,13 +19,12 @@ from pydantic import ValidationError
 
 from kvferry.services.router.http.body import _parse
 from kvferry.services.router.http.errors import error_response, from_framework
-from kvferry.services.router.sessions.record import (
-    SessionFile,
-    SessionRecord,
-    StoredResponse,
-    decode_record,
+from kvferry.services.router.sessions.record import SessionFile, SessionRecord, StoredResponse
+from kvferry.services.router.sessions.stored_record import (
     decode_summary,
-    encode_record,
+    read_record,
+    write_parts,
+    write_whole,
 )
 from kvferry.shared.at_rest import AtRestKeys
 from kvferry.shared.control.messages import SessionKey
@@ -93,12 +93,50 @@ def read_session(case: Case) -> str:
     except InvalidRequest as error:
         error_response(error, "/v1/sessions/import")
         return f"refused {str(error.param or 'body').split('[')[0]}"
-    assert decode_record(encode_record(record)) == record
+    written = write_parts(record, None)
+    assert read_record(written.head, written.parts) == record
     assert SessionFile.of(SESSION, record, "demo").record(SPEC) == replace(record, last_plan=None)
     return "read"
 
 
 # ---- records in Redis ------------------------------------------------------------------------------------
+
+_WHOLE = write_whole(RECORD)
+_FIRST = write_parts(replace(RECORD, token_ids=(1, 2, 3), messages=RECORD.messages[:1], responses=()), None)
+_SECOND = write_parts(RECORD, _FIRST.record)
+_HEAD_AND_PARTS = (_SECOND.head, *_FIRST.parts, *_SECOND.parts)
+
+
+def framed(values: Sequence[bytes]) -> bytes:
+    """A record's head and parts as one case."""
+    return b"".join(len(value).to_bytes(4, "little") + value for value in values)
+
+
+def unframed(data: bytes) -> list[bytes]:
+    """What `framed` made, of whatever bytes are left of it."""
+    values = []
+    while data:
+        size_bytes = int.from_bytes(data[:4], "little")
+        values.append(data[4 : 4 + size_bytes])
+        data = data[4 + size_bytes :]
+    return values or [b""]
+
+
+def spoilt_parts(rng: Random) -> bytes:
+    """A record's head and parts: one of them spoilt, or all of them in another order."""
+    values = list(_HEAD_AND_PARTS)
+    number = rng.randrange(len(values))
+    match rng.randrange(5):
+        case 0 | 1:
+            values[number] = spoilt_record(rng, values[number])
+        case 2:
+            values[number] = spoilt_bytes(rng, values[number])
+        case 3:
+            values[number] = rng.choice((*_FIRST.parts, *_SECOND.parts, _WHOLE.head, _FIRST.head))
+        case _:
+            del values[number]
+    return framed(values)
+
 
 _KEYS = AtRestKeys((b"k" * 32,))
 _PRECISION = RowPrecision(bits="8", dtype=torch.float32)
@@ -133,8 +171,8 @@ def checked(head: bytes, body: bytes) -> bytes:
 
 
 class _Stored:
-    """Kinds: 0 a session's record, 1 its summary, 2 a record of history, 3 a value, 4 and 5 the last two
-    encrypted, 6 a session's record encrypted."""
+    """Kinds: 0 a session's record of version 1, 1 its summary, 2 a record of history, 3 a value, 4 and 5 the
+    last two encrypted, 6 a session's record encrypted, 7 its head and parts."""
 
     def __init__(self) -> None:
         self._plain, self._sealed = new(SHAPE), new(SEALED_SHAPE)
@@ -146,18 +184,20 @@ class _Stored:
             self._first.append(self._first[-1] + count)
 
     def make(self, rng: Random) -> Case:
-        kind = rng.randrange(7)
+        kind = rng.randrange(8)
         number = rng.randrange(len(self._values))
         head_bytes = _RECORD_HEAD.size + 8
         plain: list[bytes] = [
-            encode_record(RECORD), msgspec.msgpack.encode(RECORD.summary), self._plain.value,
-            self._values[number], self._sealed.value, self._sealed_values[number], b"",
+            _WHOLE.head, msgspec.msgpack.encode(RECORD.summary), self._plain.value, self._values[number],
+            self._sealed.value, self._sealed_values[number], b"", framed(_HEAD_AND_PARTS),
         ]  # fmt: skip
         data = plain[kind]
         if kind == 6:
             data = _KEYS.seal("o", spoilt_record(rng, plain[0]), context="s record")
         for _ in range(rng.choice((0, 1, 1, 1, 3))):
-            if kind in (0, 1) and rng.random() < 0.7:
+            if kind == 7 and rng.random() < 0.9:
+                data = spoilt_parts(rng)
+            elif kind in (0, 1) and rng.random() < 0.7:
                 data = spoilt_record(rng, data)
             elif kind == 2 and rng.random() < 0.7 and len(data) >= head_bytes:
                 data = checked(data[: _RECORD_HEAD.size], spoilt_record(rng, data[head_bytes:]))
@@ -170,11 +210,11 @@ class _Stored:
     def read(self, case: Case) -> str:
         kind, number, data = case[0][0], case[0][1], case[0][2:]
         try:
-            if kind in (0, 6):
+            if kind in (0, 6, 7):
                 if kind == 6:
                     data = _KEYS.open("o", data, context="s record")
-                record = decode_record(data)
-                assert decode_record(encode_record(record)) == record
+                head, *parts = unframed(data) if kind == 7 else [data]
+                self._check_parts(read_record(head, parts))
             elif kind == 1:
                 decode_summary(data)
             elif kind in (2, 4):
@@ -197,6 +237,14 @@ class _Stored:
                 return "6 key"
             raise
         return f"{kind} read"
+
+    def _check_parts(self, record: SessionRecord) -> None:
+        """What the next turn does with a record that was read."""
+        longer = replace(record, token_ids=(*record.token_ids, 6), turns=record.turns + 1)
+        written = write_parts(longer, record)
+        assert written.num_kept == len(record.parts)
+        whole = write_parts(longer, None)
+        assert read_record(whole.head, whole.parts) == longer
 
     def _check(self, record: TierRecord) -> None:
         """What the storages do with a record that was read."""
