@@ -10,7 +10,8 @@ so that other work on the machine meets them alike; figures are medians over rou
 session, and the quota is checked, where there is a Redis.
 
 `streams`: 64 streams at the engines' pace, beside 64 streams of the same bytes at the same pace from a bare
-uvicorn application: the time between tokens at the client, and the CPU time a token of either process.
+uvicorn application: the time between tokens at the client, and the CPU time a token of either process; and
+what gRPC alone takes to read a message of a token's size in a process that does nothing else.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ NUM_STREAMS = 64
 PACE_S, STREAM_PACE_S = 0.002, 0.05
 OWNER = hashlib.sha256(b"").hexdigest()
 START_TIMEOUT_S = 120.0
+EVENT_BYTES = 60
+"""Of a token's message from decode, about."""
 BARE = """
 import asyncio, sys
 async def app(scope, receive, send):
@@ -63,6 +66,34 @@ async def app(scope, receive, send):
 import uvicorn
 uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
 """  # noqa: E501
+
+READER = """
+import asyncio, json, sys, time
+import grpc.aio
+STREAMS, TOKENS, PACE_S, SIZE = map(float, sys.argv[2:])
+async def messages(request, context):
+    for _ in range(int(TOKENS)):
+        await asyncio.sleep(PACE_S)
+        await context.write(bytes(int(SIZE)))
+class Handler(grpc.GenericRpcHandler):
+    def service(self, details): return grpc.unary_stream_rpc_method_handler(messages)
+async def serve():
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Handler(),))
+    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    await server.start()
+    await server.wait_for_termination()
+async def read(port):
+    async def one(index):
+        await asyncio.sleep(index * PACE_S / STREAMS)
+        call = channel.unary_stream("/tokens/all")(b"")
+        return sum([1 async for _ in call])
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        before_s = time.process_time()
+        number = sum(await asyncio.gather(*map(one, range(int(STREAMS)))))
+        print(json.dumps(1e3 * (time.process_time() - before_s) / number))
+asyncio.run(serve() if sys.argv[1] == "serve" else read(int(sys.argv[1])))
+"""
 
 
 @dataclass
@@ -251,11 +282,33 @@ async def measure_streams(folder: Path, rounds: int, num_tokens: int) -> dict[st
         name: {figure: statistics.median(values) for figure, values in its.items()}
         for name, its in figures.items()
     }
+    reading_ms = [read_alone(num_tokens) for _ in range(rounds)]
     added = {
         figure: medians["router"][figure] - medians["bare"][figure]
         for figure in ("gap_ms", "cpu_ms_per_token")
     }
-    return {"medians": medians, "added": added, "rounds": figures}
+    return {
+        "medians": medians,
+        "added": added,
+        "grpc_read_cpu_ms_per_token": statistics.median(reading_ms),
+        "rounds": figures | {"grpc_read_cpu_ms_per_token": reading_ms},
+    }
+
+
+def read_alone(num_tokens: int) -> float:
+    """CPU milliseconds that a process takes to read one message of 64 gRPC streams, and nothing else."""
+    script = [sys.executable, "-c", READER]
+    sizes = [str(its) for its in (NUM_STREAMS, num_tokens, STREAM_PACE_S, EVENT_BYTES)]
+    with subprocess.Popen([*script, "serve", *sizes], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            port = server.stdout.readline().strip()
+            done = subprocess.run(
+                [*script, port, *sizes], capture_output=True, text=True, check=True, timeout=START_TIMEOUT_S
+            )
+        finally:
+            server.kill()
+    return float(done.stdout)
 
 
 async def main() -> None:
@@ -279,7 +332,8 @@ async def main() -> None:
     added = results["streams"]["added"]
     sys.stdout.write(
         f"{NUM_STREAMS} streams: a token adds {added['cpu_ms_per_token']:.3f} ms of CPU to bare uvicorn's "
-        f"and {added['gap_ms']:.3f} ms to the median time between tokens\n"
+        f"and {added['gap_ms']:.3f} ms to the median time between tokens; gRPC alone takes "
+        f"{results['streams']['grpc_read_cpu_ms_per_token']:.3f} ms to read one\n"
     )
     if arguments.output:
         about = {"command": sys.argv, "commit": commit(), "cores": os.cpu_count()}
