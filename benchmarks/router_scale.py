@@ -147,6 +147,12 @@ def cpu_s(pid: int) -> float:
 
 async def stream(address: str, num_tokens: int, **fields: Any) -> list[float]:
     """One streamed answer; returns when each token came."""
+    arrivals_s, _ = await answer(address, num_tokens, **fields)
+    return arrivals_s
+
+
+async def answer(address: str, num_tokens: int, **fields: Any) -> tuple[list[float], dict[str, Any]]:
+    """One streamed answer; returns when each token came, and the last chunk."""
     host, port = address.rsplit(":", 1)
     body = json.dumps(
         {
@@ -158,24 +164,25 @@ async def stream(address: str, num_tokens: int, **fields: Any) -> list[float]:
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(head.encode() + body)
-    arrivals_s, done = [], False
+    arrivals_s, done, last = [], False, b"{}"
     async for line in reader:
         if line.startswith(b"data: {"):
             arrivals_s.append(time.perf_counter())
+            last = line[len(b"data: ") :]
         done = done or line.startswith(b"data: [DONE]")
     writer.close()
     if not done or len(arrivals_s) < num_tokens:
         raise RuntimeError(f"{len(arrivals_s)} tokens came of {num_tokens}; done: {done}")
-    return arrivals_s[:num_tokens]
+    return arrivals_s[:num_tokens], json.loads(last)
 
 
 @contextlib.contextmanager
-def workers(folder: Path, number: int, pace_s: float) -> Iterator[list[str]]:
-    """The router's options for so many simulated workers of each role."""
+def workers(folder: Path, number: int, pace_s: float, *more: str) -> Iterator[list[str]]:
+    """The router's options for so many simulated workers of each role. Args: more: options of theirs."""
     ready = folder / f"workers-{number}-{pace_s}.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "simulated_workers.py")]
     options = ["--workers", str(number), "--pace-s", str(pace_s), "--ready-file", str(ready)]
-    process = subprocess.Popen([*command, *options], stdin=subprocess.PIPE)
+    process = subprocess.Popen([*command, *options, *more], stdin=subprocess.PIPE)
     try:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not ready.exists():

@@ -8,6 +8,7 @@ the GPU's from `kvferry plan`'s model of a machine, which is modelled itself. So
 
     counts      what the router's own code does for a request, by workers and by turns (`scale_counts.py`)
     checks      the real runs of `router_scale.py`, simulated with the costs of the smallest one
+    clusters    the real runs of `real_cluster.py`, likewise: queues, placement and several routers
     cells       clusters of each size with 1,000 sessions a worker, a tenth of the workers for prefill
     compared    one size, with other numbers of workers compared in a choice
 """
@@ -32,6 +33,7 @@ import structlog
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
+import real_cluster  # noqa: E402
 from links import LATENCY_S, LLAMA  # noqa: E402
 from scale_counts import counts  # noqa: E402
 from simulated_cluster import Clock, Cluster, Costs, Load, Server  # noqa: E402
@@ -49,6 +51,8 @@ CONTEXT, FIRST_TOKENS, FURTHER_TOKENS, ANSWER_TOKENS = 4096, 2000, 300, 256
 SESSIONS_A_WORKER, THINK_S, NEW_SHARE = 1000, 300.0, 0.1
 PREFILL_SHARE, MAX_BATCH, ROUTER_UTILISATION = 0.1, 64, 0.7
 WARM_UP_S = 30.0
+SIMULATED_S = 1200.0
+"""Of a real cluster, for steady percentiles."""
 COMPARED_WORKERS, COMPARED = 100, (1, 2, 8, 32, 10_000)
 TURNS = (1, 10, 50, 100)
 
@@ -197,6 +201,56 @@ def check_streams() -> dict[str, Any]:
             "simulated_over_measured": {"gap": round(ratio, 3)}}  # fmt: skip
 
 
+async def check_cluster(run: dict[str, Any], costs_of: dict[str, Any], measured_s: float) -> dict[str, Any]:
+    """One of the real clusters, with the CPU times that the run `costs_of` had."""
+    first, further = real_cluster.FIRST_TOKENS, real_cluster.FURTHER_TOKENS
+    costs = Costs(
+        request_s=costs_of["router_cpu_ms"] / 1e3,
+        token_s=0.0,
+        redis_s=costs_of["redis_cpu_ms"] / 1e3,
+        prefill_s=lambda new: real_cluster.STORED_S if new == further else real_cluster.WHOLE_S,
+        transfer_s=lambda has_rows: 0.0,
+        link_s=lambda has_rows: 0.0,
+        step_s=lambda batch: real_cluster.PACE_S,
+    )
+    random.seed(run["workers"])
+    number = run["workers"]
+    cluster = Cluster(
+        costs, spec=LLAMA.spec, routers=run["routers"], prefill=number, decode=number, max_batch=MAX_BATCH
+    )
+    await cluster.start()
+    load = Load(
+        rate=run["rate"],
+        sessions=real_cluster.SESSIONS_A_WORKER * number,
+        new_share=real_cluster.NEW_SHARE,
+        first_tokens=first,
+        further_tokens=further,
+        answer_tokens=real_cluster.ANSWER_TOKENS,
+    )
+    found = cluster.run(load, warm_up_s=real_cluster.WARM_UP_S, measured_s=measured_s)
+    await cluster.close()
+    pairs = {
+        f"{name}_{share}": (of_simulated, _percentiles(run[f"{name}_s"])[share])
+        for name, values in (("first_token", found.first_token_s), ("per_token", found.per_token_s))
+        for share, of_simulated in _percentiles(values).items()
+    }
+    pairs["at_their_prefill_worker"] = found.at_their_worker / found.turns, run["at_their_prefill_worker"]
+    for name in ("router_cpu_ms", "redis_cpu_ms"):
+        pairs[name] = costs_of[name], run[name]
+    return {
+        "run": f"{run['routers']} routers, {number} workers of each role",
+        "turns": run["turns"],
+        "measured": {name: round(measured, 3) for name, (_, measured) in pairs.items()},
+        "simulated_over_measured": {name: round(a / b, 3) for name, (a, b) in pairs.items()},
+    }
+
+
+async def check_clusters() -> list[dict[str, Any]]:
+    """The real runs with queues, which `real_cluster.py` wrote."""
+    runs = json.loads((RESULTS / "scale-simulation" / "real.json").read_text())["runs"]
+    return [await check_cluster(run, runs[0], SIMULATED_S) for run in runs]
+
+
 def draw(result: dict[str, Any], folder: Path) -> None:
     """Write `scale.png`. Needs matplotlib."""
     from matplotlib.figure import Figure
@@ -249,11 +303,14 @@ async def main() -> None:
     for its in checks:
         ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in its["simulated_over_measured"].items())
         sys.stdout.write(f"{its['run']}: simulated / measured: {ratios}\n")
+    clusters = await check_clusters()
+    sys.stdout.writelines(f"{its}\n" for its in clusters)
     result: dict[str, Any] = {
         "command": sys.argv,
         "commit": commit(),
         "all_times_are": "modelled",
         "checks": checks,
+        "clusters": clusters,
         "counts": await counts(LLAMA.spec, arguments.workers, list(TURNS)),
         "cells": [],
         "compared": [],

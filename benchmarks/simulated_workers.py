@@ -1,9 +1,11 @@
-"""Prefill and decode workers without a model, behind the real control protocol: part of `router_scale.py`.
+"""Prefill and decode workers without a model, behind the real control protocol: part of `router_scale.py` and
+of `real_cluster.py`.
 
     python benchmarks/simulated_workers.py --workers 16 --pace-s 0.02 --ready-file FILE
 
 So many workers of each role listen on ports of their own in one process. Their engine gives a token every
-`--pace-s`; nothing is computed and no KV is shipped. Runs until its standard input ends.
+`--pace-s`; nothing is computed and no KV is shipped. Prefill takes one prompt after another, for `--stored-s`
+where it has the session's history and for `--whole-s` otherwise. Runs until its standard input ends.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import argparse
 import asyncio
 import json
 import sys
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,9 +25,43 @@ from kvtest.router import SPEC, scripted_token  # noqa: E402
 from kvtest.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, Wire  # noqa: E402
 
 from kvferry.models import DEMO_MODEL  # noqa: E402
+from kvferry.shared.control.messages import PrefillEvent, PrefillRequest, WorkerStatus  # noqa: E402
 from kvferry.shared.control.server import serve_control  # noqa: E402
 from kvferry.shared.model.text import TextAssembler  # noqa: E402
 from kvferry.shared.model.tokenizer import ChatTokenizer  # noqa: E402
+
+MOST_NEW_TOKENS = 16
+"""Of a prompt whose session's history is there."""
+
+
+class QueuedPrefill(ScriptedPrefill):
+    """Takes one prompt after another.
+
+    Args: stored_s, whole_s: how long it takes for a prompt whose session it has the history of, but for the
+        last turn's last token and the new prompt, and for any other.
+    """
+
+    def __init__(self, script: Script, wire: Wire, *, stored_s: float, whole_s: float) -> None:
+        super().__init__(script, wire)
+        self._engine, self._waiting = asyncio.Lock(), 0
+        self._stored_s, self._whole_s = stored_s, whole_s
+
+    async def status(self, *, timeout_s: float) -> WorkerStatus:
+        return replace(await super().status(timeout_s=timeout_s), waiting=self._waiting)
+
+    async def prefill(
+        self, request: PrefillRequest, *, timeout_s: float
+    ) -> AsyncGenerator[PrefillEvent, None]:
+        if not request.probe and self._whole_s:
+            self._waiting += 1
+            try:
+                async with self._engine:
+                    missing = len(request.prompt_token_ids) - self._reused(request)
+                    await asyncio.sleep(self._stored_s if missing <= MOST_NEW_TOKENS else self._whole_s)
+            finally:
+                self._waiting -= 1
+        async for event in super().prefill(request, timeout_s=timeout_s):
+            yield event
 
 
 async def run(arguments: argparse.Namespace) -> None:
@@ -35,10 +73,12 @@ async def run(arguments: argparse.Namespace) -> None:
         token_delay_s=arguments.pace_s,
     )
     wire, listen = Wire(), "127.0.0.1:0"
-    prefill, decode = [
-        [await serve_control(listen=listen, **{role: kind(script, wire)}) for _ in range(arguments.workers)]
-        for role, kind in (("prefill", ScriptedPrefill), ("decode", ScriptedDecode))
+    times = {"stored_s": arguments.stored_s, "whole_s": arguments.whole_s}
+    numbers = range(arguments.workers)
+    prefill = [
+        await serve_control(listen=listen, prefill=QueuedPrefill(script, wire, **times)) for _ in numbers
     ]
+    decode = [await serve_control(listen=listen, decode=ScriptedDecode(script, wire)) for _ in numbers]
     addresses = {
         role: ",".join(its.address for its in servers)
         for role, servers in (("prefill", prefill), ("decode", decode))
@@ -55,5 +95,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--pace-s", type=float, required=True)
+    parser.add_argument("--stored-s", type=float, default=0.0)
+    parser.add_argument("--whole-s", type=float, default=0.0)
     parser.add_argument("--ready-file", type=Path, required=True)
     asyncio.run(run(parser.parse_args()))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,8 @@ from typing import Any
 import pytest
 from kvtest.router import SPEC
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = str(ROOT / "benchmarks")
 
 
 @pytest.fixture(autouse=True)
@@ -87,3 +90,28 @@ def test_real_runs_are_simulated_within_a_third() -> None:
         for ratio in check["simulated_over_measured"].values():
             assert 0.75 < ratio < 1.33, check
     assert found[0]["simulated_over_measured"] == {"request": 1.0, "token": 1.0}
+
+
+async def test_a_real_cluster_of_two_routers_is_measured_and_simulated(tmp_path: Path) -> None:
+    from scale_simulation import check_cluster
+
+    output = tmp_path / "real.json"
+    command = [sys.executable, "benchmarks/real_cluster.py", "--clusters", "2x2", "--measured-s", "6"]
+    done = subprocess.run(
+        [*command, "--output", str(output)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(output.read_text())["runs"]
+    assert len(run["first_token_s"]) == len(run["per_token_s"]) == run["turns"] > 3
+    assert min(run["first_token_s"]) > 0.5  # what prefill takes at least
+    assert run["at_their_prefill_worker"] > 0.5
+    assert run["router_cpu_ms"] > 0 < run["redis_cpu_ms"]
+    found = await check_cluster(run, run, 600.0)
+    ratios = found["simulated_over_measured"]
+    assert (ratios["router_cpu_ms"], ratios["redis_cpu_ms"]) == (1.0, 1.0)
+    assert 0.5 < ratios["per_token_p50"] < 1.1
