@@ -24,7 +24,7 @@ from kvferry.shared.control.codec import Method
 from kvferry.shared.control.messages import DecodeControl, PrefillControl
 from kvferry.shared.control.seal import EARLIER_KEY, SEALED_KEY, Seal, is_sealed
 from kvferry.shared.control.status import to_status
-from kvferry.shared.errors import ConfigurationError, KvferryError
+from kvferry.shared.errors import Cancelled, ConfigurationError, KvferryError
 from kvferry.shared.logging import request_context
 from kvferry.shared.telemetry import context_of, entry
 
@@ -153,7 +153,7 @@ def _handler(method: Method, call: Callable[..., Any], caller: str) -> grpc.RpcM
                 if not method.streams:
                     message = method.response.encode(await answer)
                     return message if seal is None else seal.close(message)
-                write_all = nullcontext(context.write) if seal is None else _sealed(context, seal)
+                write_all = nullcontext(partial(_write, context)) if seal is None else _sealed(context, seal)
                 with _span(span_name, headers):
                     async with aclosing(answer), write_all as write:
                         async for event in answer:
@@ -182,6 +182,14 @@ def _seals(method: Method, headers: Mapping[str, str], data: bytes) -> Callable[
     return partial(Seal, method.path, call_id) if call_id is not None else None
 
 
+async def _write(context: _Context, message: bytes) -> None:
+    """Raises: Cancelled where the caller has gone."""
+    try:
+        await context.write(message)
+    except grpc.aio.InternalError:  # gRPC says no more than that it was not written
+        raise Cancelled("The caller of a stream has gone") from None
+
+
 @asynccontextmanager
 async def _sealed(context: _Context, seal: Seal) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
     """What writes a stream's messages; while there are none, it writes an empty one every `KEEPALIVE_S`."""
@@ -191,7 +199,7 @@ async def _sealed(context: _Context, seal: Seal) -> AsyncIterator[Callable[[byte
         nonlocal num_written
         async with lock:  # the seals are in order
             num_written += 1
-            await context.write(seal.close(message))
+            await _write(context, seal.close(message))
 
     async def keep_alive() -> None:
         while True:

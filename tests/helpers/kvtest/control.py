@@ -115,6 +115,7 @@ class DecodeService:
         self.error: Exception | None = None
         self.fail_at_end = False
         self.gap_s = 0.0
+        self.answers_when_cancelled = False
         self.timeout_s = 0.0
         self.closed: list[float] = []
         self.request_ids: list[str] = []
@@ -131,7 +132,11 @@ class DecodeService:
             yield TicketIssued(ticket=TICKET)
             index = 0
             while request.sampling.max_tokens == 0 or index < request.sampling.max_tokens:
-                await asyncio.sleep(self.gap_s)
+                try:
+                    await asyncio.sleep(self.gap_s)
+                except asyncio.CancelledError:
+                    if not self.answers_when_cancelled:
+                        raise
                 yield TokenGenerated(token=TOKEN)
                 index += 1
             if self.error is not None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import grpc
 import kvtest.control as kit
 import pytest
 from structlog.contextvars import merge_contextvars
@@ -13,7 +14,9 @@ from structlog.testing import capture_logs
 
 from kvferry.shared import errors
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
+from kvferry.shared.control.codec import DECODE
 from kvferry.shared.control.messages import TicketIssued
+from kvferry.shared.control.seal import SEALED_KEY, Seal
 from kvferry.shared.control.server import ControlServer, serve_control
 from kvferry.shared.errors import (
     ConfigurationError,
@@ -158,3 +161,21 @@ async def test_a_client_that_reads_too_slowly_is_cancelled_all_the_same(
     await asyncio.sleep(0.3)
     await stream.aclose()
     assert await kit.eventually(lambda: len(decode.closed) == 1)
+
+
+@pytest.mark.parametrize("is_sealed", [True, False])
+async def test_a_service_that_answers_a_caller_which_has_left_is_no_error(
+    decode: Any, server: ControlServer, is_sealed: bool
+) -> None:
+    decode.gap_s, decode.answers_when_cancelled = 60.0, True
+    method = DECODE.methods["Generate"]
+    request = method.request.encode(kit.generate_request())
+    sent = Seal(method.path, "id").close(request) if is_sealed else request
+    with capture_logs() as logs:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            metadata = ((SEALED_KEY, "id"),) if is_sealed else ()
+            call = channel.unary_stream(method.path)(sent, metadata=metadata)
+            assert await call.read()
+            call.cancel()
+            assert await kit.eventually(lambda: len(decode.closed) == 1)
+    assert [its for its in logs if its["log_level"] == "error"] == []
