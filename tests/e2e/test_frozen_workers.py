@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -125,3 +128,55 @@ def test_a_frozen_worker_silences_its_stream_for_a_few_seconds(
         text, silence_s = cluster.stream(body, lambda count: freeze() if count == 20 else None)
         assert text == undisturbed
         assert silence_s <= LONGEST_SILENCE_S
+
+
+def test_a_frozen_prefill_worker_delays_no_session_of_the_other(
+    cluster: Cluster, make_document: Callable[..., Any]
+) -> None:
+    """The rows of its sessions' answers wait for it; those of others do not wait behind them."""
+    cluster.ready()
+    time.sleep(1.5)
+    body: dict[str, Any] = {
+        "model": "demo",
+        "prompt": make_document(33, num_words=60).text,
+        "max_tokens": 4,
+        "temperature": 0,
+        "logit_bias": {"6": -100},
+        "session_mode": "replace",
+    }
+    sessions: dict[int, list[str]] = {0: [], 1: []}
+    number = 0
+    while min(map(len, sessions.values())) < 4:
+        assert number < 40, sessions
+        session_id = f"stalled-{number}"
+        # A prompt of its own, so that no other session's worker is preferred.
+        first = {**body, "prompt": f"{number} {body['prompt']}", "session_id": session_id}
+        used = last_used(
+            cluster.prefill,
+            "kvferry_prefill_tokens_total",
+            lambda first=first: cluster.stream(first, lambda _: None),
+        )
+        sessions[cluster.prefill.index(used)].append(session_id)
+        number += 1
+    victim = cluster.prefill[0]
+    longer = {**body, "max_tokens": 200}
+    with victim.frozen() as freeze, ThreadPoolExecutor(4) as pool:
+        begun = threading.Barrier(5, timeout=60)
+
+        def stalled(session_id: str) -> None:
+            # What becomes of these streams is the other tests' matter.
+            with contextlib.suppress(AssertionError, httpx.HTTPError):
+                cluster.stream(
+                    {**longer, "session_id": session_id}, lambda count: begun.wait() if count == 5 else None
+                )
+
+        running = [pool.submit(stalled, session_id) for session_id in sessions[0][:4]]
+        begun.wait()
+        freeze()
+        for _ in range(2):
+            for session_id in sessions[1][:4]:
+                begin_s = time.monotonic()
+                cluster.stream({**body, "session_id": session_id}, lambda _: None)
+                assert time.monotonic() - begin_s <= LONGEST_SILENCE_S
+        for its in running:
+            its.result(120)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -175,12 +176,14 @@ async def _start(
     polling = {"status_interval_s": 0.05, "status_timeout_s": 1.0}
     metrics = RouterMetrics()
     timing = settings.pop("timing", Timing(recovery_backoff_s=0.01))
+    clock = settings.pop("clock", time.time)
     config = RouterConfig(**settings)
     app = create_app(
         config,
         prefill=WorkerPool.of_clients("prefill", prefill, **polling),
         decode=WorkerPool.of_clients("decode", decode, **polling),
         timing=timing,
+        clock=clock,
         tokenizer=tokenizer,
         metrics=metrics,
     )

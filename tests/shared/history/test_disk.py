@@ -4,6 +4,7 @@ does. Rows are checked in every load (`kvtest.history`)."""
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import random
 import resource
@@ -281,6 +282,59 @@ def test_a_disk_that_refuses_a_write_costs_the_turn_nothing(make_disk_worker: Ca
     assert worker.store.info(A).tier == "memory"
     assert worker.turn(A, (*tokens(30), 1)) == 30
     assert make_disk_worker().turn(A, (*tokens(30), 1, 2)) == 31
+
+
+_FULL = """
+import errno, json, sys
+from pathlib import Path
+from kvtest.history import Worker
+from kvferry.shared.control.messages import SessionKey
+
+folder, said = Path(sys.argv[1]) / "history", tuple(range(1, 31))
+A = SessionKey(owner="key-a", session_id="s")
+worker = Worker(folder=folder)
+worker.turn(A, said)
+filler = Path(sys.argv[1]) / "filler"
+try:
+    with filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+except OSError as error:
+    assert error.errno == errno.ENOSPC, error
+worker.turn(A, (*said, 1))
+full = dict(worker.failures)
+reused_from_memory = worker.turn(A, (*said, 1, 2))
+filler.unlink()
+unwritten = worker.store.write_behind(60.0)
+worker.turn(A, (*said, 1, 2, 3))
+worker.store.close()
+reused_from_disk = Worker(folder=folder).turn(A, (*said, 1, 2, 3, 4))
+names = sorted(path.suffix for path in folder.rglob("*") if path.is_file())
+print(json.dumps([full, reused_from_memory, unwritten, reused_from_disk, names.count(".tmp")]))
+"""
+
+
+def test_a_disk_that_is_full_costs_the_turn_nothing_and_is_written_once_it_has_room(tmp_path: Path) -> None:
+    mount = 'mount -t tmpfs -o size=256k none "$1" && exec "$2" -c "$3" "$1"'
+    command = ["unshare", "--mount", "sh", "-c", mount, "sh", str(tmp_path), sys.executable, _FULL]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(kvtest.__file__).parents[1]), *sys.path]),
+    }
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=False, env=environment
+        )
+    except FileNotFoundError:
+        pytest.skip("there is no unshare")
+    if "mount:" in done.stderr or "unshare:" in done.stderr:
+        pytest.skip(f"this user may not mount: {done.stderr.strip()[-200:]}")
+    assert done.returncode == 0, done.stderr
+    full, from_memory, unwritten, from_disk, num_partial = json.loads(done.stdout.splitlines()[-1])
+    assert full == {"full": 1}
+    assert (from_memory, from_disk) == (31, 33)
+    assert unwritten == 0
+    assert num_partial == 0
 
 
 def test_what_a_disk_refused_is_written_when_the_worker_drains(

@@ -1,0 +1,99 @@
+"""The system's clock jumps, as after a correction by NTP or a resumed machine: turns, sessions and limits are
+measured by clocks that do not."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvtest.router import eventually
+
+from kvferry.services.router.app import Timing
+
+DAY_S = 86_400.0
+KEY = {"authorization": "Bearer key-a"}
+
+
+@dataclass
+class Clock:
+    """Unix time that can be set."""
+
+    ahead_s: float = 0.0
+
+    def __call__(self) -> float:
+        return _time() + self.ahead_s
+
+
+_time = time.time
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(time, "time", made)
+    return made
+
+
+async def say(stack: Any, content: str, **extra: Any) -> Any:
+    return await stack.client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": content}],
+        temperature=0,
+        max_tokens=4,
+        extra_body={"session_id": "s", "session_mode": "append", **extra},
+    )
+
+
+@pytest.mark.parametrize("jump_s", [3 * DAY_S, -3 * DAY_S])
+@pytest.mark.parametrize("where", ["memory", "redis"])
+async def test_a_turn_and_its_session_go_on_whichever_way_the_clock_jumps(
+    start_stack: Any, redis_server: Any, clock: Clock, jump_s: float, where: str
+) -> None:
+    contents = ["the red castle .", "what is the pin ?", "and the word ?", "the old sailor"]
+    alone = await start_stack()
+    for content in contents:
+        await say(alone, content)
+    timing = Timing(recovery_backoff_s=0.01, sweep_interval_s=0.05, session_lease_s=1.0)
+    redis = {"history_redis": redis_server.url} if where == "redis" else {}
+    stack = await start_stack(clock=clock, timing=timing, **redis)
+    await say(stack, contents[0])
+    stack.script.prefill_delay_s = 2.0
+    running = asyncio.create_task(say(stack, contents[1]))
+    await eventually(lambda: len(stack.prefill[0].requests) == 2)
+    clock.ahead_s = jump_s
+    await asyncio.sleep(0.3)  # several sweeps
+    assert not running.done()
+    assert (await running).usage.completion_tokens == 4
+    stack.script.prefill_delay_s = 0.0
+    await say(stack, contents[2])
+    clock.ahead_s = 0.0
+    await asyncio.sleep(0.3)
+    await say(stack, contents[3])
+    await stack.has_turns("s", 4)
+    asked = [its.prompt_token_ids for its in stack.prefill[0].requests]
+    assert asked == [its.prompt_token_ids for its in alone.prefill[0].requests]
+    assert (await stack.http.get("/ready")).status_code == 200
+    assert stack.metric("recoveries_total", role="prefill") == 0
+    assert stack.metric("session_store_events_total", event="conflict") == 0
+
+
+@pytest.mark.parametrize("jump_s", [DAY_S, -DAY_S])
+async def test_a_keys_minute_has_sixty_seconds(
+    start_stack: Any, clock: Clock, tmp_path: Path, jump_s: float
+) -> None:
+    path = tmp_path / "keys.toml"
+    digest = hashlib.sha256(b"key-a").hexdigest()
+    path.write_text(f'[[key]]\nname = "a"\nhash = "sha256:{digest}"\nrequests_per_minute = 1\n')
+    stack = await start_stack(api_keys_file=str(path), clock=clock)
+    body = {"model": "demo", "messages": [{"role": "user", "content": "the red castle ."}], "max_tokens": 2}
+    answers = []
+    for ahead_s in (0.0, jump_s, 0.0):
+        clock.ahead_s = ahead_s
+        answers.append(await stack.http.post("/v1/chat/completions", json=body, headers=KEY))
+    assert [its.status_code for its in answers] == [200, 429, 429]
+    assert all(1 <= int(its.headers["retry-after"]) <= 60 for its in answers[1:])
