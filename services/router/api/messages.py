@@ -3,6 +3,7 @@ use."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from typing import Any
@@ -39,7 +40,7 @@ _KINDS = {"reasoning": "thinking", "text": "text", "call": "tool_use"}
     "/v1/messages", response_model=AnthropicMessage, summary="Answer as Anthropic's Messages API does"
 )
 async def create_message(request: Request, services: Shared, body: MessagesRequest) -> Response:
-    translation = translate(body)
+    translation = await asyncio.to_thread(translate, body)  # thousands of blocks take tens of milliseconds
     chat, names = translation.chat, translation.names
     completion = begin(request, services, chat, session_of(request, chat))
     assert isinstance(completion, Completion), "a message has one prompt"
@@ -55,7 +56,7 @@ async def create_message(request: Request, services: Shared, body: MessagesReque
 
 @router.post("/v1/messages/count_tokens", summary="Count the tokens of a prompt")
 async def count_tokens(request: Request, services: Shared, body: CountTokensRequest) -> TokensCount:
-    translation = translate(body)
+    translation = await asyncio.to_thread(translate, body)  # thousands of blocks take tens of milliseconds
     model = named_model(services, body.model)
     try:
         prompt = await first_prompt(services, request.state.owner, translation.chat, model)

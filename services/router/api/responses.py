@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from functools import partial
 
@@ -45,7 +46,8 @@ async def create_response(request: Request, services: Shared, body: ResponseRequ
         if previous.document_ids and body.document_ids is None:
             body = body.model_copy(update={"document_ids": list(previous.document_ids)})
             body.model_fields_set.add("document_ids")
-    translation = translate(body, before)
+    # In a thread, because a chat's fields are read again: thousands of items take tens of milliseconds.
+    translation = await asyncio.to_thread(translate, body, before)
     session_id = session_id_of(previous_id) if continues and previous_id is not None else new_session_id()
     session = SessionKey(owner=owner, session_id=session_id) if body.is_stored else None
     if session is not None and not continues:

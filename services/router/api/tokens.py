@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, NotRequired
 
+import msgspec
 from fastapi import Request
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
+from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from kvferry.services.router.api.completions import Shared, keyed_router, named_model
@@ -77,8 +81,9 @@ def _model(services: Services, name: str | None) -> ModelSpec:
 
 
 @router.post("/tokenize", summary="The token ids of a prompt", response_model=Tokens)
-async def tokenize(request: Request, services: Shared, body: TokenizeRequest) -> Any:
+async def tokenize(request: Request, services: Shared, body: TokenizeRequest) -> Response:
     model = _model(services, body.model)
+    token_ids: Callable[[], list[int]]
     if body.messages is not None:
         chat = ChatRequest(
             model=model.name,
@@ -88,15 +93,22 @@ async def tokenize(request: Request, services: Shared, body: TokenizeRequest) ->
             chat_template_kwargs=body.chat_template_kwargs,
         )
         prompt = await first_prompt(services, request.state.owner, chat, model)
-        ids = list(prompt.token_ids)
+        token_ids = partial(list, prompt.token_ids)
     elif body.prompt is not None:
-        ids = await services.prompts.encode(body.prompt, add_special=body.add_special_tokens is not False)
+        add_special = body.add_special_tokens is not False
+        token_ids = partial(services.prompts.encode, body.prompt, add_special=add_special)
     else:
         raise InvalidRequest("prompt is missing; give it or messages", param="prompt")
-    answer = Tokens(count=len(ids), max_model_len=model.max_model_len, tokens=ids)
-    if body.return_token_strs:
-        answer["token_strs"] = await asyncio.to_thread(services.prompts.spellings, ids)
-    return answer
+
+    def answer() -> bytes:
+        ids = token_ids()
+        tokens = Tokens(count=len(ids), max_model_len=model.max_model_len, tokens=ids)
+        if body.return_token_strs:
+            tokens["token_strs"] = services.prompts.spellings(ids)
+        return msgspec.json.encode(tokens)
+
+    # In a thread with all that is made of them: a text of megabytes has millions of tokens.
+    return Response(await asyncio.to_thread(answer), media_type="application/json")
 
 
 @router.post("/detokenize", summary="The text of token ids")

@@ -166,9 +166,9 @@ class PromptBuilder:
                 raise InvalidRequest(f"{other} is given; with {name} it must not be", param=other)
         return grammar
 
-    async def encode(self, text: str, *, add_special: bool) -> list[int]:
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
         """The ids of a text. Raises: InvalidRequest where it is not valid Unicode."""
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special=add_special)
+        return self._tokenizer.encode(text, add_special=add_special)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, with special tokens."""

@@ -1,19 +1,22 @@
 """Bodies of requests: the caller's key is checked, the body is read as strict JSON, and fields have types
 whose errors name what is allowed.
 
-FastAPI reads the parsed body into a route's typed fields; `errors.py` words what they refuse.
+Routes are FastAPI's; `errors.py` words what their fields' types refuse.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.annotated_handlers import GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -105,27 +108,41 @@ class KeyedRoute(APIRoute):
                 request.state.owner = request.app.state.auth.owner(request.headers)
             if request.method == "POST":
                 body = await request.body()
-                check_size(body, max_integers=MAX_VALUES + _max_model_len(request))
-                request = _JsonRequest(request, _parse(body))
+                read = partial(self._read, body, max_integers=MAX_VALUES + _max_model_len(request))
+                fields = read() if len(body) <= _SMALL_BYTES else await asyncio.to_thread(read)
+                request = _JsonRequest(request, fields)
             return await handle(request)
 
         return checked
 
+    def _read(self, body: bytes, *, max_integers: int) -> Any:
+        """The body as the route's fields, which FastAPI takes as they are.
+
+        Raises: InvalidRequest; RequestValidationError where a field is not of its type.
+        """
+        check_size(body, max_integers=max_integers)
+        data = _parse(body)
+        assert self.body_field is not None, "every POST has a body"
+        fields, errors = self.body_field.validate(data, {}, loc=("body",))
+        if errors:
+            raise RequestValidationError(errors, body=data)
+        return fields
+
 
 class _JsonRequest(Request):
-    """A request whose body has been parsed. It is JSON, whatever its Content-Type says."""
+    """A request whose body has been read. It is JSON, whatever its Content-Type says."""
 
-    def __init__(self, request: Request, data: dict[str, Any]) -> None:
+    def __init__(self, request: Request, fields: Any) -> None:
         headers = [header for header in request.scope["headers"] if header[0] != b"content-type"]
         scope = {**request.scope, "headers": [*headers, (b"content-type", b"application/json")]}
         super().__init__(scope, request.receive)
-        self._data = data
+        self._fields = fields
 
     async def body(self) -> bytes:
         return b"{}"  # FastAPI only asks whether there is one
 
-    async def json(self) -> dict[str, Any]:
-        return self._data
+    async def json(self) -> Any:
+        return self._fields
 
 
 def _max_model_len(request: Request) -> int:
@@ -181,6 +198,8 @@ def _digest(key: str) -> str:
 
 
 _MAX_FIELDS = 256
+_SMALL_BYTES = 32 << 10
+"""A larger body is read in a thread, because the event loop would stand still meanwhile."""
 
 MAX_VALUES = 16_384
 """In a body, beside lists of integers: about 5,000 messages, or 128 tools of 100 values each."""

@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import structlog
 from kvtest.router import eventually
 
+from kvferry.services.router.completion.inputs import PromptBuilder
+from kvferry.services.router.completion.requests import ChatRequest
 from kvferry.services.router.config import RouterConfig
+from kvferry.services.router.http import body as body_module
 from kvferry.services.router.http.body import MAX_VALUES, check_size
 from kvferry.shared.certs import tls_name
 from kvferry.shared.errors import InvalidRequest
@@ -126,6 +130,49 @@ def test_long_texts_and_lists_of_tokens_are_not_too_many_values(body: bytes) -> 
     begin_s = time.thread_time()
     check_size(body, max_integers=100_001)
     assert time.thread_time() - begin_s < 1.0, "it takes milliseconds: the work grows with the length alone"
+
+
+LARGE = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 50_000}]}),
+    ("/v1/completions", {"prompt": ["a"] * 16_000}),
+    ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 5_000}),
+    ("/v1/messages", {"max_tokens": 2, "messages": [{"role": "user", "content": "a"}] * 5_000}),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}] * 5_000}),
+    ("/tokenize", {"prompt": "a " * 50_000}),
+    ("/v1/documents", {"text": "a " * 50_000}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), LARGE, ids=[path for path, _ in LARGE])
+async def test_what_takes_long_of_a_large_body_runs_in_a_thread(
+    stack: Any, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
+) -> None:
+    threads: dict[str, set[int]] = {}
+
+    def watch(owner: Any, name: str) -> None:
+        run = getattr(owner, name)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.get_ident())
+            return run(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(body_module, "check_size")
+    watch(body_module, "_parse")
+    watch(ChatRequest, "model_validate")
+    watch(PromptBuilder, "encode")
+    watch(msgspec.json, "encode")
+    model = {} if path == "/v1/documents" else {"model": "demo"}
+    response = await stack.http.post(path, json={**model, **fields})
+    assert response.status_code in (200, 400), response.text
+    if path == "/tokenize":
+        assert response.json()["count"] == len(response.json()["tokens"]) == 50_000
+        assert {"encode"} <= threads.keys()
+    elif "input" in fields or "messages" in path:
+        assert {"model_validate"} <= threads.keys()
+    assert {"check_size", "_parse"} <= threads.keys()
+    assert threading.get_ident() not in set().union(*threads.values()), threads
 
 
 def test_tokenizing_lets_other_threads_run(tokenizer: ChatTokenizer) -> None:
