@@ -54,6 +54,7 @@ TEMPLATE_FIELDS = ("name", "tool_call_id", "tool_calls", "reasoning_content")
 _BASE_ROLES = ("system", "user", "assistant")
 _TEMPLATE_ROLES = ("tool", "function", "ipython")
 _ALIASES = {"developer": "system"}
+_SEARCHED_AT_ONCE = 1 << 16
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -114,8 +115,8 @@ class ChatTokenizer:
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         special = [token for token in added.values() if token.special]
         roles = [token for token in added.values() if not token.special and token.content.strip() in template]
-        self._spelled_special = _spelling(special)
-        self._spelled_marker = _spelling([*special, *(its for its in roles if its.content.strip())])
+        self._spelled_special = _Spellings.of(special)
+        self._spelled_marker = _Spellings.of([*special, *(its for its in roles if its.content.strip())])
         """Also added tokens that the template writes: in some models those of roles are not special."""
         self._has_byte_fallback = _has_byte_fallback(json.loads(self._backend.to_str())["decoder"])
 
@@ -305,12 +306,12 @@ class ChatTokenizer:
             inputs = TemplateInputs(*self._mark(parts, marker, self._spelled_marker))
         return self._apply_template(prepared, inputs), marker
 
-    def _mark(self, value: Any, marker: str, spelled: re.Pattern[str] | None) -> Any:
-        """The value with every spelling of a token of the pattern in its texts interrupted."""
+    def _mark(self, value: Any, marker: str, spelled: _Spellings | None) -> Any:
+        """The value with every spelling of these tokens in its texts interrupted."""
         if spelled is None:
             return value
         if isinstance(value, str):
-            return spelled.sub(lambda match: match.group(0) + marker, value)
+            return spelled.interrupted(value, marker)
         if isinstance(value, dict):
             return {
                 self._mark(key, marker, spelled): self._mark(item, marker, spelled)
@@ -466,14 +467,43 @@ def _last_match(messages: Sequence[ChatMessage], recorded: RecordedConversation)
     return found
 
 
-def _spelling(special: list[Any]) -> re.Pattern[str] | None:
-    """Matches the first character of every spelling of a special token, including overlapping ones."""
-    spellings = [
-        f"(?i:{re.escape(token.content)})" if token.normalized else re.escape(token.content)
-        for token in special
-        if len(token.content) > 1
-    ]
-    return re.compile(rf"(?s)(?=(?:{'|'.join(spellings)})).") if spellings else None
+class _Spellings(NamedTuple):
+    """How some tokens are spelled.
+
+    Attributes:
+        begin: matches the first character of every spelling, including overlapping ones.
+        longest: characters of the longest one.
+    """
+
+    begin: re.Pattern[str]
+    longest: int
+
+    @classmethod
+    def of(cls, tokens: list[Any]) -> _Spellings | None:
+        found = [token for token in tokens if len(token.content) > 1]
+        spellings = [
+            f"(?i:{re.escape(token.content)})" if token.normalized else re.escape(token.content)
+            for token in found
+        ]
+        if not spellings:
+            return None
+        pattern = re.compile(rf"(?s)(?=(?:{'|'.join(spellings)})).")
+        return cls(pattern, max(len(token.content) for token in found))
+
+    def interrupted(self, text: str, marker: str) -> str:
+        """The text with a marker after the first character of each spelling.
+
+        It is searched in pieces, because a search of megabytes would hold Python's lock until its end.
+        """
+        pieces, done = [], 0
+        for first in range(0, len(text), _SEARCHED_AT_ONCE):
+            end = first + _SEARCHED_AT_ONCE
+            for match in self.begin.finditer(text, first, end + self.longest):
+                if match.start() >= end:
+                    break
+                pieces += [text[done : match.end()], marker]
+                done = match.end()
+        return "".join([*pieces, text[done:]])
 
 
 def _unused(messages: Sequence[Message], character: str) -> str:

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.xdist_group("stack"), pytest.mark.timeout(600)]
 OUTAGE_S = 60.0
 BACK_TIMEOUT_S = 60.0
 SESSIONS = tuple(f"s{number}" for number in range(4))
-REFUSALS = {"store_unavailable", "session_pending", "session_busy"}
+REFUSALS = {"overloaded", "session_pending", "session_busy"}
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 
 

@@ -16,6 +16,8 @@ import httpx
 import msgspec
 import pytest
 import structlog
+from hypothesis import given
+from hypothesis import strategies as st
 from kvtest.router import eventually
 
 from kvferry.services.router.completion.inputs import PromptBuilder
@@ -130,6 +132,37 @@ def test_long_texts_and_lists_of_tokens_are_not_too_many_values(body: bytes) -> 
     begin_s = time.thread_time()
     check_size(body, max_integers=100_001)
     assert time.thread_time() - begin_s < 1.0, "it takes milliseconds: the work grows with the length alone"
+
+
+JSON = st.recursive(
+    st.none() | st.floats(allow_nan=False, allow_infinity=False) | st.text('a\\"[{,:\x00é', max_size=12),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text('a\\",', max_size=6), inner),
+    max_leaves=30,
+)
+
+
+@given(tree=JSON, cut=st.integers(0, 20), at_once=st.integers(1, 40), indent=st.sampled_from([None, 1]))
+def test_values_are_counted_in_pieces_as_one_by_one(
+    tree: Any, cut: int, at_once: int, indent: int | None
+) -> None:
+    body = json.dumps(tree, indent=indent).encode()
+    body = body[: len(body) - cut] or b"["  # may end in the midst of a text
+    num_values, in_text, escaped = 0, False, False
+    for byte in body:
+        if in_text:
+            in_text = escaped or byte != ord('"')
+            escaped = not escaped and byte == ord("\\")
+        else:
+            in_text = byte == ord('"')
+            num_values += byte in b",[{"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(body_module, "_SEARCHED_AT_ONCE", at_once)
+        patch.setattr(body_module, "MAX_VALUES", num_values)
+        check_size(body, max_integers=0)
+        patch.setattr(body_module, "MAX_VALUES", num_values - 1)
+        if num_values:
+            with pytest.raises(InvalidRequest, match="JSON values"):
+                check_size(body, max_integers=0)
 
 
 LARGE = [

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from kvferry.shared.errors import ConfigurationError, InvalidRequest, UnsupportedModel
-from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.model import tokenizer as tokenizer_module
+from kvferry.shared.model.tokenizer import ChatTokenizer, _Spellings
 
 PROPERTY = settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -192,3 +193,19 @@ def test_role_markers_that_are_added_tokens_stay_text_in_users_messages(
     answer = {"role": "assistant", "content": "<think> hm"}
     ids = chat.render([{"role": "user", "content": "hi"}, answer, {"role": "user", "content": "on"}])
     assert (ids.count(user), ids.count(assistant), ids.count(think)) == (2, 2, 2)
+
+
+@PROPERTY
+@given(text=st.text("<|end>END a\n", max_size=60), at_once=st.integers(1, 30))
+def test_spellings_are_found_in_pieces_as_in_the_whole(text: str, at_once: int) -> None:
+    tokens = [
+        tokenizers.AddedToken("<|end|>", normalized=False),
+        tokenizers.AddedToken("end", normalized=True),
+        tokenizers.AddedToken("<|", normalized=False),
+    ]
+    spellings = _Spellings.of(tokens)
+    assert spellings is not None
+    whole = spellings.begin.sub(lambda match: match.group(0) + "#", text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "_SEARCHED_AT_ONCE", at_once)
+        assert spellings.interrupted(text, "#") == whole
