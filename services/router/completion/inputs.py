@@ -277,15 +277,15 @@ class PromptBuilder:
         Raises: InvalidRequest where the model's template has no system messages.
         """
 
-        def render(question: str) -> list[int]:
+        def render(question: str) -> tuple[int, ...]:
             messages = Preamble(text=text).before((ChatMessage("user", question),))
-            return self._tokenizer.render([message.for_template() for message in messages])
+            return tuple(self._tokenizer.render([message.for_template() for message in messages]))
 
         try:
             one, other = await asyncio.gather(*(asyncio.to_thread(render, word) for word in ("a", "0 b")))
         except InvalidRequest as error:
             raise InvalidRequest(f"documents need system messages: {error.message}", param="text") from None
-        return tuple(one[: common_prefix(tuple(one), tuple(other))])
+        return await asyncio.to_thread(lambda: one[: common_prefix(one, other)])
 
     def _chat(
         self, request: ChatRequest, record: SessionRecord | None, mode: str, preamble: Preamble | None
