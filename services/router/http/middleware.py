@@ -335,6 +335,9 @@ class BoundedH11Protocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.conn.our_state is h11.IDLE:
+            # An idle connection would have its last request in memory.
+            self.cycle = self.scope = self.headers = None  # type: ignore[assignment]
         if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0] and self._head_timer is None:
             self._arm_head_timer()
 
