@@ -3,6 +3,7 @@
 # make policies  an environment with checkov, for the tests of the manifests; test makes it where it can
 # make debian  the Debian packages that some tests need; test does it by itself where it may
 # make lm-eval an environment with lm-eval for the test that runs it; test does it by itself where it can
+# make schemathesis, make atheris  the tools of the fuzzing tests, each by itself; test makes them where it can
 # make lint | types | clean
 # make release VERSION=1.2.3   version, changelog, wheel, sdist, commit and tag; see tools/release.py
 # make bench-peers  measure beside vLLM's CPU build, which it installs into an environment of its own; ARGS go to benchmarks/peers.py
@@ -15,6 +16,8 @@ VENV ?= .venv
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 LM_EVAL := $(VENV)-lm-eval/bin/lm_eval
+SCHEMATHESIS := $(VENV)-schemathesis/bin/schemathesis
+ATHERIS := $(VENV)-atheris
 LM_EVAL_PACKAGES := 'lm_eval[api]==0.4.13' transformers
 DEBIAN_PACKAGES := redis-server prometheus docker.io mmdebstrap iproute2 iptables chromium
 
@@ -25,15 +28,17 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
 
-.PHONY: serve test debian lm-eval policies lint types contracts audit bench-peers hashed hashes release clean
+.PHONY: serve test debian lm-eval schemathesis atheris policies lint types contracts audit bench-peers hashed hashes release clean
 .DEFAULT_GOAL := serve
 
 serve: $(INSTALLED)
 	@exec $(BIN)/kvferry serve $(ARGS)
 
 # The container tests need both processors, so they come last and by themselves.
-test: debian lm-eval policies lint types contracts
-	LM_EVAL_COMMAND="$$(realpath -e $(LM_EVAL) 2>/dev/null)" $(BIN)/pytest $(PYTEST_ARGS) --ignore tests/containers
+test: debian lm-eval schemathesis atheris policies lint types contracts
+	LM_EVAL_COMMAND="$$(realpath -e $(LM_EVAL) 2>/dev/null)" \
+	SCHEMATHESIS_COMMAND="$$(realpath -e $(SCHEMATHESIS) 2>/dev/null)" \
+	ATHERIS_PATH="$$(realpath -e $(ATHERIS) 2>/dev/null)" $(BIN)/pytest $(PYTEST_ARGS) --ignore tests/containers
 	$(BIN)/pytest tests/containers
 
 # checkov pins packages that the services have other versions of, so it has an environment of its own.
@@ -62,6 +67,18 @@ lm-eval:
 		$(VENV)-lm-eval/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile \
 			-c constraints.txt $(LM_EVAL_PACKAGES); } || \
 		echo "lm-eval could not be installed; its test skips, and says why" >&2
+
+# Makes requests from the router's own description. It pins packages that the services have in other versions.
+schemathesis:
+	@[ -x $(SCHEMATHESIS) ] || { $(PYTHON) -m venv $(VENV)-schemathesis && \
+		$(VENV)-schemathesis/bin/python -m pip --disable-pip-version-check --no-input install --quiet \
+			schemathesis==4.32.5; } || \
+		echo "schemathesis could not be installed; its test skips, and says why" >&2
+
+# A folder by itself, because it is for Linux and some versions of Python only.
+atheris: $(INSTALLED_DEV)
+	@[ -d $(ATHERIS)/atheris ] || $(PIP) install --quiet --target $(ATHERIS) atheris==3.0.0 || \
+		echo "atheris could not be installed; its test skips, and says why" >&2
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check
@@ -103,7 +120,7 @@ release: $(INSTALLED_DEV)
 	$(BIN)/python tools/release.py "$(VERSION)"
 
 clean:
-	rm -rf $(VENV) $(VENV)-audit $(VENV)-lm-eval $(VENV)-uv $(POLICIES) $(VENV)-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-lm-eval $(VENV)-schemathesis $(ATHERIS) $(VENV)-uv $(POLICIES) $(VENV)-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -37,6 +37,10 @@ from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.silence import SilenceTimer
 
 ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "description": "error"}}
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
+"""That a route's answer is a stream of events where the request says so."""
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -78,13 +82,21 @@ router = keyed_router()
 
 
 @router.post(
-    "/v1/chat/completions", response_model=ChatCompletion, summary="Answer a conversation, streamed or not"
+    "/v1/chat/completions",
+    response_model=ChatCompletion,
+    responses=STREAMED,
+    summary="Answer a conversation, streamed or not",
 )
 async def chat(request: Request, services: Shared, body: ChatRequest) -> Response:
     return _complete(request, services, body)
 
 
-@router.post("/v1/completions", response_model=TextCompletion, summary="Continue a text, streamed or not")
+@router.post(
+    "/v1/completions",
+    response_model=TextCompletion,
+    responses=STREAMED,
+    summary="Continue a text, streamed or not",
+)
 async def text(request: Request, services: Shared, body: TextRequest) -> Response:
     return _complete(request, services, body)
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from kvferry.services.router.api.answers import AnthropicMessage, TokensCount
 from kvferry.services.router.api.completions import (
+    STREAMED,
     CompletionResponse,
     Shared,
     begin,
@@ -37,7 +38,10 @@ _KINDS = {"reasoning": "thinking", "text": "text", "call": "tool_use"}
 
 
 @router.post(
-    "/v1/messages", response_model=AnthropicMessage, summary="Answer as Anthropic's Messages API does"
+    "/v1/messages",
+    response_model=AnthropicMessage,
+    responses=STREAMED,
+    summary="Answer as Anthropic's Messages API does",
 )
 async def create_message(request: Request, services: Shared, body: MessagesRequest) -> Response:
     translation = await asyncio.to_thread(translate, body)  # thousands of blocks take tens of milliseconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response
@@ -28,6 +29,12 @@ def _check_access(request: Request, services: Shared) -> None:
     """Pages and metrics are open, or need a key, as the options say."""
     if not services.config.metrics_are_open:
         request.app.state.auth.owner(request.headers, "metrics")
+
+
+def _text(media_type: str) -> dict[str, Any]:
+    """How a route is described whose answer is no JSON; its errors are."""
+    content = {media_type: {"schema": {"type": "string"}}}
+    return {"response_class": Response, "responses": {200: {"content": content}}}
 
 
 restricted = APIRouter(redirect_slashes=False, responses=ERRORS, dependencies=[Depends(_check_access)])
@@ -108,7 +115,7 @@ async def ready(services: Shared) -> Status:
     return {"status": "ready"}
 
 
-@restricted.get("/metrics", summary="Prometheus metrics; ?all=1 includes the workers'")
+@restricted.get("/metrics", summary="Prometheus metrics; ?all=1 includes the workers'", **_text("text/plain"))
 async def get_metrics(services: Shared, all: str = "0") -> Response:
     extra = []
     if all not in ("", "0"):
@@ -119,7 +126,7 @@ async def get_metrics(services: Shared, all: str = "0") -> Response:
     return Response(text, media_type=exposition.CONTENT_TYPE)
 
 
-@restricted.get("/", summary="The playground page")
+@restricted.get("/", summary="The playground page", **_text("text/html"))
 async def get_playground() -> Response:
     return page_response("playground")
 
@@ -135,6 +142,6 @@ async def get_openapi(request: Request) -> Response:
     return JSONResponse(request.app.openapi())
 
 
-@restricted.get("/docs", summary="This description as a page")
+@restricted.get("/docs", summary="This description as a page", **_text("text/html"))
 async def get_docs() -> Response:
     return page_response("docs")

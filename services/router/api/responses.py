@@ -10,7 +10,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from kvferry.services.router.api.answers import DeletedResponse, ResponseObject
-from kvferry.services.router.api.completions import Shared, begin, keyed_router, named_model
+from kvferry.services.router.api.completions import STREAMED, Shared, begin, keyed_router, named_model
 from kvferry.services.router.api.response_answer import ResponsesAnswer, ended, head_of
 from kvferry.services.router.completion.chain import (
     SESSION_PREFIX,
@@ -31,7 +31,12 @@ from kvferry.shared.model.tokenizer import ChatMessage
 router = keyed_router()
 
 
-@router.post("/v1/responses", response_model=ResponseObject, summary="Answer as OpenAI's Responses API does")
+@router.post(
+    "/v1/responses",
+    response_model=ResponseObject,
+    responses=STREAMED,
+    summary="Answer as OpenAI's Responses API does",
+)
 async def create_response(request: Request, services: Shared, body: ResponseRequest) -> Response:
     body = body.model_copy(update={"model": named_model(services, body.model).name})
     owner, previous_id = request.state.owner, body.previous_response_id

@@ -48,3 +48,31 @@ async def test_the_description_follows_the_metrics_option(start_stack: Any) -> N
     stack = await start_stack(api_keys="key-a", metrics_access="key")
     for path in ("/openapi.json", "/docs", "/example"):
         assert (await stack.http.get(path)).status_code == 401
+
+
+async def test_answers_have_the_types_that_it_says(stack: Any) -> None:
+    document = (await stack.http.get("/openapi.json")).json()
+
+    def described(method: str, path: str, status: str) -> set[str]:
+        return set(document["paths"][path][method]["responses"][status]["content"])
+
+    pages = [path for path, its in document["paths"].items() if "get" in its and "{" not in path]
+    assert {"/", "/docs", "/metrics", "/health"} <= set(pages)
+    for path in pages:
+        content_type = (await stack.http.get(path)).headers["content-type"].partition(";")[0]
+        assert described("get", path, "200") == {content_type}, path
+        assert described("get", path, "default") == {"application/json"}, path
+    asked = {"model": "demo", "max_tokens": 2}
+    chat = {"messages": [{"role": "user", "content": "the red castle ."}]}
+    for path, fields in {
+        "/v1/chat/completions": asked | chat,
+        "/v1/completions": {**asked, "prompt": "the red castle ."},
+        "/v1/messages": asked | chat,
+        "/v1/responses": {"model": "demo", "input": "the red castle .", "max_output_tokens": 2},
+    }.items():
+        types = set()
+        for stream in (False, True):
+            answer = await stack.http.post(path, json={**fields, "stream": stream})
+            assert answer.status_code == 200, answer.text
+            types.add(answer.headers["content-type"].partition(";")[0])
+        assert described("post", path, "200") == types, path
