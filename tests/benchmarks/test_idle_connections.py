@@ -13,9 +13,9 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "idle_connections.py"
 RESULT = SCRIPT.parent / "results" / "idle-connections" / "cpu.json"
-COUNT = 500
-MAX_BYTES_EACH = 32 << 10
-"""A connection that had its last request in memory took more than ten times as much."""
+COUNT = 1000
+MAX_BYTES_EACH = 64 << 10
+"""Those that had their last request in memory took 339 kB."""
 
 pytestmark = pytest.mark.xdist_group("walk")
 
