@@ -27,9 +27,7 @@ CHECKS = (
 
 pytestmark = [
     pytest.mark.xdist_group("fuzz"),
-    pytest.mark.skipif(
-        COMMAND is None, reason="schemathesis is missing; make schemathesis installs it"
-    ),
+    pytest.mark.skipif(COMMAND is None, reason="schemathesis is missing; make schemathesis installs it"),
 ]
 
 
