@@ -37,7 +37,7 @@ def test_no_request_of_schemathesis_gets_an_answer_that_the_document_lacks(
     assert COMMAND is not None
     options = [
         *("run", f"{base_url}/openapi.json", "--phases", "examples,coverage,fuzzing"),
-        *("--checks", ",".join(CHECKS), "--max-examples", "10", "--seed", "1", "--generation-deterministic"),
+        *("--checks", ",".join(CHECKS), "--max-examples", "5", "--seed", "1", "--generation-deterministic"),
         *("--request-timeout", "20", "--no-color", "--no-shrink"),
         *("--header", "Authorization: Bearer key-a", "--warnings", "off", "--continue-on-failure"),
     ]
