@@ -56,17 +56,25 @@ EVENT_BYTES = 60
 """Of a token's message from decode, about."""
 BARE = """
 import asyncio, sys
+tokens, pace_s, content = int(sys.argv[2]), float(sys.argv[3]), sys.argv[4].encode().ljust(220) + b"\\n\\n"
+step = None
+async def steps():
+    global step
+    while True:
+        step = asyncio.Event()
+        await asyncio.sleep(pace_s)
+        step.set()
 async def app(scope, receive, send):
     if scope["type"] != "http": return
+    if step is None: app.steps = asyncio.create_task(steps()); await asyncio.sleep(0)
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
-    for _ in range(%d):
-        await asyncio.sleep(%f)
-        await send({"type": "http.response.body", "body": sys.argv[-1].encode().ljust(220) + b"\\n\\n", "more_body": True})
+    for _ in range(tokens):
+        await step.wait()
+        await send({"type": "http.response.body", "body": content, "more_body": True})
     await send({"type": "http.response.body", "body": b"data: [DONE]\\n\\n"})
 import uvicorn
 uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
 """  # noqa: E501
-
 READER = """
 import asyncio, json, sys, time
 import grpc.aio
@@ -261,8 +269,8 @@ async def measure_streams(folder: Path, rounds: int, num_tokens: int) -> dict[st
             stack, folder, "router-streams", stack.enter_context(workers(folder, 1, STREAM_PACE_S))
         )
         port = free_port()
-        script = BARE % (num_tokens, STREAM_PACE_S)
-        bare = subprocess.Popen([sys.executable, "-c", script, str(port), 'data: {"choices": []}'])
+        sizes = [str(its) for its in (port, num_tokens, STREAM_PACE_S)]
+        bare = subprocess.Popen([sys.executable, "-c", BARE, *sizes, 'data: {"choices": []}'])
         stack.callback(bare.wait, 30)
         stack.callback(bare.kill)
         targets = {"router": (router.address, router.pid), "bare": (f"127.0.0.1:{port}", bare.pid)}

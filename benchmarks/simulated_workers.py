@@ -3,9 +3,10 @@ of `real_cluster.py`.
 
     python benchmarks/simulated_workers.py --workers 16 --pace-s 0.02 --ready-file FILE
 
-So many workers of each role listen on ports of their own in one process. Their engine gives a token every
-`--pace-s`; nothing is computed and no KV is shipped. Prefill takes one prompt after another, for `--stored-s`
-where it has the session's history and for `--whole-s` otherwise. Runs until its standard input ends.
+So many workers of each role listen on ports of their own in one process. Their engine takes a step every
+`--pace-s`, which gives each running request a token; nothing is computed and no KV is shipped. Prefill takes
+one prompt after another, for `--stored-s` where it has the session's history and for `--whole-s` otherwise.
+Runs until its standard input ends.
 """
 
 from __future__ import annotations
@@ -64,6 +65,27 @@ class QueuedPrefill(ScriptedPrefill):
             yield event
 
 
+class SteppedDecode(ScriptedDecode):
+    """Gives all running requests a token at the same time, once a step, as decode does.
+
+    Made in a running event loop.
+    """
+
+    def __init__(self, script: Script, wire: Wire) -> None:
+        super().__init__(script, wire)
+        self._step = asyncio.Event()
+        self._steps = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self.script.token_delay_s)
+            step, self._step = self._step, asyncio.Event()
+            step.set()
+
+    async def next_step(self) -> None:
+        await self._step.wait()
+
+
 async def run(arguments: argparse.Namespace) -> None:
     tokenizer = ChatTokenizer.load(DEMO_MODEL)
     script = Script(
@@ -78,7 +100,7 @@ async def run(arguments: argparse.Namespace) -> None:
     prefill = [
         await serve_control(listen=listen, prefill=QueuedPrefill(script, wire, **times)) for _ in numbers
     ]
-    decode = [await serve_control(listen=listen, decode=ScriptedDecode(script, wire)) for _ in numbers]
+    decode = [await serve_control(listen=listen, decode=SteppedDecode(script, wire)) for _ in numbers]
     addresses = {
         role: ",".join(its.address for its in servers)
         for role, servers in (("prefill", prefill), ("decode", decode))

@@ -39,6 +39,11 @@ class DecodeStub:
                 request_serializer=kvferry_dot_proto_dot_control__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=kvferry_dot_proto_dot_control__pb2.GenerateEvent.FromString,
                 _registered_method=True)
+        self.Events = channel.unary_stream(
+                '/kvferry.control.v1.Decode/Events',
+                request_serializer=kvferry_dot_proto_dot_control__pb2.EventsRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_control__pb2.EventsOfCalls.FromString,
+                _registered_method=True)
         self.Finish = channel.unary_unary(
                 '/kvferry.control.v1.Decode/Finish',
                 request_serializer=kvferry_dot_proto_dot_control__pb2.FinishRequest.SerializeToString,
@@ -61,6 +66,14 @@ class DecodeServicer:
 
     def Generate(self, request, context):
         """Reserve memory, receive the prompt's KV, then stream tokens. Cancelling the call frees the request's memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Events(self, request, context):
+        """Carry what the calls of Generate that name this stream would send after TransferAccepted, so that the tokens of
+        one step travel in one message. Calls can name the stream once its first message has come.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,6 +106,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=kvferry_dot_proto_dot_control__pb2.GenerateRequest.FromString,
                     response_serializer=kvferry_dot_proto_dot_control__pb2.GenerateEvent.SerializeToString,
+            ),
+            'Events': grpc.unary_stream_rpc_method_handler(
+                    servicer.Events,
+                    request_deserializer=kvferry_dot_proto_dot_control__pb2.EventsRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_control__pb2.EventsOfCalls.SerializeToString,
             ),
             'Finish': grpc.unary_unary_rpc_method_handler(
                     servicer.Finish,
@@ -137,6 +155,33 @@ class Decode:
             '/kvferry.control.v1.Decode/Generate',
             kvferry_dot_proto_dot_control__pb2.GenerateRequest.SerializeToString,
             kvferry_dot_proto_dot_control__pb2.GenerateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Events(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvferry.control.v1.Decode/Events',
+            kvferry_dot_proto_dot_control__pb2.EventsRequest.SerializeToString,
+            kvferry_dot_proto_dot_control__pb2.EventsOfCalls.FromString,
             options,
             channel_credentials,
             insecure,

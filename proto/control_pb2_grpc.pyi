@@ -38,6 +38,10 @@ class DecodeStub:
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_control_pb2.GenerateRequest, _control_pb2.GenerateEvent]
     """Reserve memory, receive the prompt's KV, then stream tokens. Cancelling the call frees the request's memory."""
+    Events: _grpc.UnaryStreamMultiCallable[_control_pb2.EventsRequest, _control_pb2.EventsOfCalls]
+    """Carry what the calls of Generate that name this stream would send after TransferAccepted, so that the tokens of
+    one step travel in one message. Calls can name the stream once its first message has come.
+    """
     Finish: _grpc.UnaryUnaryMultiCallable[_control_pb2.FinishRequest, _control_pb2.FinishResponse]
     """End a completion early. Its stream still sends GenerationFinished and, where requested, HistoryReturned."""
     DropSession: _grpc.UnaryUnaryMultiCallable[_control_pb2.SessionKey, _control_pb2.HistoryInfo]
@@ -49,6 +53,10 @@ class DecodeAsyncStub(DecodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_control_pb2.GenerateRequest, _control_pb2.GenerateEvent]  # type: ignore[assignment]
     """Reserve memory, receive the prompt's KV, then stream tokens. Cancelling the call frees the request's memory."""
+    Events: _aio.UnaryStreamMultiCallable[_control_pb2.EventsRequest, _control_pb2.EventsOfCalls]  # type: ignore[assignment]
+    """Carry what the calls of Generate that name this stream would send after TransferAccepted, so that the tokens of
+    one step travel in one message. Calls can name the stream once its first message has come.
+    """
     Finish: _aio.UnaryUnaryMultiCallable[_control_pb2.FinishRequest, _control_pb2.FinishResponse]  # type: ignore[assignment]
     """End a completion early. Its stream still sends GenerationFinished and, where requested, HistoryReturned."""
     DropSession: _aio.UnaryUnaryMultiCallable[_control_pb2.SessionKey, _control_pb2.HistoryInfo]  # type: ignore[assignment]
@@ -63,6 +71,16 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_control_pb2.GenerateEvent], _abc.AsyncIterator[_control_pb2.GenerateEvent]]:
         """Reserve memory, receive the prompt's KV, then stream tokens. Cancelling the call frees the request's memory."""
+
+    @_abc_1.abstractmethod
+    def Events(
+        self,
+        request: _control_pb2.EventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_control_pb2.EventsOfCalls], _abc.AsyncIterator[_control_pb2.EventsOfCalls]]:
+        """Carry what the calls of Generate that name this stream would send after TransferAccepted, so that the tokens of
+        one step travel in one message. Calls can name the stream once its first message has come.
+        """
 
     @_abc_1.abstractmethod
     def Finish(

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar, cast
 
 import grpc
 
 from kvferry.shared.certs import Certs, Role, tls_name
 from kvferry.shared.control.codec import DECODE, PREFILL, Method, Service
+from kvferry.shared.control.event_streams import EVENTS_KEY
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
+    EventsOfCalls,
+    EventsRequest,
     GenerateEvent,
     GenerateRequest,
     HistoryInfo,
@@ -28,12 +31,14 @@ from kvferry.shared.control.messages import (
     PrefixRequest,
     RedirectRequest,
     SessionKey,
+    TransferAccepted,
     WorkerStatus,
 )
 from kvferry.shared.control.seal import SEALED_KEY, Seal, new_call_id
 from kvferry.shared.control.server import DEFAULT_MAX_MESSAGE_BYTES, REQUEST_ID_KEY, size_limits
+from kvferry.shared.control.shared_events import Ended, Item, SharedEvents
 from kvferry.shared.control.status import from_status
-from kvferry.shared.errors import InvalidRequest, PayloadTooLarge, WorkerUnavailable
+from kvferry.shared.errors import InvalidRequest, KvferryError, PayloadTooLarge, WorkerUnavailable
 from kvferry.shared.silence import SilenceTimer
 from kvferry.shared.telemetry import carrier
 
@@ -105,12 +110,25 @@ class _Client:
             return method.response.decode(Seal(method.path, call_id).open(await call))
 
     async def _stream(
-        self, name: str, request: Any, timeout_s: float, request_id: str
+        self,
+        name: str,
+        request: Any,
+        timeout_s: float | None,
+        request_id: str = "",
+        *,
+        call_id: str = "",
+        events_id: str = "",
+        answered: dict[str, str | bytes] | None = None,
     ) -> AsyncGenerator[Any, None]:
+        """Args:
+        call_id: "": a new one.
+        events_id: of the stream that may carry the call's events, "" for none.
+        answered: gets the answer's metadata before the first message is yielded.
+        """
         method = self._service.methods[name]
-        start, call_id = self._channel.unary_stream(method.path, None, None), new_call_id()
+        start, call_id = self._channel.unary_stream(method.path, None, None), call_id or new_call_id()
         decode, seal = method.response.decode, Seal(method.path, call_id)
-        async with self._call(start, method, request, timeout_s, request_id, call_id) as call:
+        async with self._call(start, method, request, timeout_s, request_id, call_id, events_id) as call:
             silent = asyncio.Event()
 
             def give_up() -> None:
@@ -126,6 +144,9 @@ class _Client:
                         if data is _EOF:
                             return
                         if message := seal.open(data):  # an empty one is a sign of life
+                            if answered is not None:
+                                answered.update(await call.initial_metadata())
+                                answered = None
                             yield decode(message)
                 except (asyncio.CancelledError, grpc.aio.AioRpcError):
                     task = asyncio.current_task()
@@ -141,9 +162,10 @@ class _Client:
         start: Callable[..., Any],
         method: Method,
         request: Any,
-        timeout_s: float,
+        timeout_s: float | None,
         request_id: str,
         call_id: str,
+        events_id: str = "",
     ) -> AsyncGenerator[Any, None]:
         """A call that is cancelled on leaving, and whose failures are raised as errors of ours."""
         message = Seal(method.path, call_id).close(method.request.encode(request))
@@ -152,7 +174,7 @@ class _Client:
                 f"the request is {len(message)} bytes for a worker; it may be {self._max_message_bytes}"
             )
         try:
-            call = start(message, timeout=timeout_s, metadata=_metadata(request_id, call_id))
+            call = start(message, timeout=timeout_s, metadata=_metadata(request_id, call_id, events_id))
         except grpc.aio.UsageError:
             raise WorkerUnavailable(
                 f"the connection to {self._address} was closed", reason="closed"
@@ -195,8 +217,43 @@ class GrpcDecodeClient(_Client):
     _service = DECODE
     _role = "decode"
 
-    def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[GenerateEvent, None]:
-        return self._stream("Generate", request, timeout_s, request.request_id)
+    def __init__(self, address: str, **options: Any) -> None:
+        super().__init__(address, **options)
+        self._events = SharedEvents(self._shared_events)
+
+    async def close(self) -> None:
+        await self._events.close()
+        await super().close()
+
+    async def generate(
+        self, request: GenerateRequest, *, timeout_s: float
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """What comes after TransferAccepted may come by the stream that calls share."""
+        events, call_id, answered = self._events, new_call_id(), dict[str, str | bytes]()
+        events.begin()
+        own = self._stream(
+            "Generate",
+            request,
+            timeout_s,
+            request.request_id,
+            call_id=call_id,
+            events_id=events.stream_id,
+            answered=answered,
+        )
+        with events.queue(call_id) as queue:
+            async with aclosing(own):
+                async for event in own:
+                    yield event
+                    if EVENTS_KEY in answered and isinstance(event, TransferAccepted):
+                        break
+                else:
+                    return
+                async with aclosing(_rest(own, queue, self._address)) as rest:
+                    async for event in rest:
+                        yield event
+
+    def _shared_events(self, request: EventsRequest) -> AsyncGenerator[EventsOfCalls, None]:
+        return self._stream("Events", request, None)
 
     def finish(self, request_id: str, *, timeout_s: float) -> _Answer[None]:
         return self._unary("Finish", request_id, timeout_s, request_id)
@@ -233,7 +290,33 @@ class GrpcPrefillClient(_Client):
         return self._unary("PendingTurn", session, timeout_s)
 
 
-def _metadata(request_id: str, call_id: str) -> tuple[tuple[str, str], ...]:
+async def _rest(
+    own: AsyncGenerator[GenerateEvent, None], queue: asyncio.Queue[Item], address: str
+) -> AsyncGenerator[GenerateEvent, None]:
+    """The events that come by the shared stream. The call's own stream says whether it fails, and ends."""
+    end = asyncio.create_task(anext(own, None))
+    end.add_done_callback(lambda _: queue.put_nowait(None))
+    late: asyncio.TimerHandle | None = None
+    try:
+        while not isinstance(item := await queue.get(), Ended):
+            if isinstance(item, KvferryError):
+                raise item
+            if item is not None:
+                yield item
+            elif end.result() is not None:
+                raise WorkerUnavailable(f"{address} sent an event by the wrong stream", reason="bad_answer")
+            else:  # it ended as it should; the last events are on their way
+                silent = WorkerUnavailable(f"{address} did not send a call's last events", reason="silent")
+                late = asyncio.get_running_loop().call_later(IDLE_LIMIT_S, queue.put_nowait, silent)
+    finally:
+        if late is not None:
+            late.cancel()
+        end.cancel()
+        await asyncio.wait((end,))
+
+
+def _metadata(request_id: str, call_id: str, events_id: str) -> tuple[tuple[str, str], ...]:
     sendable = request_id.isascii() and request_id.isprintable()
     named = ((REQUEST_ID_KEY, request_id),) if request_id and sendable else ()
-    return (*named, (SEALED_KEY, call_id), *carrier().items())
+    shared = ((EVENTS_KEY, events_id),) if events_id else ()
+    return (*named, (SEALED_KEY, call_id), *shared, *carrier().items())

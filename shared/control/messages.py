@@ -174,6 +174,38 @@ class HistoryReturned:
 GenerateEvent = TicketIssued | TransferAccepted | TokenGenerated | GenerationFinished | HistoryReturned
 
 
+@dataclass(frozen=True, kw_only=True)
+class EventsRequest:
+    """Open a stream for the events of many calls of Generate. Part of the protocol over gRPC alone.
+
+    Attributes:
+        stream_id: which calls name; it must be hard to guess.
+    """
+
+    stream_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventOfCall:
+    """An event of one call of Generate, by the id that the call was sealed with."""
+
+    call_id: str
+    event: GenerateEvent
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventsOfCalls:
+    """What calls of Generate would have sent since the message before.
+
+    Attributes:
+        events: each call's in order.
+        ended: calls that send nothing more.
+    """
+
+    events: tuple[EventOfCall, ...] = ()
+    ended: tuple[str, ...] = ()
+
+
 # ---- prefill ---------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,8 @@ from grpc_reflection.v1alpha import reflection
 from kvferry.shared.certs import Certs, tls_name
 from kvferry.shared.control import codec
 from kvferry.shared.control.codec import Method
-from kvferry.shared.control.messages import DecodeControl, PrefillControl
+from kvferry.shared.control.event_streams import EVENTS_KEY, EventStreams
+from kvferry.shared.control.messages import DecodeControl, PrefillControl, TransferAccepted
 from kvferry.shared.control.seal import EARLIER_KEY, SEALED_KEY, Seal, is_sealed
 from kvferry.shared.control.status import to_status
 from kvferry.shared.errors import Cancelled, ConfigurationError, KvferryError
@@ -53,14 +54,16 @@ class ControlServer:
     calls cancelled
     """
 
-    def __init__(self, server: grpc.aio.Server, status: Any, address: str) -> None:
+    def __init__(self, server: grpc.aio.Server, status: Any, streams: EventStreams, address: str) -> None:
         self._server = server
         self._status = status
+        self._streams = streams
         self.address = address
 
     async def announce_end(self) -> None:
         """Say in health checks that the worker is to end. Calls are still answered."""
         await self._status.enter_graceful_shutdown()
+        self._streams.end()
 
     async def close(self, grace_s: float) -> None:
         """Refuse new calls, wait at most `grace_s` seconds for those in flight, cancel the rest."""
@@ -89,15 +92,15 @@ async def serve_control(
         ConfigurationError: the address cannot be bound.
     """
     server = grpc.aio.server(options=(*_OPTIONS, *size_limits(max_message_bytes)))
-    names = []
+    names, streams = [], EventStreams()
     for service, implementation in ((codec.PREFILL, prefill), (codec.DECODE, decode)):
         if implementation is not None:
             names.append(service.name)
             handlers = {}
             for method_name, method in service.methods.items():
                 snake_case = re.sub(r"(?<!^)(?=[A-Z])", "_", method_name).lower()
-                call = getattr(implementation, snake_case)
-                handlers[method_name] = _handler(method, call, tls_name("router") if certs else "")
+                call = streams.events if method_name == "Events" else getattr(implementation, snake_case)
+                handlers[method_name] = _handler(method, call, tls_name("router") if certs else "", streams)
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.name, handlers),))
     status = cast(Any, health).aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
@@ -113,7 +116,7 @@ async def serve_control(
     await server.start()
     for name in ("", *names):
         await status.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return ControlServer(server, status, f"{listen.rpartition(':')[0]}:{port}")
+    return ControlServer(server, status, streams, f"{listen.rpartition(':')[0]}:{port}")
 
 
 def size_limits(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
@@ -122,10 +125,14 @@ def size_limits(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
     return tuple((option, max_message_bytes) for option in options)
 
 
-def _handler(method: Method, call: Callable[..., Any], caller: str) -> grpc.RpcMethodHandler[bytes, bytes]:
+def _handler(
+    method: Method, call: Callable[..., Any], caller: str, streams: EventStreams
+) -> grpc.RpcMethodHandler[bytes, bytes]:
     """The handler of a method; `call` is the service's, without an argument where the request is empty.
 
-    Args: caller: the name that the client's certificate must have; "" without TLS.
+    Args:
+        caller: the name that the client's certificate must have; "" without TLS.
+        streams: that calls may name.
     """
     span_name = method.path.rpartition(".")[2]
 
@@ -154,10 +161,20 @@ def _handler(method: Method, call: Callable[..., Any], caller: str) -> grpc.RpcM
                     message = method.response.encode(await answer)
                     return message if seal is None else seal.close(message)
                 write_all = nullcontext(partial(_write, context)) if seal is None else _sealed(context, seal)
-                with _span(span_name, headers):
+                stream = streams.find(headers.get(EVENTS_KEY, "")) if seal is not None else None
+                if stream is not None:
+                    await _sent(context.send_initial_metadata(((EVENTS_KEY, "shared"),)))
+                with _span(span_name, headers), stream.of_call() if stream is not None else nullcontext():
                     async with aclosing(answer), write_all as write:
+                        call_id, is_shared = headers.get(SEALED_KEY, ""), False
                         async for event in answer:
+                            if is_shared and stream is not None:
+                                stream.put(call_id, event)
+                                continue
                             await write(method.response.encode(event))
+                            is_shared = isinstance(event, TransferAccepted)
+                        if stream is not None:
+                            stream.end(call_id)
                 return None
             except KvferryError as error:
                 failure = error
@@ -183,9 +200,13 @@ def _seals(method: Method, headers: Mapping[str, str], data: bytes) -> Callable[
 
 
 async def _write(context: _Context, message: bytes) -> None:
+    await _sent(context.write(message))
+
+
+async def _sent(operation: Awaitable[None]) -> None:
     """Raises: Cancelled where the caller has gone."""
     try:
-        await context.write(message)
+        await operation
     except grpc.aio.InternalError:  # gRPC says no more than that it was not written
         raise Cancelled("The caller of a stream has gone") from None
 

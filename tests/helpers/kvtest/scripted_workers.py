@@ -194,6 +194,10 @@ class ScriptedDecode(_Worker):
         self.dropped.append(session)
         return HistoryInfo(num_tokens=0, size_bytes=0, tier="retained")
 
+    async def next_step(self) -> None:
+        """Wait until the next token is there."""
+        await asyncio.sleep(self.script.token_delay_s)
+
     async def generate(
         self, request: GenerateRequest, *, timeout_s: float
     ) -> AsyncGenerator[GenerateEvent, None]:
@@ -227,7 +231,7 @@ class ScriptedDecode(_Worker):
                     reason = "stop" if stopped else "length"
                     yield GenerationFinished(finish_reason=reason, num_tokens=count, cache_bytes=2048)
                     break
-                await asyncio.sleep(self.script.token_delay_s)
+                await self.next_step()
                 fault(count)
                 token = self.script.sample(request.prompt_token_ids, sampling, sampling.first_index + count)
                 yield TokenGenerated(token=token)

@@ -1,0 +1,121 @@
+"""The worker's end of the streams that carry the events of many calls of Generate.
+
+A decode step gives every running sequence a token. As a message of its own each of them takes more time than
+all the rest that is done with it, at both ends; here a step's tokens travel in one message.
+
+    router:  Events(stream_id) ──► open ──► Generate(names the stream) ──► Generate ... ──► closes it
+    worker:            first message ◄┘        ticket, accepted: in its own stream
+                                               tokens, finished, returned, end: in the shared one
+
+A call's own stream stays: it has the request's deadline, its errors and its signs of life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+
+from kvferry.shared.control.messages import EventOfCall, EventsOfCalls, EventsRequest, GenerateEvent
+from kvferry.shared.errors import InvalidRequest, WorkerUnavailable
+
+EVENTS_KEY = "kvferry-events"
+"""Names the stream in a call's metadata; in the answer's, it says that the call uses it."""
+
+
+class EventStream:
+    """What is to be sent of the calls that use one stream. Used in one event loop."""
+
+    def __init__(self) -> None:
+        self._events: list[EventOfCall] = []
+        self._ended: list[str] = []
+        self._news = asyncio.Event()
+        self._num_calls = 0
+        self._is_closed = False
+
+    @contextmanager
+    def of_call(self) -> Iterator[None]:
+        """A call uses the stream in this context."""
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            self.wake()
+
+    def put(self, call_id: str, event: GenerateEvent) -> None:
+        """A call's next event. Raises: WorkerUnavailable: the stream is closed ("closed")."""
+        if self._is_closed:
+            raise WorkerUnavailable(
+                "the router closed the stream that the call's events go to", reason="closed"
+            )
+        self._events.append(EventOfCall(call_id=call_id, event=event))
+        self._news.set()
+
+    def end(self, call_id: str) -> None:
+        """The call has no more events."""
+        self._ended.append(call_id)
+        self._news.set()
+
+    def wake(self) -> None:
+        """Make `take` return, perhaps without anything."""
+        self._news.set()
+
+    async def take(self) -> EventsOfCalls:
+        """Wait for events; returns all that there are."""
+        await self._news.wait()
+        self._news.clear()
+        taken = EventsOfCalls(events=tuple(self._events), ended=tuple(self._ended))
+        self._events.clear()
+        self._ended.clear()
+        return taken
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a call uses it, or something is left to be sent."""
+        return bool(self._num_calls or self._events or self._ended)
+
+    def close(self) -> None:
+        """Nothing is sent any more."""
+        self._is_closed = True
+
+
+class EventStreams:
+    """The open streams of a worker, by the ids that routers have given them."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, EventStream] = {}
+        self._is_ending = False
+
+    def find(self, stream_id: str) -> EventStream | None:
+        """The stream that a call names; None: its events go to the call's own stream."""
+        return None if self._is_ending else self._streams.get(stream_id)
+
+    async def events(
+        self, request: EventsRequest, *, timeout_s: float
+    ) -> AsyncGenerator[EventsOfCalls, None]:
+        """The method Events. Has no deadline.
+
+        Raises: InvalidRequest: there is such a stream.
+        """
+        if request.stream_id in self._streams:
+            raise InvalidRequest(
+                "stream_id is that of an open stream; it must be a new one", param="stream_id"
+            )
+        stream = self._streams[request.stream_id] = EventStream()
+        try:
+            # an empty message would be a sign of life only
+            yield EventsOfCalls(ended=(request.stream_id,))
+            while stream.is_used or not self._is_ending:
+                taken = await stream.take()
+                if taken.events or taken.ended:
+                    yield taken
+        finally:
+            del self._streams[request.stream_id]
+            stream.close()
+
+    def end(self) -> None:
+        """The worker is to end: later calls use their own streams; each stream ends with its last call."""
+        self._is_ending = True
+        for stream in self._streams.values():
+            stream.wake()
