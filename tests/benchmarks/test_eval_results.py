@@ -150,3 +150,24 @@ def test_rdkvs_widths_follow_the_papers_order_where_bits_are_short(task: str) ->
         assert min(exact["joint", retention], exact["tri-state", retention]) >= 0.96
         assert exact["evict-only", retention] <= 0.2
     assert exact["quant-only", 0.125] < min(exact[its, 0.125] for its in ("joint", "tri-state", "evict-only"))
+
+
+@pytest.mark.parametrize("method", ["compactor-rdkv", "compactor-kivi"])
+def test_a_document_compressed_once_answers_its_fifth_turn(method: str) -> None:
+    found = accuracies("five-turns-200", "agnostic")
+    assert found[method, "5%", "fifth_turn"] >= found["full", _FULL, "fifth_turn"] - 3
+
+
+def test_the_default_s_third_turn_is_the_full_caches_and_no_papers_is_above_it() -> None:
+    found = accuracies("pairs", "aware")
+    rdkv = found["rdkv", "2.5%", "third_turn"]
+    assert rdkv >= found["full", _FULL, "third_turn"] - 1
+    for method in ("snapkv", "pyramidkv", "adakv", "snapkv-think"):
+        assert rdkv >= found[method, "2.5%", "third_turn"] - 1
+
+
+def test_keys_of_8_bits_answer_after_a_long_answer_without_knowing_the_question() -> None:
+    rows = json.loads((LONG_ANSWERS / "wider-keys.json").read_text(encoding="utf-8"))["rows"]
+    full, ours = (100 * row["exact"] for row in sorted(rows, key=lambda row: row["method"] != "full"))
+    assert ours >= full - 3
+    assert all(row["end_share"] <= 0.15 for row in rows if row["method"] != "full")
