@@ -118,8 +118,8 @@ def test_the_documented_choice_is_nowhere_below_another_method_by_more_than_the_
 
 
 def test_questions_at_the_end_of_long_answers_are_answered_as_by_the_full_cache() -> None:
-    """Of methods that see the question before they select; the others lose 4 to 11 points of 100 questions, and
-    with K of 8 bits one (below)."""
+    """Of methods that see the question before they select; the others lose 4 to 11 points of 100 questions,
+    and with K of 8 bits one (below)."""
     rows = [
         row
         for name in ("dense", "stepped")
