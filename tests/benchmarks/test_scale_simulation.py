@@ -92,6 +92,21 @@ def test_real_runs_are_simulated_within_a_third() -> None:
     assert found[0]["simulated_over_measured"] == {"request": 1.0, "token": 1.0}
 
 
+async def test_real_clusters_with_queues_are_simulated_within_a_quarter() -> None:
+    """The committed runs, of up to 16 workers of each role behind three routers."""
+    from scale_simulation import RESULTS, check_clusters
+
+    found = await check_clusters()
+    committed = json.loads((RESULTS / "scale-simulation" / "scale.json").read_text())["clusters"]
+    assert found == committed
+    assert [its["run"] for its in found][-1] == "3 routers, 16 workers of each role"
+    for its in found:
+        ratios = its["simulated_over_measured"]
+        for name in ("first_token_p50", "first_token_p90", "per_token_p50", "at_their_prefill_worker"):
+            assert 0.8 < ratios[name] < 1.25, its
+        assert 0.75 < ratios["router_cpu_ms"] < 1.33, its
+
+
 async def test_a_real_cluster_of_two_routers_is_measured_and_simulated(tmp_path: Path) -> None:
     from scale_simulation import check_cluster
 

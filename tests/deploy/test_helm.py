@@ -345,6 +345,21 @@ def test_queries_name_metrics_that_the_services_have(items: list[Item]) -> None:
         assert "replicas" not in scaled["spec"], "an autoscaler's number would be overwritten"
 
 
+def test_config_maps_have_every_dashboard_under_the_label_that_grafana_looks_for(items: list[Item]) -> None:
+    label = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))["monitoring"][
+        "dashboardLabel"
+    ]
+    found = {
+        name: json.loads(text)
+        for item in of_kind(items, "ConfigMap")
+        if label in item["metadata"]["labels"]
+        for name, text in item["data"].items()
+    }
+    files = (DEPLOY / "grafana" / "dashboards").glob("*.json")
+    dashboards = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in files}
+    assert found == (dashboards if of_kind(items, "PrometheusRule") else {})
+
+
 def test_monitors_select_ports_of_services_by_the_jobs_that_rules_know(items: list[Item]) -> None:
     for monitor in of_kind(items, "ServiceMonitor"):
         labels = monitor["spec"]["selector"]["matchLabels"]

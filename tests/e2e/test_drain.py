@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,14 @@ class Services:
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    folder = tmp_path_factory.mktemp("drain")
-    common = ("--threads", "1", "--shutdown-timeout-s", str(WAIT_S))
+    with running(tmp_path_factory.mktemp("drain"), WAIT_S) as services:
+        yield services
+
+
+@contextmanager
+def running(folder: Path, shutdown_timeout_s: float) -> Iterator[Services]:
+    """Args: shutdown_timeout_s: of the workers."""
+    common = ("--threads", "1", "--shutdown-timeout-s", str(shutdown_timeout_s))
     disk = ("--history-disk", str(folder / "history"), "--history-disk-bytes", "1GiB")
     with ExitStack() as stack:
         names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -101,20 +107,31 @@ def request(index: int) -> dict[str, Any]:
     }
 
 
+Say = Callable[[int, int], str]
+
+
 @pytest.fixture(scope="module")
-def expected(demo_model_dir: Path) -> list[str]:
-    """What one process says to each prompt."""
+def say(demo_model_dir: Path) -> Say:
+    """What one process says to a request, in so many tokens."""
     model = load_model(str(demo_model_dir), name="demo", device="cpu", dtype="float32", max_model_len=0)
     generator = OneProcessGenerator(model)
-    tokenizer, texts = ChatTokenizer.load(demo_model_dir), []
-    for index in range(NUM_PROMPTS):
+    tokenizer = ChatTokenizer.load(demo_model_dir)
+
+    def answer(index: int, num_tokens: int) -> str:
         ids = tokenizer.render(request(index)["messages"])
         plan = plan_for("rdkv", budget=Budget(tokens=64)) if index % 2 else plan_for("full")
-        sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         assembler = TextAssembler(tokenizer)
         tokens = generator.generate(ids, plan=plan, sampling=sampling)
-        texts.append("".join(assembler.push(token.token_id).text for token in tokens) + assembler.flush())
-    return texts
+        return "".join(assembler.push(token.token_id).text for token in tokens) + assembler.flush()
+
+    return answer
+
+
+@pytest.fixture(scope="module")
+def expected(say: Say) -> list[str]:
+    """To each prompt."""
+    return [say(index, NUM_TOKENS) for index in range(NUM_PROMPTS)]
 
 
 def stream(url: str, body: dict[str, Any], on_token: Callable[[], None] = lambda: None) -> str:
@@ -208,3 +225,39 @@ def test_a_second_signal_ends_a_worker_at_once(services: Services) -> None:
 
     asyncio.run(drain())
     assert worker.popen.wait(WAIT_S) == -signal.SIGTERM
+
+
+def test_streams_that_are_left_when_the_time_is_over_go_on_at_other_workers(say: Say, tmp_path: Path) -> None:
+    """Pinned sessions, too: their next turns find what the prefill worker that left had in memory."""
+    indices, num_tokens = (0, 4, 2, 6), 400
+    texts = {index: say(index, num_tokens) for index in {index % NUM_PROMPTS for index in indices}}
+    with running(tmp_path, 0.05) as services, ThreadPoolExecutor(2 * len(indices)) as pool:
+
+        def body(index: int, session: str) -> dict[str, Any]:
+            pinned = {"session_id": session, "session_mode": "append", "session_pin": True}
+            return {**request(index), "max_tokens": num_tokens, **pinned}
+
+        begun = threading.Semaphore(0)
+        streams = {
+            f"{index}-{copy}": pool.submit(
+                stream, services.url, body(index, f"{index}-{copy}"), begun.release
+            )
+            for index in indices
+            for copy in range(2)
+        }
+        for _ in range(3 * len(streams)):
+            assert begun.acquire(timeout=WAIT_S)
+        assert all(worker.metric("kvferry_decode_batch_size") for worker in services.decode)
+        leaving = (services.prefill[0], services.decode[0])
+        for worker in leaving:
+            end(worker)
+        for name, its in streams.items():
+            assert its.result(WAIT_S) == texts[int(name[0]) % NUM_PROMPTS], name
+        assert [worker.popen.wait(WAIT_S) for worker in leaving] == [0, 0]
+        assert services.router.metric("kvferry_recoveries_total") > 0
+        for name in streams:
+            follow = {**body(0, name), "messages": [{"role": "user", "content": "who"}], "max_tokens": 2}
+            answer = httpx.post(f"{services.url}/v1/chat/completions", json=follow, timeout=WAIT_S).json()
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100, answer
+            session = httpx.get(f"{services.url}/v1/sessions/{name}", timeout=WAIT_S).json()
+            assert session["turns"] == 2, session
