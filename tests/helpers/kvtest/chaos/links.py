@@ -94,6 +94,8 @@ class Link:
         task = asyncio.create_task(self._forward(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # also where it is cancelled before it runs, or while it connects
+        task.add_done_callback(lambda _: writer.close())
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
