@@ -113,6 +113,9 @@ class Link:
         finally:
             for pump in pumps:
                 pump.cancel()
+            # Both ends close before the first wait: a cancellation may end any of the waits.
+            for end in (writer, their_writer):
+                end.close()
             await asyncio.gather(*pumps, return_exceptions=True)
             for end in (writer, their_writer):
                 await _close(end)
