@@ -6,8 +6,10 @@
 A real router process, simulated workers (`simulated_workers.py`) behind the real control protocol, and a
 real Redis. `--workers` is of each role. CPU times are those of the router's process, and of Redis': a request
 of few and one of many tokens give the costs of a request and of a token. Settings take turns in every round,
-so that other work on the machine meets them alike; figures are medians over rounds. Each request makes a new
-session, and the quota is checked, where there is a Redis.
+so that other work on the machine meets them alike, in the opposite order in every other round; figures are
+medians over rounds. Every decode worker has as many streams as in the other settings, because the tokens of
+its step travel in one message. Each request makes a new session, and the quota is checked, where there is a
+Redis.
 
 `streams`: 64 streams at the engines' pace, beside 64 streams of the same bytes at the same pace from a bare
 uvicorn application: the time between tokens at the client, and the CPU time a token of either process; and
@@ -47,7 +49,7 @@ from kvferry.tools.evaluation.provenance import commit  # noqa: E402
 
 FEW, MANY = 4, 68
 """Tokens of the two kinds of requests."""
-AT_ONCE = 16
+STREAMS_PER_WORKER = 16
 NUM_STREAMS = 64
 PACE_S, STREAM_PACE_S = 0.002, 0.05
 OWNER = hashlib.sha256(b"").hexdigest()
@@ -110,6 +112,7 @@ class Router:
 
     address: str
     pid: int
+    at_once: int = STREAMS_PER_WORKER
     redis_pid: int = 0
     sent: int = 0
     cpu_s: dict[str, list[float]] = field(default_factory=dict)
@@ -137,7 +140,7 @@ class Router:
                 fields = {"session_id": f"new-{self.sent}"} if self.redis_pid else {}
                 await stream(self.address, num_tokens, **fields)
 
-        await asyncio.gather(*(client() for _ in range(AT_ONCE)))
+        await asyncio.gather(*(client() for _ in range(self.at_once)))
 
     def medians(self) -> dict[str, Any]:
         return {f"{name}_cpu_ms": 1e3 * statistics.median(values) for name, values in self.cpu_s.items()} | {
@@ -230,6 +233,7 @@ async def measure_all(arguments: argparse.Namespace, folder: Path) -> dict[str, 
         for number in arguments.workers:
             found = stack.enter_context(workers(folder, number, PACE_S))
             by_workers[number] = start_router(stack, folder, f"router-w{number}", found)
+            by_workers[number].at_once *= number
         found = stack.enter_context(workers(folder, 2, PACE_S))
         for number in arguments.sessions:
             redis = stack.enter_context(RedisServer.running())
@@ -237,13 +241,14 @@ async def measure_all(arguments: argparse.Namespace, folder: Path) -> dict[str, 
             options = ["--history-redis", redis.url, "--max-sessions-per-key", "10000000"]
             options += ["--max-history-tokens-per-key", "1000000000000"]
             router = start_router(stack, folder, f"router-s{number}", [*found, *options])
+            router.at_once *= 2
             router.redis_pid = redis.pid
             by_sessions[number] = router
         every = (*by_workers.values(), *by_sessions.values())
         for router in every:  # warms up
-            await router._send(AT_ONCE, FEW)
-        for _ in range(arguments.rounds):
-            for router in every:
+            await router._send(router.at_once, FEW)
+        for index in range(arguments.rounds):
+            for router in every[:: -1 if index % 2 else 1]:
                 await router.measure(arguments.requests)
     return {
         "workers": {number: router.medians() for number, router in by_workers.items()},

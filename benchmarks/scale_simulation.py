@@ -7,7 +7,8 @@ committed results: the router's and Redis' from `results/router-scale`, the wire
 the GPU's from `kvferry plan`'s model of a machine, which is modelled itself. So all times are modelled.
 
     counts      what the router's own code does for a request, by workers and by turns (`scale_counts.py`)
-    checks      the real runs of `router_scale.py`, simulated with the costs of the smallest one
+    checks      the real runs of `router_scale.py`, simulated with the costs of the smallest one: a ratio
+                below 1 would be a cost that grows
     clusters    the real runs of `real_cluster.py`, likewise: queues, placement and several routers
     cells       clusters of each size with 1,000 sessions a worker, a tenth of the workers for prefill
     compared    one size, with other numbers of workers compared in a choice
@@ -49,7 +50,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 MACHINE, GBITS, METHOD, TOKEN_BUDGET = "H100-SXM", 100.0, "rocketkv", 1024
 CONTEXT, FIRST_TOKENS, FURTHER_TOKENS, ANSWER_TOKENS = 4096, 2000, 300, 256
 SESSIONS_A_WORKER, THINK_S, NEW_SHARE = 1000, 300.0, 0.1
-PREFILL_SHARE, MAX_BATCH, ROUTER_UTILISATION = 0.1, 64, 0.7
+PREFILL_SHARE, MAX_BATCH, UTILISATION = 0.1, 64, 0.7
+"""UTILISATION: at most, of routers and of masters of Redis."""
 WARM_UP_S = 30.0
 SIMULATED_S = 1200.0
 """Of a real cluster, for steady percentiles."""
@@ -93,7 +95,8 @@ async def cell(workers: int, costs: Costs, measured_s: float) -> dict[str, Any]:
     rate = sessions / THINK_S
     prefill = max(2, round(PREFILL_SHARE * workers))
     router_s = costs.request_s + costs.token_s * ANSWER_TOKENS
-    routers = max(2, math.ceil(rate * router_s / ROUTER_UTILISATION))
+    routers = max(2, math.ceil(rate * router_s / UTILISATION))
+    masters = math.ceil(rate * costs.redis_s / UTILISATION)
     cluster = Cluster(
         costs,
         spec=LLAMA.spec,
@@ -101,6 +104,7 @@ async def cell(workers: int, costs: Costs, measured_s: float) -> dict[str, Any]:
         prefill=prefill,
         decode=workers - prefill,
         max_batch=MAX_BATCH,
+        masters=masters,
     )
     began_s = time.process_time()
     await cluster.start()
@@ -115,6 +119,7 @@ async def cell(workers: int, costs: Costs, measured_s: float) -> dict[str, Any]:
     figures = cluster.run(load, warm_up_s=WARM_UP_S, measured_s=measured_s)
     await cluster.close()
     cpu_s = [router.cpu.busy_s / measured_s for router in cluster.routers]
+    redis_s = [master.busy_s / measured_s for master in cluster.masters]
     return {
         "workers": workers,
         "prefill": prefill,
@@ -123,7 +128,8 @@ async def cell(workers: int, costs: Costs, measured_s: float) -> dict[str, Any]:
         "routers": routers,
         "turns_per_s": round(figures.turns / measured_s, 1),
         "router_utilisation": round(statistics.mean(cpu_s), 3),
-        "redis_utilisation": round(cluster.redis.busy_s / measured_s, 3),
+        "masters": masters,
+        "redis_utilisation": round(statistics.mean(redis_s), 3),
         "first_token_ms": _percentiles(figures.first_token_s),
         "per_token_ms": _percentiles(figures.per_token_s),
         "at_their_prefill_worker": round(figures.at_their_worker / figures.turns, 3),
@@ -146,7 +152,7 @@ def check_costs(kind: str, base: str, number: str) -> dict[str, Any]:
     return {"run": f"{number} {kind}", "costs_of": f"{base} {kind}", "simulated_over_measured": ratios}
 
 
-def _closed_loop(costs: dict[str, float], clients: int = 16, requests: int = 120) -> dict[str, float]:
+def _closed_loop(costs: dict[str, float], clients: int = 32, requests: int = 240) -> dict[str, float]:
     """What `router_scale.py` measures: clients that each send one request after another."""
     busy: dict[int, tuple[float, float]] = {}
     few, many = 4, 68

@@ -1,7 +1,7 @@
 """A cluster as a discrete-event simulation: part of `scale_simulation.py`.
 
-Routers, one Redis, prefill queues, links and decode batches, in virtual time. Placement is the router's own
-(`WorkerPool.choose` and `near`, each router with its own pools, whose statuses are as old as its status
+Routers, masters of Redis, prefill queues, links and decode batches, in virtual time. Placement is that of the
+router (`WorkerPool.choose` and `near`, each router with its own pools, with statuses as old as its status
 calls make them). Everything else is a server with a queue and a service time that the caller gives. No KV, no
 tokens, no processes.
 
@@ -211,10 +211,18 @@ class Cluster:
     """All of it. `start` first, then `run`."""
 
     def __init__(
-        self, costs: Costs, *, spec: ModelSpec, routers: int, prefill: int, decode: int, max_batch: int
+        self,
+        costs: Costs,
+        *,
+        spec: ModelSpec,
+        routers: int,
+        prefill: int,
+        decode: int,
+        max_batch: int,
+        masters: int = 1,
     ) -> None:
         self.clock, self._costs, self._spec = Clock(), costs, spec
-        self.redis = Server(self.clock)
+        self.masters = [Server(self.clock) for _ in range(masters)]
         self._of_role: dict[Role, list[Any]] = {
             "prefill": [PrefillWorker(self.clock, f"prefill-{i}", spec) for i in range(prefill)],
             "decode": [
@@ -275,7 +283,7 @@ class Cluster:
         self._measured_from_s = warm_up_s
         self._arrive_next()
         self.clock.run(warm_up_s)
-        for server in (self.redis, *(router.cpu for router in self.routers)):
+        for server in (*self.masters, *(router.cpu for router in self.routers)):
             server.busy_s = 0.0
         self.clock.run(warm_up_s + measured_s)
         self.figures.batches = [worker.running for worker in self.decode_workers]
@@ -290,6 +298,7 @@ class Cluster:
 
     def _turn(self, session: int, is_new: bool) -> None:
         router, costs, load = random.choice(self.routers), self._costs, self._load
+        redis = self.masters[session % len(self.masters)]
         began_s, cpu_s = self.clock.now_s, (costs.request_s + costs.token_s * load.answer_tokens) / 2
 
         def place() -> None:
@@ -317,7 +326,7 @@ class Cluster:
 
             def ended(first_s: float) -> None:
                 decode.in_flight -= 1
-                self.redis.serve(costs.redis_s / 2, lambda: router.cpu.serve(cpu_s, lambda: None))
+                redis.serve(costs.redis_s / 2, lambda: router.cpu.serve(cpu_s, lambda: None))
                 if self.clock.now_s >= self._measured_from_s:
                     self.figures.turns += 1
                     self.figures.at_their_worker += hit
@@ -326,7 +335,7 @@ class Cluster:
 
             prefill.client.compute(costs.prefill_s(new_tokens), computed)
 
-        router.cpu.serve(cpu_s, lambda: self.redis.serve(costs.redis_s / 2, place))
+        router.cpu.serve(cpu_s, lambda: redis.serve(costs.redis_s / 2, place))
 
     def _home(self, session: int) -> tuple[str, str]:
         """Where the session's last turn was; at random where that was before the simulation began."""

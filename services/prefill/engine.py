@@ -20,7 +20,7 @@ from kvferry.kernels.quarantine import is_lost
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.host_copies import host_copies
 from kvferry.services.prefill.job import PrefillJob, SessionTurns
-from kvferry.services.prefill.prompt_pass import LONG_TOKENS, PassTimes, PromptPass
+from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
 from kvferry.services.prefill.schedule import MAX_STARTED, Pauses, Schedule, Started
 from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
@@ -40,6 +40,8 @@ from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
 log = structlog.get_logger(__name__)
 
 _JOIN_TIMEOUT_S = 30.0
+_LOOK_INTERVAL_S = 0.002
+"""How often a running pass looks whether another prompt overtakes it."""
 _PROBE_INTERVAL_S = 30.0
 """An idle engine runs one token this often to check that it works."""
 _READY_TIMEOUT_S = 120.0
@@ -97,6 +99,7 @@ class PrefillEngine:
         self._config = config
         self._clock = clock
         self._started = FreeingRate(clock)
+        self._next_look_s = 0.0
         """Places in the line that became free because their job was started."""
         self._copies = host_copies(model.device)
         # A cancelled pass may still be handing a layer over when the next one begins.
@@ -222,8 +225,10 @@ class PrefillEngine:
         job.check_cancelled()
         self.heartbeat.last_s = self._clock()
         self._copies.pace()
-        if not self._schedule.has_waiting or self._stopping:
+        now_s = self.heartbeat.last_s
+        if not self._schedule.has_waiting or self._stopping or now_s < self._next_look_s:
             return
+        self._next_look_s = now_s + _LOOK_INTERVAL_S
         with self._condition:
             overtaking = self._schedule.overtake(self._clock())
             if overtaking is not None:
@@ -294,7 +299,7 @@ class PrefillEngine:
 
     def _prefill(self, started: Started) -> FirstToken:
         job, spec = started.job, self._model.spec
-        request, is_long = job.request, job.resolved.num_prompt_tokens >= LONG_TOKENS
+        request, is_long = job.request, self._schedule.is_long(job)
         self.heartbeat.waits = True
         try:
             self.turns.begin(job)
@@ -304,7 +309,7 @@ class PrefillEngine:
             job,
             model=self._model,
             copies=self._copies,
-            pauses=Pauses(lambda: self._pause(job)),
+            pauses=Pauses(lambda: self._pause(job)) if is_long else None,
             open_transfer=lambda measured: self._open(job, measured),
             progress=lambda layer: self._layer_done(started, layer),
             heartbeat=self.heartbeat,

@@ -35,8 +35,6 @@ from kvferry.shared.telemetry import stage
 from kvferry.shared.wire.messages import NamedTensor
 from kvferry.shared.wire.sender import OutgoingTransfer
 
-LONG_TOKENS = 512
-"""The pass of a prompt of at least this many tokens can be interrupted."""
 _EMPTY = Encoded(tensors=())
 """A layer of which nothing is shipped."""
 
@@ -73,7 +71,7 @@ class PromptPass:
         *,
         model: LanguageModel,
         copies: HostCopies,
-        pauses: Pauses,
+        pauses: Pauses | None,
         open_transfer: Callable[[ResolvedPlan], OutgoingTransfer],
         progress: Callable[[int], None],
         heartbeat: Heartbeat,
@@ -83,7 +81,7 @@ class PromptPass:
     ) -> None:
         """Args:
         pauses: interrupt a long pass while it computes, but not while it loads, ships or stages; of a model
-            of several ranks while it compresses only.
+            of several ranks while it compresses only. None: the pass is not interrupted.
         open_transfer: called once, with the plan to ship.
         progress: called after each layer, with its number.
         heartbeat: told of waits for stored history and for the layer that is being handed over.
@@ -99,7 +97,8 @@ class PromptPass:
         self._job = job
         self._model = model
         self._copies = copies
-        self._pauses = pauses
+        self._pauses = pauses or Pauses(lambda: None)
+        self._is_long = pauses is not None
         self._pauses_in_model = model.num_ranks == 1
         self._open_transfer = open_transfer
         self._progress = progress
@@ -126,8 +125,7 @@ class PromptPass:
             # Before the pass, to detect a refusal early; measured sizes are unknown yet.
             self._job.transfer = self._open_transfer(self._job.resolved)
             self._job.check_cancelled()
-        is_long = self._job.resolved.num_prompt_tokens >= LONG_TOKENS
-        with self._pauses if is_long else nullcontext(), self._handing:
+        with self._pauses if self._is_long else nullcontext(), self._handing:
             try:
                 logits = self._forward()
             except HistoryMiss as miss:

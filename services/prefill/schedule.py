@@ -18,12 +18,15 @@ from torch.overrides import TorchFunctionMode
 from kvferry.services.prefill.job import PrefillJob
 
 MAX_STARTED = 4
-"""The most prompts in mid-pass. Each is at most half the work that the one below has left, so together they
-take less memory than two of the longest."""
+"""The most prompts in mid-pass. The second is at most as long as the first, and each later one at most half
+the work that the one below has left, so together they take less memory than three of the longest."""
 LEAST_ADVANTAGE = 2.0
 """How many times more work the running prompt must have left than one that overtakes it."""
 HEAD_START = 0.25
 """The part of its own time for which a prompt may be kept waiting before it has run at all."""
+LONG_S = 0.03
+"""The pass of a prompt that takes this long by estimate can be interrupted, of the first prompt always. To
+look between its operations whether another one overtakes it costs a pass of the demo model 1 ms."""
 _OF_LATE_S = 10.0
 """What an owner's prompts ran so long ago counts by 1/e."""
 _MAX_SHARES = 4096
@@ -99,10 +102,12 @@ class Schedule:
     prompt was started longest ago. So one that asks for less than its share does not wait behind one that
     asks for more, and two that ask for more take turns. One owner's prompts run by their priority and in the
     order in which they came. A prompt much shorter than what the running one has left overtakes it, in the
-    same order of owners, each with its shortest first. In return a prompt in mid-pass is kept waiting at most
-    for as long as it runs, so it finishes within twice its time: up to then it may have waited as long as it
-    has run, and a quarter of its whole time besides. No owner starves: the others run more the longer it
-    waits, and a started prompt finishes.
+    same order of owners, each with its shortest first. So does one that is no longer than the running one, if
+    its owner has had less of late than the running one's owner, and would have with it. In return a prompt in
+    mid-pass is kept waiting at most for as long as it runs, so it finishes within twice its time: up to then
+    it may have waited as long as it has run, and a quarter of its whole time besides; for an owner that has
+    had less, its whole time. No owner starves: the others run more the longer it waits, and a started prompt
+    finishes.
 
     Times are estimated from `PrefillJob.work` and each method's measured speed. Not thread-safe.
     """
@@ -128,6 +133,10 @@ class Schedule:
     def started(self) -> tuple[Started, ...]:
         """Those in mid-pass; the last one runs."""
         return tuple(self._started)
+
+    def is_long(self, job: PrefillJob) -> bool:
+        """Whether its pass can be interrupted. Only the thread that runs prompts may ask."""
+        return not self._is_timed or self._estimate(job) >= LONG_S
 
     def push(self, job: PrefillJob) -> None:
         insort(self._waiting.setdefault(job.owner, []), job, key=attrgetter("priority"))
@@ -170,12 +179,15 @@ class Schedule:
         if not self._waiting or len(self._started) == MAX_STARTED:
             return None
         running = self._started[-1]
-        limit = self._left(running) / LEAST_ADVANTAGE
+        shorter = self._left(running) / LEAST_ADVANTAGE
         longest_s = self._longest_s(now_s)
         for jobs in self._in_turn(now_s):
             job = min(jobs, key=self._estimate)
-            estimate = self._estimate(job)
-            if estimate <= limit and (not self._is_timed or estimate <= longest_s):
+            estimate, limit, within_s = self._estimate(job), shorter, longest_s
+            if self._has_had_less(job, now_s):
+                limit = self._estimate(running.job)
+                within_s = self._whole_s(running, now_s) - running.waited_s(now_s)
+            if estimate <= limit and (not self._is_timed or estimate <= within_s):
                 running.earlier_s, running.resumed_s = running.ran_s(now_s), None
                 return self._start(job, now_s)
         return None
@@ -215,6 +227,18 @@ class Schedule:
 
         return [self._waiting[owner] for owner in sorted(self._waiting, key=rank)]
 
+    def _has_had_less(self, job: PrefillJob, now_s: float) -> bool:
+        """Whether a job may overtake the only prompt in mid-pass because its owner's prompts ran less of late
+        than those of that one's owner, itself included."""
+        running = self._started[0]
+        if len(self._started) > 1 or job.owner == running.job.owner or not self._is_timed:
+            return False
+        had_s, others_s = [
+            share.of_late_s(now_s) if (share := self._shares.get(owner)) is not None else 0.0
+            for owner in (job.owner, running.job.owner)
+        ]
+        return had_s + self._estimate(job) < others_s + running.ran_s(now_s)
+
     @property
     def _is_timed(self) -> bool:
         return self._speeds[""].work > 0
@@ -228,12 +252,15 @@ class Schedule:
         """The part of the estimate that is still to be done."""
         return self._estimate(started.job) * (1 - started.fraction)
 
+    def _whole_s(self, started: Started, now_s: float) -> float:
+        """The estimate, or how long it has run already."""
+        return max(self._estimate(started.job), started.ran_s(now_s))
+
     def _longest_s(self, now_s: float) -> float:
         """How long the next to overtake may take, for none in mid-pass to wait for too long."""
         longest_s, above_s = float("inf"), 0.0
         for started in reversed(self._started):
-            ran_s = started.ran_s(now_s)
-            whole_s = max(self._estimate(started.job), ran_s)
+            ran_s, whole_s = started.ran_s(now_s), self._whole_s(started, now_s)
             patience_s = min(whole_s, ran_s + HEAD_START * whole_s) - started.waited_s(now_s)
             longest_s = min(longest_s, patience_s - above_s)
             above_s += self._left(started)

@@ -46,19 +46,28 @@ def test_costs_are_measured_by_workers_and_by_sessions(tmp_path: Path) -> None:
     assert "64 streams: a token adds" in done.stdout
 
 
-@pytest.mark.parametrize(("by", "numbers"), [("workers", [1, 4, 16]), ("sessions", [100, 10_000, 100_000])])
-def test_committed_costs_are_flat_within_a_tenth(by: str, numbers: list[int]) -> None:
-    """Over all settings, each lies within 10 % of the middle of the least and the greatest."""
+def test_committed_costs_do_not_grow() -> None:
+    """From the first setting by more than a tenth; those by sessions, which have the same load, lie in it."""
+    result = json.loads((ROOT / "benchmarks" / "results" / "router-scale" / "scale.json").read_text())
+    assert list(result["workers"]) == ["1", "4", "16"]
+    assert list(result["sessions"]) == ["100", "10000", "100000"]
+    for kind in ("workers", "sessions"):
+        settings = result[kind]
+        for name in ("token_cpu_ms", "request_cpu_ms", "redis_cpu_ms"):
+            costs = [its[name] for its in settings.values()]
+            if name == "redis_cpu_ms" and kind == "workers":
+                assert costs == [0.0] * len(settings)  # there is none
+                continue
+            if kind == "workers":
+                assert max(costs) <= 1.1 * costs[0], (name, costs)
+            else:
+                middle = (min(costs) + max(costs)) / 2
+                assert all(abs(cost / middle - 1) <= 0.1 for cost in costs), (name, costs)
+            for number, its in settings.items():
+                rounds = its["rounds_cpu_s"][name.removesuffix("_cpu_ms")]
+                assert its[name] == pytest.approx(1e3 * statistics.median(rounds)), number
+
+
+def test_a_committed_token_costs_less_than_a_tenth_of_a_millisecond() -> None:
     path = ROOT / "benchmarks" / "results" / "router-scale" / "scale.json"
-    settings = json.loads(path.read_text())[by]
-    assert sorted(map(int, settings)) == numbers
-    for name in ("token_cpu_ms", "request_cpu_ms", "redis_cpu_ms"):
-        costs = [its[name] for its in settings.values()]
-        if name == "redis_cpu_ms" and by == "workers":
-            assert costs == [0.0] * len(numbers)  # there is none
-            continue
-        middle = (min(costs) + max(costs)) / 2
-        assert all(abs(cost / middle - 1) <= 0.1 for cost in costs), (name, costs)
-        for number, its in settings.items():
-            rounds = its["rounds_cpu_s"][name.removesuffix("_cpu_ms")]
-            assert its[name] == pytest.approx(1e3 * statistics.median(rounds)), number
+    assert json.loads(path.read_text())["streams"]["added"]["cpu_ms_per_token"] < 0.1

@@ -14,7 +14,7 @@ from kvferry.shared.costs.sizes import Sizes
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Medians of one measured setting.
+    """The times of one measured setting.
 
     Attributes:
         batch: requests that were answered together.
@@ -42,8 +42,9 @@ def fit_method(points: Sequence[Point], full: Mapping[int, float]) -> MethodTime
     alone = [its for its in points if its.batch == 1 and its.first_s is not None]
     extra = [max(0.0, (its.first_s or 0.0) - full[its.num_tokens]) for its in alone]
     after = [max(0.0, its.second_s - its.step_s) for its in alone]
-    compress = fit([(1.0, its.num_tokens) for its in alone], extra)
-    handover = fit([(1.0, its.sizes.shipped) for its in alone], after)
+    # A difference of two times is as uncertain as they are, and not as its own size says.
+    compress = fit([(1.0, its.num_tokens) for its in alone], extra, [its.first_s or 0.0 for its in alone])
+    handover = fit([(1.0, its.sizes.shipped) for its in alone], after, [its.second_s for its in alone])
     step = fit(
         [(1.0, its.batch, its.batch * its.sizes.read) for its in points], [its.step_s for its in points]
     )
@@ -54,11 +55,18 @@ def fit_method(points: Sequence[Point], full: Mapping[int, float]) -> MethodTime
     )
 
 
-def fit(rows: Sequence[Sequence[float]], times_s: Sequence[float]) -> list[float]:
-    """Coefficients of at least 0 with the least squares of relative errors: the best of all choices of
-    columns whose solution has none below 0."""
+def fit(
+    rows: Sequence[Sequence[float]], times_s: Sequence[float], errors_s: Sequence[float] | None = None
+) -> list[float]:
+    """Coefficients of at least 0 with the least squares of errors: the best of all choices of columns whose
+    solution has none below 0.
+
+    Args:
+        errors_s: what each error is divided by, for example the time that `times_s` is a part of; None: the
+            times themselves.
+    """
     target = np.asarray(times_s, dtype=float)
-    weights = 1 / np.maximum(target, 1e-4)
+    weights = 1 / np.maximum(target if errors_s is None else np.asarray(errors_s, dtype=float), 1e-4)
     columns = np.asarray(rows, dtype=float)
     scale = columns.max(axis=0)
     weighted = columns / scale * weights[:, None]

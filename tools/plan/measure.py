@@ -47,11 +47,9 @@ _NUM_CHECKED = 20
 _CHECK_LENGTHS = (200, 600, 1500, 2700, 5000)
 _CHECK_ANSWERS = (16, 64, 32)
 _CHECK_SHARES = (4, 12)
-_CHECK_REQUESTS = 6
-_REFERENCE_REQUESTS = 3
 _UNDISTURBED = 25
-"""The percentile of times to the first token that counts: other work on the machine only makes them longer.
-Of times between tokens the median counts, because tokens that come late come together."""
+"""The percentile of a request's times that counts, also of the mean of those between its tokens: other work
+on the machine only makes them longer."""
 _SELDOM = 1e-6
 """Requests a second of which none meets another."""
 _LINK_BYTES_PER_S = 1e12
@@ -89,10 +87,11 @@ async def calibrate_machine(config: CalibrateMachineConfig, *, console: Console 
         for batch in ((1, _TOGETHER) if num_tokens == lengths[0] else (1,))
         for share in (_BUDGET_SHARES if batch == 1 and preset(method).takes_budget else _BUDGET_SHARES[:1])
     ]
-    reference_cell = (_calibrated("full", lengths[len(lengths) // 2], 1, _BUDGET_SHARES[0]), 1)
     prompts = PromptMaker(config.model)
-    found: dict[tuple[Setting, int], list[list[Sample]]] = {cell: [] for cell in grid}
     checked = _settings_to_check(methods) if config.check else []
+    # In the same rounds, for other work on the machine to meet both alike.
+    cells = [*grid, *((setting, 1) for setting in checked)]
+    found: dict[tuple[Setting, int], list[list[Sample]]] = {cell: [] for cell in cells}
     with served("--model", config.model, "--device", config.device, "--implicit-sessions", "0") as addresses:
         async with Server.connect("url", addresses["url"], "", "", _load_config()) as server:
             if not server.is_kvferry:
@@ -101,14 +100,11 @@ async def calibrate_machine(config: CalibrateMachineConfig, *, console: Console 
                 await _measure(server, prompts, setting, batch, seed=-1, requests=1)
             with Progress(console=console, refresh_per_second=2) as progress:
                 for number in progress.track(range(config.rounds), description="rounds"):
-                    for cell in grid:
+                    for cell in cells:
                         found[cell].append(await _measure(server, prompts, *cell, seed=number))
-                machine, model = _fitted(config, methods, found)
-                reference = _point(model, *reference_cell, found[reference_cell])
-                rows = [
-                    await _check(server, prompts, machine, model, setting, reference_cell[0], reference)
-                    for setting in progress.track(checked, description="checks")
-                ]
+    fitted_to = {cell: found[cell] for cell in grid}
+    machine, model = _fitted(config, methods, fitted_to)
+    rows = [_check(machine, model, setting, found[setting, 1]) for setting in checked]
     result: dict[str, Any] = {
         "kvferry": version(),
         "commit": commit(),
@@ -117,20 +113,19 @@ async def calibrate_machine(config: CalibrateMachineConfig, *, console: Console 
         "machine": machine.to_json(),
         "measured": [
             {"method": setting.method, **asdict(_point(model, setting, batch, runs))}
-            for (setting, batch), runs in found.items()
+            for (setting, batch), runs in fitted_to.items()
         ],
     }
     if rows:
         result["checked"] = rows
         for name in ("first_token", "per_token"):
-            for error in ("error", "corrected_error"):
-                errors = [abs(row[name][error]) for row in rows]
-                within = sum(value <= 0.25 for value in errors)
-                result[f"{name}_{error}_within_25_percent"] = within
-                console.print(
-                    f"{name}, {error}: {within} of {len(rows)} within 25 %, "
-                    f"median {100 * statistics.median(errors):.0f} %"
-                )
+            errors = [abs(row[name]["error"]) for row in rows]
+            within = sum(value <= 0.25 for value in errors)
+            result[f"{name}_within_25_percent"] = within
+            console.print(
+                f"{name}: {within} of {len(rows)} within 25 %, median error "
+                f"{100 * statistics.median(errors):.0f} %"
+            )
     Path(config.machine_file).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     console.print(f"written to {config.machine_file}", markup=False)
     return 0
@@ -205,8 +200,8 @@ def _point(model: ModelCost, setting: Setting, batch: int, runs: Sequence[Sequen
             max_new_tokens=setting.answer_tokens,
         ),
         first_s=_undisturbed(s.first_token_s for s in samples) if batch == 1 else None,
-        second_s=statistics.median(its[0] for its in gaps),
-        step_s=statistics.median(later),
+        second_s=_undisturbed(its[0] for its in gaps),
+        step_s=_undisturbed(later),
     )
 
 
@@ -263,38 +258,19 @@ def _settings_to_check(methods: Sequence[str]) -> list[Setting]:
     return settings
 
 
-async def _check(
-    server: Server,
-    prompts: PromptMaker,
-    machine: MeasuredMachine,
-    model: ModelCost,
-    setting: Setting,
-    again: Setting,
-    reference: Point,
+def _check(
+    machine: MeasuredMachine, model: ModelCost, setting: Setting, runs: Sequence[Sequence[Sample]]
 ) -> dict[str, Any]:
-    """Measure a setting, one request at a time, and predict it.
-
-    Args:
-        again: a setting of the fit, which is measured before and after: how much slower it is than it was
-            (`slower`) tells what other work on the machine does to the times. Errors are given as measured
-            (`error`) and with the measured time divided by that (`corrected_error`).
-        reference: what it was.
-    """
+    """Compare a setting, measured one request at a time, with its prediction."""
     deployment = Deployment(
         machine=machine, model=model, link_bytes_per_s=_LINK_BYTES_PER_S, link_latency_s=0.0, max_batch=32
     )
     sizes = {"prompt_tokens": setting.prompt_tokens, "answer_tokens": setting.answer_tokens}
     predicted = disaggregated(deployment, setting.plan, Workload(**sizes, rate=_SELDOM))
-    around = await _measure(server, prompts, again, 1, seed=101, requests=_REFERENCE_REQUESTS)
-    samples = await _measure(server, prompts, setting, 1, seed=0, requests=_CHECK_REQUESTS)
-    around += await _measure(server, prompts, again, 1, seed=102, requests=_REFERENCE_REQUESTS)
-    now = _point(model, again, 1, [around])
-    assert now.first_s is not None
-    assert reference.first_s is not None
-    slower = {"first_token": now.first_s / reference.first_s, "per_token": now.step_s / reference.step_s}
+    samples = [sample for run in runs for sample in run]
     measured = {
         "first_token": _undisturbed(sample.first_token_s for sample in samples),
-        "per_token": statistics.median(sample.per_token_s or 0.0 for sample in samples),
+        "per_token": _undisturbed(sample.per_token_s for sample in samples),
     }
     wanted = {"first_token": predicted.first_token_s, "per_token": predicted.per_token_s}
     shipped = [sample.kv["shipped_bytes"] for sample in samples if sample.kv is not None]
@@ -308,8 +284,6 @@ async def _check(
                 "measured_s": measured[name],
                 "predicted_s": wanted[name],
                 "error": wanted[name] / measured[name] - 1,
-                "slower": slower[name],
-                "corrected_error": wanted[name] * slower[name] / measured[name] - 1,
             }
             for name in measured
         },

@@ -76,7 +76,9 @@ def simulate(jobs: list[Job], schedule: Any) -> list[Job]:
             below = schedule.started[-1]
             started = schedule.overtake(now_s)
             if started is not None:
-                assert started.job.work * LEAST_ADVANTAGE <= below.job.left + 1e-6
+                is_shorter = started.job.work * LEAST_ADVANTAGE <= below.job.left + 1e-6
+                is_of_another = started.job.owner != below.job.owner and started.job.work <= below.job.work
+                assert is_shorter or (is_of_another and len(schedule.started) == 2)
         if started is not None:
             started.job.begun_s = now_s
             order.append(started.job)
@@ -247,13 +249,13 @@ def test_short_prompts_do_not_wait_for_a_long_one_while_it_has_patience(jobs: li
 
 @pytest.mark.parametrize("pass_s", [0.2, 1.0])
 @pytest.mark.parametrize("share", [0.1, 0.25])
-def test_a_key_that_floods_the_line_moves_anothers_p95_by_at_most_half(share: float, pass_s: float) -> None:
+def test_a_key_that_floods_the_line_moves_anothers_times_little(share: float, pass_s: float) -> None:
     """The polite key asks at random for this share of the worker, at most half of its fair share; the noisy
     one always has twenty waiting prompts of the same length. Times are of the schedule alone."""
     rng = random.Random(4)
     comes_s = list(itertools.accumulate(rng.expovariate(share / pass_s) for _ in range(1000)))
 
-    def p95(num_noisy: int) -> float:
+    def quantiles(num_noisy: int) -> list[float]:
         schedule, now_s, noisy = schedule_of(), 1.0, 0
         coming = deque(Job("polite", pass_s, comes_s=1.0 + its) for its in comes_s)
         first_s: list[float] = []
@@ -263,19 +265,47 @@ def test_a_key_that_floods_the_line_moves_anothers_p95_by_at_most_half(share: fl
             while noisy < num_noisy:
                 schedule.push(Job("noisy", pass_s))
                 noisy += 1
-            started = schedule.start_next(now_s)
-            if started is None:
+            started = schedule.overtake(now_s) if schedule.started else schedule.start_next(now_s)
+            if not schedule.started:
                 now_s = coming[0].comes_s
                 continue
-            now_s += pass_s
+            assert started is None or len(schedule.started) == 1 or started.job.owner == "polite"
+            running = schedule.started[-1]
+            step_s = min(pass_s / 20, running.job.left)
+            now_s += step_s
+            running.job.left -= step_s
+            running.fraction = 1 - running.job.left / running.job.work
+            if running.job.left > 1e-9:
+                continue
             schedule.finish(now_s, is_whole=True)
-            if started.job.owner == "polite":
-                first_s.append(now_s - started.job.comes_s)
+            if running.job.owner == "polite":
+                first_s.append(now_s - running.job.comes_s)
             else:
                 noisy -= 1
-        return statistics.quantiles(first_s, n=20)[-1]
+        return statistics.quantiles(first_s, n=20)
 
-    assert p95(num_noisy=20) <= 1.5 * p95(num_noisy=0)
+    alone, beside = quantiles(num_noisy=0), quantiles(num_noisy=20)
+    assert beside[9] <= 1.1 * alone[9]
+    assert beside[-1] <= 1.4 * alone[-1]
+
+
+def test_keys_that_both_ask_for_more_do_not_interrupt_each_other() -> None:
+    """With equal prompts and equal shares none overtakes, after the first turns."""
+    schedule, now_s, overtakes = schedule_of(), 1.0, []
+    for _ in range(40):
+        schedule.push(Job("a", 1.0))
+        schedule.push(Job("b", 1.0))
+    while len(schedule) or schedule.started:
+        started = schedule.overtake(now_s) if schedule.started else schedule.start_next(now_s)
+        if len(schedule.started) > 1 and started is not None:
+            overtakes.append(now_s)
+        running = schedule.started[-1]
+        running.job.left -= 0.1
+        running.fraction = 1 - running.job.left / running.job.work
+        now_s += 0.1
+        if running.job.left <= 1e-9:
+            schedule.finish(now_s, is_whole=True)
+    assert len(overtakes) <= 2
 
 
 def test_a_key_that_floods_the_line_still_gets_what_nobody_else_asks_for() -> None:
