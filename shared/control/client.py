@@ -58,6 +58,8 @@ _OPTIONS = (
 
 IDLE_LIMIT_S = 10.0
 """A worker says something in each stream every two seconds."""
+_LATE_S = 1.0
+"""A call is given up so long after its deadline, at which gRPC should have ended it."""
 
 _EOF: Any = cast(Any, grpc.aio).EOF
 _Value = TypeVar("_Value")
@@ -107,7 +109,8 @@ class _Client:
         method = self._service.methods[name]
         start, call_id = self._channel.unary_unary(method.path, None, None), new_call_id()
         async with self._call(start, method, request, timeout_s, request_id, call_id) as call:
-            return method.response.decode(Seal(method.path, call_id).open(await call))
+            answer = await _answer_of(call, timeout_s, self._address)
+            return method.response.decode(Seal(method.path, call_id).open(answer))
 
     async def _stream(
         self,
@@ -313,6 +316,20 @@ async def _rest(
             late.cancel()
         end.cancel()
         await asyncio.wait((end,))
+
+
+async def _answer_of(call: Any, timeout_s: float, address: str) -> bytes:
+    """A unary call's answer, in bounded time also where gRPC neither ends the call at its deadline nor lets
+    its waiter be cancelled: under faults its timers have stood still for minutes.
+
+    Raises: WorkerUnavailable, or what the call raises.
+    """
+    answer: asyncio.Future[bytes] = asyncio.ensure_future(call)
+    answer.add_done_callback(lambda its: its.cancelled() or its.exception())  # nobody may be waiting by then
+    await asyncio.wait((answer,), timeout=timeout_s + _LATE_S)
+    if not answer.done():
+        raise WorkerUnavailable(f"{address} did not answer a call within {timeout_s:g} s", reason="silent")
+    return answer.result()
 
 
 def _metadata(request_id: str, call_id: str, events_id: str) -> tuple[tuple[str, str], ...]:

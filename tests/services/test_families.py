@@ -80,13 +80,13 @@ async def test_full_equals_generate_beyond_two_windows_alone_in_a_batch_and_over
     ends = [[*first, *ended.tokens]]
     for seed in (5, 6):
         prompt = [*ends[-1], *prompt_of(9, seed=seed)]
-        ended = await turn(prompt)
+        ended = await turn(prompt, NUM_NEW // 4)
         assert reference.answers(prompt, ended.tokens, tie=tie)
         assert ended.reused == len(ends[-1]) - 1
         ends.append([*prompt, *ended.tokens])
     # another third turn; a state is that of the turn's end, before its last token
     branch = [*ends[1], *prompt_of(5, seed=7)]
-    ended = await turn(branch)
+    ended = await turn(branch, NUM_NEW // 4)
     assert reference.answers(branch, ended.tokens, tie=tie)
     assert ended.reused == len(ends[1]) - has_states
     # another second turn, from the middle of the first answer; with states from the end of the first prompt
@@ -98,15 +98,15 @@ async def test_full_equals_generate_beyond_two_windows_alone_in_a_batch_and_over
 
 async def test_every_method_that_applies_equals_its_oracle(pair: Pair, folder: Path) -> None:
     generator, prompt = OneProcessGenerator(pair.model), prompt_of(4 * WINDOW, seed=1)
-    methods = applicable_methods(pair.model.spec.layers)
+    methods, sampling = applicable_methods(pair.model.spec.layers), greedy(NUM_NEW // 8)
 
     async def run(method: str) -> list[int]:
         session = SessionKey(owner="o", session_id=method)
-        return (await pair.turn(prompt, plan_of(method), session=session, sampling=greedy(12))).tokens
+        return (await pair.turn(prompt, plan_of(method), session=session, sampling=sampling)).tokens
 
     answers = await asyncio.gather(*map(run, methods))
     for method, tokens in zip(methods, answers, strict=True):
-        expected = generator.generate(prompt, plan=plan_of(method), sampling=greedy(12))
+        expected = generator.generate(prompt, plan=plan_of(method), sampling=sampling)
         assert tokens == [token.token_id for token in expected], method
 
 
@@ -119,12 +119,12 @@ async def test_sessions_of_lossy_methods_equal_their_oracles_beside_windows_sink
 
     async def two_turns(method: str) -> None:
         session, oracle = SessionKey(owner=method, session_id="s"), OracleSession()
-        prompt = first
+        prompt, sampling = first, greedy(NUM_NEW // 8)
         for seed in (2, 3):
-            done = await pair.turn(prompt, plan_of(method), session=session, sampling=greedy(12))
-            expected = generator.generate(prompt, plan=plan_of(method), sampling=greedy(12), session=oracle)
+            done = await pair.turn(prompt, plan_of(method), session=session, sampling=sampling)
+            expected = generator.generate(prompt, plan=plan_of(method), sampling=sampling, session=oracle)
             assert done.tokens == [token.token_id for token in expected], method
-            assert done.reused == (0 if prompt is first else len(first) + 11), method
+            assert done.reused == (0 if prompt is first else len(first) + NUM_NEW // 8 - 1), method
             prompt = [*prompt, *done.tokens, *prompt_of(9, seed=seed)]
 
     for method in applicable_methods(pair.model.spec.layers):

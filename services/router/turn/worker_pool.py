@@ -36,6 +36,9 @@ NUM_NEAR = 8
 MAX_STATUS_CALLS_PER_S = 200.0
 """Of one pool. With more workers, each is asked less often."""
 _STATUS_TIMEOUT_S = 2.0
+_MISSES = 5
+"""The router connects anew to a worker after so many missed statuses in a row, and again after as many more:
+the connection may be at fault."""
 _RESOLVE_INTERVAL_S = 5.0
 _RESOLVE_TIMEOUT_S = 5.0
 
@@ -59,6 +62,7 @@ class Worker(Generic[ClientT]):
     Attributes:
         status: the last one; None while the worker is down. The pool alone sets it.
         model, version: its model and block protocol when it was last up.
+        missed: statuses since the last one that came.
         in_flight: this router's turns at the worker.
     """
 
@@ -68,6 +72,7 @@ class Worker(Generic[ClientT]):
     model: ModelSpec | None = None
     instance_id: str = ""
     version: int = 0
+    missed: int = 0
     in_flight: int = 0
 
     @property
@@ -337,8 +342,8 @@ class WorkerPool(Generic[ClientT]):
         if status is None and worker.in_flight:
             # One answer may be late on a busy machine; after two the turns go on elsewhere.
             status = await self._status_of(worker)
-            if status is None:
-                await self._give_up_turns(worker)
+        if status is None and (worker.in_flight or worker.missed % _MISSES == 0):
+            await self._connect_anew(worker)
         if status is not None:
             self.take_status(worker, status)
 
@@ -346,19 +351,24 @@ class WorkerPool(Generic[ClientT]):
         """Ask once; without an answer the worker is down."""
         try:
             async with asyncio.timeout(self._status_timeout_s):
-                return await worker.client.status(timeout_s=self._status_timeout_s)
+                status = await worker.client.status(timeout_s=self._status_timeout_s)
+                worker.missed = 0
+                return status
         except (KvferryError, TimeoutError) as error:
+            worker.missed += 1
             if worker.status is not None:
                 self._log.warning("worker down", address=worker.address, error=str(error))
             self._set_status(worker, None)
             return None
 
-    async def _give_up_turns(self, worker: Worker[ClientT]) -> None:
-        """Connect anew: closing the connection ends the worker's streams, and their turns are replayed."""
-        if self._disconnect is not None:
+    async def _connect_anew(self, worker: Worker[ClientT]) -> None:
+        """Closing the connection ends the worker's streams, and their turns are replayed elsewhere."""
+        if self._disconnect is None:
+            return
+        if worker.in_flight:
             self._log.warning("worker's turns are given up", address=worker.address, turns=worker.in_flight)
-            silent, worker.client = worker.client, self._connect(worker.address)
-            await self._disconnect(silent)
+        silent, worker.client = worker.client, self._connect(worker.address)
+        await self._disconnect(silent)
 
 
 def _load(worker: Worker[ClientT]) -> tuple[int, int]:

@@ -202,6 +202,26 @@ async def large_pool(*names: str) -> AsyncIterator[WorkerPool[Any]]:
     await pool.close()
 
 
+async def test_a_worker_that_stays_silent_is_connected_to_anew_though_it_runs_no_turn() -> None:
+    """What is at fault may be the connection: this one never answers again, and a second one does."""
+    async with Pool("a") as it:
+        broken = it.workers["a"]
+
+        async def silent(*, timeout_s: float) -> Any:
+            await asyncio.sleep(timeout_s)
+            raise WorkerUnavailable("silent")
+
+        broken.status = silent  # type: ignore[method-assign]
+        await eventually(lambda: not it.pool.ready_workers())
+        it.workers.update(a=it.workers["b"], c=broken)
+        await eventually(lambda: [its.address for its in it.pool.ready_workers()] == ["a"])
+        worker = it.pool.worker("a")
+        assert worker is not None
+        assert worker.client is it.workers["a"]
+        assert worker.missed == 0
+        assert it.closed[-1] == "c"
+
+
 async def test_a_choice_looks_at_a_few_of_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: Counter[str] = Counter()
     load = worker_pool._load

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -53,6 +54,49 @@ async def test_every_error_class_arrives_as_itself(
         assert raised.value.param == "a.b"
         assert raised.value.reason == "some_reason"
         assert raised.value.retry_after_s == 1.5
+
+
+class StuckCall:
+    """As a call of gRPC whose timers stand still: no deadline, and its waiter is not cancelled."""
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+        self._wakes = asyncio.Event()
+
+    def __await__(self) -> Any:
+        return self._wait().__await__()
+
+    async def _wait(self) -> bytes:
+        while not self.is_cancelled:
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._wakes.wait()
+        raise asyncio.CancelledError
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self._wakes.set()
+
+    def done(self) -> bool:
+        return self.is_cancelled
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_call_that_grpc_does_not_end_is_given_up(
+    decode_client: GrpcDecodeClient, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    call = StuckCall()
+    monkeypatch.setattr(decode_client._channel, "unary_unary", lambda *_: lambda *_, **__: call)
+    begin_s = time.monotonic()
+    if is_cancelled:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await decode_client.status(timeout_s=30.0)
+    else:
+        with pytest.raises(WorkerUnavailable, match=r"did not answer a call within 0\.2 s") as raised:
+            await decode_client.status(timeout_s=0.2)
+        assert raised.value.reason == "silent"
+    assert call.is_cancelled
+    assert time.monotonic() - begin_s < 5.0
 
 
 async def test_an_unexpected_exception_is_internal_and_logged_once_with_its_request(

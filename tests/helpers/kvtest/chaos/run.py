@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtest.chaos.cluster import Cluster
-from kvtest.chaos.conversation import Conversation, Outcome
+from kvtest.chaos.conversation import LIMIT_S, Conversation, Outcome
 from kvtest.chaos.faults import Fault, Only, draw, strike
 from kvtest.chaos.script import Script
 
@@ -88,7 +88,10 @@ async def run_round(
     outcome = Outcome()
     for its in outcomes:
         outcome.add(its)
+    healed_s = time.monotonic()
     await cluster.listening()
+    if (took_s := time.monotonic() - healed_s) > LIMIT_S:
+        outcome.violations.append(f"round {seed}: the cluster was ready {took_s:.0f} s after the faults")
     outcome.violations += [
         f"round {seed}: {size:.0f} bytes of {name}'s arena are not free"
         for name, size in (await cluster.leaked_bytes()).items()
