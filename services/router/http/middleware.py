@@ -34,6 +34,7 @@ from kvferry.services.router.http.errors import (
     error_response,
     internal_error,
 )
+from kvferry.services.router.http.refusals import RecentRefusals
 from kvferry.shared.draining import Drain
 from kvferry.shared.errors import (
     AuthenticationFailed,
@@ -186,7 +187,7 @@ class LimitsMiddleware:
         limits: of keys; None where there are none.
 
     Raises: HeadersTooLarge, PayloadTooLarge, RequestTimeout, PermissionDenied; what `owner` raises; Cancelled
-        where the client left.
+        where the client left; CapacityExceeded where a queue has just refused the caller.
     """
 
     def __init__(
@@ -202,6 +203,7 @@ class LimitsMiddleware:
         self._app = app
         self._owner = owner
         self._limits = limits
+        self._refusals = RecentRefusals()
         self._max_header_bytes = max_header_bytes
         self._max_body_bytes = max_body_bytes
         self._read_timeout_s = read_timeout_s
@@ -214,15 +216,16 @@ class LimitsMiddleware:
         headers = Headers(scope=scope)
         if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
             _refuse_other_sites(headers)
-        if scope["method"] == "POST":
-            scope["state"]["owner"] = self._owner(headers)
-            if self._limits is not None:
-                owner = scope["state"]["owner"]
-                scope["state"]["record"].fields["key"] = self._limits.name(owner)
-                async with self._limits.admitted(owner):
-                    await self._handle(scope, headers, receive, send)
-                return
-        await self._handle(scope, headers, receive, send)
+        if scope["method"] != "POST":
+            await self._handle(scope, headers, receive, send)
+            return
+        owner = scope["state"]["owner"] = self._owner(headers)
+        if self._limits is None:
+            await self._handle(scope, headers, receive, send)
+            return
+        scope["state"]["record"].fields["key"] = self._limits.name(owner)
+        async with self._limits.admitted(owner):
+            await self._handle(scope, headers, receive, send)
 
     async def _handle(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         try:
@@ -237,7 +240,11 @@ class LimitsMiddleware:
         async def replay() -> Message:
             return pending.pop() if pending else await receive()
 
-        await self._app(scope, replay, send)
+        if scope["method"] != "POST":
+            await self._app(scope, replay, send)
+            return
+        with self._refusals.around(scope["state"]["owner"], scope["path"]):
+            await self._app(scope, replay, send)
 
     def _check_head(self, scope: Scope) -> None:
         size_bytes = len(scope.get("raw_path", b"")) + len(scope["query_string"])

@@ -14,6 +14,7 @@ import pytest
 import structlog
 from kvtest.router import eventually
 
+from kvferry.services.router.http import refusals
 from kvferry.services.router.http.middleware import BoundedH11Protocol
 from kvferry.shared.errors import (
     CapacityExceeded,
@@ -163,6 +164,31 @@ async def test_overloaded_prefill_is_503_with_retry_after(stack: Any) -> None:
     assert refused.value.status_code == 503
     assert refused.value.code == "overloaded"
     assert refused.value.response.headers["retry-after"] == "4"
+
+
+async def test_a_caller_that_a_full_queue_has_refused_is_refused_for_a_moment_without_asking_it(
+    stack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "REFUSED_S", 0.5)
+    full = CapacityExceeded("64 requests wait", reason="queue_full", retry_after_s=2.5)
+    stack.prefill[0].faults = [failing_at(0, full)]
+    begun_s = time.monotonic()
+
+    async def ask(path: str = "/v1/chat/completions", **headers: str) -> Any:
+        body = BODY if "chat" in path else {"model": "demo", "prompt": "a b", "max_tokens": 2}
+        return await stack.http.post(path, json=body, headers=headers)
+
+    answers = [await ask(), await ask()]
+    assert time.monotonic() - begun_s < 0.5
+    for answer in answers:
+        assert answer.status_code == 429, answer.text
+        assert answer.json()["error"]["message"] == "64 requests wait"
+        assert answer.headers["retry-after"] == "3"
+    other = await ask(Authorization="Bearer another")
+    assert other.status_code == 200, other.text
+    assert (await ask("/v1/completions")).status_code == 200
+    await asyncio.sleep(0.5)
+    assert (await ask()).status_code == 200
 
 
 async def test_full_worker_is_passed_over_for_another(start_stack: Any) -> None:

@@ -51,19 +51,22 @@ def skipped_checksum() -> None:
 
 
 def wrong_generation() -> None:
-    """Every third transfer is written to the arena range of the sequence before it, as a block of an old
-    generation would be."""
+    """Every second transfer is written to the arena range of one of the four sequences before it, as a block
+    of an old generation would be."""
+    from collections import deque
+
     from kvferry.services.decode import receiver
 
     accept, numbers = receiver.CacheReceiver._accept, itertools.count(1)
-    last: list[Any] = []
+    last: deque[Any] = deque(maxlen=4)
 
     def confused(self: Any, manifest: Any) -> Any:
         sequence, writer = accept(self, manifest)
         mine = writer._buffer
-        if next(numbers) % 3 == 0 and last and last[0].numel() >= mine.numel():
-            writer._buffer = last[0][: mine.numel()]
-        last[:] = [mine]
+        if next(numbers) % 2 == 0:
+            fitting = [its for its in last if its.numel() >= mine.numel()]
+            writer._buffer = fitting[0][: mine.numel()] if fitting else mine
+        last.append(mine)
         return sequence, writer
 
     receiver.CacheReceiver._accept = confused  # type: ignore[method-assign]
