@@ -57,7 +57,8 @@ class PromptPass:
 
     Layers are shipped in order: one that is complete before an earlier one waits. If a layer's history turns
     out lost, the whole prompt is run. This second run ships only the layers that the first did not, if the
-    method selects the same rows of those already sent when all queries are there; else the pass fails.
+    method is exact; else the pass fails, because the answers in the history have other rows than prefill
+    computes, and layers with and without them make a cache that no run in one process gives.
 
     Attributes:
         positions: of the rows of each layer shipped so far, as `RetainedRows.layers`.
@@ -119,7 +120,8 @@ class PromptPass:
 
         Args: on_miss: called if it does not, to restart the staged turn.
         Returns: float32 logits `[V]` of the last token.
-        Raises: Cancelled, TransferFailed; HistoryMiss: the layers sent would be of another selection.
+        Raises: Cancelled, TransferFailed; HistoryMiss: layers of a method that is not exact were shipped,
+            with the rows and the selection of the lost history.
         """
         if not self._measured:
             # Before the pass, to detect a refusal early; measured sizes are unknown yet.
@@ -130,9 +132,7 @@ class PromptPass:
                 logits = self._forward()
             except HistoryMiss as miss:
                 self._job.check_cancelled()
-                num_new = self._job.resolved.num_prompt_tokens - self._job.num_reused
-                observed = self._job.num_observed
-                if self._shipped_layers and (observed is None or observed > num_new):
+                if self._shipped_layers and not self._job.resolved.plan.is_exact:
                     raise
                 on_miss(miss)
                 logits = self._forward()

@@ -46,6 +46,7 @@ from kvferry.shared.draining import REASON
 from kvferry.shared.errors import (
     CapacityExceeded,
     DeadlineExceeded,
+    HistoryMiss,
     KvferryError,
     Overloaded,
     SessionBusy,
@@ -319,6 +320,8 @@ class Turn:
                 self._discard(attempt)
                 if self._was_cut:
                     raise
+                if isinstance(error, HistoryMiss):  # it would be looked for again
+                    self.request = replace(self.request, max_reused_tokens=0)
                 if not self._tries_elsewhere(error, attempt):
                     await self._recover(error, attempt)
             except (asyncio.CancelledError, GeneratorExit):
@@ -505,7 +508,10 @@ def _resumed(request: TurnRequest, delivered: tuple[int, ...], first: FirstToken
     else:
         sampling = replace(request.sampling, delivered=delivered)
         prompt = request.prompt_token_ids
-        request = replace(request, max_reused_tokens=first.reused_tokens if first is not None else None)
+        if first is not None:
+            most = request.max_reused_tokens
+            reused = first.reused_tokens if most is None else min(most, first.reused_tokens)
+            request = replace(request, max_reused_tokens=reused)
     return replace(request, prompt_token_ids=prompt, sampling=sampling, session=session, prompt_logprobs=None)
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kvferry.services.prefill.host_copies import Arrived, Elapsed, HostCopies
-from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey
 from kvferry.shared.wire.messages import TransferKey
@@ -112,7 +111,7 @@ async def test_a_history_lost_in_mid_prompt_leaves_nothing_behind(log: list[str]
             harness.store.drop(SESSION)
 
     harness.model.on_layer = drop_at_layer_two
-    plan = plan_for("snapkv", budget=Budget(tokens=48))
+    plan = plan_for("full")
     second = harness.request(prompt, session=SESSION, plan=plan)
     token, _ = await harness.run(second)
     harness.model.on_layer = None

@@ -60,7 +60,7 @@ async def test_every_family_is_moved(harness: Harness) -> None:
         harness.store.drop(A)
 
     harness.model.on_layer = drop
-    await harness.run(harness.request(more, session=A, plan=plan))
+    await harness.run(harness.request(more, session=A, plan=plan_for("full")))
     harness.model.on_layer = None
     refusal = TransferFailed("no", reason="refused")
     harness.sink.refuse = refusal

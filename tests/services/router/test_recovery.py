@@ -136,6 +136,11 @@ async def test_lost_prefill_worker_is_replayed(stack: Any, error: KvferryError, 
     replayed = await complete(stack)
     assert text(replayed) == text(undisturbed)
     assert replayed["usage"] == undisturbed["usage"]
+    reused = stack.prefill[0].requests[-1].max_reused_tokens
+    if isinstance(error, HistoryMiss):
+        assert reused == 0  # it does not look for the lost history again
+    else:
+        assert reused in (None, 0)
 
 
 async def test_stream_goes_on_where_it_was(stack: Any) -> None:

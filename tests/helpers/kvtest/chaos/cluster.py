@@ -253,6 +253,7 @@ async def running(
                 url = f"redis://127.0.0.1:{await link(f'redis-{name}', redis.port)}/0"
                 options = [
                     *("--listen", f"127.0.0.1:{port}", "--history-redis", url),
+                    *("--max-sessions-per-key", "100000"),  # of a long run, which has one key
                     *("--prefill-workers", ",".join(workers["prefill"])),
                     *("--decode-workers", ",".join(workers["decode"])),
                 ]

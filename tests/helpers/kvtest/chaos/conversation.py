@@ -194,13 +194,15 @@ class Conversation:
         Args: num_reused: as a whole answer reports it; None where the answer was cut.
         """
         script = self.script
+        if index == 0 and num_reused is not None and prompt == script.prompts[0]:
+            script.first_reused(num_reused)
         if index == 1 and script.asks_again(prompt):
             return  # an attempt that seemed lost was stored after `_is_in_session` looked
         if prompt and prompt != script.prompts[index]:
             self._violate(index, f"the prompt has {len(prompt)} tokens, not {len(script.prompts[index])}")
-        elif num_reused is not None and tokens != (right := script.answer(index, num_reused)):
-            if len(tokens) != len(right) or not script.resumed_answer(index, num_reused, tokens):
-                self._violate(index, f"wrong answer after {num_reused} reused tokens: {tokens}, not {right}")
+        elif num_reused is not None and tokens not in (rights := script.answers(index, num_reused)):
+            if len(tokens) != len(rights[0]) or not script.resumed_answer(index, num_reused, tokens):
+                self._violate(index, f"wrong answer after {num_reused} reused tokens: {tokens}, not {rights}")
         elif not script.begins_answer(index, tokens):
             self._violate(index, f"wrong beginning: {tokens}")
 

@@ -4,6 +4,9 @@ A lossy method that looks at the queries of all new tokens chooses other rows wh
 number of tokens: fewer after a worker's death, more where another session has the same prompt. So an answer
 belongs to the number of reused tokens, which every response reports. A turn that resumes on another worker
 reuses no more than it did before; where that worker has less, its later tokens belong to the smaller number.
+A prompt of which a part is reused has, of the rest, the same rows but for rounding, and a second turn that
+reuses those may choose otherwise between two equal tokens: so its answer belongs to what the first turn
+reused, too.
 """
 
 from __future__ import annotations
@@ -42,55 +45,83 @@ class Script:
     prompts: tuple[Tokens, Tokens]
     num_stored: int
     max_tokens: int
-    _stored: OracleSession
-    """After the first turn."""
+    _stored: dict[int, OracleSession]
+    """After the first turn, by the number of tokens that it reused of another session's prompt."""
     _exact: OracleSession
     """After the second turn in a session that began with it, so that its whole prompt was run at once."""
     _plan: CompressionPlan
     _sampling: SamplingParams
     _generator: OneProcessGenerator
-    _answers: dict[tuple[int, int], Tokens] = field(default_factory=dict)
+    _answers: dict[tuple[int, int, int], Tokens] = field(default_factory=dict)
 
-    def answer(self, index: int, num_reused: int) -> Tokens:
+    def first_reused(self, num_reused: int) -> None:
+        """Note that a session's first turn has reused so many tokens.
+
+        Raises: ValueError: the prompt has no token after them.
+        """
+        if num_reused in self._stored:
+            return
+        prompt = self.prompts[0]
+        if num_reused >= len(prompt):
+            raise ValueError(f"turn 1 of {len(prompt)} tokens reuses {num_reused}")
+        session = self._beginning(self._stored[0], prompt, num_reused)
+        self._generator.generate(list(prompt), plan=self._plan, sampling=self._sampling, session=session)
+        self._stored[num_reused] = session
+
+    def answers(self, index: int, num_reused: int) -> list[Tokens]:
+        """The oracle's answers of a turn that reuses the KV of its prompt's first `num_reused` tokens.
+
+        There is one for each number that first turns have reused, where those rows are of the first turn.
+        """
+        return [self.answer(index, num_reused, first) for first in self._firsts(index, num_reused)]
+
+    def answer(self, index: int, num_reused: int, first: int = 0) -> Tokens:
         """The oracle's answer of a turn that reuses the KV of its prompt's first `num_reused` tokens.
 
+        Args: first: how many the first turn has reused.
         Raises: ValueError: the prompt has no token after them.
         """
         if num_reused >= len(self.prompts[index]):
             raise ValueError(f"turn {index + 1} of {len(self.prompts[index])} tokens reuses {num_reused}")
-        if (index, num_reused) not in self._answers:
-            self._answers[index, num_reused] = self._generated(index, num_reused)
-        return self._answers[index, num_reused]
+        if (index, num_reused, first) not in self._answers:
+            self._answers[index, num_reused, first] = self._generated(index, num_reused, first)
+        return self._answers[index, num_reused, first]
+
+    def _firsts(self, index: int, num_reused: int) -> list[int]:
+        return list(self._stored) if index == 1 and num_reused == self.num_stored else [0]
 
     def resumed_answer(self, index: int, num_reused: int, tokens: Tokens) -> bool:
-        """Whether an answer after `num_reused` reused tokens was resumed where fewer were left, and then
-        begins so."""
-        right = self.answer(index, num_reused)
-        num_delivered = next(
-            (n for n, pair in enumerate(zip(tokens, right, strict=False)) if len({*pair}) > 1), 0
-        )
-        return num_delivered > 0 and any(
-            self._generated(index, fewer, tokens[:num_delivered])[: len(tokens)] == tokens
-            for fewer in self._likely(index)
-            if fewer < num_reused
-        )
+        """Whether an answer that began with `num_reused` reused tokens was resumed where fewer were left, and
+        then begins so."""
+        for right in self.answers(index, num_reused):
+            num_delivered = next(
+                (n for n, pair in enumerate(zip(tokens, right, strict=False)) if len({*pair}) > 1), 0
+            )
+            for fewer in self._likely(index):
+                if fewer < num_reused and num_delivered:
+                    resumed = self._generated(index, fewer, delivered=tokens[:num_delivered])
+                    if resumed[: len(tokens)] == tokens:
+                        return True
+        return False
 
     def begins_answer(self, index: int, tokens: Tokens) -> bool:
         """Whether some answer of the turn begins with these tokens, whatever it reuses."""
-        return any(self.answer(index, its)[: len(tokens)] == tokens for its in self._reusable(index)) or any(
-            self.resumed_answer(index, its, tokens) for its in self._likely(index)
-        )
+        return any(
+            answer[: len(tokens)] == tokens
+            for num_reused in self._reusable(index)
+            for answer in self.answers(index, num_reused)
+        ) or any(self.resumed_answer(index, its, tokens) for its in self._likely(index))
 
     def has_answered(self, tokens: Tokens) -> bool:
         """Whether a session with these tokens has the second turn, whole or its beginning.
 
         The last token may be the end of sequence, which is stored where an answer was cut.
         """
-        prompt = self.prompts[1]
         for num_reused in self._reusable(1):
-            whole = prompt + self.answer(1, num_reused)
-            if tokens in (whole[: len(tokens)], whole[: len(tokens) - 1] + tokens[-1:]):
-                return True
+            for answer in self.answers(1, num_reused):
+                whole = self.prompts[1] + answer
+                if tokens in (whole[: len(tokens)], whole[: len(tokens) - 1] + tokens[-1:]):
+                    return True
         return False
 
     def asks_again(self, prompt: Tokens) -> bool:
@@ -100,19 +131,29 @@ class Script:
         is_after = len(session) >= len(self.prompts[1]) and prompt[-len(question) :] == question
         return is_after and self.has_answered(session)
 
-    def _generated(self, index: int, num_reused: int, delivered: Tokens = ()) -> Tokens:
-        prompt, session = self.prompts[index], OracleSession()
+    def _generated(self, index: int, num_reused: int, first: int = 0, delivered: Tokens = ()) -> Tokens:
+        # KV of generated tokens is the session's own or, where that was lost, is computed again.
+        is_own = index == 1 and num_reused == self.num_stored
+        session = self._beginning(
+            self._stored[first] if is_own else self._exact, self.prompts[index], num_reused
+        )
+        sampling = replace(self._sampling, delivered=delivered)
+        tokens = self._generator.generate(
+            list(self.prompts[index]), plan=self._plan, sampling=sampling, session=session
+        )
+        return tuple(token.token_id for token in tokens)
+
+    @staticmethod
+    def _beginning(stored: OracleSession, prompt: Tokens, num_reused: int) -> OracleSession:
+        """A session that has the prompt's first tokens, with the rows that another one has of them."""
+        session = OracleSession()
         if num_reused:
-            # KV of generated tokens is the session's own or, where that was lost, is computed again.
-            stored = self._stored if index == 1 and num_reused == self.num_stored else self._exact
             session.token_ids = list(prompt[:num_reused])
             session.layers = {
                 layer: (keys[:, :num_reused], values[:, :num_reused])
                 for layer, (keys, values) in stored.layers.items()
             }
-        sampling = replace(self._sampling, delivered=delivered)
-        tokens = self._generator.generate(list(prompt), plan=self._plan, sampling=sampling, session=session)
-        return tuple(token.token_id for token in tokens)
+        return session
 
     def _likely(self, index: int) -> list[int]:
         return [self.num_stored, len(self.prompts[0]), 0] if index else [0]
@@ -149,7 +190,7 @@ def make_script(
         prompts=(prompt, next_prompt),
         num_stored=len(stored.token_ids),
         max_tokens=max_tokens,
-        _stored=stored,
+        _stored={0: stored},
         _exact=exact,
         _plan=plan,
         _sampling=sampling,
