@@ -36,7 +36,9 @@ log = structlog.get_logger(__name__)
 _COMMIT_GRACE_S = 30.0
 """How long after its request's deadline a staged turn may still be committed."""
 _SHIPPED_INDEX_BYTES = 256 << 20
-"""Host memory for the positions of shipped rows, over all sessions."""
+"""The most host memory for the positions of shipped rows, over all sessions."""
+_SHIPPED_INDEX_SHARE = 16
+"""It is at most this part of the memory for history, without which the positions are of no use."""
 
 
 class PrefillJob:
@@ -198,7 +200,8 @@ class SessionTurns:
         self._receiver = receiver
         self._metrics = metrics
         self._is_exact = is_exact
-        self.shipped = ShippedSelections(max_bytes=_SHIPPED_INDEX_BYTES)
+        index_bytes = min(_SHIPPED_INDEX_BYTES, store.max_bytes // _SHIPPED_INDEX_SHARE)
+        self.shipped = ShippedSelections(max_bytes=index_bytes)
 
     def expected_reuse(self, request: PrefillRequest) -> int:
         """How many of the prompt's first tokens will probably be cached: those that host memory has of the

@@ -24,8 +24,8 @@ LEAST_ADVANTAGE = 2.0
 """How many times more work the running prompt must have left than one that overtakes it."""
 HEAD_START = 0.25
 """The part of its own time for which a prompt may be kept waiting before it has run at all."""
-LONG_S = 0.03
-"""The pass of a prompt that takes this long by estimate can be interrupted, of the first prompt always. To
+LONG_TOKENS, LONG_S = 256, 0.25
+"""The pass of a prompt of at least so many tokens, or that takes so long by estimate, can be interrupted. To
 look between its operations whether another one overtakes it costs a pass of the demo model 1 ms."""
 _OF_LATE_S = 10.0
 """What an owner's prompts ran so long ago counts by 1/e."""
@@ -136,7 +136,8 @@ class Schedule:
 
     def is_long(self, job: PrefillJob) -> bool:
         """Whether its pass can be interrupted. Only the thread that runs prompts may ask."""
-        return not self._is_timed or self._estimate(job) >= LONG_S
+        is_slow = self._is_timed and self._estimate(job) >= LONG_S
+        return is_slow or job.resolved.num_prompt_tokens >= LONG_TOKENS
 
     def push(self, job: PrefillJob) -> None:
         insort(self._waiting.setdefault(job.owner, []), job, key=attrgetter("priority"))

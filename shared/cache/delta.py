@@ -36,6 +36,10 @@ NEW_ROWS = "new_rows"
 """A tensor of a delta: int32 `[H_kv]`, how many rows of each head are sent."""
 
 
+ENTRY_BYTES = 1024
+"""Of a selection besides its positions: its objects, and its session's name."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RetainedRows:
     """Retained rows of one transfer: each layer's prompt rows, then the rows of the tokens generated after.
@@ -251,7 +255,7 @@ class ShippedSelections:
     When they take too many bytes, the session that was shipped longest ago is removed first.
 
     Args:
-        max_bytes: limit on the bytes of all positions; 0 stores none.
+        max_bytes: limit on the bytes of all selections; 0 stores none.
     """
 
     def __init__(self, *, max_bytes: int) -> None:
@@ -324,4 +328,4 @@ class ShippedSelections:
 
 
 def _size_bytes(chain: _Chain) -> int:
-    return sum(selection.size_bytes for selection in chain)
+    return sum(selection.size_bytes + ENTRY_BYTES for selection in chain)

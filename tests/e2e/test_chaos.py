@@ -22,7 +22,7 @@ NUM_FAULTS = 300
 MAX_ROUNDS = 60
 FIRST_SEED = 1
 MAX_TOKENS = (12, 24, 48)
-PLANTED_ROUNDS = 6
+PLANTED_ROUNDS, PLANTED_PATIENCE_S = 6, 20.0
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ async def test_a_planted_fault_is_found(
     report = Report()
     async with running(tmp_path, {role: planted}, num_each=1) as cluster:
         for seed in range(PLANTED_ROUNDS):
-            await run_round(cluster, scripts, seed, report, only=only)
+            await run_round(cluster, scripts, seed, report, only=only, patience_s=PLANTED_PATIENCE_S)
             if any(found in violation for violation in report.outcome.violations):
                 return
     raise AssertionError(f"nobody noticed {planted}: {report.as_json()}")

@@ -15,7 +15,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,11 +34,11 @@ from kvferry.services.router.http.errors import (
     error_response,
     internal_error,
 )
-from kvferry.services.router.http.refusals import RecentRefusals
 from kvferry.shared.draining import Drain
 from kvferry.shared.errors import (
     AuthenticationFailed,
     Cancelled,
+    CapacityExceeded,
     HeadersTooLarge,
     InvalidRequest,
     KvferryError,
@@ -53,6 +53,8 @@ from kvferry.shared.telemetry import context_of, entry, fail
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _CLIENT_LEFT = 499
+REFUSED_S = 0.05
+"""Much less than the second that a refused client is told to wait at least."""
 _LINGER_S = 1.0
 # Machines poll these every few seconds; a line for each would bury the rest.
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
@@ -281,6 +283,39 @@ class LimitsMiddleware:
         return PayloadTooLarge(
             f"The body has {size_bytes} bytes or more; at most {self._max_body_bytes} are allowed"
         )
+
+
+class RecentRefusals:
+    """A queue that is full for a caller (it refuses the caller with most waiting first) is full for the
+    caller's next requests, too. Asking it again would take the router, which others use, the time to read,
+    tokenize and place each of them.
+
+    Args: clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._refused: dict[tuple[str, str], tuple[float, CapacityExceeded]] = {}
+        """By caller and path: until when, and what is answered."""
+
+    @contextlib.contextmanager
+    def around(self, owner: str, path: str) -> Iterator[None]:
+        """Around a request of the caller.
+
+        Raises: CapacityExceeded as the last one, if a queue refused that within `REFUSED_S`.
+        """
+        key = owner, path
+        if (refused := self._refused.get(key)) is not None:
+            until_s, last = refused
+            if self._clock() < until_s:
+                raise CapacityExceeded(last.message, reason=last.reason, retry_after_s=last.retry_after_s)
+            del self._refused[key]
+        try:
+            yield
+        except CapacityExceeded as error:
+            if error.reason == "queue_full":
+                self._refused[key] = self._clock() + REFUSED_S, error
+            raise
 
 
 def _refuse_other_sites(headers: Headers) -> None:

@@ -1,8 +1,10 @@
 """What was shipped is remembered within a bound, and given out for one transfer alone."""
 
+from dataclasses import replace
+
 import numpy as np
 
-from kvferry.shared.cache.delta import NO_TOKEN, RetainedRows, ShippedSelections
+from kvferry.shared.cache.delta import ENTRY_BYTES, NO_TOKEN, RetainedRows, ShippedSelections
 from kvferry.shared.control.messages import SessionKey
 
 
@@ -17,7 +19,7 @@ def key(name):
 
 
 def test_the_longest_unused_are_forgotten_first():
-    shipped = ShippedSelections(max_bytes=64)
+    shipped = ShippedSelections(max_bytes=2 * (32 + ENTRY_BYTES))
     for number, name in enumerate("aba" + "c", start=1):
         shipped.put(key(name), selection(number), retained=None)
     retained = {
@@ -37,12 +39,21 @@ def test_the_longest_unused_are_forgotten_first():
 
 
 def test_none_is_retained_where_no_token_is_the_same_or_none_may_be_remembered():
-    shipped = ShippedSelections(max_bytes=64)
+    shipped = ShippedSelections(max_bytes=2 * (32 + ENTRY_BYTES))
     shipped.put(key("a"), selection(1), retained=None)
     assert shipped.retained(key("a"), transfer_id=1, num_tokens=0, depth=9) is None
     nothing = ShippedSelections(max_bytes=0)
     nothing.put(key("a"), selection(1), retained=None)
     assert nothing.retained(key("a"), transfer_id=1, num_tokens=5, depth=9) is None
+
+
+def test_selections_of_all_rows_are_bounded_in_number():
+    shipped = ShippedSelections(max_bytes=10 * ENTRY_BYTES)
+    every = replace(selection(1), layers=(None, None))
+    for number in range(50):
+        shipped.put(key(str(number)), every, retained=None)
+    found = [shipped.retained(key(str(n)), transfer_id=1, num_tokens=5, depth=9) for n in range(50)]
+    assert [its is not None for its in found] == [False] * 40 + [True] * 10
 
 
 def ids(retained):

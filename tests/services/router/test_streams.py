@@ -14,7 +14,7 @@ import pytest
 import structlog
 from kvtest.router import eventually
 
-from kvferry.services.router.http import refusals
+from kvferry.services.router.http import middleware
 from kvferry.services.router.http.middleware import BoundedH11Protocol
 from kvferry.shared.errors import (
     CapacityExceeded,
@@ -169,7 +169,7 @@ async def test_overloaded_prefill_is_503_with_retry_after(stack: Any) -> None:
 async def test_a_caller_that_a_full_queue_has_refused_is_refused_for_a_moment_without_asking_it(
     stack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refusals, "REFUSED_S", 0.5)
+    monkeypatch.setattr(middleware, "REFUSED_S", 0.5)
     full = CapacityExceeded("64 requests wait", reason="queue_full", retry_after_s=2.5)
     stack.prefill[0].faults = [failing_at(0, full)]
     begun_s = time.monotonic()

@@ -61,9 +61,18 @@ class Conversation:
 
     Args:
         urls: of the routers; the turns alternate between them if `changes_router`.
+        patience_s: how long a turn that ends with named errors is repeated.
     """
 
-    def __init__(self, script: Script, session_id: str, urls: list[str], *, changes_router: bool) -> None:
+    def __init__(
+        self,
+        script: Script,
+        session_id: str,
+        urls: list[str],
+        *,
+        changes_router: bool,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         self.script = script
         self.session_id = self._name = session_id
         self._num_repeated = 0
@@ -71,6 +80,7 @@ class Conversation:
         self.outcome = Outcome()
         self._urls = urls
         self._changes_router = changes_router
+        self._patience_s = patience_s
 
     async def run(self) -> Outcome:
         async with httpx.AsyncClient(timeout=LIMIT_S + 5) as client:
@@ -82,7 +92,7 @@ class Conversation:
 
     async def _turn(self, client: httpx.AsyncClient, index: int) -> bool:
         """Ask until there is an answer; returns whether there is one."""
-        deadline_s, errors = time.monotonic() + PATIENCE_S, Counter[str]()
+        deadline_s, errors = time.monotonic() + self._patience_s, Counter[str]()
         while time.monotonic() < deadline_s:
             try:
                 await self._ask(client, index)
@@ -97,7 +107,7 @@ class Conversation:
                 self.session_id = f"{self._name}-again-{self._num_repeated}"
             elif await self._is_in_session(client, deadline_s):
                 return True
-        self._violate(index, f"no answer within {PATIENCE_S:.0f} s: {dict(errors)}")
+        self._violate(index, f"no answer within {self._patience_s:.0f} s: {dict(errors)}")
         return False
 
     async def _is_in_session(self, client: httpx.AsyncClient, deadline_s: float) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtest.chaos.cluster import Cluster
-from kvtest.chaos.conversation import LIMIT_S, Conversation, Outcome
+from kvtest.chaos.conversation import LIMIT_S, PATIENCE_S, Conversation, Outcome
 from kvtest.chaos.faults import Fault, Only, draw, strike
 from kvtest.chaos.script import Script
 
@@ -65,6 +65,7 @@ async def run_round(
     num_faults: int = 20,
     num_conversations: int = 8,
     only: Only | None = None,
+    patience_s: float = PATIENCE_S,
 ) -> None:
     """One round, drawn from its seed and added to the report."""
     begin_s, rng = time.monotonic(), random.Random(seed)
@@ -74,6 +75,7 @@ async def run_round(
             f"round-{seed}-{number}",
             cluster.urls[:: rng.choice((1, -1))],
             changes_router=rng.random() < 0.5,
+            patience_s=patience_s,
         )
         for number in range(num_conversations)
     ]
