@@ -5,7 +5,8 @@
 `kvferry serve` with two keys. The capacity is what one key gets with two requests at a time, and a fair load
 is half of it. The polite key asks at half its fair load, at random times; the noisy one at ten times its fair
 load, whatever it is told, with the same kind of prompt. Rounds with and without the noisy key take turns.
-Prints the median and the 95th percentile of the polite key's time to the first token, and their ratio.
+Prints the median and the 95th percentile of the polite key's time to the first token, and their ratio; and
+the median time for which its prompts ran (`prefill_ms`), which other processes' work makes longer.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Load:
         self._headers = {"Authorization": f"Bearer {key}"}
         self._rng, self._count = random.Random(seed), seed * 1_000_000
         self.first_s: list[float] = []
+        self.prefill_ms: list[float] = []
         self.statuses: Counter[int] = Counter()
 
     async def ask(self) -> None:
@@ -68,6 +70,8 @@ class Load:
                     if not has_begun and '"content":"' in line and '"content":""' not in line:
                         self.first_s.append(time.perf_counter() - begin_s)
                         has_begun = True
+                    if line.startswith("data: {") and (kv := json.loads(line[6:]).get("kv")):
+                        self.prefill_ms.append(kv["prefill_ms"])
 
     async def arrive(self, per_s: float, count: int | None = None) -> None:
         """Requests at random times; without a count until it is cancelled."""
@@ -107,6 +111,7 @@ async def measure(base_url: str, keys: list[str], options: argparse.Namespace) -
     return {
         "fair_per_s": round(fair_per_s, 2),
         "first_token_s": figures,
+        "prefill_ms": {name: statistics.median(load.prefill_ms) for name, load in polite.items()},
         "p95_ratio": round(figures["beside"]["p95"] / figures["alone"]["p95"], 2),
         "median_ratio": round(figures["beside"]["p50"] / figures["alone"]["p50"], 2),
         "polite_statuses": {name: dict(load.statuses) for name, load in polite.items()},

@@ -99,8 +99,8 @@ class PrefillEngine:
         self._config = config
         self._clock = clock
         self._started = FreeingRate(clock)
-        self._next_look_s = 0.0
         """Places in the line that became free because their job was started."""
+        self._next_look_s = 0.0
         self._copies = host_copies(model.device)
         # A cancelled pass may still be handing a layer over when the next one begins.
         self._handing = ThreadPoolExecutor(MAX_STARTED + 1, "kvferry-prefill-hand-over")
@@ -223,14 +223,13 @@ class PrefillEngine:
     def _pause(self, job: PrefillJob) -> None:
         """Between two operations of a long pass: end it if it was cancelled; run a job that overtakes it."""
         job.check_cancelled()
-        self.heartbeat.last_s = self._clock()
+        now_s = self.heartbeat.last_s = self._clock()
         self._copies.pace()
-        now_s = self.heartbeat.last_s
         if not self._schedule.has_waiting or self._stopping or now_s < self._next_look_s:
             return
         self._next_look_s = now_s + _LOOK_INTERVAL_S
         with self._condition:
-            overtaking = self._schedule.overtake(self._clock())
+            overtaking = self._schedule.overtake(now_s)
             if overtaking is not None:
                 self._started.add(1)
         if overtaking is not None:

@@ -34,8 +34,6 @@ NO_TOKEN = np.int32(2**31 - 1)
 """A position without a row: more than any token's."""
 NEW_ROWS = "new_rows"
 """A tensor of a delta: int32 `[H_kv]`, how many rows of each head are sent."""
-
-
 ENTRY_BYTES = 1024
 """Of a selection besides its positions: its objects, and its session's name."""
 

@@ -15,6 +15,7 @@ import json
 import re
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,7 @@ from kvferry.shared.telemetry import context_of, entry, fail
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _CLIENT_LEFT = 499
+_QUEUE_FULL = "queue_full"
 REFUSED_S = 0.05
 """Much less than the second that a refused client is told to wait at least."""
 _LINGER_S = 1.0
@@ -295,8 +297,9 @@ class RecentRefusals:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._refused: dict[tuple[str, str], tuple[float, CapacityExceeded]] = {}
-        """By caller and path: until when, and what is answered."""
+        self._refused: OrderedDict[tuple[str, str], tuple[float, str, float | None]] = OrderedDict()
+        """By caller and path, the latest at the end: until when, the message, and when to retry. Not the
+        error, whose traceback refers to the request."""
 
     @contextlib.contextmanager
     def around(self, owner: str, path: str) -> Iterator[None]:
@@ -304,17 +307,18 @@ class RecentRefusals:
 
         Raises: CapacityExceeded as the last one, if a queue refused that within `REFUSED_S`.
         """
-        key = owner, path
-        if (refused := self._refused.get(key)) is not None:
-            until_s, last = refused
-            if self._clock() < until_s:
-                raise CapacityExceeded(last.message, reason=last.reason, retry_after_s=last.retry_after_s)
-            del self._refused[key]
+        key, now_s = (owner, path), self._clock()
+        while self._refused and next(iter(self._refused.values()))[0] <= now_s:
+            self._refused.popitem(last=False)
+        if key in self._refused:
+            _, message, retry_after_s = self._refused[key]
+            raise CapacityExceeded(message, reason=_QUEUE_FULL, retry_after_s=retry_after_s)
         try:
             yield
         except CapacityExceeded as error:
-            if error.reason == "queue_full":
-                self._refused[key] = self._clock() + REFUSED_S, error
+            if error.reason == _QUEUE_FULL:
+                self._refused[key] = self._clock() + REFUSED_S, error.message, error.retry_after_s
+                self._refused.move_to_end(key)
             raise
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
 import socket
 import time
+import weakref
 from typing import Any
 
 import httpx
@@ -189,6 +192,29 @@ async def test_a_caller_that_a_full_queue_has_refused_is_refused_for_a_moment_wi
     assert (await ask("/v1/completions")).status_code == 200
     await asyncio.sleep(0.5)
     assert (await ask()).status_code == 200
+
+
+def test_refusals_are_forgotten_and_the_request_is_not_kept() -> None:
+    now_s = 0.0
+    refused = middleware.RecentRefusals(clock=lambda: now_s)
+
+    class Body:
+        pass
+
+    bodies: list[weakref.ref[Body]] = []
+
+    def handle() -> None:
+        body = Body()
+        bodies.append(weakref.ref(body))
+        raise CapacityExceeded("full", reason="queue_full")
+
+    for number in range(100):
+        now_s = float(number)
+        with contextlib.suppress(CapacityExceeded), refused.around(str(number), "/v1/completions"):
+            handle()
+        gc.collect()
+        assert bodies[-1]() is None
+    assert list(refused._refused) == [("99", "/v1/completions")]
 
 
 async def test_full_worker_is_passed_over_for_another(start_stack: Any) -> None:
