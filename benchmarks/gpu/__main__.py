@@ -130,10 +130,10 @@ def _run(result: dict[str, Any], arguments: argparse.Namespace) -> None:
         except Exception as error:  # a fault of the device stays: what is measured by then is still written
             result["failures"].append(f"{name}: {type(error).__name__}: {error}")
     limit.done()
-    if clock.device.type == "cuda" and result.get("decode"):
+    if clock.device.type == "cuda":
         from roofline import add_modelled
 
-        add_modelled(result["decode"], result["device"])
+        add_modelled(result)
 
 
 def _write(result: dict[str, Any], arguments: argparse.Namespace) -> None:

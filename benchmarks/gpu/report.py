@@ -9,8 +9,8 @@ from typing import Any
 
 COLUMNS = {
     "kernels": (
-        "row", "kernel", "model", "shape", "error", "num_bytes", "time_us", "bandwidth_fraction",
-        "flops_fraction", "target", "target_us", "skipped",
+        "row", "kernel", "model", "shape", "error", "num_bytes", "time_us", "modelled_us",
+        "bandwidth_fraction", "flops_fraction", "target", "target_us", "skipped",
     ),
     "tokens": ("method", "prefill", "path", "same", "kept_elsewhere", "kept", "parted_at", "gap", "skipped"),
     "decode": (
@@ -18,7 +18,11 @@ COLUMNS = {
         "speedup", "cache_bytes", "peak_bytes", "skipped",
     ),
     "steps": (
-        "gpu", "batch", "context", "method", "read_bytes", "launches", "modelled_ms", "modelled_speedup",
+        "gpu", "batch", "context", "method", "moved_bytes", "launches", "modelled_ms", "modelled_speedup",
+    ),
+    "kernel_times": (
+        "batch", "context", "method", "kernel", "launches", "moved_bytes", "H100-SXM_us", "H200_us",
+        "A100-80GB_us", "L4_us", "RTX-4090_us",
     ),
     "prefill": (
         "model", "method", "tokens", "prefill_s", "with_method_s", "overhead_percent", "copied_bytes",

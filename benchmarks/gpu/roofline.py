@@ -1,12 +1,12 @@
 """A decode step's modelled time: bytes it reads over what a GPU's memory can do, and its launches.
 
-    time = (weights + what attention reads / share that its kernel can ask for) / (0.9 x bandwidth)
+    time = (weights + what each kernel moves / share that it can ask for) / (0.9 x bandwidth)
            + launches x 2 us
 
 Launches are counted: the step's own code runs over a tiny model, and each Triton kernel and each operator
-that is not a view is one. Bytes are those that the formats count (`kvferry plan`). The share of the bandwidth
-that an attention kernel can ask for follows from its registers and shared memory in the table of compiled
-kernels. Needs no GPU; every number is modelled, and none is a measurement.
+that is not a view is one. What a kernel moves is counted, too (`kernel_counts.py`). The share of the
+bandwidth that it can ask for follows from its registers and shared memory in the table of compiled kernels.
+Needs no GPU; every number is modelled, and none is a measurement.
 """
 
 from __future__ import annotations
@@ -15,12 +15,24 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
-from decode_cases import Method, methods_of
+from chips import (
+    CHIPS,
+    LATENCY_S,
+    LAUNCH_S,
+    REACHABLE,
+    RESULTS,
+    Chip,
+    asked_share,
+    compiled_row,
+    occupancy,
+)
+from decode_cases import methods_of
+from kernel_times import KIVI_BITS, KernelTimes
+from kernel_times import add_modelled as add_modelled_kernels
 from mixed_batch import mixed_rows
 from shapes import SHAPES, TINY_SHAPES
 from torch import Tensor
@@ -32,21 +44,11 @@ from kvferry.kernels.decode_batch import BatchShape
 from kvferry.kernels.dense_decode.triton_kernel import MIN_SPLIT_BYTES
 from kvferry.kernels.kivi.rows import GROUP_TOKENS
 from kvferry.kernels.op_checks import OpCheck, op_checks
-from kvferry.shared.costs.machine import GPUS
-from kvferry.shared.costs.sizes import sizes_of
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.tools.kernel_cache.random_model import random_model
 from kvferry.tools.kernel_cache.shapes import Shape
 
-_RESULTS = Path(__file__).parents[1] / "results" / "kernels"
-COMPILED = (_RESULTS / "compile.json", _RESULTS / "compile-others.json")
-STORED = _RESULTS / "roofline.json"
-REACHABLE = 0.9
-"""The share of a memory's bandwidth that a kernel reaches at best, assumed."""
-LAUNCH_S = 2e-6
-"""A kernel in a CUDA graph, beside its bytes; assumed."""
-LATENCY_S = 600e-9
-"""Of a memory's first byte: what must be in flight is the bandwidth times this."""
+STORED = RESULTS / "roofline.json"
 CONTEXTS = ((1, 8192), (1, 32768), (1, 131072), (8, 8192), (8, 32768), (7, 131072), (32, 8192))
 """Batch and prompt tokens; some do not fit on every GPU."""
 WINDOWS = (128, 1024, 4096)
@@ -57,39 +59,7 @@ _STREAMS = {
     "full": "_dense_decode_kernel", "rocketkv": "_gather_attend_kernel", "rdkv": "_trizone_kernel",
 }  # fmt: skip
 """The attention kernel that reads most of a method's bytes."""
-_KIVI_BITS = 4
 _VIEWS = ("aten::empty", "aten::detach", "aten::_unsafe_view", "aten::lift_fresh")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chip:
-    """What the model knows of a GPU beside its bandwidth. Attributes: arch: whose compiled code counts;
-    registers, shared_bytes: of one multiprocessor."""
-
-    name: str
-    num_sms: int
-    arch: str
-    shared_bytes: int
-    registers: int = 65536
-    threads: int = 2048
-
-    @property
-    def short_name(self) -> str:
-        """As a part of the driver's name of the device."""
-        return "4090" if self.name == "RTX-4090" else self.name.partition("-")[0]
-
-    @property
-    def bandwidth(self) -> float:
-        return GPUS[self.name].bandwidth
-
-
-CHIPS = (
-    Chip(name="H100-SXM", num_sms=132, arch="sm_90", shared_bytes=228 << 10),
-    Chip(name="H200", num_sms=132, arch="sm_90", shared_bytes=228 << 10),
-    Chip(name="A100-80GB", num_sms=108, arch="sm_80", shared_bytes=164 << 10),
-    Chip(name="L4", num_sms=58, arch="sm_89", shared_bytes=100 << 10, threads=1536),
-    Chip(name="RTX-4090", num_sms=128, arch="sm_89", shared_bytes=100 << 10, threads=1536),
-)
 
 
 class _Operators(TorchDispatchMode):
@@ -177,56 +147,35 @@ def spec_of(shape: Shape) -> ModelSpec:
     )  # fmt: skip
 
 
-def occupancy(chip: Chip, row: dict[str, Any]) -> int:
-    """Programs of a compiled kernel that are on one multiprocessor at a time."""
-    threads = 32 * row["num_warps"]
-    by_registers = chip.registers // (max(row["registers"], 1) * threads)
-    by_shared = chip.shared_bytes // max(row["shared_bytes"] + 1024, 1)
-    return max(min(by_registers, by_shared, chip.threads // threads), 0)
-
-
-def asked_share(chip: Chip, row: dict[str, Any]) -> float:
-    """The share of the bandwidth that a kernel can ask for: its programs have half of their shared memory in
-    flight, or 64 bytes a thread."""
-    in_flight = max(row["shared_bytes"] // 2, 64 * 32 * row["num_warps"])
-    needed = chip.bandwidth / chip.num_sms * LATENCY_S
-    return min(1.0, occupancy(chip, row) * in_flight / needed)
-
-
-def compiled_row(kernel: str, arch: str, shape: Shape, *, special: str = "") -> dict[str, Any]:
-    rows = [row for path in COMPILED for row in json.loads(path.read_text())["kernels"]]
-    wanted = (kernel, arch, shape.name, special)
-    row: dict[str, Any] = next(
-        its for its in rows if (its["kernel"], its["arch"], its["model"], its.get("special", "")) == wanted
-    )
-    return row
-
-
 class Roofline:
     """The model of one model's steps."""
 
     def __init__(self, shape: Shape) -> None:
-        self.shape = shape
+        self.shape, self.spec = shape, spec_of(shape)
         self.per_layer, self.once = model_launches(shape)
         self.attention = {method: attention_launches(method) for method in _OPS}
         self.windows = window_launches()
+        methods = {its.name: its for its in methods_of(512) if its.name in _OPS}
+        self.times = KernelTimes(shape, self.spec, methods, CONTEXTS, NEW_TOKENS)
 
-    def step(self, chip: Chip, method: Method, batch: int, context: int) -> dict[str, Any]:
+    def step(self, chip: Chip, method: str, batch: int, context: int) -> dict[str, Any]:
         """One row."""
-        read = sizes_of(
-            spec_of(self.shape), method.plan(), num_prompt_tokens=context, max_new_tokens=NEW_TOKENS
-        ).read
-        row = compiled_row(_STREAMS[method.name], chip.arch, self.shape)
-        launches = self.shape.num_layers * (self.per_layer + self.attention[method.name].total()) + self.once
-        size_bytes = weights_bytes(self.shape) + batch * read / asked_share(chip, row)
+        kernels = self.times.attention(method, batch, context)
+        beside = self.times.beside(batch)
+        layers, launches_of = self.shape.num_layers, self.attention[method]
+        assert launches_of == {its.kernel: its.launches for its in kernels}, "each kernel was counted"
+        launches = layers * (self.per_layer + launches_of.total()) + self.once
+        weights = weights_bytes(self.shape)
+        memory_s = weights / (REACHABLE * chip.bandwidth)
+        memory_s += layers * sum(its.memory_s(chip, self.shape) for its in (*kernels, *beside))
         return {
             "gpu": chip.name,
-            "method": method.name,
+            "method": method,
             "batch": batch,
             "context": context,
-            "read_bytes": weights_bytes(self.shape) + batch * read,
+            "moved_bytes": round(weights + layers * sum(its.size_bytes for its in (*kernels, *beside))),
             "launches": launches,
-            "modelled_ms": 1e3 * (size_bytes / (REACHABLE * chip.bandwidth) + LAUNCH_S * launches),
+            "modelled_ms": 1e3 * (memory_s + LAUNCH_S * launches),
         }
 
 
@@ -237,19 +186,18 @@ def roofline() -> dict[str, Any]:
         model = Roofline(SHAPES[0])
     finally:
         dispatch.configure("auto", torch.device("cpu"))
-    methods = [its for its in methods_of(512) if its.name in _OPS]
     steps = [
         model.step(chip, method, batch, context)
         for chip in CHIPS
         for batch, context in CONTEXTS
-        for method in methods
+        for method in _OPS
     ]
     full = {(its["gpu"], its["batch"], its["context"]): its for its in steps if its["method"] == "full"}
     for its in steps:
         its["modelled_speedup"] = (
             full[its["gpu"], its["batch"], its["context"]]["modelled_ms"] / its["modelled_ms"]
         )
-    kernels = [
+    occupancies = [
         {
             "gpu": chip.name,
             "kernel": kernel,
@@ -267,10 +215,12 @@ def roofline() -> dict[str, Any]:
             "once": model.once,
             "attention": {method: dict(its) for method, its in model.attention.items()},
         },
-        "kernels": kernels,
+        "occupancy": occupancies,
         "window_layers": [its for chip in CHIPS for its in _windows(chip, model)],
         "mixed_batches": [its for chip in CHIPS for its in _mixed(chip, SHAPES[0])],
         "steps": steps,
+        "kernel_times": list(model.times.rows()),
+        "counts": [its.row() for its in model.times.counts.counts],
     }
 
 
@@ -289,7 +239,7 @@ def _windows(chip: Chip, model: Roofline) -> Iterator[dict[str, Any]]:
     row = compiled_row(_STREAMS["full"], chip.arch, shape)
 
     def modelled_us(num_rows: int) -> float:
-        size_bytes = batch * num_rows * 4 * shape.num_kv_heads * shape.head_dim
+        size_bytes = batch * shape.num_kv_heads * model.times.window_bytes(num_rows)
         read_s = size_bytes / asked_share(chip, row) / (REACHABLE * chip.bandwidth)
         return 1e6 * (read_s + LAUNCH_S * model.windows)
 
@@ -311,9 +261,9 @@ def _mixed(chip: Chip, shape: Shape) -> Iterator[dict[str, Any]]:
     block_tokens = 64 if dense["shared_bytes"] > 128 * token_bytes else 32
     row_bytes = block_tokens * token_bytes
     # a group a tile, with a scale and a minimum for each of K's channels and V's tokens
-    code_bytes = GROUP_TOKENS * shape.head_dim * _KIVI_BITS // 4
+    code_bytes = GROUP_TOKENS * shape.head_dim * KIVI_BITS // 4
     coded_bytes = code_bytes + 8 * (shape.head_dim + GROUP_TOKENS)
-    kivi = compiled_row("_kivi_decode_kernel", chip.arch, shape, special=f"{_KIVI_BITS} bits")
+    kivi = compiled_row("_kivi_decode_kernel", chip.arch, shape, special=f"{KIVI_BITS} bits")
     for row, tokens, tile_bytes, in_flight, min_tiles in (
         (dense, block_tokens, row_bytes, dense["shared_bytes"] // 2, MIN_SPLIT_BYTES // row_bytes),
         # a tile is asked for while the one before is computed
@@ -326,14 +276,15 @@ def _mixed(chip: Chip, shape: Shape) -> Iterator[dict[str, Any]]:
         )  # fmt: skip
 
 
-def add_modelled(rows: list[dict[str, Any]], device_name: str) -> None:
-    """Put the stored model's time beside measured rows of the same step."""
+def add_modelled(result: dict[str, Any]) -> None:
+    """Put the stored model's times beside measured kernels, and beside measured steps of the same size."""
+    stored, device_name = json.loads(STORED.read_text()), result["device"]
+    add_modelled_kernels(result.get("kernels", []), stored["counts"], device_name, SHAPES[0])
     chip = next((its.name for its in CHIPS if its.short_name in device_name), None)
-    stored = json.loads(STORED.read_text())
     modelled = {
         (its["gpu"], its["method"], its["batch"], its["context"]): its["modelled_ms"]
         for its in stored["steps"]
     }
-    for row in rows:
+    for row in result.get("decode", []):
         if row.get("model") == stored["model"]:
             row["modelled_ms"] = modelled.get((chip, row["method"], row["batch"], row["context"]))
