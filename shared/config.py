@@ -133,6 +133,11 @@ class WorkerSettings(TracedSettings):
     listen: Annotated[str, NETWORK] = Field(
         "127.0.0.1:0", description="host:port of the control (gRPC) server; port 0 picks a free one"
     )
+    transport: Annotated[Literal["zmq", "nixl"], NETWORK] = Field(
+        "zmq",
+        description="how KV blocks travel: zmq is ZeroMQ, with certs sealed TCP, and shared memory on one "
+        "machine; nixl writes them through NIXL (RDMA where there is any) to workers that have it too",
+    )
     block_listen: Annotated[str, NETWORK] = Field(
         "tcp://127.0.0.1:0", description="tcp://host:port or ipc://path to receive KV blocks on"
     )
@@ -149,6 +154,21 @@ class WorkerSettings(TracedSettings):
     shutdown_timeout_s: Annotated[Seconds, PROCESS] = Field(
         10.0, ge=0, description="how long in-flight requests may still run at shutdown"
     )
+
+    @property
+    def listens_for_blocks_beyond_loopback(self) -> bool:
+        """Whether other machines may send blocks."""
+        address = self.block_listen.removeprefix("tcp://")
+        return not (address.startswith("ipc://") or is_loopback(parse_address("block_listen", address)[0]))
+
+    @model_validator(mode="after")
+    def _accepts_what_nixl_does_not_protect(self) -> Self:
+        if self.transport == "nixl" and self.certs and not self.insecure:
+            raise ValueError(
+                "transport is 'nixl' with certs; NIXL neither encrypts blocks nor checks who writes them: use "
+                "zmq, or set insecure to accept that on a private network"
+            )
+        return self
 
     @model_validator(mode="after")
     def _is_encrypted_beyond_loopback(self) -> Self:

@@ -31,6 +31,11 @@ class _Families:
     def _counter(self, name: str, doc: str, *labels: str) -> Counter:
         return Counter(f"kvferry_{name}", doc, labels, registry=self.registry)
 
+    def _block_connections(self) -> Counter:
+        return self._counter(
+            "block_connections", "Connections over which blocks are sent, by transport", "transport"
+        )
+
     def _gauge(self, name: str, doc: str, *labels: str) -> Gauge:
         return Gauge(f"kvferry_{name}", doc, labels, registry=self.registry)
 
@@ -111,6 +116,7 @@ class PrefillMetrics(_Families):
             buckets=RATIO_BUCKETS,
         )  # fmt: skip
         self.prefill_tokens = self._counter("prefill_tokens", "Prompt tokens processed by the model", "model")
+        self.block_connections = self._block_connections()
         self.transfer_failed = self._counter("transfer_failed", "Transfers that failed", "reason")
         self.history_bytes = self._gauge("history_bytes", "Stored history", "tier")
         self.history_reused_tokens = self._counter(
@@ -158,6 +164,7 @@ class DecodeMetrics(_Families):
         self.receive_failed = self._counter(
             "receive_failed", "Incoming transfers that were refused or failed", "reason"
         )
+        self.block_connections = self._block_connections()
         self.late_blocks = self._counter("late_blocks", "Blocks without a current reservation, dropped")
         self.leases_expired = self._counter("leases_expired", "Reservations whose lease ran out")
         self.history_returned_bytes = self._counter(

@@ -33,6 +33,7 @@ from kvferry.shared.model.parallel.model import load_parallel_model
 from kvferry.shared.self_test import model_shapes, self_test
 from kvferry.shared.serving import close_within, end_within, serve_until_signal
 from kvferry.shared.telemetry import setup_tracing
+from kvferry.shared.wire.channel import Channel, ListeningChannel, ignore_transport
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
 from kvferry.shared.wire.sealed import SealedConnectingChannel, SealedListeningChannel
 from kvferry.shared.wire.sender import BlockSender
@@ -48,7 +49,16 @@ _END_MARGIN_S = 2.0
 class BlockTransport(Protocol):
     """Makes a worker's ends of block transfers; `InProcessHub` is one for services in one process."""
 
-    def sender(self, *, buffer_bytes: int, timeout_s: float, peer_bytes: int = 0) -> BlockSender: ...
+    def sender(
+        self,
+        *,
+        buffer_bytes: int,
+        timeout_s: float,
+        peer_bytes: int = 0,
+        on_connected: Callable[[str], None] = ...,
+    ) -> BlockSender:
+        """Args: on_connected: gets the name of the transport when that to a receiver is known."""
+        ...
 
     def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer: ...
 
@@ -57,13 +67,26 @@ class ProcessTransport:
     """Blocks between processes, on one machine or several. Implements `BlockTransport`."""
 
     def __init__(self, settings: WorkerSettings, certs: Certs | None) -> None:
+        """Raises: ConfigurationError: the transport is not installed, or does not work here."""
         self._listen = settings.block_listen
         self._advertise = settings.block_advertise
         self._keys = certs.block_keys() if certs is not None else None
+        self._nixl = NixlChannels(settings) if settings.transport == "nixl" else None
 
-    def sender(self, *, buffer_bytes: int, timeout_s: float, peer_bytes: int = 0) -> BlockSender:
+    def sender(
+        self,
+        *,
+        buffer_bytes: int,
+        timeout_s: float,
+        peer_bytes: int = 0,
+        on_connected: Callable[[str], None] = ignore_transport,
+    ) -> BlockSender:
         network = SealedConnectingChannel(self._keys) if self._keys else ZmqConnectingChannel()
-        channel = SharedMemoryConnectingChannel(network)
+        channel: Channel
+        if self._nixl is not None:
+            channel = self._nixl.connecting(network, on_connected)
+        else:
+            channel = SharedMemoryConnectingChannel(network, on_connected=on_connected)
         return BlockSender(channel, buffer_bytes=buffer_bytes, peer_bytes=peer_bytes, timeout_s=timeout_s)
 
     def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer:
@@ -72,8 +95,32 @@ class ProcessTransport:
             if self._keys
             else ZmqListeningChannel(self._listen, advertise=self._advertise)
         )
-        channel = SharedMemoryListeningChannel(network)
+        channel: ListeningChannel = SharedMemoryListeningChannel(network)
+        if self._nixl is not None:
+            channel = self._nixl.listening(channel)
         return BlockServer(channel, sink, on_late_block=on_late_block)
+
+
+class NixlChannels:
+    """Makes the channels of a worker that uses NIXL. The package is imported here and not before."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Raises: ConfigurationError: NIXL is not installed, or does not work here."""
+        from kvferry.shared.wire.nixl.agent import NixlAgent
+
+        loopback_only = not settings.listens_for_blocks_beyond_loopback
+        self._sender = NixlAgent(loopback_only=loopback_only)
+        self._receiver = NixlAgent(loopback_only=loopback_only)
+
+    def connecting(self, below: Channel, on_connected: Callable[[str], None]) -> Channel:
+        from kvferry.shared.wire.nixl.connecting import NixlConnectingChannel
+
+        return NixlConnectingChannel(below, self._sender, on_connected=on_connected)
+
+    def listening(self, below: ListeningChannel) -> ListeningChannel:
+        from kvferry.shared.wire.nixl.listening import NixlListeningChannel
+
+        return NixlListeningChannel(below, self._receiver)
 
 
 class WorkerService(Protocol):

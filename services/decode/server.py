@@ -37,6 +37,7 @@ async def build_service(
             buffer_bytes=config.send_buffer_bytes,
             peer_bytes=config.send_buffer_bytes // 2,
             timeout_s=config.history_timeout_s,
+            on_connected=lambda transport: metrics.block_connections.labels(transport).inc(),
         ),
     )
     return service, service.registry

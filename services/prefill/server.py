@@ -49,7 +49,11 @@ async def build_service(
     service = PrefillService(
         model=model,
         store=build_store(config, spec=model.spec, metrics=metrics),
-        sender=transport.sender(buffer_bytes=config.buffer_bytes, timeout_s=config.transfer_timeout_s),
+        sender=transport.sender(
+            buffer_bytes=config.buffer_bytes,
+            timeout_s=config.transfer_timeout_s,
+            on_connected=lambda transport: metrics.block_connections.labels(transport).inc(),
+        ),
         server_factory=transport.server,
         metrics=metrics,
         config=config,

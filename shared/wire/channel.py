@@ -17,6 +17,10 @@ Peer = bytes
 """For a connecting channel an endpoint; for a listening channel a name that the transport assigns."""
 
 
+def ignore_transport(name: str) -> None:
+    """What a channel calls with the transport to a receiver where nobody counts."""
+
+
 class SendResult(enum.Enum):
     """SENT: accepted by the channel. BLOCKED: no room, or not connected yet; the next `poll` returns when a
     retry may succeed. LOST: the peer is no longer connected."""

@@ -17,7 +17,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -28,6 +28,7 @@ from kvferry.shared.wire.channel import (
     PeerLost,
     Received,
     SendResult,
+    ignore_transport,
 )
 from kvferry.shared.wire.ring import PACKETS_VERSION, RingReader, RingWriter
 from kvferry.shared.wire.zmq import IDLE_CONNECTION_S
@@ -53,8 +54,12 @@ class SharedMemoryConnectingChannel:
     sent over the network is looked for again only when that connection is gone.
     """
 
-    def __init__(self, network: ConnectingNetwork) -> None:
+    def __init__(
+        self, network: ConnectingNetwork, *, on_connected: Callable[[str], None] = ignore_transport
+    ) -> None:
+        """Args: on_connected: gets "shared_memory" or "network" for each connection."""
         self._network = network
+        self._on_connected = on_connected
         self._rings: dict[Peer, RingWriter] = {}
         self._over_network: set[Peer] = set()
         self._refused_until_s: dict[Peer, float] = {}
@@ -68,6 +73,7 @@ class SharedMemoryConnectingChannel:
             result = self._network.send(peer, frames)
             if result is SendResult.SENT and peer not in self._over_network:
                 self._over_network.add(peer)
+                self._on_connected("network")
                 _log.info("blocks are sent over the network", endpoint=peer.decode())
             return result
         result = ring.send(frames)
@@ -86,6 +92,7 @@ class SharedMemoryConnectingChannel:
                 ring.is_full = False
                 self._network.watch(ring.socket.fileno())
             if ring.is_ready and not was_ready:
+                self._on_connected("shared_memory")
                 _log.info("blocks are sent through shared memory", endpoint=peer.decode())
             if not ring.is_ready and (ring.is_lost or now_s - ring.opened_s > HANDSHAKE_S):
                 self._refused_until_s[peer] = now_s + REFUSED_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,14 @@ from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.wire import shared_memory
-from kvferry.shared.wire.channel import Channel, ListeningChannel, PeerLost, Received, SendResult
+from kvferry.shared.wire.channel import (
+    Channel,
+    ListeningChannel,
+    PeerLost,
+    Received,
+    SendResult,
+    ignore_transport,
+)
 from kvferry.shared.wire.frames import (
     decode_message,
     decode_nack,
@@ -40,6 +48,9 @@ from kvferry.shared.wire.messages import (
     TensorHeader,
     TransferKey,
 )
+from kvferry.shared.wire.nixl.agent import NixlAgent
+from kvferry.shared.wire.nixl.connecting import NixlConnectingChannel
+from kvferry.shared.wire.nixl.listening import NixlListeningChannel
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
 from kvferry.shared.wire.sealed import SealedConnectingChannel, SealedListeningChannel
 from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
@@ -143,6 +154,8 @@ class Wire:
             channel = self._hub.listening()
         elif self.kind == "shm":
             channel = listening_in_shared_memory()
+        elif self.kind == "nixl":
+            channel = listening_with_nixl()
         elif self.kind == "sealed":
             channel = SealedListeningChannel("tcp://127.0.0.1:0", keys=block_keys("decode"))
         else:
@@ -183,6 +196,8 @@ class Wire:
             return self._hub.connecting()
         if self.kind == "sealed":
             return SealedConnectingChannel(block_keys("prefill"))
+        if self.kind == "nixl":
+            return connecting_with_nixl()
         network = ZmqConnectingChannel()
         return SharedMemoryConnectingChannel(network) if self.kind == "shm" else network
 
@@ -201,6 +216,17 @@ def listening_in_shared_memory() -> SharedMemoryListeningChannel:
     """A channel that ZeroMQ cannot reach, because nobody listens at the address that it advertises."""
     network = ZmqListeningChannel("tcp://127.0.0.1:0", advertise=unreachable_endpoint())
     return SharedMemoryListeningChannel(network)
+
+
+def listening_with_nixl() -> NixlListeningChannel:
+    return NixlListeningChannel(ZmqListeningChannel("tcp://127.0.0.1:0"), NixlAgent(loopback_only=True))
+
+
+def connecting_with_nixl(
+    on_connected: Callable[[str], None] = ignore_transport,
+) -> NixlConnectingChannel:
+    agent = NixlAgent(loopback_only=True)
+    return NixlConnectingChannel(ZmqConnectingChannel(), agent, on_connected=on_connected)
 
 
 class BarePeer:
@@ -368,7 +394,20 @@ needs_shared_memory = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=["inproc", "tcp", "sealed", "ipc", pytest.param("shm", marks=needs_shared_memory)])
+# Not skipped where the package is missing: the development environment has it.
+needs_nixl = pytest.mark.skipif(sys.platform != "linux", reason="NIXL exists for Linux only")
+
+
+@pytest.fixture(
+    params=[
+        "inproc",
+        "tcp",
+        "sealed",
+        "ipc",
+        pytest.param("shm", marks=needs_shared_memory),
+        pytest.param("nixl", marks=needs_nixl),
+    ]
+)
 def wire(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
     wire = Wire(request.param, tmp_path_factory.mktemp("w"))
     yield wire
