@@ -64,8 +64,8 @@ class TracedSettings(PlanSettings):
     )
     insecure: Annotated[bool, ACCESS] = Field(
         False,
-        description="listen beyond loopback although others may then call: workers without certs, a router "
-        "without keys",
+        description="listen beyond loopback although others may then call: workers without certs, or with "
+        "transport nixl, a router without keys",
     )
     otlp_endpoint: Annotated[str, PROCESS] = Field(
         "", description="http(s)://host:port of an OTLP (gRPC) collector for traces; empty: no traces"
