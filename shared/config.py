@@ -165,8 +165,8 @@ class WorkerSettings(TracedSettings):
     def _accepts_what_nixl_does_not_protect(self) -> Self:
         if self.transport == "nixl" and self.certs and not self.insecure:
             raise ValueError(
-                "transport is 'nixl' with certs; NIXL neither encrypts blocks nor checks who writes them: use "
-                "zmq, or set insecure to accept that on a private network"
+                "transport is 'nixl' with certs; NIXL neither encrypts blocks nor checks who writes them: "
+                "use zmq, or set insecure to accept that on a private network"
             )
         return self
 

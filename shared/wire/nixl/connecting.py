@@ -111,7 +111,7 @@ class NixlConnectingChannel:
     """A sender's channel. Messages to one receiver keep their order whichever way they take.
 
         ASKING ──offer──► PROBING ──first write done──► READY ──idle──► forgotten
-           └─ refused, no answer ─┴─ a write fails, or none ends in WRITE_S ─► WITHOUT ──REFUSED_S──► forgotten
+           └─ refused, no answer ─┴─ a write fails, or none ends in time ─► WITHOUT ──REFUSED_S──► forgotten
 
     A message's bytes are copied into this end's ring, which is as large as the receiver's, and written to the
     same place there. When the write is done the receiver is told where they are, over the channel below. What

@@ -17,7 +17,7 @@ import pytest
 from kvtest.wire import RecordingSink
 from structlog.testing import capture_logs
 
-from kvferry.shared.command_line import EXIT_FAILED
+from kvferry.shared.command_line import EXIT_USAGE
 from kvferry.shared.config import WorkerSettings
 from kvferry.shared.errors import ConfigurationError, LeaseExpired, TransferFailed
 from kvferry.shared.wire.channel import Channel, ListeningChannel, Peer, Received, SendResult
@@ -416,7 +416,7 @@ def test_a_worker_without_the_package_ends_before_it_loads_a_model() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == EXIT_FAILED
+    assert done.returncode == EXIT_USAGE
     assert "pip install 'kvferry[nixl]'" in done.stderr
 
 
