@@ -41,6 +41,7 @@ LENGTHS = (36, 131, 333)
 """Rows before the first step, by slot: no multiple of a tile, and of a page of four in one slot only."""
 CAPACITY = 400
 PROMPT_TOKENS, LATER_TURN, WINDOW, CHUNK = 333, 77, 31, 96
+VOCABULARY = 700
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Norm of the difference, relative to the reference's. Torch rounds probabilities to the rows' dtype."""
 _HSA_SIZES = ((1, 25), (4, 17))
@@ -345,6 +346,11 @@ def _decoder_cases(shape: BatchShape) -> Iterator[OpCheck]:
         queries, keys, cos, sin = (random(3, units * head_dim) for units in (heads, kv_heads, 1, 1))
         if name == "add_norm":
             results = getattr(ops, name + suffix)(queries, random(*queries.shape), queries[0], 1e-5)
+        elif name == "nucleus":
+            weights = torch.rand(3, VOCABULARY, generator=generator, dtype=torch.float64).to(shape.device)
+            weights = weights.pow(9)
+            least = getattr(ops, name + suffix)(weights, 0.7 * weights.sum(1, keepdim=True))
+            results = (torch.where(weights >= least, weights, 0.0),)
         elif name == "silu_product":
             results = (getattr(ops, name + suffix)(queries, random(*queries.shape)),)
         else:
@@ -352,7 +358,7 @@ def _decoder_cases(shape: BatchShape) -> Iterator[OpCheck]:
             results = getattr(ops, "rotate" + suffix)(queries, keys, cos, sin, norms)
         return torch.cat([its.flatten(1) for its in results], 1).float()
 
-    for name in ("add_norm", "rotate", "rotate after norms", "silu_product"):
+    for name in ("add_norm", "rotate", "rotate after norms", "silu_product", "nucleus"):
         yield OpCheck(
             op="decoder_ops",
             name=name,

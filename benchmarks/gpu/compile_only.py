@@ -71,7 +71,7 @@ def compile_cases(model: Model) -> list[Callable[[], Case]]:
         lambda: trizone_case(model, batch_size=1, kept=300, new=16, device=_CPU, seed=0, target=None),
         lambda: window_case(model, window=32, length=64, device=_CPU, seed=0, target=None),
         lambda: pack_case(model, length=300, device=_CPU, seed=0, target=None),
-        *(partial(_decoder_case, model, number) for number in range(4)),
+        *(partial(_decoder_case, model, number) for number in range(5)),
         lambda: check_case(model, length=300, device=_CPU, seed=0),
         lambda: knapsack_case(model, length=300, device=_CPU, seed=0),
         lambda: chunk_case(model, chunk=512, length=512, device=_CPU, seed=0),
@@ -135,12 +135,16 @@ def compile_all(
         for make in compile_cases(model):
             case = make()
             for arch in architectures:
+                listed = set()
                 for launch in launches_of(case, arch):
                     # what is special is so in the last kernel alone
                     is_known = bool(case.special) and launch.kernel is not case.kernels[-1]
                     if only not in launch.kernel.__name__ or is_known:
                         continue
                     key = (launch.kernel.__name__, arch, repr(specialised(launch)), repr(launch.options))
+                    if key in listed:
+                        continue
+                    listed.add(key)
                     if key not in compiled:
                         compiled[key] = compile_launch(launch, arch)
                     facts = compiled[key]

@@ -1,4 +1,4 @@
-"""Row 10: what a decoder layer does beside attention and matrix products."""
+"""Row 10: what a decode step does beside attention and matrix products."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from case import Case, Device, Model, tolerance_of
 from kvferry.kernels import decoder_ops
 from kvferry.kernels.decoder_ops import triton_kernel
 
+VOCABULARY, SMALL_VOCABULARY = 128256, 600
+"""Llama's, and one for the interpreter."""
+
 
 def decoder_cases(model: Model, *, batch_size: int, device: Device, seed: int) -> list[Case]:
-    """Norm, rotary positions with and without norms, and SwiGLU's product, at a hidden size of all heads."""
+    """Norm, rotary positions with and without norms, and SwiGLU's product, at a hidden size of all heads;
+    and top_p over a vocabulary."""
     generator = torch.Generator(device).manual_seed(seed)
     kv_heads, head_dim = model.num_kv_heads, model.head_dim
     size = kv_heads * model.group_size * head_dim
@@ -42,16 +46,38 @@ def decoder_cases(model: Model, *, batch_size: int, device: Device, seed: int) -
         ),
     }  # fmt: skip
     return [
-        Case(
-            row=10,
-            kernel=name,
-            model=model.name,
-            shape=f"B={batch_size}",
-            num_bytes=elements * hidden.element_size(),
-            launch=lambda call=call, launched=launched: call(launched),
-            expected=lambda call=call, in_torch=in_torch: call(in_torch).float(),
-            tolerance=tolerance_of(model.dtype),
-            kernels=(kernel,),
-        )
-        for name, (call, launched, in_torch, kernel, elements) in calls.items()
+        *(
+            Case(
+                row=10,
+                kernel=name,
+                model=model.name,
+                shape=f"B={batch_size}",
+                num_bytes=elements * hidden.element_size(),
+                launch=lambda call=call, launched=launched: call(launched),
+                expected=lambda call=call, in_torch=in_torch: call(in_torch).float(),
+                tolerance=tolerance_of(model.dtype),
+                kernels=(kernel,),
+            )
+            for name, (call, launched, in_torch, kernel, elements) in calls.items()
+        ),
+        nucleus_case(model, batch_size=batch_size, device=device, seed=seed),
     ]
+
+
+def nucleus_case(model: Model, *, batch_size: int, device: Device, seed: int) -> Case:
+    """The smallest weight that top_p selects, in 16 launches that read all weights."""
+    size = VOCABULARY if device.type == "cuda" else SMALL_VOCABULARY
+    generator = torch.Generator(device).manual_seed(seed)
+    weights = torch.rand(batch_size, size, generator=generator, dtype=torch.float64, device=device).pow(9)
+    goal = 0.9 * weights.sum(1, keepdim=True)
+    return Case(
+        row=10,
+        kernel="nucleus",
+        model=model.name,
+        shape=f"B={batch_size} V={size}",
+        num_bytes=16 * weights.numel() * weights.element_size(),
+        launch=lambda: triton_kernel.nucleus(weights, goal),
+        expected=lambda: decoder_ops.nucleus_torch(weights, goal).float(),
+        tolerance=tolerance_of(torch.float32),
+        kernels=(triton_kernel._nucleus_kernel,),
+    )

@@ -52,6 +52,7 @@ GATES = {
     "_add_norm_kernel": Gate(registers=128, conversions=("tl.sum(x * x, 0) / n",)),
     "_rotate_kernel": Gate(registers=128),
     "_silu_product_kernel": Gate(registers=64),
+    "_nucleus_kernel": Gate(registers=128),
     "_dense_decode_kernel": Gate(
         registers=168,
         streams={"tl.load(key_ptr + key_offset + at": _WIDE, "tl.load(value_ptr + value_offset + at": _WIDE},

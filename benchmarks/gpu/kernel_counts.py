@@ -30,6 +30,7 @@ from kvferry.shared.model.spec import ModelSpec
 HSA_PARTS = ("hsa_score", "hsa_select", "hsa_attend")
 """One launch each."""
 PAGES_OF_ONE = HsaSize(batch_size=1, length=1024, page_size=1, num_channels=64, num_tokens=128)
+_DECODER_CASES = ("add_norm", "rotate", "rotate after norms", "silu_product", "nucleus")
 _SEED = 0
 _CPU = torch.device("cpu")
 _MODEL = replace(MODELS[0], num_kv_heads=1, dtype=torch.float16)
@@ -65,7 +66,7 @@ def _cases(hsa_sizes: Sequence[HsaSize]) -> Iterator[Sized]:
         yield Sized(
             name="append_rows", units=heads, make=partial(append_case, _MODEL, batch_size=heads, **own)
         )
-        for number, name in enumerate(("add_norm", "rotate", "rotate after norms", "silu_product")):
+        for number, name in enumerate(_DECODER_CASES):
             yield Sized(name=name, units=heads, make=partial(_decoder_case, heads, number))
     for size in hsa_sizes:
         for number, name in enumerate(HSA_PARTS):

@@ -1,7 +1,7 @@
-"""What a decoder layer does beside attention and matrix products, in three launches of a decode step's rows.
+"""What a decode step does beside attention and matrix products: three launches a layer, and top_p.
 
-Called by `shared/model/fused_decode.py`. Each op rounds where transformers' modules round, so that results
-differ from theirs by the order of a norm's sum alone.
+Called by `shared/model/fused_decode.py` and `shared/sampling/truncation.py`. Each op of a layer rounds where
+transformers' modules round, so that results differ from theirs by the order of a norm's sum alone.
 
 Legend: B rows (one token each), N hidden size, H query heads, H_kv KV heads, D head_dim.
 """
@@ -118,3 +118,29 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 def silu_product_torch(gate: Tensor, up: Tensor) -> Tensor:
     """`silu_product` in torch."""
     return torch.nn.functional.silu(gate) * up
+
+
+def nucleus(weights: Tensor, goal: Tensor) -> Tensor:
+    """The smallest weight that top_p selects, without putting the weights in order: the smallest number such
+    that those above it sum up to less than the goal.
+
+    Args: weights: float64 `[B, V]`, contiguous, at least 0; goal: float64 `[B, 1]`, above 0.
+    Returns: float64 `[B, 1]`; any number for a row with weights that are not finite.
+    """
+    in_torch = partial(nucleus_torch, weights, goal)
+
+    def launch() -> Tensor:
+        # a CPU install has no Triton
+        from kvferry.kernels.decoder_ops import triton_kernel
+
+        return triton_kernel.nucleus(weights, goal)
+
+    return _launched(launch, in_torch, weights.device)
+
+
+def nucleus_torch(weights: Tensor, goal: Tensor) -> Tensor:
+    """`nucleus` in torch, which puts them in order."""
+    ordered = weights.sort(dim=1, descending=True).values
+    before = ordered.cumsum(1) - ordered
+    number = (before < goal).sum(1, keepdim=True).clamp(min=1)
+    return ordered.gather(1, number - 1)

@@ -3,6 +3,7 @@
     _add_norm_kernel      (row): residual + hidden, and its RMSNorm
     _rotate_kernel        (row, head): RMSNorm of a head if there is one, then its rotary position
     _silu_product_kernel  (block): silu(gate) * up
+    _nucleus_kernel       (row, block): one digit of the smallest weight that top_p selects
 
 Results are rounded to the rows' dtype where transformers' modules round.
 """
@@ -15,6 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024
+_DIGIT_BITS = 4
+_WAYS = tl.constexpr(1 << _DIGIT_BITS)
+_NUCLEUS_BLOCKS = tl.constexpr(32)
+"""Programs of a row, whatever the vocabulary: a constant, so that the kernel is compiled once."""
+_NUCLEUS_TILE = tl.constexpr(256)
+_FLOAT_BITS = 64
+_LARGEST = tl.constexpr((1 << 63) - 1)
 
 
 @triton.jit
@@ -81,6 +89,38 @@ def _silu_product_kernel(gate_ptr, up_ptr, out_ptr, size, BLOCK: tl.constexpr):
     tl.store(out_ptr + i, (activated * up).to(loaded.dtype), mask=i < size)
 
 
+# one kernel for all digits
+@triton.jit(do_not_specialize=["shift"])
+def _nucleus_kernel(
+    weight_ptr, goal_ptr, sums_before_ptr, lows_before_ptr, sums_ptr, lows_ptr, n, chunk, shift,
+    DIGIT_BITS: tl.constexpr,
+):  # fmt: skip
+    """Sums of this block's weights above each of 16 candidates, `[row, block, 16]`.
+
+    A weight is its bits, which are in the same order. `lows_before` has the digits above `shift` + 4 of the
+    largest number above which the weights sum up to the goal; `sums_before` says what the next digit is.
+    """
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    way = tl.arange(0, _WAYS)
+    each = tl.arange(0, _NUCLEUS_BLOCKS)[:, None] * _WAYS + way[None, :]
+    all_before = tl.sum(tl.load(sums_before_ptr + row * _NUCLEUS_BLOCKS * _WAYS + each), 0)
+    enough = tl.sum((all_before >= tl.load(goal_ptr + row)).to(tl.int64), 0)
+    digit = tl.maximum(enough - 1, 0)
+    low = tl.load(lows_before_ptr + row) + (digit << (shift + DIGIT_BITS))
+    tl.store(lows_ptr + row, low, mask=block == 0)
+    candidate = low + (way.to(tl.int64) << shift)
+    # the first digit's larger candidates have a sign, and no weight is above them
+    candidate = tl.where(candidate < low, _LARGEST, candidate)
+    sums = tl.zeros([_WAYS], tl.float64)
+    end = tl.minimum((block + 1) * chunk, n)
+    for first in range(block * chunk, end, _NUCLEUS_TILE):
+        i = first + tl.arange(0, _NUCLEUS_TILE)
+        weight = tl.load(weight_ptr + row * n + i, mask=i < end, other=0.0)
+        above = weight.to(tl.int64, bitcast=True)[:, None] > candidate[None, :]
+        sums += tl.sum(tl.where(above, weight[:, None], 0.0), 0)
+    tl.store(sums_ptr + (row * _NUCLEUS_BLOCKS + block) * _WAYS + way, sums)
+
+
 def add_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `kernels.decoder_ops.add_norm`."""
     size = hidden.shape[1]
@@ -116,3 +156,23 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
         gate, up, out, gate.numel(), BLOCK=_BLOCK, num_warps=4
     )
     return out
+
+
+def nucleus(weights: Tensor, goal: Tensor) -> Tensor:
+    """See `kernels.decoder_ops.nucleus`."""
+    num_rows, size = weights.shape
+    blocks, ways = _NUCLEUS_BLOCKS.value, _WAYS.value
+    chunk = triton.cdiv(triton.cdiv(size, blocks), _NUCLEUS_TILE.value) * _NUCLEUS_TILE.value
+    # Each launch reads what the one before has written: the first one finds digit 0 of nothing. Sums of
+    # blocks beyond the vocabulary stay zero.
+    sums = weights.new_zeros(2, num_rows, blocks, ways)
+    # both begin at 16 bytes, so that the kernel is compiled once
+    lows = torch.zeros(2, num_rows + num_rows % 2, dtype=torch.int64, device=weights.device)
+    for number, shift in enumerate(range(_FLOAT_BITS - _DIGIT_BITS, -1, -_DIGIT_BITS)):
+        before, now = (number + 1) % 2, number % 2
+        _nucleus_kernel[(num_rows, triton.cdiv(size, chunk))](
+            weights, goal, sums[before], lows[before], sums[now], lows[now], size, chunk, shift,
+            DIGIT_BITS=_DIGIT_BITS, num_warps=4,
+        )  # fmt: skip
+    digit = ((sums[now].sum(1) >= goal).sum(1) - 1).clamp(min=0)
+    return (lows[now, :num_rows] + digit + 1).view(torch.float64)[:, None]

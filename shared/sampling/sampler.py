@@ -18,12 +18,17 @@ from torch import Tensor
 
 from kvferry.shared.errors import InvalidRequest, KvferryError
 from kvferry.shared.sampling.params import SampledToken, SamplingParams, ThinkingBudget
+from kvferry.shared.sampling.truncation import truncated
 
 if TYPE_CHECKING:
     from kvferry.shared.sampling.grammar import TokenMatcher
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 """The parameters of a row without a completion."""
+
+
+_LEAST_MOST = 64
+"""Putting as many weights in order takes no longer than putting one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +38,9 @@ class Flavour:
     Attributes:
         draws: a temperature above 0; truncates: top_k or top_p; penalises: a bias or a penalty.
         masks: tokens that may not come next.
-        most: if every completion that truncates has a top_k, a power of two that is at least all of them;
-            else 0.
+        most: at least every top_k of the completions, 0 without any; one of few numbers, so that batches of
+            other completions have the same.
+        nuclei: a completion has top_p, and no top_k.
     """
 
     draws: bool
@@ -42,15 +48,18 @@ class Flavour:
     penalises: bool
     masks: bool = False
     most: int = 0
+    nuclei: bool = False
 
     @classmethod
     def of(cls, batch: Sequence[SamplingParams]) -> Flavour:
         drawn = [params for params in batch if params.temperature != 0.0]
-        top_ks = [params.top_k for params in drawn if params.top_k > 0 or params.top_p < 1.0]
+        most = max((params.top_k for params in drawn), default=0)
+        nuclei = any(params.top_k == 0 and params.top_p < 1.0 for params in drawn)
         return cls(
             draws=bool(drawn),
-            truncates=bool(top_ks),
-            most=1 << (max(top_ks) - 1).bit_length() if top_ks and min(top_ks) > 0 else 0,
+            truncates=bool(most) or nuclei,
+            most=max(_LEAST_MOST, 1 << (most - 1).bit_length()) if most else 0,
+            nuclei=nuclei,
             penalises=any(
                 params.logit_bias
                 or params.repetition_penalty != 1.0
@@ -124,7 +133,7 @@ def draw(logits: Tensor, numbers: Tensor, uniforms: Tensor, flavour: Flavour) ->
     relative = logits - logits.amax(1, keepdim=True)
     weights = (relative / torch.where(temperature > 0, temperature, 1.0)).exp()
     if flavour.truncates:
-        weights = _truncated(weights, top_k, top_p, flavour.most)
+        weights = truncated(weights, top_k, top_p, most=flavour.most, nuclei=flavour.nuclei)
     weights = torch.where(weights >= min_p * weights.amax(1, keepdim=True), weights, 0.0)
     cumulative = weights.cumsum(1)
     target = uniforms[:, None] * cumulative[:, -1:]
@@ -133,50 +142,6 @@ def draw(logits: Tensor, numbers: Tensor, uniforms: Tensor, flavour: Flavour) ->
     ids = torch.arange(logits.shape[1], device=logits.device)
     last = torch.where(weights > 0, ids, 0).amax(1)
     return torch.where(temperature[:, 0] > 0, torch.minimum(drawn, last), greedy)
-
-
-_HEAD = 1024
-"""More than a nucleus of a trained model has, nearly always."""
-
-
-def _truncated(weights: Tensor, top_k: Tensor, top_p: Tensor, most: int) -> Tensor:
-    """Weights, with those excluded by top_k and top_p set to zero. The largest one is never excluded, of
-    equal ones that of the lowest index.
-
-    Only the largest weights are ordered, as many as `most` says; without it, all of them. On a CPU some of
-    them are tried first; on CUDA that would take a wait for the result.
-
-    Args: weights float64 `[B, V]`, not normalised; top_k, top_p `[B, 1]`; most: see `Flavour`.
-    """
-    size = weights.shape[1]
-    total = weights.cumsum(1)[:, -1:]
-    whole = (top_k == 0) & (top_p >= 1.0)
-    count = min(most or (_HEAD if weights.is_cpu else size), size)
-    ordered = weights.topk(count, dim=1).values
-    number = _num_inside(ordered, total, top_k, top_p)
-    if not most and count < size:
-        enough = torch.where(top_k > 0, top_k <= count, number < count)
-        if not bool((enough | whole).all()):
-            ordered = weights.sort(dim=1, descending=True).values
-            number = _num_inside(ordered, total, top_k, top_p)
-    least = torch.where(whole, -1.0, ordered.gather(1, number - 1))
-    above, equal = weights > least, weights == least
-    first = equal.cumsum(1, dtype=torch.int32) <= number - above.sum(1, keepdim=True)
-    return torch.where(above | (equal & first), weights, 0.0)
-
-
-def _num_inside(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """How many of the largest weights top_k and top_p select, int64 `[B, 1]`: at least 1, at most n.
-
-    Args: ordered: float64 `[B, n]`, descending; total: of all weights, `[B, 1]`.
-    """
-    rank = torch.arange(ordered.shape[1], device=ordered.device)
-    counted = (rank < top_k) | (top_k == 0)
-    ordered = torch.where(counted, ordered, 0.0)
-    reached = ordered.cumsum(1)
-    total = torch.where(top_k > 0, reached[:, -1:], total)
-    inside = (reached - ordered < top_p * total) | (top_p >= 1.0)
-    return (inside & counted).sum(1, keepdim=True).clamp(min=1)
 
 
 class SequenceSampler:
@@ -441,9 +406,8 @@ class BatchSampler:
             draws=any(its.draws for its in every),
             truncates=any(its.truncates for its in every),
             penalises=any(its.penalises for its in every),
-            most=0
-            if 0 in (bounds := {its.most for its in every if its.truncates})
-            else max(bounds, default=0),
+            most=max((its.most for its in every), default=0),
+            nuclei=any(its.nuclei for its in every),
             masks=bool(self._masked),
         )
 

@@ -58,6 +58,26 @@ def test_a_product_with_silu(dtype: torch.dtype, size: int) -> None:
     check(ours, (decoder_ops.silu_product_torch(gate, up),), dtype)
 
 
+@pytest.mark.parametrize("size", [1, 37, 600])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 30.0])
+@pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.9999])
+def test_the_smallest_weight_of_a_nucleus(size: int, spread: float, top_p: float) -> None:
+    logits = (rows(3, size).double() * spread * 2).round() / 2  # with equals among them
+    logits[:, 1::3] -= torch.inf  # masked
+    weights = (logits - logits.amax(1, keepdim=True)).exp()
+    goal = top_p * weights.sum(1, keepdim=True)
+    spoilt = weights.clone()
+    spoilt[1, 0] = torch.nan  # a row's neighbours do not notice
+    ours = triton_kernel.nucleus(spoilt, goal)
+    assert torch.equal(ours[[0, 2]], decoder_ops.nucleus_torch(weights, goal)[[0, 2]])
+
+
+def test_a_nucleus_of_a_vocabulary_of_several_blocks_with_a_part_of_one() -> None:
+    weights = rows(2, 9000).double().mul(0.3).exp()
+    goal = torch.tensor([[0.2], [0.95]]) * weights.sum(1, keepdim=True)
+    assert torch.equal(triton_kernel.nucleus(weights, goal), decoder_ops.nucleus_torch(weights, goal))
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_torch_is_bit_for_bit_transformers(dtype: torch.dtype) -> None:
     norm = LlamaRMSNorm(24, eps=1e-5).to(dtype)
