@@ -24,6 +24,8 @@ LEAST_ADVANTAGE = 2.0
 """How many times more work the running prompt must have left than one that overtakes it."""
 HEAD_START = 0.25
 """The part of its own time for which a prompt may be kept waiting before it has run at all."""
+SPARE_S = 1.0
+"""For so long a prompt may be kept waiting by owners that have had less, however short it is."""
 LONG_TOKENS, LONG_S = 256, 0.25
 """The pass of a prompt of at least so many tokens, or that takes so long by estimate, can be interrupted. To
 look between its operations whether another one overtakes it costs a pass of the demo model 1 ms."""
@@ -106,7 +108,7 @@ class Schedule:
     its owner has had less of late than the running one's owner, and would have with it. In return a prompt in
     mid-pass is kept waiting at most for as long as it runs, so it finishes within twice its time: up to then
     it may have waited as long as it has run, and a quarter of its whole time besides; for an owner that has
-    had less, its whole time. No owner starves: the others run more the longer it waits, and a started prompt
+    had less, its whole time, or a second if it is shorter. No owner starves: the others run more the longer it waits, and a started prompt
     finishes.
 
     Times are estimated from `PrefillJob.work` and each method's measured speed. Not thread-safe.
@@ -187,7 +189,7 @@ class Schedule:
             estimate, limit, within_s = self._estimate(job), shorter, longest_s
             if self._has_had_less(job, now_s):
                 limit = self._estimate(running.job)
-                within_s = self._whole_s(running, now_s) - running.waited_s(now_s)
+                within_s = max(self._whole_s(running, now_s), SPARE_S) - running.waited_s(now_s)
             if estimate <= limit and (not self._is_timed or estimate <= within_s):
                 running.earlier_s, running.resumed_s = running.ran_s(now_s), None
                 return self._start(job, now_s)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.services.prefill.schedule import LEAST_ADVANTAGE, MAX_STARTED, Schedule
+from kvferry.services.prefill.schedule import LEAST_ADVANTAGE, MAX_STARTED, SPARE_S, Schedule
 
 SLICE_S = 0.05
 """Between two operations of a pass."""
@@ -199,7 +199,8 @@ def test_every_prompt_finishes_and_within_twice_its_time_once_started(jobs: list
         assert job.begun_s is not None
         assert job.ended_s is not None
         # Each prompt that overtakes may take a slice more than estimated.
-        assert job.ended_s - job.begun_s <= 2 * job.work + MAX_STARTED * SLICE_S
+        waits_s = max(job.work, SPARE_S)
+        assert job.ended_s - job.begun_s <= job.work + waits_s + MAX_STARTED * SLICE_S
     assert max(job.ended_s or 0.0 for job in jobs) <= sum(job.work for job in jobs) + 30.0 + 1e-6
 
 
@@ -247,9 +248,11 @@ def test_short_prompts_do_not_wait_for_a_long_one_while_it_has_patience(jobs: li
             assert job.ended_s - job.comes_s <= job.work + queue + (len(shorts) + 1) * SLICE_S
 
 
-@pytest.mark.parametrize("pass_s", [0.2, 1.0])
+@pytest.mark.parametrize(("pass_s", "times"), [(0.07, 1.05), (0.2, 1.05), (0.4, 1.25), (1.0, 1.4)])
 @pytest.mark.parametrize("share", [0.1, 0.25])
-def test_a_key_that_floods_the_line_moves_anothers_times_little(share: float, pass_s: float) -> None:
+def test_a_key_that_floods_the_line_moves_anothers_times_little(
+    share: float, pass_s: float, times: float
+) -> None:
     """The polite key asks at random for this share of the worker, at most half of its fair share; the noisy
     one always has twenty waiting prompts of the same length. Times are of the schedule alone."""
     rng = random.Random(4)
@@ -285,8 +288,8 @@ def test_a_key_that_floods_the_line_moves_anothers_times_little(share: float, pa
         return statistics.quantiles(first_s, n=20)
 
     alone, beside = quantiles(num_noisy=0), quantiles(num_noisy=20)
-    assert beside[9] <= 1.1 * alone[9]
-    assert beside[-1] <= 1.4 * alone[-1]
+    assert beside[9] <= 1.05 * alone[9]
+    assert beside[-1] <= times * alone[-1]
 
 
 def test_keys_that_both_ask_for_more_do_not_interrupt_each_other() -> None:
