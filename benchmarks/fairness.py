@@ -4,7 +4,8 @@
 
 `kvferry serve` with two keys. The capacity is what one key gets with two requests at a time, and a fair load
 is half of it. The polite key asks at half its fair load, at random times; the noisy one at ten times its fair
-load, whatever it is told, with the same kind of prompt. Rounds with and without the noisy key take turns.
+load, whatever it is told, with the same kind of prompt. Rounds with and without the noisy key
+take turns, and have the polite key's requests at the same times.
 Prints the median and the 95th percentile of the polite key's time to the first token, and their ratio; and
 the median time for which its prompts ran (`prefill_ms`), which other processes' work makes longer.
 """
@@ -40,12 +41,12 @@ POLITE_SHARE, NOISY_SHARE = 0.5, 10.0
 
 
 class Load:
-    """Requests of one key, each with a prompt of its own."""
+    """Requests of one key, each with a prompt of its own. Args: seed: of the prompts; times: of when they come."""
 
-    def __init__(self, client: httpx.AsyncClient, key: str, words: int, seed: int) -> None:
+    def __init__(self, client: httpx.AsyncClient, key: str, words: int, seed: int, times: int = 0) -> None:
         self._client, self._words = client, words
         self._headers = {"Authorization": f"Bearer {key}"}
-        self._rng, self._count = random.Random(seed), seed * 1_000_000
+        self._rng, self._count = random.Random(times), seed * 1_000_000
         self.first_s: list[float] = []
         self.prefill_ms: list[float] = []
         self.statuses: Counter[int] = Counter()
@@ -96,9 +97,10 @@ async def measure(base_url: str, keys: list[str], options: argparse.Namespace) -
         await capacity_per_s(Load(client, keys[0], options.words, 90), 6)
         fair_per_s = await capacity_per_s(Load(client, keys[0], options.words, 91), 16) / 2
         polite = {
-            name: Load(client, keys[0], options.words, 1 + n) for n, name in enumerate(("alone", "beside"))
+            name: Load(client, keys[0], options.words, 1 + n, times=1)
+            for n, name in enumerate(("alone", "beside"))
         }
-        noisy = Load(client, keys[1], options.words, 3)
+        noisy = Load(client, keys[1], options.words, 3, times=3)
         for _ in range(options.rounds):
             await polite["alone"].arrive(POLITE_SHARE * fair_per_s, options.requests)
             flood = asyncio.create_task(noisy.arrive(NOISY_SHARE * fair_per_s))
