@@ -4,9 +4,8 @@
 
 `kvferry serve` with two keys. The capacity is what one key gets with two requests at a time, and a fair load
 is half of it. The polite key asks at half its fair load, at random times; the noisy one at ten times its fair
-load, whatever it is told, with the same kind of prompt. Rounds with and without the noisy key
-take turns, and have the polite key's requests at the same times.
-Prints the median and the 95th percentile of the polite key's time to the first token, and their ratio; and
+load, whatever it is told, with the same kind of prompt. Rounds with and without the noisy key take turns, and
+have the polite key's requests at the same times. Prints the median and the 95th percentile of the polite key's time to the first token, and their ratio; and
 the median time for which its prompts ran (`prefill_ms`), which other processes' work makes longer.
 """
 
@@ -41,7 +40,10 @@ POLITE_SHARE, NOISY_SHARE = 0.5, 10.0
 
 
 class Load:
-    """Requests of one key, each with a prompt of its own. Args: seed: of the prompts; times: of when they come."""
+    """Requests of one key, each with a prompt of its own.
+
+    Args: seed: of the prompts; times: of when they come.
+    """
 
     def __init__(self, client: httpx.AsyncClient, key: str, words: int, seed: int, times: int = 0) -> None:
         self._client, self._words = client, words

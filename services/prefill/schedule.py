@@ -108,8 +108,8 @@ class Schedule:
     its owner has had less of late than the running one's owner, and would have with it. In return a prompt in
     mid-pass is kept waiting at most for as long as it runs, so it finishes within twice its time: up to then
     it may have waited as long as it has run, and a quarter of its whole time besides; for an owner that has
-    had less, its whole time, or a second if it is shorter. No owner starves: the others run more the longer it waits, and a started prompt
-    finishes.
+    had less, its whole time, or a second if that is longer. No owner starves: the others run more the longer
+    it waits, and a started prompt finishes.
 
     Times are estimated from `PrefillJob.work` and each method's measured speed. Not thread-safe.
     """
