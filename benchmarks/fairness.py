@@ -5,8 +5,9 @@
 `kvferry serve` with two keys. The capacity is what one key gets with two requests at a time, and a fair load
 is half of it. The polite key asks at half its fair load, at random times; the noisy one at ten times its fair
 load, whatever it is told, with the same kind of prompt. Rounds with and without the noisy key take turns, and
-have the polite key's requests at the same times. Prints the median and the 95th percentile of the polite key's time to the first token, and their ratio; and
-the median time for which its prompts ran (`prefill_ms`), which other processes' work makes longer.
+have the polite key's requests at the same times. Prints the median and the 95th percentile of the polite
+key's time to the first token, and their ratio; and the median time for which its prompts ran (`prefill_ms`),
+which other processes' work makes longer.
 """
 
 from __future__ import annotations
