@@ -4,8 +4,8 @@
 
 The engine places sequences and launches steps, and may launch the next one before it reads a step's tokens.
 If batched kernels run the whole step, it never waits for the device: lengths, positions, finished completions
-and sampled tokens stay on it. All steps share the slots' buffers; every shape (number of slots, kernels,
-sampling) has its own scratch memory and graph, and the most recently used ones are cached.
+and sampled tokens stay on it. All steps share the slots' buffers; every shape of attention (number of slots,
+kernels) has its own scratch memory, and a graph for each way of sampling. The most recently used are cached.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from kvferry.shared.errors import KvferryError
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.sampling.sampler import BatchSampler, SequenceSampler
 
-MAX_SHAPES = 24
-"""Limit on cached shapes, each with its memory and graph."""
+MAX_SHAPES = 48
+"""Limit on cached shapes of attention, each with its scratch memory: at least as many as the warm-up has."""
+MAX_WAYS = 8
+"""Limit on cached ways of sampling of each, with a graph each."""
 RETRY_STEPS = 200
 """A shape that could not be captured runs eagerly for so many steps before it is tried once more."""
 _POLL_S = 50e-6
@@ -168,9 +170,10 @@ class BatchSlots:
         self.sampler.remove(slot)
         self.numbers[:, slot].zero_()
 
-    def shape(self, num_slots: int) -> Hashable:
-        """What a step over the first slots is made for. Equal shapes share a `DecodeStep` and its graph."""
-        return num_slots, self.attention.signature(), self.sampler.flavour, self.stop_ids.shape[1]
+    def shape(self, num_slots: int) -> tuple[Hashable, Hashable]:
+        """What a step over the first slots is made for: its attention, and its sampling. If both are equal,
+        steps share a `DecodeStep` and its graph; if the first is, their attention's scratch memory."""
+        return (num_slots, self.attention.signature()), (self.sampler.flavour, self.stop_ids.shape[1])
 
 
 class DecodeStep:
@@ -182,10 +185,12 @@ class DecodeStep:
         logits: float32 `[S, V]` of the last step.
     """
 
-    def __init__(self, model: LanguageModel, slots: BatchSlots, num_slots: int) -> None:
+    def __init__(
+        self, model: LanguageModel, slots: BatchSlots, num_slots: int, attention: BatchAttention
+    ) -> None:
         self._model = model
         self._slots = slots
-        self.attention = BatchAttention(slots.attention, num_slots)
+        self.attention = attention
         self._flavour = slots.sampler.flavour
         self._token_ids, self._positions, self._active, self._left = slots.numbers[:, :num_slots].unbind(0)
         self._stop_ids = slots.stop_ids[:num_slots]
@@ -314,6 +319,14 @@ class LaunchedStep:
             time.sleep(_POLL_S)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """What is cached of a shape of attention. Attributes: steps: by way of sampling."""
+
+    attention: BatchAttention
+    steps: OrderedDict[Hashable, DecodeStep]
+
+
 class StepRunner:
     """Places sequences in slots and launches steps over them, on one thread.
 
@@ -335,7 +348,7 @@ class StepRunner:
         self._device = device
         self._max_batch_size = max_batch_size
         self._warn = warn
-        self._steps: OrderedDict[Hashable, DecodeStep] = OrderedDict()
+        self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
         self._slots: BatchSlots | None = None
         self._step: DecodeStep | None = None
         self._num_quarantined = 0
@@ -387,7 +400,7 @@ class StepRunner:
     def reset(self) -> None:
         """Forget all slots and steps, whatever state a failure has left them in. No step may be in flight."""
         self._slots = self._step = None
-        self._steps.clear()
+        self._shapes.clear()
 
     def launch(self) -> LaunchedStep:
         """Launch a step: one token for every sequence of the batch that has not ended."""
@@ -414,14 +427,23 @@ class StepRunner:
 
     def _find_step(self, slots: BatchSlots) -> DecodeStep:
         num_slots = self._num_slots(slots.num_slots)
-        shape = slots.shape(num_slots)
-        if shape not in self._steps:
-            self._steps[shape] = DecodeStep(self._model, slots, num_slots)
-            self._steps[shape].prepare_on(self._device, warn=self._warn)
-            if len(self._steps) > MAX_SHAPES:
-                self._steps.popitem(last=False)
-        self._steps.move_to_end(shape)
-        return self._steps[shape]
+        of_attention, of_sampling = slots.shape(num_slots)
+        if of_attention not in self._shapes:
+            self._shapes[of_attention] = _Shape(
+                attention=BatchAttention(slots.attention, num_slots), steps=OrderedDict()
+            )
+        self._shapes.move_to_end(of_attention)
+        shape = self._shapes[of_attention]
+        if len(self._shapes) > MAX_SHAPES:
+            self._shapes.popitem(last=False)
+        if of_sampling not in shape.steps:
+            step = DecodeStep(self._model, slots, num_slots, shape.attention)
+            step.prepare_on(self._device, warn=self._warn)
+            shape.steps[of_sampling] = step
+        shape.steps.move_to_end(of_sampling)
+        if len(shape.steps) > MAX_WAYS:
+            shape.steps.popitem(last=False)
+        return shape.steps[of_sampling]
 
     def _num_slots(self, num_sequences: int) -> int:
         """Rounded up, one graph serves batches of many sizes; without graphs, empty slots only cost time."""

@@ -37,8 +37,9 @@ SAMPLING = (
     SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0),
     SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0),
     SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0, top_p=0.9),
+    SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0, top_p=0.9, top_k=20),
 )
-"""Greedy; drawn; drawn from a part of the vocabulary."""
+"""Greedy; drawn; drawn from a part of the vocabulary, by its share and by how many tokens it has."""
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:

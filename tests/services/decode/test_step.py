@@ -7,6 +7,7 @@ of what it interprets are left out of what is watched.
 import asyncio
 import contextlib
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from kvtest.compression import opened
 from kvtest.steps import ReplayingDevice
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvferry.kernels import dispatch
 from kvferry.services.decode import engine
-from kvferry.services.decode.step import BatchSlots, DecodeStep, StepInput
+from kvferry.services.decode.attention import BatchAttention
+from kvferry.services.decode.step import BatchSlots, DecodeStep, StepInput, StepRunner
+from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.control.messages import TokenGenerated
 from kvferry.shared.model.loading import load_model
@@ -90,6 +94,10 @@ def sequences_of(model, request_of, methods, sampling):
     return inputs
 
 
+def step_over(model, slots, num_slots):
+    return DecodeStep(model, slots, num_slots, BatchAttention(slots.attention, num_slots))
+
+
 @torch.inference_mode()
 def test_a_step_waits_for_nothing_and_allocates_no_more_than_the_one_before(interpreter, demo, request_of):
     methods = [{}, {"method": "rocketkv", "tokens": 24}, {"method": "kivi"}]
@@ -102,7 +110,7 @@ def test_a_step_waits_for_nothing_and_allocates_no_more_than_the_one_before(inte
     slots = BatchSlots(demo, 3, inputs[0].caches[0].regions["keys"])
     for slot, given in enumerate(inputs):
         slots.place(slot, given)
-    step = DecodeStep(demo, slots, 3)
+    step = step_over(demo, slots, 3)
     assert step.attention.is_launched
     step.launch()  # what is imported and compiled at the first time is
     watched = []
@@ -194,17 +202,55 @@ def test_a_slot_has_nothing_of_the_sequence_before_it(interpreter, small_model, 
     for given in others:
         alone = BatchSlots(model, 2, given.caches[0].regions["keys"])
         alone.place(0, given)
-        alone_step = DecodeStep(model, alone, 1)
+        alone_step = step_over(model, alone, 1)
         alone_step.launch()
         slots = BatchSlots(model, 2, given.caches[0].regions["keys"])
         slots.place(0, first)
         slots.place(1, stays)
-        DecodeStep(model, slots, 2).launch()
+        step_over(model, slots, 2).launch()
         slots.remove(0)
         slots.place(0, given)
-        step = DecodeStep(model, slots, 2)
+        step = step_over(model, slots, 2)
         step.launch()
         assert (step.logits[0] - alone_step.logits[0]).abs().max() < 1e-3
+
+
+class CountingDevice(ReplayingDevice):
+    def __init__(self):
+        self.num_captures = 0
+
+    def capture(self, run):
+        self.num_captures += 1
+        return super().capture(run)
+
+
+@torch.inference_mode()
+def test_steps_of_every_size_and_way_of_sampling_stay_captured(small_model, request_of):
+    """As many as the warm-up captures of one kind of cache at 32 sequences; they share scratch memory."""
+    if not dispatch.uses_native("dense_decode", torch.device("cpu")):
+        pytest.skip("there is no C compiler")
+    model, device = small_model(), CountingDevice()
+    ways = [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 20}, {"repetition_penalty": 1.5}]
+    params = [SamplingParams(max_tokens=8, **{"temperature": 0.8, **way}) for way in ways]
+    (first,) = sequences_of(model, request_of, [{}], params[:1])
+    # in the same memory, to which all write: C code is given one arena
+    layout = sequence_layout([cache.format for cache in first.caches])
+    buffer = torch.zeros(layout.size_bytes, dtype=torch.uint8)
+    rows = [{name: cache.regions[name][:, :60] for name in ("keys", "values")} for cache in first.caches]
+    caches = tuple(its.place(buffer, tensors) for its, tensors in zip(layout.layers, rows, strict=True))
+    first = replace(first, caches=caches)
+    samplers = [SequenceSampler(its, (5, 6), model.spec.vocab_size) for its in params]
+    givens = [replace(first, sampler=sampler) for sampler in samplers]
+    runner = StepRunner(model, device, max_batch_size=32, warn=pytest.fail)
+    sizes = [1, 2, 4, 8, 16, 32]
+    for _ in range(2):
+        for given in givens:
+            for size in sizes:
+                slots = [runner.join(given) for _ in range(size)]
+                runner.launch().wait(60)
+                for slot in reversed(slots):
+                    runner.leave(slot)
+        assert device.num_captures == len(ways) * len(sizes)
 
 
 def test_what_refuses_waits_refuses_them():

@@ -13,7 +13,9 @@ from kvtest.steps import ReplayingDevice
 from kvferry.kernels import dispatch, quarantine
 from kvferry.kernels.hsa import triton_kernel
 from kvferry.services.decode import engine
-from kvferry.services.decode.warm_up import batch_sizes
+from kvferry.services.decode.config import DecodeConfig
+from kvferry.services.decode.step import MAX_SHAPES, MAX_WAYS
+from kvferry.services.decode.warm_up import SAMPLING, batch_sizes
 from kvferry.shared import warm_up
 from kvferry.shared.model.loading import load_model
 from kvferry.tools.oracle import OneProcessGenerator
@@ -74,16 +76,30 @@ async def test_requests_need_no_capture_that_the_warm_up_has_not_made(
     await until_ready(made)
     assert made.value("decode_warm_up_ratio") == 1
     assert await made.arena_is_free(within_s=5)
-    # dense, sparse and packed; greedy, drawn, drawn from a part; one and two slots
-    assert device.num_captures == 3 * 3 * 2
+    # dense, sparse and packed; greedy, drawn, drawn from two kinds of parts; one and two slots
+    assert device.num_captures == 3 * 4 * 2
     assert 128 in selections
-    for changes in ({}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}):
+    drawn = {"temperature": 1.0, "seed": 3}
+    for changes in (
+        {},
+        drawn,
+        {**drawn, "top_p": 0.9},
+        {**drawn, "top_k": 40},
+        {**drawn, "top_k": 2, "top_p": 0.5},
+    ):
         request = request_of(max_tokens=4, **changes)
         generated = OneProcessGenerator(small_model()).generate(
             list(request.prompt_token_ids), plan=request.plan, sampling=request.sampling
         )
         assert await made.tokens(request) == [token.token_id for token in generated]
-    assert device.num_captures == 3 * 3 * 2
+    assert device.num_captures == 3 * 4 * 2
+
+
+def test_what_the_largest_warm_up_captures_is_cached():
+    """Rows, sparse, packed and quantised, at the default number of sequences."""
+    sizes = batch_sizes(DecodeConfig.model_fields["max_batch_size"].default)
+    assert 4 * len(sizes) < MAX_SHAPES
+    assert len(SAMPLING) < MAX_WAYS
 
 
 @pytest.mark.timeout(900)
