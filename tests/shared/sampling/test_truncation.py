@@ -8,9 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvferry.kernels import dispatch, quarantine
+from kvferry.kernels.decode_batch import BatchShape
+from kvferry.kernels.decoder_ops import triton_kernel
 from kvferry.shared.sampling import truncation
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import Flavour, draw, numbers_of
+from kvferry.shared.self_test import run_op
+
+CPU = torch.device("cpu")
 
 
 def by_sorting(weights, top_k, top_p):
@@ -189,3 +195,40 @@ def test_a_device_draws_without_a_value_read_on_the_host(top_k, monkeypatch):
     logits = torch.randn(2, 5000, dtype=torch.float64)
     with NoWait():
         draw(logits, numbers_of(batch), torch.tensor([0.2, 0.7]).double(), Flavour.of(batch))
+
+
+@pytest.fixture
+def interpreted():
+    if not dispatch.interpreting():
+        pytest.skip("kernels are not interpreted")
+    dispatch.configure("triton", CPU)
+    yield
+    dispatch.configure("auto", CPU)
+    quarantine.release_all()
+
+
+def raising(weights, goal):
+    raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+
+def test_a_kernel_that_fails_is_quarantined_and_the_same_token_drawn(interpreted, monkeypatch):
+    batch = [SamplingParams(max_tokens=1, top_p=0.9)]
+    monkeypatch.setattr(truncation, "_nuclei_on_cpu", truncation._nuclei)
+    logits = torch.randn(1, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    arguments = logits, numbers_of(batch), torch.tensor([0.9]).double()
+    expected = draw(*arguments, Flavour.of(batch))
+    assert not quarantine.quarantined(), "the kernel has drawn it"
+    monkeypatch.setattr(triton_kernel, "nucleus", raising)
+    assert torch.equal(draw(*arguments, Flavour.of(batch)), expected)
+    assert set(quarantine.quarantined()) == {"decoder_ops"}
+
+
+@pytest.mark.parametrize("fault", [raising, lambda weights, goal: goal * 0, lambda weights, goal: goal / 0])
+def test_the_self_test_finds_a_kernel_that_is_wrong(interpreted, monkeypatch, fault):
+    shape = BatchShape(
+        num_layers=1, num_slots=1, num_kv_heads=1, group_size=1, head_dim=16, dtype=torch.float32, device=CPU
+    )
+    monkeypatch.setattr(triton_kernel, "nucleus", fault)
+    finding = run_op("decoder_ops", shape)
+    assert finding.reason is not None
+    assert "nucleus" in finding.detail
