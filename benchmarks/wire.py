@@ -4,7 +4,8 @@
 
 The receiver is a process of its own. Ours: checksums, credits, acknowledgement, and one copy into a
 buffer at the blocks' places. Raw: the same bytes in blocks of the same size over bare sockets, received and
-dropped; there is none for shared memory. Prints medians of the repeats and the ratio. A busy machine slows
+dropped; there is none for shared memory and NIXL. `nixl` is NIXL over what UCX chooses, `nixl-tcp`
+over UCX's TCP; both need the package. Prints medians of the repeats and the ratio. A busy machine slows
 all; CPU time, of all threads of sender and receiver, suffers less from it. `checksums` is the CPU time of
 computing the checksums alone, at both ends, and `copies` that of the one copy into place.
 """
@@ -13,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import multiprocessing
+import os
 import platform
 import statistics
 import subprocess
@@ -42,6 +45,9 @@ from kvferry.shared.wire.messages import (
     NamedTensor,
     TransferKey,
 )
+from kvferry.shared.wire.nixl.agent import NixlAgent
+from kvferry.shared.wire.nixl.connecting import NixlConnectingChannel
+from kvferry.shared.wire.nixl.listening import NixlListeningChannel
 from kvferry.shared.wire.receiver import BlockServer
 from kvferry.shared.wire.sealed import SealedConnectingChannel, SealedListeningChannel
 from kvferry.shared.wire.sender import BlockSender
@@ -52,6 +58,8 @@ from kvferry.shared.wire.shared_memory import (
 )
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 
+NIXL = {"nixl": {}, "nixl-tcp": {"UCX_TLS": "tcp"}}
+"""The variables of UCX of each."""
 NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 8, 128, 8
 CREDIT_BYTES = 64 << 20
 TIMEOUT_S = 120.0
@@ -91,6 +99,8 @@ def receive_ours(transport: str, bind: str, num_bytes: int, pipe: Connection) ->
     keys = _keys(transport, "decode")
     network = SealedListeningChannel(bind, keys=keys) if keys else ZmqListeningChannel(bind)
     channel = SharedMemoryListeningChannel(network) if transport == "shm" else network
+    if transport in NIXL:
+        channel = NixlListeningChannel(network, NixlAgent(loopback_only=True))
     server = BlockServer(channel, _CopyingSink(num_bytes))
     pipe.send(server.endpoint)
     while pipe.recv() == "cpu":
@@ -152,6 +162,10 @@ def measure_ours(transport: str, endpoint: str, num_bytes: int, repeats: int, ti
     keys = _keys(transport, "prefill")
     network = SealedConnectingChannel(keys) if keys else ZmqConnectingChannel()
     channel = SharedMemoryConnectingChannel(network) if transport == "shm" else network
+    connected: list[str] = []
+    if transport in NIXL:
+        agent = NixlAgent(loopback_only=True)
+        channel = NixlConnectingChannel(network, agent, on_connected=connected.append)
     sender = BlockSender(channel, buffer_bytes=2 * num_bytes, timeout_s=TIMEOUT_S)
     tensors = [NamedTensor(name=name, tensor=tensor, kind="rows") for name in ("keys", "values")]
     for transfer_id in range(1, repeats + 2):
@@ -183,6 +197,8 @@ def measure_ours(transport: str, endpoint: str, num_bytes: int, repeats: int, ti
             transfer.finish(EndRecord(key=key, num_blocks=0, payload_bytes=0))
             transfer.wait(TIMEOUT_S)
     sender.close()
+    if transport in NIXL and connected != ["nixl"]:
+        raise RuntimeError(f"blocks went over {connected}, not NIXL")
 
 
 def _measure_raw(transport: str, endpoint: str, num_bytes: int, repeats: int, timer: Timer) -> None:
@@ -250,8 +266,10 @@ def main() -> None:
     num_bytes = options.megabytes << 20
     results: dict[str, Any] = {}
     transports = ["tcp", "ipc", "shm"] if IS_SUPPORTED else ["tcp", "ipc"]
+    transports += NIXL if importlib.util.find_spec("nixl") else ()
     with tempfile.TemporaryDirectory() as folder:
         for name in transports:
+            os.environ.update(NIXL.get(name, {}))
             bind = "tcp://127.0.0.1:0" if name == "tcp" else f"ipc://{folder}/{name}-{{}}.sock"
             size = num_bytes, options.repeats
             ours = run(receive_ours, measure_ours, name, bind.format("ours"), *size)
@@ -261,7 +279,7 @@ def main() -> None:
                 f"{name}: kvferry {statistics.median(ours.gb_s):.2f} GB/s, CPU s per GB"
                 f" {cpu['sender']:.2f} sender, {cpu['receiver']:.2f} receiver"
             )
-            if name != "shm":
+            if name in ("tcp", "ipc"):
                 raw = run(_receive_raw, _measure_raw, name, bind.format("raw"), *size)
                 ratio = statistics.median(ours.gb_s) / statistics.median(raw.gb_s)
                 results[name] |= {"raw_zmq_gb_s": raw.gb_s, "raw_zmq_cpu_s_per_gb": raw.cpu_s_per_gb}

@@ -29,12 +29,13 @@ def test_the_wire_benchmark_writes_both_sides_of_each_ratio(tmp_path: Path) -> N
     results = json.loads(output.read_text())["results"]
     parts = results.pop("parts_cpu_s_per_gb")
     assert set(parts) == {"checksums", "copies"}
-    assert set(results) == {"tcp", "ipc", *(["shm"] if IS_SUPPORTED else [])}
+    nixl = ["nixl", "nixl-tcp"] if sys.platform == "linux" else []
+    assert set(results) == {"tcp", "ipc", *(["shm"] if IS_SUPPORTED else []), *nixl}
     for name, figures in results.items():
         (ours,) = figures["kvferry_gb_s"]
         assert f"{name}: kvferry {ours:.2f} GB/s" in done.stdout
         for (cpu_s_per_gb,) in figures["kvferry_cpu_s_per_gb"].values():
             assert cpu_s_per_gb > 0
-        if name != "shm":
+        if name in ("tcp", "ipc"):
             (raw,) = figures["raw_zmq_gb_s"]
             assert figures["ratio_of_medians"] == pytest.approx(ours / raw)
