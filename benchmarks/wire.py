@@ -274,7 +274,11 @@ def main() -> None:
             size = num_bytes, options.repeats
             ours = run(receive_ours, measure_ours, name, bind.format("ours"), *size)
             cpu = {end: statistics.median(its) for end, its in ours.cpu_s_per_gb.items()}
-            results[name] = {"kvferry_gb_s": ours.gb_s, "kvferry_cpu_s_per_gb": ours.cpu_s_per_gb}
+            results[name] = {
+                "kvferry_gb_s": ours.gb_s,
+                "kvferry_cpu_s_per_gb": ours.cpu_s_per_gb,
+                "medians": {"gb_s": statistics.median(ours.gb_s), "cpu_s_per_gb": sum(cpu.values())},
+            }
             line = (
                 f"{name}: kvferry {statistics.median(ours.gb_s):.2f} GB/s, CPU s per GB"
                 f" {cpu['sender']:.2f} sender, {cpu['receiver']:.2f} receiver"

@@ -34,6 +34,7 @@ def test_the_wire_benchmark_writes_both_sides_of_each_ratio(tmp_path: Path) -> N
     for name, figures in results.items():
         (ours,) = figures["kvferry_gb_s"]
         assert f"{name}: kvferry {ours:.2f} GB/s" in done.stdout
+        assert figures["medians"]["gb_s"] == ours
         for (cpu_s_per_gb,) in figures["kvferry_cpu_s_per_gb"].values():
             assert cpu_s_per_gb > 0
         if name in ("tcp", "ipc"):
