@@ -279,7 +279,11 @@ async def harness(demo_model: LanguageModel, prefill_options: dict[str, object])
     service = PrefillService(
         model=model,
         store=store,
-        sender=hub.sender(buffer_bytes=config.buffer_bytes, timeout_s=config.transfer_timeout_s),
+        sender=hub.sender(
+            buffer_bytes=config.buffer_bytes,
+            timeout_s=config.transfer_timeout_s,
+            on_connected=lambda transport: metrics.block_connections.labels(transport).inc(),
+        ),
         server_factory=hub.server,
         metrics=metrics,
         config=config,

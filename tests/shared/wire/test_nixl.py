@@ -220,6 +220,24 @@ def test_an_idle_ring_is_given_back_and_the_next_transfer_gets_another(
     assert len(agent._RETIRED) == retired
 
 
+def test_a_lost_senders_ring_is_noticed_and_its_addresses_are_not_used_again(
+    sink: RecordingSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "_BEAT_S", 0.2)
+    channel = kit.listening_with_nixl()
+    retired = len(agent._RETIRED)
+    with serving(channel, sink) as server:
+        with sending(kit.connecting_with_nixl()) as sender:
+            transfer_once(sender, server.endpoint, sink)
+            (ring,) = channel._rings.values()
+        assert kit.eventually(lambda: len(agent._RETIRED) == retired + 1)
+        assert not ring.memory.bytes.any()
+        with sending(kit.connecting_with_nixl()) as sender:
+            transfer_once(sender, server.endpoint, sink)
+            (new,) = channel._rings.values()
+            assert abs(new.memory.address - ring.memory.address) >= RING_BYTES
+
+
 # ---- what fails ------------------------------------------------------------------------------------------
 
 
