@@ -292,9 +292,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         Returns: `[S, H_kv, G, D]`, zero in the other slots; valid until the next call.
         """
         in_torch = partial(self.attend_slots, layer, step, errors)
-        # C code has no soft-capping and no sinks
-        is_beyond = self._is_native and isinstance(step.scaling, Softmax)
-        if scratch is None or is_beyond or not self.is_launched:
+        if scratch is None or self._is_beyond(step) or not self.is_launched:
             path_for(self.op, self._shape.device)
             return in_torch()
         if self._is_native:
@@ -332,6 +330,10 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         for slot, output_one in attended.items():
             outputs[slot] = output_one
         return outputs
+
+    def _is_beyond(self, step: NewTokens) -> bool:
+        """Whether C code runs other steps: it has no soft-capping and no sinks."""
+        return self._is_native and isinstance(step.scaling, Softmax)
 
     @classmethod
     def _fits_native(cls, shape: BatchShape) -> bool:

@@ -62,7 +62,7 @@ TORCH_OPS = (
     "sparq",
 )
 """Ops that have only a torch implementation."""
-NATIVE_OPS = ("decoder_ops", "dense_decode", "trizone")
+NATIVE_OPS = ("decoder_ops", "dense_decode", "hsa", "packed_hsa", "trizone")
 """Ops that have C code for CPUs."""
 NATIVE_THREADS = 4
 """The C code uses one thread; where torch has more than this, it is not used."""

@@ -1,4 +1,5 @@
-"""Hybrid sparse attention of a batch: any lengths, page sizes and budgets share a layer's three launches.
+"""Hybrid sparse attention of a batch: any lengths, page sizes and budgets share a layer's three launches, or
+one call of C code.
 
 Page extremes of a head are stored channel by channel, because a step reads only the highest-ranked channels:
 page p of channel c is at `offset + c * channel_stride + p`. The stride is a multiple of 16 bytes. Pages of
@@ -34,6 +35,7 @@ from kvferry.kernels.hsa.torch_path import (
     rank_channels,
     update_page_extremes,
 )
+from kvferry.kernels.native import library as native
 from kvferry.kernels.softmax import scale_of
 
 FIELDS = ROW_FIELDS + 6
@@ -153,6 +155,10 @@ class HsaScratch:
         )
 
 
+_LEAST_SIZE = SparseSize(1, 1, 1, pages_of_one=True, larger_pages=False)
+"""C code has memory of its own."""
+
+
 def is_too_long(rows: SparseRows) -> bool:
     """Whether a sequence has more pages than one program can select from."""
     return rows.page_max.shape[1] > MAX_PAGES
@@ -177,7 +183,9 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
     def place(self, slot: int, layers: Mapping[int, SparseRows]) -> None:
         """See `SlotBatch.place`."""
         super().place(slot, layers)
-        if self.has_tables:
+        if self._is_native:
+            self._sizes[slot] = _LEAST_SIZE
+        elif self.has_tables:
             self._sizes[slot] = SparseSize.of_all(set(map(SparseSize.of, layers.values())))
             return
         for layer, rows in layers.items():
@@ -201,7 +209,7 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
 
     def attend(self, layer: int, step: NewTokens, *, errors: Errors, scratch: HsaScratch | None) -> Tensor:
         """See `SlotBatch.attend`; in torch the channels of several slots are ranked together."""
-        if scratch is None:
+        if scratch is None or self._is_beyond(step):
             members = self._layers[layer]
             self._ranked = _rank_together(members, step) if len(members) > 1 else {}
         return super().attend(layer, step, errors=errors, scratch=scratch)
@@ -227,13 +235,29 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
         return sparse_fields(self._base, rows)
 
     def _launch(self, layer: int, step: NewTokens, scratch: HsaScratch, output: Tensor) -> None:
+        heads = self._tables.layer(layer, len(step.queries))
+        if self._is_native:
+            queries, keys, values, scaling = step
+            assert isinstance(scaling, float), "another softmax runs in torch"
+            native.attend(
+                native.library(),
+                heads,
+                self._base,
+                queries,
+                keys,
+                values,
+                scaling=scaling,
+                output=output,
+                is_sparse=True,
+            )
+            return
         # a CPU install has no Triton
         from kvferry.kernels.hsa.triton_kernel import append_and_attend_batch
 
         append_and_attend_batch(
             step.queries,
             self._base,
-            self._tables.layer(layer, len(step.queries)),
+            heads,
             scratch,
             scaling=step.scaling,
             output=output,

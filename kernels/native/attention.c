@@ -2,21 +2,6 @@
 
 #include "attention.h"
 
-/* Attention of G queries [G, D] to the rows of one KV head; weights is [G, length]. */
-INLINE void attend_group(const int G, int64_t D, const float *queries, const float *keys, const float *values,
-                         int64_t length, float scaling, float *weights, float *output) {
-    float largest[4], totals[4];
-    for (int g = 0; g < G; g++) largest[g] = -INFINITY;
-    int64_t row = 0;
-    for (; row + 2 <= length; row += 2)
-        score(2, G, D, queries, keys + row * D, scaling, weights + row, length, largest);
-    for (; row < length; row++)
-        score(1, G, D, queries, keys + row * D, scaling, weights + row, length, largest);
-    soften(G, length, length, largest, weights, totals);
-    for (int64_t i = 0; i < D; i += LANES)
-        weigh(G, D, values + i, weights, length, length, totals, output + i);
-}
-
 /* Append a row to each (sequence, KV head) of a batch and attend to all its rows.
  *
  * heads is a table [num_heads, fields] of the first K, the first V and the number of rows, the new one
@@ -39,14 +24,11 @@ int kvferry_attend(const int64_t *heads, int64_t num_heads, int64_t fields, floa
         }
         append(heads, D, base, keys + head * D, values + head * D);
         const float *head_keys = base + heads[KEY_OFFSET], *head_values = base + heads[VALUE_OFFSET];
-        for (int64_t g = 0; g < G; g += 4) {
-            const float *of_group = queries + (head * G + g) * D;
-            float *into = output + (head * G + g) * D;
-            if (G - g >= 4) attend_group(4, D, of_group, head_keys, head_values, length, scaling, weights, into);
-            if (G - g == 3) attend_group(3, D, of_group, head_keys, head_values, length, scaling, weights, into);
-            if (G - g == 2) attend_group(2, D, of_group, head_keys, head_values, length, scaling, weights, into);
-            if (G - g == 1) attend_group(1, D, of_group, head_keys, head_values, length, scaling, weights, into);
-        }
+#define ATTEND(N) \
+    attend_group(N, D, queries + (head * G + first) * D, head_keys, head_values, NULL, length, scaling, weights, \
+                 output + (head * G + first) * D)
+        IN_GROUPS(G, ATTEND)
+#undef ATTEND
     }
     free(weights);
     return 0;

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
+from kvferry.kernels.hsa import torch_path as hsa_torch_path
+from kvferry.kernels.hsa.torch_path import write_page_extremes
 from kvferry.kernels.native.library import KINDS, attend, attend_packed
 from kvferry.kernels.packed.layer import packed_entries
 from kvferry.kernels.packed.packing import fill_in_torch, indexed_layer
+from kvferry.kernels.packed_hsa import PageCodes, append_key, page_extremes
+from kvferry.kernels.packed_hsa import attend as packed_hsa_attend
 from kvferry.kernels.trizone import torch_path
 
 
 def errors_of(loaded: ctypes.CDLL) -> dict[str, float]:
     """The greatest differences from torch, by what is computed."""
-    errors = {"attention": _of_attention(loaded)}
+    errors = {"attention": _of_attention(loaded), "sparse attention": _of_sparse(loaded)}
     if loaded.kvferry_kinds() >> KINDS[torch.float16] & 1:
         errors["attention to packed rows"] = _of_packed(loaded)
+        errors["sparse attention to packed rows"] = _of_sparse_packed(loaded)
     return errors
 
 
@@ -40,35 +46,103 @@ def _of_attention(loaded: ctypes.CDLL) -> float:
     return error
 
 
+def _of_sparse(loaded: ctypes.CDLL) -> float:
+    """Pages of one token and of three, with a new row in a page that others have begun."""
+    generator = torch.Generator().manual_seed(4)
+    group_size, head_dim, length, num_tokens = 5, 24, 71, 11
+    keys, values = torch.randn(2, 1, length, head_dim, generator=generator)
+    queries = 2 * torch.randn(1, group_size, head_dim, generator=generator)
+    sizes: dict[str, Any] = {"num_channels": 7, "num_tokens": num_tokens}
+    error = 0.0
+    for page_size in (1, 3):
+        pages = -(-length // page_size)
+        extremes = torch.empty(2, 1, head_dim, pages)
+        write_page_extremes(keys[:, :-1], *extremes.mT, page_size=page_size)
+        base = torch.cat([its.flatten() for its in (keys, values, extremes)])
+        size, at = keys.numel(), 2 * keys.numel()
+        head = [0, size, length, at, at + head_dim * pages, pages, page_size, *sizes.values()]
+        output = torch.full_like(queries, torch.nan)
+        new = keys[:, -1], values[:, -1]
+        attend(loaded, torch.tensor([head]), base, queries, *new, scaling=0.3, output=output, is_sparse=True)
+        page_max, page_min = (keys, keys) if page_size == 1 else base[at:].view(2, 1, head_dim, pages).mT
+        expected = hsa_torch_path.attend(
+            queries, keys, values, page_max, page_min, page_size=page_size, scaling=0.3, **sizes
+        )
+        error = max(error, float((output - expected).abs().max()))
+    return error
+
+
 def _of_packed(loaded: ctypes.CDLL) -> float:
     """Two heads with all widths, a full block of tokens and a part of one, and a new row."""
-    generator = torch.Generator().manual_seed(5)
-    num_heads, group_size, head_dim, num_tokens = 2, 5, 32, 150
-    keys, values = torch.randn(2, num_heads, num_tokens, head_dim, generator=generator)
-    channels, tokens = (
-        (torch.tensor([0, 2, 4, 8, 16], dtype=torch.uint8)[torch.arange(num_heads * count) % 5]).view(
-            num_heads, count
-        )
-        for count in (head_dim, num_tokens)
+    its = _Packed()
+    output = torch.full_like(its.queries, torch.nan)
+    entries = packed_entries([its.layer], its.layer.buffer)[0]
+    attend_packed(
+        loaded, its.heads, its.base, entries, its.layer.buffer, *its.step, scaling=0.3, output=output
     )
-    packed = indexed_layer(keys, values, channels, tokens)
-    fill_in_torch(packed, keys, values)
-    queries = 2 * torch.randn(num_heads, group_size, head_dim, generator=generator)
-    new_keys, new_values = torch.randn(2, num_heads, 1, head_dim, generator=generator)
-    base = torch.full((2 * num_heads * head_dim,), torch.nan)
-    heads = torch.tensor([(h * head_dim, (num_heads + h) * head_dim, 1) for h in range(num_heads)])
-    output = torch.full_like(queries, torch.nan)
+    expected = torch_path.trizone_decode_segments(its.queries, [its.layer], *its.rows, scaling=0.3)
+    return float((output - expected).abs().max())
+
+
+def _of_sparse_packed(loaded: ctypes.CDLL) -> float:
+    """The same heads, with the extremes of pages of three tokens."""
+    its = _Packed()
+    (num_heads, _, head_dim), packed = its.queries.shape, its.layer
+    sizes: dict[str, Any] = {"page_size": 3, "num_channels": 9, "num_tokens": 40}
+    num_pages = hsa_torch_path.num_pages(packed.heads[0].counts.num_tokens + 1, 3)
+    extremes = torch.zeros(2, num_heads, head_dim, num_pages, dtype=torch.uint8)
+    codes = torch.cat([packed.buffer, extremes.flatten()])
+    at = packed.layout.size_bytes
+    extremes = codes[at:].view_as(extremes)
+    pages = PageCodes(*extremes.mT, *torch.zeros(2, num_heads, head_dim))
+    page_extremes(packed, pages, page_size=3)
+    append_key(packed, pages, its.step[1][:, 0], num_new=0, page_size=3)
+    expected = packed_hsa_attend(its.queries, packed, *its.rows, pages, scaling=0.3, **sizes)
+    base = torch.cat([its.base, pages.low.flatten(), pages.step.flatten()])
+    heads = [
+        [
+            *its.heads[h].tolist(),
+            *(at + (part * num_heads + h) * head_dim * num_pages for part in range(2)),
+            num_pages,
+            *sizes.values(),
+            *(its.base.numel() + (part * num_heads + h) * head_dim for part in range(2)),
+        ]
+        for h in range(num_heads)
+    ]
+    output = torch.full_like(its.queries, torch.nan)
+    entries = packed_entries([packed], packed.buffer)[0]
     attend_packed(
         loaded,
-        heads,
+        torch.tensor(heads),
         base,
-        packed_entries([packed], packed.buffer)[0],
-        packed.buffer,
-        queries,
-        new_keys,
-        new_values,
+        entries,
+        codes,
+        *its.step,
         scaling=0.3,
         output=output,
+        is_sparse=True,
     )
-    expected = torch_path.trizone_decode_segments(queries, [packed], new_keys, new_values, scaling=0.3)
     return float((output - expected).abs().max())
+
+
+class _Packed:
+    """Two packed heads with tokens and channels of all widths, and a new row of each."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        num_heads, group_size, head_dim, num_tokens = 2, 5, 32, 150
+        keys, values = torch.randn(2, num_heads, num_tokens, head_dim, generator=generator)
+        channels, tokens = (
+            (torch.tensor([0, 2, 4, 8, 16], dtype=torch.uint8)[torch.arange(num_heads * count) % 5]).view(
+                num_heads, count
+            )
+            for count in (head_dim, num_tokens)
+        )
+        self.layer = indexed_layer(keys, values, channels, tokens)
+        fill_in_torch(self.layer, keys, values)
+        self.queries = 2 * torch.randn(num_heads, group_size, head_dim, generator=generator)
+        new_keys, new_values = torch.randn(2, num_heads, 1, head_dim, generator=generator)
+        self.rows = new_keys, new_values
+        self.step = self.queries, new_keys, new_values
+        self.base = torch.full((2 * num_heads * head_dim,), torch.nan)
+        self.heads = torch.tensor([(h * head_dim, (num_heads + h) * head_dim, 1) for h in range(num_heads)])

@@ -19,6 +19,7 @@ typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef float half_lanes __attribute__((vector_size(2 * LANES)));
 typedef int32_t int_lanes __attribute__((vector_size(4 * LANES)));
 typedef uint16_t short_lanes __attribute__((vector_size(2 * LANES)));
+typedef uint8_t byte_lanes __attribute__((vector_size(LANES)));
 
 INLINE lanes load(const float *from) {
     lanes its;

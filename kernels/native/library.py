@@ -92,19 +92,21 @@ def load(path: Path) -> ctypes.CDLL:
     loaded.kvferry_finish.restype = None
     loaded.kvferry_logits.argtypes = [_pointer, _pointer, _int, *pointers[:3]]
     loaded.kvferry_logits.restype = None
-    loaded.kvferry_attend.argtypes = [
-        *(_pointer, _int, _int, _pointer, _int, _int, _int),
-        *pointers[:3],
-        *(_float, _pointer),
-    ]
-    loaded.kvferry_attend.restype = ctypes.c_int
-    loaded.kvferry_attend_packed.argtypes = [
-        *(_pointer, _int, _int, _pointer, _int),
-        *(_pointer, _int, _pointer, _int, _int, _int),
-        *pointers[:3],
-        *(_float, _pointer),
-    ]
-    loaded.kvferry_attend_packed.restype = ctypes.c_int
+    for attending in (loaded.kvferry_attend, loaded.kvferry_attend_sparse):
+        attending.argtypes = [
+            *(_pointer, _int, _int, _pointer, _int, _int, _int),
+            *pointers[:3],
+            *(_float, _pointer),
+        ]
+        attending.restype = ctypes.c_int
+    for attending in (loaded.kvferry_attend_packed, loaded.kvferry_attend_packed_sparse):
+        attending.argtypes = [
+            *(_pointer, _int, _int, _pointer, _int),
+            *(_pointer, _int, _pointer, _int, _int, _int),
+            *pointers[:3],
+            *(_float, _pointer),
+        ]
+        attending.restype = ctypes.c_int
     # it imports ops, which ask for this library
     from kvferry.kernels.native.check import errors_of
 
@@ -124,17 +126,20 @@ def attend(
     *,
     scaling: float,
     output: Tensor,
+    is_sparse: bool = False,
 ) -> None:
     """Append a row to every head of a table and attend, all of them float32 and contiguous.
 
     Args:
-        heads: int64 `[n, ROW_FIELDS]`, see `descriptors.py`.
+        heads: int64 `[n, ROW_FIELDS]`, see `descriptors.py`; with the fields of `hsa/batch.py` if is_sparse.
         base: one-dimensional; where the rows are.
         queries, output: `[n, G, D]` or `[S, H_kv, G, D]`; keys, values: as many, `[..., D]`.
+        is_sparse: each head chooses the tokens that it attends to (hybrid sparse attention).
 
     Raises: RuntimeError: a head's rows are outside of `base`, or there is no memory.
     """
-    failed = loaded.kvferry_attend(
+    attending = loaded.kvferry_attend_sparse if is_sparse else loaded.kvferry_attend
+    failed = attending(
         heads.data_ptr(),
         heads.shape[0],
         heads.shape[1],
@@ -163,17 +168,20 @@ def attend_packed(
     *,
     scaling: float,
     output: Tensor,
+    is_sparse: bool = False,
 ) -> None:
     """As `attend`, to each head's packed tokens, too.
 
     Args:
+        heads: with the fields of `packed_hsa/batch.py` if is_sparse.
         entries: int64 `[n, fields]`, see `packed_entries`.
         codes: uint8, one-dimensional; where the packed tokens are.
         queries, output, keys, values: D is a multiple of 32.
 
     Raises: RuntimeError: a head's rows or regions are outside of `base` or `codes`, or there is no memory.
     """
-    failed = loaded.kvferry_attend_packed(
+    attending = loaded.kvferry_attend_packed_sparse if is_sparse else loaded.kvferry_attend_packed
+    failed = attending(
         heads.data_ptr(),
         heads.shape[0],
         heads.shape[1],

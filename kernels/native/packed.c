@@ -5,36 +5,7 @@
  * byte by a mask alone; that it is 2^shift times too large is undone once for each sum.
  */
 
-#include "attention.h"
-
-/* Fields of a packed head's row: ENTRY_FIELDS of kernels/packed/layer.py. Offsets count int16s. */
-enum {
-    CHANNELS_OF_2 = 1,
-    TOKENS_OF_2 = 5,
-    KEY_WORDS = 9,
-    CHANNELS,
-    KEY_SCALES,
-    KEY_MINIMA,
-    VALUE_SCALES,
-    VALUE_MINIMA,
-    VALUES_OF_2,
-    VALUES_OF_16 = VALUES_OF_2 + 3
-};
-
-/* Kinds of codes: the widths 2, 4, 8 and 16. */
-enum { KINDS = 4, HALF = 3 };
-/* Tokens that lie in one row of words, and such rows' tokens in a block. */
-enum { ROW = 16, BLOCK = 8 * ROW };
-
-typedef uint8_t byte_lanes __attribute__((vector_size(LANES)));
-
-typedef struct {
-    int64_t channels[KINDS], tokens[KINDS];
-    int64_t num_channels, num_tokens, coded_tokens;
-    const uint16_t *words, *key_scales, *key_minima, *value_scales, *value_minima;
-    const int16_t *numbers; /* of the channels */
-    const uint8_t *values[KINDS];
-} packed;
+#include "packed.h"
 
 /* Rows of words that a block's channels before kind take, or all of them. */
 INLINE int64_t rows_before(const packed *its, const int kind) {
@@ -42,8 +13,6 @@ INLINE int64_t rows_before(const packed *its, const int kind) {
     for (int k = 0; k < kind; k++) rows += its->channels[k] << k;
     return rows;
 }
-
-INLINE int64_t value_bytes(const int kind, int64_t D) { return kind == HALF ? 2 * D : D << kind >> 2; }
 
 /* Up to LANES halves; zeros behind them. */
 INLINE lanes some_halves(const uint16_t *from, int64_t count) {
@@ -105,10 +74,13 @@ INLINE void multiply_kind(const int kind, const packed *its, const int G, const 
         for (int g = 0; g < G; g++) sums[part][g] += own[part][g] * unit;
 }
 
-/* Scores of a block's tokens, of which `lanes_used` stand in each of its eight rows. */
+/* Scores of a block's tokens, of which `lanes_used` stand in each of its eight rows; of the rows that are
+ * needed, or of all. */
 INLINE void score_block(const packed *its, const int G, const uint16_t *words, int64_t lanes_used,
-                        const float *ordered, const float *bias, float *scores, int64_t pitch) {
+                        const uint8_t *needed, const float *ordered, const float *bias, float *scores,
+                        int64_t pitch) {
     for (int row = 0; row < 8; row++) {
+        if (needed && !needed[row]) continue;
         lanes sums[2][4];
         float some[ROW];
         for (int part = 0; part < 2; part++)
@@ -124,19 +96,21 @@ INLINE void score_block(const packed *its, const int G, const uint16_t *words, i
     }
 }
 
-/* Scores of all packed tokens: [G, pitch]. Up to 7 more are written behind them. short_block has room for a
- * block's words. */
-INLINE void score_packed(const packed *its, const int G, const float *ordered, const float *bias,
-                         uint16_t *short_block, float *scores, int64_t pitch) {
+/* Scores of packed tokens, [G, pitch], of the rows that are needed (see `tokens`). Up to 7 more are written behind
+ * them. short_block has room for a block's words. */
+INLINE void score_packed(const packed *its, const int G, const uint8_t *needed, const float *ordered,
+                         const float *bias, uint16_t *short_block, float *scores, int64_t pitch) {
     const int64_t rows = rows_before(its, KINDS), full = its->num_tokens / BLOCK;
     const uint16_t *words = its->words;
     for (int64_t block = 0; block < full; block++, words += rows * ROW)
-        score_block(its, G, words, ROW, ordered, bias, scores + block * BLOCK, pitch);
+        score_block(its, G, words, ROW, needed ? needed + 8 * block : NULL, ordered, bias, scores + block * BLOCK,
+                    pitch);
     const int64_t rest = its->num_tokens - full * BLOCK, lanes_used = (rest + 7) / 8;
     if (!rest) return;
     for (int64_t row = 0; row < rows; row++)
         memcpy(short_block + row * ROW, words + row * lanes_used, (size_t)lanes_used * sizeof *words);
-    score_block(its, G, short_block, lanes_used, ordered, bias, scores + full * BLOCK, pitch);
+    score_block(its, G, short_block, lanes_used, needed ? needed + 8 * full : NULL, ordered, bias,
+                scores + full * BLOCK, pitch);
 }
 
 /* Weights of tokens with codes times their scales, in place; and lowest [G], what their minima add. */
@@ -212,41 +186,41 @@ INLINE void weigh_kind(const int kind, const int G, int64_t D, int64_t count, co
         }
 }
 
-/* Memory for one group of queries. */
-typedef struct {
-    float *ordered, *weights;
-    uint16_t *short_block;
-} scratch;
-
-INLINE void attend_group(const int G, int64_t D, const packed *its, const float *queries, const float *keys,
-                         const float *values, int64_t length, float scaling, const scratch *memory,
-                         float *output) {
-    const int64_t num_tokens = its->num_tokens, all = num_tokens + length, pitch = all + LANES;
+INLINE void attend_some(const int G, int64_t D, const packed *its, const tokens *which, const float *queries,
+                        const float *keys, const float *values, float scaling, const scratch *memory,
+                        float *output) {
+    const packed *stored = which->stored ? which->stored : its;
+    const int64_t kept = stored->num_tokens, all = kept + which->num_rows;
+    const int64_t pitch = its->num_tokens + which->num_rows + LANES;
     const float ones[4] = {1, 1, 1, 1};
-    float bias[4], largest[4], totals[4], lowest[4], *weights = memory->weights, *new_weights = weights + num_tokens;
+    float bias[4], largest[4], totals[4], lowest[4], *weights = memory->weights, *new_weights = weights + kept;
     order_queries(its, G, D, scaling, queries, memory->ordered, bias);
-    score_packed(its, G, memory->ordered, bias, memory->short_block, weights, pitch);
+    score_packed(its, G, which->needed, memory->ordered, bias, memory->short_block, weights, pitch);
     for (int g = 0; g < G; g++) {
+        float *scores = weights + g * pitch;
         largest[g] = -INFINITY;
-        for (int64_t token = 0; token < num_tokens; token++) {
-            const float one = weights[g * pitch + token];
+        for (int64_t token = 0; token < kept; token++) {
+            const float one = scores[row_of(which->chosen, token)];
+            scores[token] = one; /* chosen tokens ascend, so none is overwritten before it is read */
             largest[g] = one <= largest[g] ? largest[g] : one; /* also if it is NaN */
         }
     }
-    for (int64_t row = 0; row < length; row++)
-        score(1, G, D, queries, keys + row * D, scaling, new_weights + row, pitch, largest);
+    for (int64_t row = 0; row < which->num_rows; row++) {
+        const float *const key[1] = {keys + row_of(which->rows, row) * D};
+        score(1, G, D, queries, key, scaling, new_weights + row, pitch, largest);
+    }
     soften(G, all, pitch, largest, weights, totals);
     for (int64_t i = 0; i < D; i += LANES)
-        weigh(G, D, values + i, new_weights, pitch, length, ones, output + i);
-    scale_weights(its, G, weights, pitch, lowest);
+        weigh(G, D, values + i, which->rows, new_weights, pitch, which->num_rows, ones, output + i);
+    scale_weights(stored, G, weights, pitch, lowest);
     const float *of_kind = weights;
-    weigh_kind(0, G, D, its->tokens[0], its->values[0], of_kind, pitch, output);
-    of_kind += its->tokens[0];
-    weigh_kind(1, G, D, its->tokens[1], its->values[1], of_kind, pitch, output);
-    of_kind += its->tokens[1];
-    weigh_kind(2, G, D, its->tokens[2], its->values[2], of_kind, pitch, output);
-    of_kind += its->tokens[2];
-    weigh_kind(HALF, G, D, its->tokens[HALF], its->values[HALF], of_kind, pitch, output);
+    weigh_kind(0, G, D, stored->tokens[0], stored->values[0], of_kind, pitch, output);
+    of_kind += stored->tokens[0];
+    weigh_kind(1, G, D, stored->tokens[1], stored->values[1], of_kind, pitch, output);
+    of_kind += stored->tokens[1];
+    weigh_kind(2, G, D, stored->tokens[2], stored->values[2], of_kind, pitch, output);
+    of_kind += stored->tokens[2];
+    weigh_kind(HALF, G, D, stored->tokens[HALF], stored->values[HALF], of_kind, pitch, output);
     for (int g = 0; g < G; g++)
         for (int64_t i = 0; i < D; i += LANES) {
             float *to = output + g * D + i;
@@ -254,8 +228,15 @@ INLINE void attend_group(const int G, int64_t D, const packed *its, const float 
         }
 }
 
-/* A head's regions; returns 0, or OUTSIDE: one is not in codes [size bytes], or its numbers are wrong. */
-static int find_packed(const int64_t *entry, const uint8_t *codes, int64_t size, int64_t D, packed *its) {
+void attend_packed(int64_t G, int64_t D, const packed *its, const tokens *which, const float *queries,
+                   const float *keys, const float *values, float scaling, const scratch *memory, float *output) {
+#define ATTEND(N) \
+    attend_some(N, D, its, which, queries + first * D, keys, values, scaling, memory, output + first * D)
+    IN_GROUPS(G, ATTEND)
+#undef ATTEND
+}
+
+int find_packed(const int64_t *entry, const uint8_t *codes, int64_t size, int64_t D, packed *its) {
     *its = (packed){0};
     for (int kind = 0; kind < KINDS; kind++) {
         its->channels[kind] = entry[CHANNELS_OF_2 + kind];
@@ -290,6 +271,15 @@ static int find_packed(const int64_t *entry, const uint8_t *codes, int64_t size,
     return 0;
 }
 
+int make_scratch(int64_t num_tokens, int64_t D, scratch *its) {
+    const size_t num_weights = 4 * (size_t)(num_tokens + LANES), num_ordered = 4 * (size_t)D;
+    const size_t short_block = (size_t)(8 * D * ROW);
+    float *all = malloc((num_weights + num_ordered) * sizeof *all + short_block * sizeof(uint16_t));
+    if (!all) return NO_MEMORY;
+    *its = (scratch){all + num_weights, all, (uint16_t *)(void *)(all + num_weights + num_ordered)};
+    return 0;
+}
+
 /* As kvferry_attend, to packed tokens as well: entries is a table [num_heads, entry_fields], and their offsets
  * count int16s from codes, which has code_bytes. D is a multiple of 32. */
 int kvferry_attend_packed(const int64_t *heads, int64_t num_heads, int64_t fields, float *base, int64_t size,
@@ -305,11 +295,8 @@ int kvferry_attend_packed(const int64_t *heads, int64_t num_heads, int64_t field
         if (find_packed(entries + head * entry_fields, codes, code_bytes, D, &its)) return OUTSIDE;
         if (its.num_tokens > most_tokens) most_tokens = its.num_tokens;
     }
-    const size_t num_weights = 4 * (size_t)(most_tokens + longest + LANES), num_ordered = 4 * (size_t)D;
-    const size_t short_block = (size_t)(8 * D * ROW);
-    float *all = malloc((num_weights + num_ordered) * sizeof *all + short_block * sizeof(uint16_t));
-    if (!all) return NO_MEMORY;
-    const scratch memory = {all + num_weights, all, (uint16_t *)(void *)(all + num_weights + num_ordered)};
+    scratch memory;
+    if (make_scratch(most_tokens + longest, D, &memory)) return NO_MEMORY;
     for (int64_t head = 0; head < num_heads; head++, heads += fields, entries += entry_fields) {
         const int64_t length = heads[LENGTH];
         float *into = output + head * G * D;
@@ -319,14 +306,10 @@ int kvferry_attend_packed(const int64_t *heads, int64_t num_heads, int64_t field
         }
         append(heads, D, base, keys + head * D, values + head * D);
         find_packed(entries, codes, code_bytes, D, &its);
-        const float *k = base + heads[KEY_OFFSET], *v = base + heads[VALUE_OFFSET], *q = queries + head * G * D;
-        for (int64_t g = 0; g < G; g += 4, q += 4 * D, into += 4 * D) {
-            if (G - g >= 4) attend_group(4, D, &its, q, k, v, length, scaling, &memory, into);
-            if (G - g == 3) attend_group(3, D, &its, q, k, v, length, scaling, &memory, into);
-            if (G - g == 2) attend_group(2, D, &its, q, k, v, length, scaling, &memory, into);
-            if (G - g == 1) attend_group(1, D, &its, q, k, v, length, scaling, &memory, into);
-        }
+        const tokens all = {.num_rows = length};
+        const float *k = base + heads[KEY_OFFSET], *v = base + heads[VALUE_OFFSET];
+        attend_packed(G, D, &its, &all, queries + head * G * D, k, v, scaling, &memory, into);
     }
-    free(all);
+    free(memory.weights);
     return 0;
 }

@@ -90,7 +90,8 @@ def gather_key_codes(words: Tensor, num_channels: Sequence[int], num_tokens: int
     Args: words uint8 `[key_code_bytes]`; tokens int64 `[k]`, ascending.
     Returns: float32 `[c, k]`, channels in their packed order; 16-bit channels come as their values.
     """
-    gathered, start = [], 0
+    # a head of which nothing is kept has no blocks
+    gathered, start = [torch.zeros(sum(num_channels), 0, device=words.device)], 0
     for blocks, lanes in key_blocks(words, num_channels, num_tokens):
         stop = start + len(blocks) * 8 * lanes
         inside = tokens[(tokens >= start) & (tokens < stop)] - start

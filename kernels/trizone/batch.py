@@ -3,7 +3,7 @@ per layer (append, prologue, attend), or one call of C code."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,11 +59,19 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
     A slot has H_kv entries and a fixed number of items in every layer's work list; unused items are idle. If
     a sequence needs more items than that, all slots get more.
 
-    Args: codes: the arena as uint8.
+    Args: codes: the arena as uint8; op, empty: see `SlotBatch`.
     """
 
-    def __init__(self, shape: BatchShape, base: Tensor, codes: Tensor) -> None:
-        super().__init__("trizone", shape, base, empty=[0] * ROW_FIELDS)
+    def __init__(
+        self,
+        shape: BatchShape,
+        base: Tensor,
+        codes: Tensor,
+        *,
+        op: str = "trizone",
+        empty: Sequence[int] = (0,) * ROW_FIELDS,
+    ) -> None:
+        super().__init__(op, shape, base, empty=empty)
         self._codes = codes
         self._num_items = 0
         if self.has_tables:

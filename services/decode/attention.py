@@ -18,13 +18,16 @@ from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens, Slot
 from kvferry.kernels.dense_decode.batch import DenseBatch, WindowBatch
 from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
 from kvferry.kernels.kivi.batch import KiviBatch, QuantisedRows
+from kvferry.kernels.packed_hsa.batch import PackedHsaBatch, SparsePackedRows
 from kvferry.kernels.softmax import Scaling
 from kvferry.kernels.trizone.batch import PackedRows, TriZoneBatch
 from kvferry.shared.compression.formats.interface import LayerCache, Tensors
 from kvferry.shared.compression.formats.state import State, StateLayer, stacked, unstack
 from kvferry.shared.model.spec import TORCH_DTYPES, Heads, ModelSpec
 
-_KINDS: tuple[type[CachedRows], ...] = (CachedRows, WindowRows, SparseRows, PackedRows, QuantisedRows)
+_KINDS: tuple[type[CachedRows], ...] = (
+    CachedRows, WindowRows, SparseRows, PackedRows, SparsePackedRows, QuantisedRows,
+)  # fmt: skip
 _Kind = tuple[Heads, type[CachedRows]]
 """What one batched kernel runs: layers with equal heads and rows of one kind."""
 _PLAIN: Mapping[type[CachedRows], Callable[[BatchShape, Tensor], SlotBatch[Any, Any]]] = {
@@ -34,6 +37,7 @@ _PLAIN: Mapping[type[CachedRows], Callable[[BatchShape, Tensor], SlotBatch[Any, 
 }
 _CODED: Mapping[type[CachedRows], Callable[[BatchShape, Tensor, Tensor], SlotBatch[Any, Any]]] = {
     PackedRows: TriZoneBatch,
+    SparsePackedRows: PackedHsaBatch,
     QuantisedRows: KiviBatch,
 }
 """Kinds whose batches read bytes of the arena beside rows."""

@@ -21,6 +21,7 @@ from kvferry.kernels.hsa.batch import SparseRows
 from kvferry.kernels.hsa.torch_path import write_page_extremes
 from kvferry.kernels.kivi.batch import QuantisedRows
 from kvferry.kernels.op_checks import TOLERANCES
+from kvferry.kernels.packed_hsa.batch import SparsePackedRows
 from kvferry.kernels.quarantine import Reason, is_quarantined, quarantine
 from kvferry.kernels.softmax import Scaling
 from kvferry.kernels.trizone.batch import PackedRows
@@ -32,7 +33,7 @@ LOGITS_TOLERANCES = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1
 """Norm of the difference of a step's logits, relative to torch's."""
 _OPS: Mapping[type[CachedRows], str] = {
     CachedRows: "dense_decode", WindowRows: "dense_decode", SparseRows: "hsa", PackedRows: "trizone",
-    QuantisedRows: "kivi",
+    SparsePackedRows: "packed_hsa", QuantisedRows: "kivi",
 }  # fmt: skip
 Opinion = Literal["same", "kernel_wrong", "model_wrong"]
 """model_wrong: torch's logits are not finite either."""
@@ -131,6 +132,10 @@ def _saved(rows: CachedRows) -> Callable[[], None]:
     if isinstance(rows, SparseRows) and rows.page_size > 1:
         page = rows.length // rows.page_size
         places += [rows.page_max.select(1, page), rows.page_min.select(1, page)]
+    if isinstance(rows, SparsePackedRows):
+        for h, head in enumerate(rows.packed.heads):
+            page = (head.counts.num_tokens + rows.length) // rows.page_size
+            places += [rows.pages.highest[h, page], rows.pages.lowest[h, page]]
     copies = [place.clone() for place in places]
 
     def undo() -> None:

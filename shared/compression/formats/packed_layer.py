@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.decode_batch import CachedRows
+from kvferry.kernels.dispatch import planned_path
 from kvferry.kernels.packed.layer import PackedLayer, view_packed_layer
+from kvferry.kernels.packed_hsa.batch import SparsePackedRows
 from kvferry.kernels.softmax import Scaling, plain
 from kvferry.kernels.trizone import trizone_decode_segments
 from kvferry.kernels.trizone.batch import PackedRows
-from kvferry.shared.compression.attention.kinds import Dense
+from kvferry.shared.compression.attention.kinds import Dense, Hsa
 from kvferry.shared.compression.formats.interface import (
     LayerCache,
     NaiveLayer,
@@ -95,10 +97,23 @@ class PackedCache(LayerCache):
         return attention.attend(queries, self._view, length=position + 1, scaling=scaling)
 
     def batched(self, num_appended: int) -> CachedRows | None:
-        is_dense = type(self.format.attention) is Dense
-        if self.format.rebudgeting is not None or not is_dense or num_appended >= self.keys.shape[1]:
+        attention = self.format.attention
+        if self.format.rebudgeting is not None or num_appended >= self.keys.shape[1]:
             return None
-        return PackedRows(keys=self.keys, values=self.values, length=num_appended, packed=self.packed)
+        if type(attention) is Dense:
+            return PackedRows(keys=self.keys, values=self.values, length=num_appended, packed=self.packed)
+        if type(attention) is not Hsa or planned_path("packed_hsa", self.keys.device) == "torch":
+            return None  # it runs beside the others
+        return SparsePackedRows(
+            keys=self.keys,
+            values=self.values,
+            length=num_appended,
+            packed=self.packed,
+            pages=attention.codes(self._view),
+            page_size=attention.page_size,
+            num_channels=attention.num_channels,
+            num_tokens=attention.num_tokens,
+        )
 
     def used_bytes(self, num_appended: int) -> int:
         segments = sum(segment.layout.size_bytes for segment in self.segments)
