@@ -9,9 +9,10 @@ static void score_rows(int64_t G, int64_t D, const int64_t *head, const float *k
     for (int64_t i = 0; i < head[NUM_CHANNELS]; i++)
         for (int64_t g = 0; g < G; g++) wide[g * D + its->channels[i]] = its->queries[i * G + g];
     float largest[4] = {0};
-    for (int64_t row = 0; row < length; row++) {
-        const float *const key[1] = {keys + row * D};
-#define SCORE(N) score(1, N, D, wide + first * D, key, 1.0f, its->logits + first * pitch + row, pitch, largest)
+    for (int64_t row = 0; row < length; row += 2) {
+        /* the last row of an odd number is read twice, and its second score is not used */
+        const float *const key[2] = {keys + row * D, keys + (row + 1 < length ? row + 1 : row) * D};
+#define SCORE(N) score(2, N, D, wide + first * D, key, 1.0f, its->logits + first * pitch + row, pitch, largest)
         IN_GROUPS(G, SCORE)
 #undef SCORE
     }

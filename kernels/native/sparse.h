@@ -12,69 +12,62 @@
 enum { MAX_OFFSET = LENGTH + 1, MIN_OFFSET, CHANNEL_STRIDE, PAGE_SIZE, NUM_CHANNELS, NUM_TOKENS };
 
 /* Memory for one head. With G queries, p pages, k1 channels and k2 tokens:
- * keys [max(p, D)]; queries [k1, G]; logits [G, p], of which LANES more may be read and written; shares [p];
+ * queries [k1, G]; logits [G, p], of which LANES more may be read and written; shares [p]; ranks [max(p, D)];
  * taken [p]; chosen [k2]; channels, is_below [k1]. */
 typedef struct {
-    uint64_t *keys;
     float *queries, *logits, *shares;
-    int32_t *taken, *chosen, *channels, *is_below;
+    int32_t *ranks, *taken, *chosen, *channels, *is_below;
     void *all;
 } choice;
 
 /* Returns 0, or NO_MEMORY. */
 static int make_choice(int64_t G, int64_t D, int64_t pages, int64_t num_tokens, choice *its) {
-    const size_t num_keys = (size_t)(pages > D ? pages : D), padded = (size_t)pages + LANES;
+    const size_t padded = (size_t)pages + LANES, num_ranks = (size_t)(pages > D ? pages : D);
     const size_t floats = (size_t)(D * G) + (size_t)G * padded + padded;
-    const size_t ints = padded + (size_t)num_tokens + 2 * (size_t)D;
-    its->all = malloc(num_keys * sizeof(uint64_t) + (floats + ints) * sizeof(float));
+    const size_t ints = num_ranks + padded + (size_t)num_tokens + 2 * (size_t)D;
+    its->all = malloc((floats + ints) * sizeof(float));
     if (!its->all) return NO_MEMORY;
-    its->keys = its->all;
-    its->queries = (float *)(its->keys + num_keys);
+    its->queries = its->all;
     its->logits = its->queries + D * G;
     its->shares = its->logits + (size_t)G * padded;
-    its->taken = (int32_t *)(its->shares + padded);
+    its->ranks = (int32_t *)(its->shares + padded);
+    its->taken = its->ranks + num_ranks;
     its->chosen = its->taken + padded;
     its->channels = its->chosen + num_tokens;
     its->is_below = its->channels + D;
     return 0;
 }
 
-/* Orders as the score does, and equal scores by the lower index first. Scores that are not above 0 count as 0,
- * and so do NaN and infinity, because an order needs numbers. */
-INLINE uint64_t order_key(float score, int64_t index) {
-    uint32_t bits = 0;
-    if (score > 0 && score < INFINITY) memcpy(&bits, &score, sizeof bits);
-    return (uint64_t)bits << 32 | (uint32_t)~(uint32_t)index;
+/* An integer that orders as the score does. Scores that are not above 0 count as 0, and so do NaN and infinity,
+ * because an order needs numbers. */
+INLINE int32_t rank_of(float score) {
+    int32_t bits;
+    memcpy(&bits, &score, sizeof bits);
+    return bits > 0 && bits < 0x7f800000 ? bits : 0;
 }
 
-INLINE int64_t index_of(uint64_t key) { return (int64_t)(uint32_t)~(uint32_t)key; }
-
-static int falling(const void *a, const void *b) {
-    const uint64_t left = *(const uint64_t *)a, right = *(const uint64_t *)b;
-    return (left < right) - (left > right);
-}
-
-/* Move the `wanted` largest of different keys to the front, the largest first. */
-static void select_largest(uint64_t *keys, int64_t count, int64_t wanted) {
-    int64_t begin = 0, end = count;
-    while (wanted > begin && wanted < end) {
-        const uint64_t a = keys[begin], b = keys[begin + (end - begin) / 2], c = keys[end - 1];
-        const uint64_t pivot = a < b ? (b < c ? b : a < c ? c : a) : (a < c ? a : b < c ? c : b);
-        int64_t left = begin, right = end - 1;
-        while (left <= right) {
-            while (keys[left] > pivot) left++;
-            while (keys[right] < pivot) right--;
-            if (left > right) break;
-            const uint64_t its = keys[left];
-            keys[left++] = keys[right];
-            keys[right--] = its;
-        }
-        if (wanted <= right + 1)
-            end = right + 1;
-        else
-            begin = left; /* those between are the pivot, if there are any */
+/* The `wanted`-th largest of at least as many ranks. */
+static int32_t threshold_of(const int32_t *ranks, int64_t count, int64_t wanted) {
+    int32_t found = 0;
+    for (int bit = 30; bit >= 0; bit--) {
+        const int32_t tried = found | (int32_t)1 << bit;
+        int32_t reached = 0;
+        for (int64_t i = 0; i < count; i++) reached += ranks[i] >= tried;
+        if (reached >= wanted) found = tried;
     }
-    qsort(keys, (size_t)wanted, sizeof *keys, falling);
+    return found;
+}
+
+/* Marks the `wanted` largest of `count` ranks, of equal ones the first, as 1 in taken, the others as 0. */
+static void take_largest(const int32_t *ranks, int64_t count, int64_t wanted, int32_t *taken) {
+    const int32_t threshold = threshold_of(ranks, count, wanted);
+    int64_t left = wanted;
+    for (int64_t i = 0; i < count; i++) left -= taken[i] = ranks[i] > threshold;
+    for (int64_t i = 0; i < count && left; i++)
+        if (ranks[i] == threshold) {
+            taken[i] = 1;
+            left--;
+        }
 }
 
 /* The channels that count, and the queries [G, D] on them, times the softmax's scale over its temperature. With
@@ -84,14 +77,14 @@ static void rank_channels(int64_t G, int64_t D, int64_t num_channels, float scal
     for (int64_t c = 0; c < D; c++) {
         float magnitude = 0;
         for (int64_t g = 0; g < G; g++) magnitude += fabsf(queries[g * D + c]);
-        its->keys[c] = order_key(magnitude, c);
+        its->ranks[c] = rank_of(magnitude);
     }
-    select_largest(its->keys, D, num_channels);
+    take_largest(its->ranks, D, num_channels, its->is_below);
+    for (int64_t c = 0, i = 0; c < D; c++)
+        if (its->is_below[c]) its->channels[i++] = (int32_t)c;
     for (int64_t i = 0; i < num_channels; i++) {
-        const int64_t c = index_of(its->keys[i]);
         float total = 0;
-        for (int64_t g = 0; g < G; g++) total += queries[g * D + c];
-        its->channels[i] = (int32_t)c;
+        for (int64_t g = 0; g < G; g++) total += queries[g * D + its->channels[i]];
         its->is_below[i] = signbit(total) != 0;
     }
     for (int64_t g = 0; g < G; g++) {
@@ -157,16 +150,25 @@ static void share_pages(int64_t G, int64_t length, int64_t page_size, choice *it
  * of equal ones the first. There are more than num_tokens. Returns how many. */
 static int64_t choose_tokens(int64_t length, int64_t page_size, int64_t num_tokens, choice *its) {
     const int64_t others = length - 1, num_pages = (others + page_size - 1) / page_size;
-    const int64_t in_last = others - (num_pages - 1) * page_size;
-    int64_t left = num_tokens - 1, best = (left + page_size - 1) / page_size + 1, count = 0;
-    if (best > num_pages) best = num_pages; /* one more, because the last page may be short */
-    for (int64_t page = 0; page < num_pages; page++) its->keys[page] = order_key(its->shares[page], page);
-    select_largest(its->keys, num_pages, best);
+    const int64_t in_last = others - (num_pages - 1) * page_size, wanted = num_tokens - 1;
+    const int64_t full = wanted / page_size, rest = wanted - full * page_size;
+    int64_t count = 0;
+    for (int64_t page = 0; page < num_pages; page++) its->ranks[page] = rank_of(its->shares[page]);
     memset(its->taken, 0, (size_t)num_pages * sizeof *its->taken);
-    for (int64_t i = 0; i < best && left; i++) {
-        const int64_t page = index_of(its->keys[i]), size = page == num_pages - 1 ? in_last : page_size;
-        its->taken[page] = (int32_t)(left < size ? left : size);
-        left -= its->taken[page];
+    if (full) take_largest(its->ranks, num_pages, full, its->taken);
+    for (int64_t page = 0; page < num_pages; page++) its->taken[page] *= (int32_t)page_size;
+    int64_t left = rest;
+    if (its->taken[num_pages - 1]) {
+        its->taken[num_pages - 1] = (int32_t)in_last; /* the last page may be short */
+        left += page_size - in_last;
+    }
+    while (left) {
+        int64_t next = -1;
+        for (int64_t page = 0; page < num_pages; page++)
+            if (!its->taken[page] && (next < 0 || its->ranks[page] > its->ranks[next])) next = page;
+        const int64_t size = next == num_pages - 1 ? in_last : page_size;
+        its->taken[next] = (int32_t)(left < size ? left : size);
+        left -= its->taken[next];
     }
     for (int64_t page = 0; page < num_pages; page++)
         for (int32_t i = 0; i < its->taken[page]; i++) its->chosen[count++] = (int32_t)(page * page_size + i);
