@@ -1,6 +1,6 @@
 """Compiles this folder's C code with the machine's C compiler, for its own processor, and loads it.
 
-    first call of `library`:  cached file ──no──► compile (about two seconds) ──► load ──► compare with torch
+    first call of `library`:  cached file ──no──► compile (about three seconds) ──► load ──► compare with torch
                                    └──────────────────yes───────────────────────┘
 
 The file is in the user's cache, or, if there is no safe folder for it, in one of this process. Where there is
