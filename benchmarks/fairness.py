@@ -37,6 +37,8 @@ from kvferry.services.router.http.access import new_key  # noqa: E402
 
 GOAL = 1.5
 MAX_TOKENS = 4
+FLOOD_S = 15.0
+"""The flood lasts so long before the polite key asks: longer than the schedule looks back."""
 POLITE_SHARE, NOISY_SHARE = 0.5, 10.0
 
 
@@ -107,7 +109,7 @@ async def measure(base_url: str, keys: list[str], options: argparse.Namespace) -
         for _ in range(options.rounds):
             await polite["alone"].arrive(POLITE_SHARE * fair_per_s, options.requests)
             flood = asyncio.create_task(noisy.arrive(NOISY_SHARE * fair_per_s))
-            await asyncio.sleep(2.0)
+            await asyncio.sleep(FLOOD_S)
             await polite["beside"].arrive(POLITE_SHARE * fair_per_s, options.requests)
             flood.cancel()
             await asyncio.gather(flood, return_exceptions=True)
