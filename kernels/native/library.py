@@ -1,7 +1,7 @@
 """Compiles this folder's C code with the machine's C compiler, for its own processor, and loads it.
 
-    first call of `library`:  cached file ──no──► compile (about three seconds) ──► load ──► compare with torch
-                                   └──────────────────yes───────────────────────┘
+    first call of `library`:  cached file ──no──► compile (some seconds) ──► load ──► compare with torch
+                                   └───────────────yes────────────────────────┘
 
 The file is in the user's cache, or, if there is no safe folder for it, in one of this process. Where there is
 no compiler, or its code does not agree with torch, ops run in torch.
