@@ -24,7 +24,7 @@ from score_cases import chunk_case, window_case
 
 from kvferry.kernels.dense_decode import triton_kernel
 from kvferry.kernels.device_limits import RESERVED_BYTES
-from kvferry.kernels.hsa.batch import MAX_PAGES
+from kvferry.kernels.hsa import MAX_PAGES
 from kvferry.kernels.quantise import WIDTHS
 
 HEAD_DIMS = (64, 96, 128, 256)

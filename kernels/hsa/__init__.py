@@ -12,6 +12,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvferry.kernels.dispatch import (
@@ -25,10 +26,43 @@ from kvferry.kernels.dispatch import (
     width_problem,
 )
 from kvferry.kernels.hsa import torch_path
-from kvferry.kernels.hsa.batch import MAX_PAGES
-from kvferry.kernels.hsa.torch_path import num_pages as num_pages
 from kvferry.kernels.quarantine import attempt
 from kvferry.kernels.softmax import Scaling
+
+MAX_PAGES = 8192
+"""Pages of one head that a kernel can choose from: one program chooses among all of them."""
+
+
+def num_pages(length: int, page_size: int) -> int:
+    """ceil(length / P)."""
+    return -(-length // page_size)
+
+
+def write_page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, page_size: int) -> None:
+    """Extremes of all pages that `keys` covers, written to the front of `page_max` and `page_min`."""
+    num_kv_heads, length, head_dim = keys.shape
+    num_full = length // page_size
+    pages = keys[:, : num_full * page_size].reshape(num_kv_heads, num_full, page_size, head_dim)
+    torch.amax(pages, dim=2, out=page_max[:, :num_full])
+    torch.amin(pages, dim=2, out=page_min[:, :num_full])
+    if length % page_size:
+        rest = keys[:, num_full * page_size :]
+        page_max[:, num_full] = rest.amax(1)
+        page_min[:, num_full] = rest.amin(1)
+
+
+def update_page_extremes(
+    page_max: Tensor, page_min: Tensor, key: Tensor, *, position: int, page_size: int
+) -> None:
+    """Fold one new row into its page; the first row of a page starts it."""
+    page = position // page_size
+    highest, lowest = page_max.select(1, page), page_min.select(1, page)
+    if position % page_size == 0:
+        highest.copy_(key)
+        lowest.copy_(key)
+    else:
+        torch.maximum(highest, key, out=highest)
+        torch.minimum(lowest, key, out=lowest)
 
 
 def page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: int, page_size: int) -> None:
@@ -44,7 +78,7 @@ def page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: i
     """
     check_pages(keys, page_max, page_min, length=length, page_size=page_size)
     path_for("hsa_pages", keys.device)
-    torch_path.write_page_extremes(keys[:, :length], page_max, page_min, page_size=page_size)
+    write_page_extremes(keys[:, :length], page_max, page_min, page_size=page_size)
 
 
 def append_row(
@@ -74,7 +108,7 @@ def append_row(
     path_for("hsa_pages", keys.device)
     keys[:, position] = key
     values[:, position] = value
-    torch_path.update_page_extremes(page_max, page_min, key, position=position, page_size=page_size)
+    update_page_extremes(page_max, page_min, key, position=position, page_size=page_size)
 
 
 def attend(

@@ -28,12 +28,12 @@ from kvferry.kernels.decode_batch import (
     row_fields,
 )
 from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_splits, split_workspace
+from kvferry.kernels.hsa import MAX_PAGES, update_page_extremes
 from kvferry.kernels.hsa.torch_path import (
     CacheViews,
     RankedQueries,
     attend,
     rank_channels,
-    update_page_extremes,
 )
 from kvferry.kernels.native import library as native
 from kvferry.kernels.softmax import scale_of
@@ -41,8 +41,6 @@ from kvferry.kernels.softmax import scale_of
 FIELDS = ROW_FIELDS + 6
 MAX_OFFSET, MIN_OFFSET, CHANNEL_STRIDE, PAGE_SIZE, NUM_CHANNELS, NUM_TOKENS = range(ROW_FIELDS, FIELDS)
 """Columns: Kmax and Kmin of the first page and channel, elements between channels, P, k1, k2."""
-MAX_PAGES = 8192
-"""Pages of one head: one program selects among all of them."""
 BLOCK_PAGES = 128
 """Pages that one program scores."""
 LEAST_TOKENS = 16
@@ -177,19 +175,15 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
     def __init__(self, shape: BatchShape, base: Tensor) -> None:
         super().__init__("hsa", shape, base, empty=EMPTY_HEAD)
         self._sizes: dict[int, SparseSize] = {}
+        self._own_scratch = HsaScratch.of(_LEAST_SIZE, self._output[:1]) if self._is_native else None
         self._views: dict[tuple[int, int], CacheViews] = {}
         self._ranked: dict[int, RankedQueries] = {}
 
     def place(self, slot: int, layers: Mapping[int, SparseRows]) -> None:
         """See `SlotBatch.place`."""
         super().place(slot, layers)
-        if self._is_native:
-            self._sizes[slot] = _LEAST_SIZE
-        elif self.has_tables:
+        if self.has_tables and not self._is_native:
             self._sizes[slot] = SparseSize.of_all(set(map(SparseSize.of, layers.values())))
-            return
-        for layer, rows in layers.items():
-            self._views[layer, slot] = CacheViews.of(rows.keys, rows.values, rows.page_max, rows.page_min)
 
     def remove(self, slot: int) -> None:
         """See `SlotBatch.remove`."""
@@ -201,10 +195,12 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
 
     def size(self) -> SparseSize:
         """See `SlotBatch.size`."""
-        return SparseSize.of_all(self._sizes.values())
+        return _LEAST_SIZE if self._is_native else SparseSize.of_all(self._sizes.values())
 
     def scratch(self, num_slots: int) -> HsaScratch:
         """See `SlotBatch.scratch`."""
+        if self._own_scratch is not None:
+            return self._own_scratch
         return HsaScratch.of(self.size(), self._output[:num_slots])
 
     def attend(self, layer: int, step: NewTokens, *, errors: Errors, scratch: HsaScratch | None) -> Tensor:
@@ -217,6 +213,8 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
     def _attend_one(self, layer: int, slot: int, rows: SparseRows, token: NewToken) -> Tensor:
         keys, values = rows.append(token)
         extremes = rows.page_max, rows.page_min
+        if (views := self._views.get((layer, slot))) is None:
+            views = self._views[layer, slot] = CacheViews.of(rows.keys, rows.values, *extremes)
         update_page_extremes(*extremes, token.key, position=token.position, page_size=rows.page_size)
         return attend(
             token.queries,
@@ -228,7 +226,7 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
             num_tokens=rows.num_tokens,
             scaling=token.scaling,
             ranked=self._ranked.get(slot),
-            views=self._views.get((layer, slot)),
+            views=views,
         )
 
     def _fields(self, rows: SparseRows) -> Fields:

@@ -25,38 +25,6 @@ MIN_MAGNITUDE = 1e-30
 """Added to norms, so that none is zero."""
 
 
-def num_pages(length: int, page_size: int) -> int:
-    """ceil(length / P)."""
-    return -(-length // page_size)
-
-
-def write_page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, page_size: int) -> None:
-    """Extremes of all pages that `keys` covers, written to the front of `page_max` and `page_min`."""
-    num_kv_heads, length, head_dim = keys.shape
-    num_full = length // page_size
-    pages = keys[:, : num_full * page_size].reshape(num_kv_heads, num_full, page_size, head_dim)
-    torch.amax(pages, dim=2, out=page_max[:, :num_full])
-    torch.amin(pages, dim=2, out=page_min[:, :num_full])
-    if length % page_size:
-        rest = keys[:, num_full * page_size :]
-        page_max[:, num_full] = rest.amax(1)
-        page_min[:, num_full] = rest.amin(1)
-
-
-def update_page_extremes(
-    page_max: Tensor, page_min: Tensor, key: Tensor, *, position: int, page_size: int
-) -> None:
-    """Fold one new row into its page; the first row of a page starts it."""
-    page = position // page_size
-    highest, lowest = page_max.select(1, page), page_min.select(1, page)
-    if position % page_size == 0:
-        highest.copy_(key)
-        lowest.copy_(key)
-    else:
-        torch.maximum(highest, key, out=highest)
-        torch.minimum(lowest, key, out=lowest)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankedQueries:
     """Some heads' queries, restricted to their highest-ranked channels.

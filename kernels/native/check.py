@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from kvferry.kernels.hsa import num_pages as count_pages
 from kvferry.kernels.hsa import torch_path as hsa_torch_path
-from kvferry.kernels.hsa.torch_path import write_page_extremes
+from kvferry.kernels.hsa import write_page_extremes
 from kvferry.kernels.native.library import KINDS, attend, attend_packed
 from kvferry.kernels.packed.layer import packed_entries
 from kvferry.kernels.packed.packing import fill_in_torch, indexed_layer
@@ -89,7 +90,7 @@ def _of_sparse_packed(loaded: ctypes.CDLL) -> float:
     its = _Packed()
     (num_heads, _, head_dim), packed = its.queries.shape, its.layer
     sizes: dict[str, Any] = {"page_size": 3, "num_channels": 9, "num_tokens": 40}
-    num_pages = hsa_torch_path.num_pages(packed.heads[0].counts.num_tokens + 1, 3)
+    num_pages = count_pages(packed.heads[0].counts.num_tokens + 1, 3)
     extremes = torch.zeros(2, num_heads, head_dim, num_pages, dtype=torch.uint8)
     codes = torch.cat([packed.buffer, extremes.flatten()])
     at = packed.layout.size_bytes

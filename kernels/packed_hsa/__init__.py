@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.dispatch import check_attention, check_size, path_for
-from kvferry.kernels.hsa import num_pages
-from kvferry.kernels.hsa.torch_path import ChannelRows, rank_channels, select_tokens, update_page_extremes
+from kvferry.kernels.hsa import num_pages, update_page_extremes
+from kvferry.kernels.hsa.torch_path import ChannelRows, rank_channels, select_tokens
 from kvferry.kernels.packed.key_words import gather_key_codes, key_tiles
 from kvferry.kernels.packed.layer import PackedHead, PackedLayer
 from kvferry.kernels.packed.value_rows import add_value_products

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.decode_batch import CachedRows, WindowRows
+from kvferry.kernels.hsa import write_page_extremes
 from kvferry.kernels.hsa.batch import SparseRows
-from kvferry.kernels.hsa.torch_path import write_page_extremes
 from kvferry.kernels.kivi.batch import QuantisedRows
 from kvferry.kernels.op_checks import TOLERANCES
 from kvferry.kernels.packed_hsa.batch import SparsePackedRows

@@ -19,7 +19,7 @@ from kvferry.kernels.column_sums import window_scores
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens, SlotBatch, WindowRows
 from kvferry.kernels.dense_decode.batch import DenseBatch, WindowBatch
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
-from kvferry.kernels.hsa.batch import MAX_PAGES, HsaBatch, SparseRows
+from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
 from kvferry.kernels.kivi.batch import KiviBatch, QuantisedRows
 from kvferry.kernels.kivi.rows import WORD_BITS, kivi_quantise
 from kvferry.kernels.packed.layer import view_packed_layer
@@ -126,7 +126,7 @@ def hsa_case(shape: BatchShape, arena_bytes: int) -> AttentionCase:
     """Pages of four rows, half of the channels, an eighth of the rows."""
     shape = replace(shape, num_slots=NUM_SLOTS)
     # extremes of pages take half as much as rows
-    most = min(arena_bytes * 2 // 3 // _row_bytes(shape) // NUM_SLOTS, MAX_PAGES * _PAGE_SIZE)
+    most = min(arena_bytes * 2 // 3 // _row_bytes(shape) // NUM_SLOTS, hsa.MAX_PAGES * _PAGE_SIZE)
     pages = max(most // _PAGE_SIZE, 2 * _PAGES_READ_AT_ONCE) // _PAGES_READ_AT_ONCE * _PAGES_READ_AT_ONCE
     capacity, num_channels = pages * _PAGE_SIZE, max(shape.head_dim // 2, 1)
     num_tokens = max(capacity // 8, _PAGE_SIZE + 1)

@@ -10,7 +10,8 @@ import sys
 import pytest
 from kvtest import specialisations
 
-from kvferry.kernels.hsa.batch import MAX_PAGES, SparseSize
+from kvferry.kernels.hsa import MAX_PAGES
+from kvferry.kernels.hsa.batch import SparseSize
 
 
 @pytest.mark.timeout(600)
