@@ -131,18 +131,21 @@ INLINE void score_pages(const int G, const int size, int64_t first, int64_t num_
 }
 
 /* Logits [G, num_pages] to each page's share of a token: a softmax over tokens, whose sum over G orders as the
- * mean does. */
+ * mean does. The same operations as in torch_path.py, and in floats as small, because pages far from the best one
+ * still have an order. */
 static void share_pages(int64_t G, int64_t length, int64_t page_size, choice *its) {
-    const int64_t num_pages = (length + page_size - 1) / page_size, pitch = num_pages + LANES;
-    const float missing = (float)(num_pages * page_size - length);
+    const int64_t num_pages = (length + page_size - 1) / page_size, pitch = num_pages + LANES, last = num_pages - 1;
+    const int64_t in_last = length - last * page_size;
     for (int64_t page = 0; page < num_pages; page++) its->shares[page] = 0;
     for (int64_t g = 0; g < G; g++) {
-        float *logits = its->logits + g * pitch, largest = -INFINITY, total;
+        float *logits = its->logits + g * pitch, largest = -INFINITY, total = 0, all = 1;
+        if (in_last == 1) logits[last] -= logf((float)page_size); /* the newest token, whose share is not used */
         for (int64_t page = 0; page < num_pages; page++)
             if (!(logits[page] <= largest)) largest = logits[page];
-        soften(1, num_pages, pitch, &largest, logits, &total);
-        const float share = 1.0f / ((float)page_size * total - missing * logits[num_pages - 1]);
-        for (int64_t page = 0; page < num_pages; page++) its->shares[page] += logits[page] * share;
+        for (int64_t page = 0; page < num_pages; page++) total += logits[page] = expf(logits[page] - largest);
+        if (1 < in_last && in_last < page_size)
+            all = (float)page_size - (float)(page_size - in_last) * (logits[last] / total);
+        for (int64_t page = 0; page < num_pages; page++) its->shares[page] += logits[page] / total / all;
     }
 }
 

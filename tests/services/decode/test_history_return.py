@@ -203,7 +203,8 @@ async def test_rows_of_packed_and_dropped_tokens_return_to_prefill_as_the_model_
     for layer, (keys, values) in session.layers.items():
         for name, full in (("keys", keys), ("values", values)):
             sent = torch.frombuffer(sink.tensors[layer, name], dtype=torch.float32).view(2, -1, 8)
-            assert torch.equal(sent, full[:, 150:])
+            # decode's attention may be C code, whose sums have another order
+            torch.testing.assert_close(sent, full[:, 150:], rtol=1e-4, atol=1e-5)
     assert await made.arena_is_free()
 
 
