@@ -54,8 +54,7 @@ def test_stored_steps_are_ahead_where_their_readme_says_so() -> None:
     assert all(cell["full_speedup_over_transformers"] > 1 for cell in measured)
     for cell in measured:
         assert cell["speedup_over_full"]["rdkv"] > 1
-        # attention of `full` and `rdkv` is C code, that of `rocketkv` is torch
-        assert cell["context"] < 4096 or cell["speedup_over_full"]["rocketkv"] > 1
+        assert cell["speedup_over_full"]["rocketkv"] > 1
         ours = [ms for name, ms in cell["step_ms"].items() if name != "transformers"]
         assert max(ours) < cell["step_ms"]["transformers"]
     for cell in measured:
