@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels.descriptors import LENGTH
 from kvferry.kernels.dispatch import count, path_for, planned_path, shape_problem
+from kvferry.kernels.native.library import library
 from kvferry.kernels.quarantine import attempt, is_quarantined
 from kvferry.kernels.softmax import Scaling, Softmax
 
@@ -221,10 +222,14 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         has_tables: whether descriptors are written, for Triton kernels or C code.
     """
 
+    C_FUNCTION: ClassVar[str] = ""
+    """The op's function in the C library."""
+
     def __init__(self, op: str, shape: BatchShape, base: Tensor, *, empty: Sequence[int]) -> None:
         problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim, shape.device)
         path = planned_path(op, shape.device, problem)
         self._is_native = path == "native" and self._fits_native(shape)
+        self._c_code = getattr(library(), self.C_FUNCTION) if self._is_native else None
         self.has_tables = self._is_native or path in ("triton", "interpreter")
         self.op, self._shape, self._base = op, shape, base
         self._layers: list[dict[int, Rows]] = [{} for _ in range(shape.num_layers)]
@@ -362,6 +367,49 @@ def row_fields(base: Tensor, rows: CachedRows, *others: Tensor) -> Fields:
     first = [(keys.data_ptr() - start) // size, (values.data_ptr() - start) // size, rows.length + 1]
     first += [(its.data_ptr() - start) // size for its in others]
     return first, [keys.stride(0), values.stride(0), 0, *(its.stride(0) for its in others)]
+
+
+def attend_in_c(
+    function: Callable[..., int],
+    heads: Tensor,
+    base: Tensor,
+    step: NewTokens,
+    output: Tensor,
+    entries: Tensor | None = None,
+    codes: Tensor | None = None,
+) -> None:
+    """Append a row to every head of a table and attend, by a function of the C library.
+
+    Args:
+        heads: int64 `[n, fields]`, contiguous, with the function's fields.
+        base: float32, one-dimensional; where the rows are.
+        step, output: float32 and contiguous, of n heads.
+        entries, codes: of packed tokens: int64 `[n, fields]`, see `packed_entries`, and
+            uint8, one-dimensional; where they are.
+
+    Raises: RuntimeError: rows or regions of a head are outside of `base` or `codes`, or there is no memory.
+    """
+    queries, keys, values, scaling = step
+    assert isinstance(scaling, float), "another softmax runs in torch"
+    packed: tuple[int, ...] = ()
+    if entries is not None and codes is not None:
+        packed = (entries.data_ptr(), entries.shape[1], codes.data_ptr(), codes.numel())
+    failed = function(
+        heads.data_ptr(),
+        *heads.shape,
+        base.data_ptr(),
+        base.numel(),
+        *packed,
+        *queries.shape[-2:],
+        queries.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        scaling,
+        output.data_ptr(),
+    )
+    if failed:
+        reasons = {1: "there is no memory for its scores", 2: "rows of a head are outside of the arena"}
+        raise RuntimeError(f"attention failed: {reasons[failed]}")
 
 
 def in_buckets(number: int, *, least: int = 1) -> int:

@@ -19,15 +19,17 @@ from kvferry.kernels.decode_batch import (
     NewTokens,
     SlotBatch,
     WindowRows,
+    attend_in_c,
     row_fields,
 )
 from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_programs, split_workspace
-from kvferry.kernels.native import library as native
 from kvferry.kernels.torch_attention import attend_rows
 
 
 class DenseBatch(SlotBatch[CachedRows, SplitWorkspace]):
     """A `SlotBatch` by dense attention. Args: empty: see `SlotBatch`."""
+
+    C_FUNCTION = "kvferry_attend"
 
     def __init__(self, shape: BatchShape, base: Tensor, *, empty: Sequence[int] = (0,) * ROW_FIELDS) -> None:
         super().__init__("dense_decode", shape, base, empty=empty)
@@ -45,12 +47,8 @@ class DenseBatch(SlotBatch[CachedRows, SplitWorkspace]):
 
     def _launch(self, layer: int, step: NewTokens, scratch: SplitWorkspace, output: Tensor) -> None:
         heads = self._tables.layer(layer, len(step.queries))
-        if self._is_native:
-            queries, keys, values, scaling = step
-            assert isinstance(scaling, float), "another softmax runs in torch"
-            native.attend(
-                native.library(), heads, self._base, queries, keys, values, scaling=scaling, output=output
-            )
+        if self._c_code is not None:
+            attend_in_c(self._c_code, heads, self._base, step, output)
             return
         # a CPU install has no Triton
         from kvferry.kernels.dense_decode.triton_kernel import dense_decode_batch

@@ -24,6 +24,7 @@ from kvferry.kernels.decode_batch import (
     NewToken,
     NewTokens,
     SlotBatch,
+    attend_in_c,
     in_buckets,
     row_fields,
 )
@@ -35,7 +36,6 @@ from kvferry.kernels.hsa.torch_path import (
     attend,
     rank_channels,
 )
-from kvferry.kernels.native import library as native
 from kvferry.kernels.softmax import scale_of
 
 FIELDS = ROW_FIELDS + 6
@@ -172,6 +172,8 @@ def sparse_fields(base: Tensor, rows: SparseRows) -> Fields:
 class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
     """A `SlotBatch` by `hsa.append_row` and `hsa.attend`."""
 
+    C_FUNCTION = "kvferry_attend_sparse"
+
     def __init__(self, shape: BatchShape, base: Tensor) -> None:
         super().__init__("hsa", shape, base, empty=EMPTY_HEAD)
         self._sizes: dict[int, SparseSize] = {}
@@ -234,20 +236,8 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
 
     def _launch(self, layer: int, step: NewTokens, scratch: HsaScratch, output: Tensor) -> None:
         heads = self._tables.layer(layer, len(step.queries))
-        if self._is_native:
-            queries, keys, values, scaling = step
-            assert isinstance(scaling, float), "another softmax runs in torch"
-            native.attend(
-                native.library(),
-                heads,
-                self._base,
-                queries,
-                keys,
-                values,
-                scaling=scaling,
-                output=output,
-                is_sparse=True,
-            )
+        if self._c_code is not None:
+            attend_in_c(self._c_code, heads, self._base, step, output)
             return
         # a CPU install has no Triton
         from kvferry.kernels.hsa.triton_kernel import append_and_attend_batch

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from kvferry.kernels.decode_batch import NewTokens, attend_in_c
 from kvferry.kernels.hsa import num_pages as count_pages
 from kvferry.kernels.hsa import torch_path as hsa_torch_path
 from kvferry.kernels.hsa import write_page_extremes
-from kvferry.kernels.native.library import KINDS, attend, attend_packed
+from kvferry.kernels.native.library import KINDS
 from kvferry.kernels.packed.layer import packed_entries
 from kvferry.kernels.packed.packing import fill_in_torch, indexed_layer
 from kvferry.kernels.packed_hsa import PageCodes, append_key, page_extremes
@@ -39,7 +40,8 @@ def _of_attention(loaded: ctypes.CDLL) -> float:
         for its in (keys, values)
     )
     output = torch.full_like(queries, torch.nan)
-    attend(loaded, torch.tensor(rows), base, queries, new_keys, new_values, scaling=0.3, output=output)
+    step = NewTokens(queries, new_keys, new_values, 0.3)
+    attend_in_c(loaded.kvferry_attend, torch.tensor(rows), base, step, output)
     error = 0.0
     for i, length in enumerate(lengths):
         weights = (0.3 * queries[i] @ keys[i, :length].T).softmax(-1)
@@ -63,8 +65,8 @@ def _of_sparse(loaded: ctypes.CDLL) -> float:
         size, at = keys.numel(), 2 * keys.numel()
         head = [0, size, length, at, at + head_dim * pages, pages, page_size, *sizes.values()]
         output = torch.full_like(queries, torch.nan)
-        new = keys[:, -1], values[:, -1]
-        attend(loaded, torch.tensor([head]), base, queries, *new, scaling=0.3, output=output, is_sparse=True)
+        step = NewTokens(queries, keys[:, -1].contiguous(), values[:, -1].contiguous(), 0.3)
+        attend_in_c(loaded.kvferry_attend_sparse, torch.tensor([head]), base, step, output)
         page_max, page_min = (keys, keys) if page_size == 1 else base[at:].view(2, 1, head_dim, pages).mT
         expected = hsa_torch_path.attend(
             queries, keys, values, page_max, page_min, page_size=page_size, scaling=0.3, **sizes
@@ -78,8 +80,8 @@ def _of_packed(loaded: ctypes.CDLL) -> float:
     its = _Packed()
     output = torch.full_like(its.queries, torch.nan)
     entries = packed_entries([its.layer], its.layer.buffer)[0]
-    attend_packed(
-        loaded, its.heads, its.base, entries, its.layer.buffer, *its.step, scaling=0.3, output=output
+    attend_in_c(
+        loaded.kvferry_attend_packed, its.heads, its.base, its.step, output, entries, its.layer.buffer
     )
     expected = torch_path.trizone_decode_segments(its.queries, [its.layer], *its.rows, scaling=0.3)
     return float((output - expected).abs().max())
@@ -97,7 +99,7 @@ def _of_sparse_packed(loaded: ctypes.CDLL) -> float:
     extremes = codes[at:].view_as(extremes)
     pages = PageCodes(*extremes.mT, *torch.zeros(2, num_heads, head_dim))
     page_extremes(packed, pages, page_size=3)
-    append_key(packed, pages, its.step[1][:, 0], num_new=0, page_size=3)
+    append_key(packed, pages, its.step.keys[:, 0], num_new=0, page_size=3)
     expected = packed_hsa_attend(its.queries, packed, *its.rows, pages, scaling=0.3, **sizes)
     base = torch.cat([its.base, pages.low.flatten(), pages.step.flatten()])
     heads = [
@@ -112,16 +114,8 @@ def _of_sparse_packed(loaded: ctypes.CDLL) -> float:
     ]
     output = torch.full_like(its.queries, torch.nan)
     entries = packed_entries([packed], packed.buffer)[0]
-    attend_packed(
-        loaded,
-        torch.tensor(heads),
-        base,
-        entries,
-        codes,
-        *its.step,
-        scaling=0.3,
-        output=output,
-        is_sparse=True,
+    attend_in_c(
+        loaded.kvferry_attend_packed_sparse, torch.tensor(heads), base, its.step, output, entries, codes
     )
     return float((output - expected).abs().max())
 
@@ -144,6 +138,6 @@ class _Packed:
         self.queries = 2 * torch.randn(num_heads, group_size, head_dim, generator=generator)
         new_keys, new_values = torch.randn(2, num_heads, 1, head_dim, generator=generator)
         self.rows = new_keys, new_values
-        self.step = self.queries, new_keys, new_values
+        self.step = NewTokens(self.queries, new_keys, new_values, 0.3)
         self.base = torch.full((2 * num_heads * head_dim,), torch.nan)
         self.heads = torch.tensor([(h * head_dim, (num_heads + h) * head_dim, 1) for h in range(num_heads)])

@@ -20,7 +20,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
@@ -114,98 +113,6 @@ def load(path: Path) -> ctypes.CDLL:
         if not error <= _TOLERANCE:
             raise NativeUnavailable(f"{path} computes {name} with an error of {error:.1e} relative to torch")
     return loaded
-
-
-def attend(
-    loaded: ctypes.CDLL,
-    heads: Tensor,
-    base: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scaling: float,
-    output: Tensor,
-    is_sparse: bool = False,
-) -> None:
-    """Append a row to every head of a table and attend, all of them float32 and contiguous.
-
-    Args:
-        heads: int64 `[n, ROW_FIELDS]`, see `descriptors.py`; with the fields of `hsa/batch.py` if is_sparse.
-        base: one-dimensional; where the rows are.
-        queries, output: `[n, G, D]` or `[S, H_kv, G, D]`; keys, values: as many, `[..., D]`.
-        is_sparse: each head chooses the tokens that it attends to (hybrid sparse attention).
-
-    Raises: RuntimeError: a head's rows are outside of `base`, or there is no memory.
-    """
-    attending = loaded.kvferry_attend_sparse if is_sparse else loaded.kvferry_attend
-    failed = attending(
-        heads.data_ptr(),
-        heads.shape[0],
-        heads.shape[1],
-        base.data_ptr(),
-        base.numel(),
-        queries.shape[-2],
-        queries.shape[-1],
-        queries.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
-        scaling,
-        output.data_ptr(),
-    )
-    _check(failed)
-
-
-def attend_packed(
-    loaded: ctypes.CDLL,
-    heads: Tensor,
-    base: Tensor,
-    entries: Tensor,
-    codes: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scaling: float,
-    output: Tensor,
-    is_sparse: bool = False,
-) -> None:
-    """As `attend`, to each head's packed tokens, too.
-
-    Args:
-        heads: with the fields of `packed_hsa/batch.py` if is_sparse.
-        entries: int64 `[n, fields]`, see `packed_entries`.
-        codes: uint8, one-dimensional; where the packed tokens are.
-        queries, output, keys, values: D is a multiple of 32.
-
-    Raises: RuntimeError: a head's rows or regions are outside of `base` or `codes`, or there is no memory.
-    """
-    attending = loaded.kvferry_attend_packed_sparse if is_sparse else loaded.kvferry_attend_packed
-    failed = attending(
-        heads.data_ptr(),
-        heads.shape[0],
-        heads.shape[1],
-        base.data_ptr(),
-        base.numel(),
-        entries.data_ptr(),
-        entries.shape[1],
-        codes.data_ptr(),
-        codes.numel(),
-        queries.shape[-2],
-        queries.shape[-1],
-        queries.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
-        scaling,
-        output.data_ptr(),
-    )
-    _check(failed)
-
-
-def _check(failed: int) -> None:
-    if failed:
-        reasons = {1: "there is no memory for its scores", 2: "rows of a head are outside of the arena"}
-        raise RuntimeError(f"attention failed: {reasons[failed]}")
 
 
 def _compiled() -> Path:

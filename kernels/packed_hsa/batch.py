@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from kvferry.kernels.decode_batch import BatchShape, CachedRows, Fields, NewToken, NewTokens, row_fields
+from kvferry.kernels.decode_batch import BatchShape, CachedRows, Fields, NewToken, row_fields
 from kvferry.kernels.hsa.batch import EMPTY_HEAD
-from kvferry.kernels.native import library as native
 from kvferry.kernels.packed_hsa import PageCodes, append_key, attend
-from kvferry.kernels.trizone.batch import PackedRows, PackedScratch, TriZoneBatch
+from kvferry.kernels.trizone.batch import PackedRows, TriZoneBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +35,8 @@ class PackedHsaBatch(TriZoneBatch):
     Descriptors have the columns of `hsa/batch.py`, but count bytes of `codes` for extremes, and two more:
     where each channel's low and step are.
     """
+
+    C_FUNCTION = "kvferry_attend_packed_sparse"
 
     def __init__(self, shape: BatchShape, base: Tensor, codes: Tensor) -> None:
         super().__init__(shape, base, codes, op="packed_hsa", empty=[*EMPTY_HEAD, 0, 0])
@@ -62,18 +63,3 @@ class PackedHsaBatch(TriZoneBatch):
         append_key(rows.packed, rows.pages, token.key, num_new=token.position, **sizes)
         sizes |= {"num_channels": rows.num_channels, "num_tokens": rows.num_tokens}
         return attend(token.queries, rows.packed, keys, values, rows.pages, scaling=token.scaling, **sizes)
-
-    def _launch(self, layer: int, step: NewTokens, scratch: PackedScratch, output: Tensor) -> None:
-        assert isinstance(step.scaling, float), "plans with another softmax are refused"
-        heads = self._tables.layer(layer, len(step.queries))
-        native.attend_packed(
-            native.library(),
-            heads,
-            self._base,
-            self._entries[layer, : len(heads)],
-            self._codes,
-            *step[:3],
-            scaling=step.scaling,
-            output=output,
-            is_sparse=True,
-        )

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewToken, NewTokens, SlotBatch, in_buckets
+from kvferry.kernels.decode_batch import (
+    BatchShape,
+    CachedRows,
+    NewToken,
+    NewTokens,
+    SlotBatch,
+    attend_in_c,
+    in_buckets,
+)
 from kvferry.kernels.descriptors import ROW_FIELDS, choose_num_splits
 from kvferry.kernels.native import library as native
 from kvferry.kernels.packed.layer import ENTRY_FIELDS as PACKED_FIELDS
@@ -61,6 +69,8 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
 
     Args: codes: the arena as uint8; op, empty: see `SlotBatch`.
     """
+
+    C_FUNCTION = "kvferry_attend_packed"
 
     def __init__(
         self,
@@ -185,17 +195,9 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
     def _launch(self, layer: int, step: NewTokens, scratch: PackedScratch, output: Tensor) -> None:
         assert isinstance(step.scaling, float), "plans with another softmax are refused"
         heads = self._tables.layer(layer, len(step.queries))
-        if self._is_native:
-            native.attend_packed(
-                native.library(),
-                heads,
-                self._base,
-                self._entries[layer, : len(heads)],
-                self._codes,
-                *step[:3],
-                scaling=step.scaling,
-                output=output,
-            )
+        if self._c_code is not None:
+            entries = self._entries[layer, : len(heads)]
+            attend_in_c(self._c_code, heads, self._base, step, output, entries, self._codes)
             return
         # a CPU install has no Triton
         from kvferry.kernels.split_attention import append_rows

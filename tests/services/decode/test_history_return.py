@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from kvferry.kernels import dispatch
 from kvferry.shared.control.messages import (
     GenerationFinished,
     HistoryReturned,
@@ -183,6 +184,15 @@ async def test_generated_rows_return_to_prefill_as_the_model_made_them(
     assert await made.arena_is_free()
 
 
+@pytest.fixture
+def in_torch():
+    """C code's sums have another order than the oracle's, so bits could differ."""
+    dispatch.configure("torch", torch.device("cpu"))
+    yield
+    dispatch.configure("auto", torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("in_torch")
 @pytest.mark.parametrize("max_tokens", [33, 34, 66])
 @pytest.mark.parametrize("rebudgeted", REBUDGETED, ids=lambda its: its["method"])
 async def test_rows_of_packed_and_dropped_tokens_return_to_prefill_as_the_model_made_them(
@@ -203,8 +213,7 @@ async def test_rows_of_packed_and_dropped_tokens_return_to_prefill_as_the_model_
     for layer, (keys, values) in session.layers.items():
         for name, full in (("keys", keys), ("values", values)):
             sent = torch.frombuffer(sink.tensors[layer, name], dtype=torch.float32).view(2, -1, 8)
-            # decode's attention may be C code, whose sums have another order
-            torch.testing.assert_close(sent, full[:, 150:], rtol=1e-4, atol=1e-5)
+            assert torch.equal(sent, full[:, 150:])
     assert await made.arena_is_free()
 
 
