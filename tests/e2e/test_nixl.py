@@ -24,6 +24,8 @@ from kvferry.tools.oracle import OneProcessGenerator
 pytestmark = [pytest.mark.xdist_group("stack"), kit.needs_nixl]
 
 MAX_TOKENS = 24
+MAX_ATTEMPTS = 20
+"""Transfers of which one is met in its middle: they last some tens of milliseconds, as long as asking for a metric."""
 SLOW_CREDIT_BYTES = 12 << 10
 """More than what goes over the network; so little that a transfer takes a while."""
 
@@ -106,7 +108,10 @@ def test_a_decode_worker_killed_in_the_middle_of_a_transfer_costs_no_token(
     killer = threading.Thread(target=kill_in_transfer)
     killer.start()
     try:
-        assert complete(nixl_stack, prompt, {"method": "full"}) == undisturbed
+        for _ in range(MAX_ATTEMPTS):
+            assert complete(nixl_stack, prompt, {"method": "full"}) == undisturbed
+            if killed.is_set():
+                break
     finally:
         stop.set()
         killer.join(30)
