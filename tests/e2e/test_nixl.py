@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.xdist_group("stack"), kit.needs_nixl]
 
 MAX_TOKENS = 24
 MAX_ATTEMPTS = 20
-"""Transfers of which one is met in its middle: they last some tens of milliseconds, as long as asking for a metric."""
+"""Of transfers, until one is met in its middle: each lasts about as long as asking for a metric does."""
 SLOW_CREDIT_BYTES = 12 << 10
 """More than what goes over the network; so little that a transfer takes a while."""
 
