@@ -45,6 +45,9 @@ _CLOSE_TIMEOUT_S = 30.0
 _MAX_FAILED_STEPS = 3
 _STEP_TIMEOUT_S = 60.0
 _MEMORY_POLL_S = 0.005
+_DELIVERY_INTERVAL_S = 0.008
+"""Tokens of steps that are shorter are delivered together: otherwise the threads and processes on a token's way to
+its client would take more time than the step, and take it from the next one."""
 
 
 class _LaunchedBatch(NamedTuple):
@@ -111,6 +114,8 @@ class DecodeEngine:
         self._slots: dict[Sequence, tuple[int, Allocation]] = {}
         self._in_flight: _LaunchedBatch | None = None
         self._last_step_s = clock()
+        self._undelivered: list[tuple[EventStream, GenerateEvent]] = []
+        self._last_delivery_s = clock()
         self._stopping = False
         self._failed_steps = 0
         self.heartbeat = Heartbeat(clock, model.device.type)
@@ -222,6 +227,7 @@ class DecodeEngine:
         if not self._running:
             self._finish_step()
             self._place()
+            self._deliver()
         self._share_memory()
 
     # ---- memory ------------------------------------------------------------------------------------------
@@ -303,6 +309,7 @@ class DecodeEngine:
             self._finish(sequence, reason)
 
     def _join(self, sequence: Sequence) -> None:
+        self._deliver()  # the next step may take longer
         sequence.state = SequenceState.RUNNING
         self._running.append(sequence)
         if sequence.committed_s is not None:
@@ -398,7 +405,6 @@ class DecodeEngine:
         self._failed_steps = 0
         slots = step.drawn()
         taken: list[tuple[Sequence, FinishReason | None]] = []
-        events: list[tuple[EventStream, GenerateEvent]] = []
         num_running = 0
         for sequence, slot in launched.slots.items():
             if sequence.state is not SequenceState.RUNNING:
@@ -407,17 +413,25 @@ class DecodeEngine:
             if drawn is not None:
                 token, reason = drawn
                 taken.append((sequence, reason))
-                events.append((sequence.events, TokenGenerated(token=token)))
+                self._undelivered.append((sequence.events, TokenGenerated(token=token)))
                 num_running += reason is None
         # metrics first, so that a client that has read its stream's end finds its steps counted
         now_s = self._clock()
-        self._metrics.decode_step.labels(self._model.spec.name).observe(now_s - self._last_step_s)
+        step_s = now_s - self._last_step_s
+        self._metrics.decode_step.labels(self._model.spec.name).observe(step_s)
         self._last_step_s = now_s
         self._show_batch_size(num_running)
-        deliver(events)
+        if now_s + step_s - self._last_delivery_s >= _DELIVERY_INTERVAL_S:
+            self._deliver()
         for sequence, reason in taken:
             self._count(sequence, reason)
         self._running = [s for s in self._running if s.state is SequenceState.RUNNING]
+
+    def _deliver(self) -> None:
+        """Put the tokens of the last steps into their streams."""
+        deliver(self._undelivered)
+        self._undelivered.clear()
+        self._last_delivery_s = self._clock()
 
     def _take(
         self,
@@ -481,6 +495,7 @@ class DecodeEngine:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a completion. Bytes are released before the reader gets the end, unless KV must be returned."""
         self._await_step()
+        self._deliver()
         if not sequence.request.probe:
             self._memory.observe(sequence.num_tokens)
         finished = GenerationFinished(
@@ -510,12 +525,14 @@ class DecodeEngine:
             _log.error("sequence failed", request_id=sequence.request.request_id, exc_info=error)
             error = KvferryError(f"decoding the sequence failed: {error}", reason="sequence_failed")
         self._await_step()
+        self._deliver()
         sequence.close(error)
 
     def _close_all(self, error: KvferryError) -> None:
         with contextlib.suppress(KvferryError, RuntimeError):  # a lost device does not write any more
             self._await_step()
         self._in_flight = None
+        self._deliver()
         with self._condition:
             arrived, self._inbox = self._inbox, deque()
         for sequence in (*(s for s, _ in arrived), *self._waiting, *self._running):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 
 import pytest
 
+from kvferry.services.decode import engine, sequence
 from kvferry.shared.control.messages import (
     GenerationFinished,
     HistoryReturned,
     TokenGenerated,
     TransferAccepted,
 )
+from kvferry.shared.errors import KvferryError
 
 
 async def test_a_stream_tells_transfer_tokens_and_end_in_order(harness, request_of):
@@ -125,3 +128,48 @@ async def test_a_completion_ends_with_the_tokens_that_it_has_where_it_is_cut_off
     assert (finished.finish_reason, finished.num_tokens) == ("length", len(tokens))
     assert isinstance(returned, HistoryReturned)
     assert await made.arena_is_free(within_s=60)
+
+
+@pytest.mark.parametrize(("seconds_a_reading", "deliveries"), [(0.0, [19]), (1.0, [1] * 19)])
+async def test_tokens_of_steps_that_are_shorter_than_their_way_are_delivered_together(
+    harness, request_of, monkeypatch, seconds_a_reading, deliveries
+):
+    made = await harness()
+    expected = await made.tokens(request_of(max_tokens=20))
+    sizes = []
+
+    def deliver(events):
+        if events:
+            sizes.append(len(events))
+        sequence.deliver(events)
+
+    monkeypatch.setattr(engine, "deliver", deliver)
+    readings = itertools.count()
+    made.service._engine._clock = lambda: next(readings) * seconds_a_reading
+    assert await made.tokens(request_of(max_tokens=20)) == expected
+    assert sizes == deliveries
+
+
+async def test_tokens_that_wait_to_be_delivered_come_before_the_error_that_follows_them(
+    harness, request_of, monkeypatch
+):
+    made = await harness()
+    expected = await made.tokens(request_of(max_tokens=20))
+    made.service._engine._clock = lambda: 0.0
+    steps = itertools.count()
+
+    def fail_the_tenth(*_):
+        if next(steps) == 9:
+            raise RuntimeError("a planted fault")
+
+    made.model.before_step = fail_the_tenth
+    tokens = []
+    stream = made.service.generate(request := request_of(max_tokens=20), timeout_s=200)
+    async with contextlib.aclosing(stream):
+        ticket = (await anext(stream)).ticket
+        await asyncio.to_thread(made.shipper.ship, request, ticket)
+        with pytest.raises(KvferryError, match="the decode step failed: a planted fault"):
+            async for event in stream:
+                if isinstance(event, TokenGenerated):
+                    tokens.append(event.token.token_id)
+    assert tokens == expected[1:10]
