@@ -46,8 +46,8 @@ _MAX_FAILED_STEPS = 3
 _STEP_TIMEOUT_S = 60.0
 _MEMORY_POLL_S = 0.005
 _DELIVERY_INTERVAL_S = 0.008
-"""Tokens of steps that are shorter are delivered together: otherwise the threads and processes on a token's way to
-its client would take more time than the step, and take it from the next one."""
+"""No token waits longer for later ones that are delivered with it, and none waits if two steps take longer.
+One by one, tokens of shorter steps cost the threads and processes on their way more time than the step."""
 
 
 class _LaunchedBatch(NamedTuple):

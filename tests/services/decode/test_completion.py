@@ -168,8 +168,12 @@ async def test_tokens_that_wait_to_be_delivered_come_before_the_error_that_follo
     async with contextlib.aclosing(stream):
         ticket = (await anext(stream)).ticket
         await asyncio.to_thread(made.shipper.ship, request, ticket)
-        with pytest.raises(KvferryError, match="the decode step failed: a planted fault"):
+
+        async def read():
             async for event in stream:
                 if isinstance(event, TokenGenerated):
                     tokens.append(event.token.token_id)
+
+        with pytest.raises(KvferryError, match="the decode step failed: a planted fault"):
+            await read()
     assert tokens == expected[1:10]
