@@ -75,6 +75,7 @@ class DecodeEngine:
         device: runs the steps; by default, made for the model's device.
         warm_up: what the thread runs before it takes sequences, with the runner of the steps.
         shadow_check: every so many steps one sequence's logits are compared with the torch path's; 0: never.
+        num_threads: CPU threads of torch in the engine's thread; 0: those of the process.
         on_device_lost: called once if the device no longer works; all sequences have been closed.
     """
 
@@ -90,12 +91,14 @@ class DecodeEngine:
         device: StepDevice | None = None,
         warm_up: Callable[[StepRunner | StepLanes], None] | None = None,
         shadow_check: int = 0,
+        num_threads: int = 0,
         on_device_lost: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self._model = model
         self._warm_up = warm_up
         self._on_device_lost = on_device_lost
         self._shadow_check = shadow_check
+        self._num_threads = num_threads
         self._num_steps = 0
         self._device = device or step_device(model)
         self._runner = (StepLanes if self._device.captures else StepRunner)(
@@ -169,6 +172,8 @@ class DecodeEngine:
 
     @torch.inference_mode()
     def _run(self) -> None:
+        if self._num_threads:
+            torch.set_num_threads(self._num_threads)
         try:
             if self._warm_up is not None:
                 try:

@@ -162,6 +162,7 @@ class DecodeService:
             on_finished=self._returner.submit,
             warm_up=warm_up,
             shadow_check=config.shadow_check,
+            num_threads=config.threads if config.tensor_parallel == 1 else 0,
             on_device_lost=on_device_lost,
         )
         self._sweep_interval_s = sweep_interval_s

@@ -39,7 +39,7 @@ class ServeConfig(RouterConfig, DecodeConfig, PrefillConfig):
         "demo", description="local folder or Hugging Face id of the model; demo is the one that is included"
     )
     threads: Annotated[int, CAPACITY] = Field(
-        0, ge=0, description="CPU threads of prefill, and of decode; 0 divides the processors between them"
+        0, ge=0, description="CPU threads of prefill, and of decode; 0: one a processor, and a third as many"
     )
     in_process: Annotated[bool, PROCESS] = Field(
         False, description="run router, prefill and decode in one process"

@@ -17,7 +17,7 @@ import torch
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.server import build_service as build_decode
 from kvferry.services.launcher.config import ServeConfig
-from kvferry.services.launcher.processes import usable_cpus
+from kvferry.services.launcher.processes import divide_threads
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.server import build_service as build_prefill
 from kvferry.services.router.app import create_app
@@ -53,9 +53,15 @@ class InProcessStack:
         config = self._config
         install_tables(config.epsilon_tables)
         self._open.callback(setup_tracing(config.otlp_endpoint, "serve"))
-        torch.set_num_threads(config.threads or max(1, usable_cpus() // 2))
+        prefill_threads, decode_threads = divide_threads(config.threads)
+        torch.set_num_threads(prefill_threads)
         hub = InProcessHub()
-        prefill_config = settings_of(PrefillConfig, config, metrics_listen=config.prefill_metrics_listen)
+        prefill_config = settings_of(
+            PrefillConfig,
+            config,
+            metrics_listen=config.prefill_metrics_listen,
+            threads=str(prefill_threads),
+        )
         model = await load_workers_model(prefill_config)
         prefill, prefill_metrics = await start_service(
             prefill_config,
@@ -66,7 +72,9 @@ class InProcessStack:
             self._open,
             certs=Certs(config.certs, "prefill") if config.certs else None,
         )
-        decode_config = settings_of(DecodeConfig, config, metrics_listen=config.decode_metrics_listen)
+        decode_config = settings_of(
+            DecodeConfig, config, metrics_listen=config.decode_metrics_listen, threads=str(decode_threads)
+        )
         decode, decode_metrics = await start_service(
             decode_config,
             "decode",

@@ -192,6 +192,8 @@ class PrefillEngine:
     # ---- the engine thread -------------------------------------------------------------------------------
 
     def _loop(self) -> None:
+        if self._config.threads and self._config.tensor_parallel == 1:
+            torch.set_num_threads(self._config.threads)  # in one process decode has another number
         try:
             with torch.inference_mode(), self._copies.scope():
                 self._warm_up()

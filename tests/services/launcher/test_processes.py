@@ -13,8 +13,8 @@ from kvferry.services.launcher.process import process_context
 from kvferry.services.launcher.processes import divide_threads, usable_cpus
 
 
-@pytest.mark.parametrize(("num_cpus", "expected"), [(1, (1, 1)), (2, (1, 1)), (4, (3, 1)), (16, (11, 5))])
-def test_prefill_gets_the_larger_share_and_both_get_one(num_cpus: int, expected: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("num_cpus", "expected"), [(1, (1, 1)), (2, (2, 1)), (4, (4, 1)), (16, (16, 5))])
+def test_prefill_may_use_every_processor_and_decode_a_third(num_cpus: int, expected: tuple[int, int]) -> None:
     assert divide_threads(0, num_cpus) == expected
 
 
@@ -49,6 +49,7 @@ def test_what_services_share_starts_no_thread_and_looks_for_no_device() -> None:
         "import os, sys, kvferry.services.launcher.shared_imports, torch, grpc\n"
         "assert not sys.platform.startswith('linux') or os.listdir('/proc/self/task') == [str(os.getpid())]\n"
         "assert not torch.cuda.is_initialized()\n"
+        "assert os.environ['OMP_WAIT_POLICY'] == 'PASSIVE'\n"
         "assert {'transformers', 'zmq', 'uvicorn'} <= sys.modules.keys()\n"
     )
     done = subprocess.run(
