@@ -6,6 +6,7 @@ Starts a stack, waits until a probe request has succeeded, prints its addresses,
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING
 
 import httpx
@@ -31,6 +32,9 @@ async def serve(config: ServeConfig) -> int:
     Raises: KvferryError if a service does not start.
     """
     setup_logging(config.log_level, config.log_format, "serve")
+    # Prefill and decode have more threads together than there are processors, and one that waits must not
+    # keep another from computing. Read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     check_free("listen", config.listen)
     display = Display()
     stack = _stack(config)

@@ -10,9 +10,6 @@ import os
 
 # NumPy's BLAS starts threads when it is imported. The services compute in torch, with threads of its own.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Prefill and decode have more threads together than there are processors. One that waits must not keep
-# another from computing.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 for _module in (
     "transformers.activations",

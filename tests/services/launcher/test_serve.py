@@ -121,6 +121,8 @@ def test_settings_reach_the_services_and_nothing_outlives_a_killed_launcher(serv
         assert float(free[0].split()[1]) == pytest.approx(64 << 20, rel=0.01)
 
         pids = [int(served.ready[f"{role}_pid"]) for role in ROLES]
+        for pid in pids:
+            assert b"OMP_WAIT_POLICY=PASSIVE" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         served.stop(signal.SIGKILL)
         served.wait_until(
             "no service is left", lambda: not any(is_running(pid) for pid in pids), timeout_s=60
