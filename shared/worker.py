@@ -29,6 +29,7 @@ from kvferry.shared.metrics_server import serve_metrics
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.parallel.lead import FOLLOWER
 from kvferry.shared.model.parallel.model import load_parallel_model
 from kvferry.shared.self_test import model_shapes, self_test
 from kvferry.shared.serving import close_within, end_within, serve_until_signal
@@ -148,11 +149,18 @@ Build = Callable[[LanguageModel, BlockTransport], Awaitable[tuple[ServiceT, Coll
 
 
 async def run_worker(
-    settings: WorkerSettings, role: Role, build: Build[ServiceT], *, ends_process: bool = False
+    settings: WorkerSettings,
+    role: Role,
+    build: Build[ServiceT],
+    *,
+    ends_process: bool = False,
+    follower_class: str = FOLLOWER,
 ) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Args: ends_process: after the signal, end the process in bounded time even if a thread is stuck.
+    Args:
+        ends_process: after the signal, end the process in bounded time even if a thread is stuck.
+        follower_class: as of `LeadingRank`, if there are several ranks.
 
     Raises: ConfigurationError, UnsupportedModel: the worker cannot start.
     """
@@ -165,7 +173,7 @@ async def run_worker(
         transport = ProcessTransport(settings, certs)
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        model = await _load_model(settings, stack)
+        model = await _load_model(settings, stack, follower_class)
         service, metrics = await start_service(settings, role, model, build, transport, stack, certs=certs)
         interface: dict[str, Any] = {role: service}
         control = await serve_control(
@@ -180,7 +188,9 @@ async def run_worker(
         await service.drain(settings.shutdown_timeout_s)
 
 
-async def _load_model(settings: WorkerSettings, stack: AsyncExitStack) -> LanguageModel:
+async def _load_model(
+    settings: WorkerSettings, stack: AsyncExitStack, follower_class: str
+) -> LanguageModel:
     """The model, in several ranks if the settings say so; the stack ends them."""
     if settings.tensor_parallel == 1:
         return await load_workers_model(settings)
@@ -195,6 +205,7 @@ async def _load_model(settings: WorkerSettings, stack: AsyncExitStack) -> Langua
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
         num_threads=settings.threads,
+        follower_class=follower_class,
     )
     stack.callback(model.close)
     return model

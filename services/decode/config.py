@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvferry.shared.config import WorkerSettings
 from kvferry.shared.options import CAPACITY, HISTORY, PROCESS, TIMEOUTS, Bytes, Seconds
@@ -22,8 +22,8 @@ class DecodeConfig(WorkerSettings):
     arena_bytes: Annotated[Bytes, CAPACITY] = Field(
         0,
         ge=0,
-        description="memory for the KV of all sequences; 0: 1GiB on CPU, on CUDA half of what is free after "
-        "the model is loaded",
+        description="memory for the KV of all sequences, of all ranks together; 0: 1GiB on CPU, on CUDA half of "
+        "what is free after the model is loaded",
     )
     max_batch_size: Annotated[int, CAPACITY] = Field(
         32, ge=1, description="sequences that decode together in one step"
@@ -72,15 +72,24 @@ class DecodeConfig(WorkerSettings):
         30.0, gt=0, description="not ready once the engine's loop has made no iteration for this long"
     )
 
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        if self.shadow_check and self.tensor_parallel > 1:
+            raise ValueError(
+                f"shadow_check is {self.shadow_check} with tensor_parallel {self.tensor_parallel}; it must be 0: "
+                "each rank has a part of a sequence only"
+            )
+        return self
 
-def arena_size_bytes(config: DecodeConfig, device: torch.device) -> int:
-    """The arena's size on this device; see `DecodeConfig.arena_bytes`."""
+
+def arena_size_bytes(config: DecodeConfig, device: torch.device, *, num_ranks: int) -> int:
+    """The size of one rank's arena; see `DecodeConfig.arena_bytes`."""
     if config.arena_bytes:
-        return config.arena_bytes
+        return config.arena_bytes // num_ranks
     if device.type == "cuda":
         # Imported here: reading options should not wait seconds for torch.
         import torch
 
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return int(free_bytes * _CUDA_ARENA_FRACTION)
-    return _CPU_ARENA_BYTES
+    return _CPU_ARENA_BYTES // num_ranks

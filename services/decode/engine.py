@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 import torch
@@ -38,6 +38,9 @@ from kvferry.shared.heartbeat import FRESH_S, Heartbeat
 from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.sampling.params import SampledToken
+
+if TYPE_CHECKING:
+    from kvferry.services.decode.ranks import DecodeRanks
 
 _log = structlog.get_logger(__name__)
 _IDLE_WAIT_S = 0.25
@@ -77,6 +80,7 @@ class DecodeEngine:
         shadow_check: every so many steps one sequence's logits are compared with the torch path's; 0: never.
         num_threads: CPU threads of torch in the engine's thread; 0: those of the process.
         on_device_lost: called once if the device no longer works; all sequences have been closed.
+        ranks: the worker's other ranks, which run the same steps.
     """
 
     def __init__(
@@ -93,17 +97,22 @@ class DecodeEngine:
         shadow_check: int = 0,
         num_threads: int = 0,
         on_device_lost: Callable[[Exception], None] = lambda error: None,
+        ranks: DecodeRanks | None = None,
     ) -> None:
         self._model = model
+        self._ranks = ranks
         self._warm_up = warm_up
         self._on_device_lost = on_device_lost
         self._shadow_check = shadow_check
         self._num_threads = num_threads
         self._num_steps = 0
         self._device = device or step_device(model)
-        self._runner = (StepLanes if self._device.captures else StepRunner)(
-            model, self._device, max_batch_size=max_batch_size, warn=_warn_of_capture
+        make_runner: Callable[..., StepRunner | StepLanes] = (
+            StepLanes if self._device.captures else StepRunner
         )
+        if ranks is not None:
+            make_runner = ranks.runner
+        self._runner = make_runner(model, self._device, max_batch_size=max_batch_size, warn=_warn_of_capture)
         self._metrics = metrics
         self._max_batch_size = max_batch_size
         self._clock = clock
@@ -366,6 +375,7 @@ class DecodeEngine:
             num_left=sequence.num_left,
             stop_ids=sequence.stop_token_ids,
             sampler=sequence.sampler,
+            sequence=sequence.key.transfer_id,
         )
 
     def _vacate(self, spare: int | None = None) -> None:
@@ -471,6 +481,8 @@ class DecodeEngine:
     def _second_opinion(self, sequence: Sequence, slot: int, is_valid: bool) -> Tensor | None:
         """Repeat the step on the torch path (`shadow.py`). Returns logits to use instead; None if the step's
         stand, or nothing better can be had."""
+        if self._ranks is not None:
+            return None  # each rank has a part of the sequence
         shadow = ShadowStep(self._model, self._input(sequence, sequence.num_appended - 1))
         if not shadow.is_possible or not (shadow.ops if is_valid else shadow.has_kernels):
             return None
@@ -503,10 +515,12 @@ class DecodeEngine:
         self._deliver()
         if not sequence.request.probe:
             self._memory.observe(sequence.num_tokens)
+        if self._ranks is None:
+            cache_bytes = sum(cache.used_bytes(sequence.num_appended) for cache in sequence.caches)
+        else:
+            cache_bytes = self._ranks.used_bytes(sequence)
         finished = GenerationFinished(
-            finish_reason=reason,
-            num_tokens=sequence.num_tokens,
-            cache_bytes=sum(cache.used_bytes(sequence.num_appended) for cache in sequence.caches),
+            finish_reason=reason, num_tokens=sequence.num_tokens, cache_bytes=cache_bytes
         )
         with sequence.lock:
             request = sequence.request

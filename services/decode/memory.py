@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,6 +31,9 @@ from kvferry.shared.compression.plan import ResolvedPlan, is_measured
 from kvferry.shared.errors import CapacityExceeded, KvferryError
 from kvferry.shared.freeing_rate import FreeingRate
 from kvferry.shared.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from kvferry.services.decode.ranks import DecodeRanks
 
 GROWTH_TOKENS = 64
 """Tokens for which a sequence has room at first, at least, and by which it grows, at least."""
@@ -300,7 +304,9 @@ class SequenceMemory:
     `first_room`, `layout` and `check_fits` serve admission. The other methods are for the engine's thread,
     while no step is in flight: moving a sequence changes the addresses that a step was placed with.
 
-    Args: on_swapped_out: called once for each sequence that has to wait on the host.
+    Args:
+        on_swapped_out: called once for each sequence that has to wait on the host.
+        ranks: the worker's other ranks, whose parts of the sequences move in the same way.
     """
 
     def __init__(
@@ -310,7 +316,9 @@ class SequenceMemory:
         scheduler: Scheduler,
         *,
         on_swapped_out: Callable[[], None] = lambda: None,
+        ranks: DecodeRanks | None = None,
     ) -> None:
+        self._ranks = ranks
         self._spec = spec
         self._arena = arena
         self._scheduler = scheduler
@@ -435,5 +443,7 @@ class SequenceMemory:
         else:
             buffer = self._arena.buffer(allocation)
         sequence.move(layout, room, allocation, buffer)
+        if self._ranks is not None:
+            self._ranks.moved(sequence)
         if former is not None:
             self._scheduler.release(former)

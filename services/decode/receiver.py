@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -43,6 +43,9 @@ from kvferry.shared.wire.messages import (
     Manifest,
     TransferKey,
 )
+
+if TYPE_CHECKING:
+    from kvferry.services.decode.ranks import DecodeRanks
 
 
 class ArenaCopier:
@@ -113,7 +116,7 @@ class CacheWriter:
         try:
             self._tensors = self._format(layer).receive(specs, self._regions)
         except InvalidTensors as error:
-            raise _failed(layer, error) from error
+            raise layer_failed(layer, error) from error
         self._pieces = [_as_bytes(its) for its in self._tensors.values()]
         self._missing_bytes = sum([its.size_bytes for its in specs.values()])
         self._open_when_complete()
@@ -149,7 +152,7 @@ class CacheWriter:
             try:
                 cache.settle()
             except InvalidTensors as error:
-                raise _failed(layer, error) from error
+                raise layer_failed(layer, error) from error
         return tuple(self._caches)
 
     def _open_when_complete(self) -> None:
@@ -160,7 +163,7 @@ class CacheWriter:
             cache = self._format(layer).open(self._regions, self._tensors)
             self._layout.layers[layer].format.check_finite(self._tensors)
         except InvalidTensors as error:
-            raise _failed(layer, error) from error
+            raise layer_failed(layer, error) from error
         self._caches.append(cache)
         self._tensors, self._pieces = {}, []
 
@@ -179,7 +182,8 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.as_strided(size, (tensor.stride(0), 1)).view(torch.uint8)
 
 
-def _failed(layer: int, error: InvalidTensors) -> TransferFailed:
+def layer_failed(layer: int, error: InvalidTensors) -> TransferFailed:
+    """Why a transfer ends whose layer has invalid tensors."""
     kind = ProtocolMismatch if error.reason == "layout_version" else TransferFailed
     return kind(f"layer {layer}: {error}", reason=error.reason)
 
@@ -200,6 +204,7 @@ class CacheReceiver:
     An error in a transfer closes its sequence at once, so the request fails without waiting for the lease.
 
     Args:
+        ranks: the worker's other ranks, which get their heads of each layer.
         prompts: gets the prompts that siblings share.
         submit: passes a complete sequence and its first token to the engine.
     """
@@ -214,7 +219,9 @@ class CacheReceiver:
         prompts: SharedPrompts,
         clock: Callable[[], float],
         submit: Callable[[Sequence, SampledToken], None],
+        ranks: DecodeRanks | None = None,
     ) -> None:
+        self._ranks = ranks
         self._spec = spec
         self._arena = arena
         self._reservations = reservations
@@ -324,6 +331,8 @@ class CacheReceiver:
                 chain = pinned.chain.first(depth, manifest.retained_tokens)
                 pinned = replace(pinned, chain=chain, layers=pinned.layers[:depth])
             buffer = self._arena.buffer(sequence.allocation)
+            if self._ranks is not None:
+                return sequence, self._ranks.writer(sequence, buffer, self._copier, pinned)
             return sequence, CacheWriter(sequence.layout, buffer, self._copier, pinned=pinned)
 
     def _lay_out_measured(self, manifest: Manifest, sequence: Sequence) -> None:
@@ -336,7 +345,8 @@ class CacheReceiver:
             message = f"the manifest's layer_rows: {error}"
             raise ProtocolMismatch(message, reason="manifest_layer_rows") from error
         with_room = replace(sequence.plan, max_new_tokens=sequence.room)
-        formats = make_formats(self._spec, with_room, returns_generated=sequence.request.store_history)
+        spec = self._spec if self._ranks is None else self._ranks.spec
+        formats = make_formats(spec, with_room, returns_generated=sequence.request.store_history)
         sequence.layout = sequence_layout(formats)
         size_bytes, reserved_bytes = sequence.layout.size_bytes, sequence.allocation.size_bytes
         assert size_bytes <= reserved_bytes, (size_bytes, reserved_bytes)

@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,9 @@ from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import CapacityExceeded
 from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS, Manifest
 
+if TYPE_CHECKING:
+    from kvferry.services.decode.ranks import DecodeRanks
+
 _SHRINK_BELOW = 0.75
 """An older selection is copied to less memory once it needs at most this part of what it has."""
 
@@ -33,7 +37,8 @@ class RetainedSelection:
     Attributes:
         retained: the prompt's rows, and those of generated tokens; its `num_tokens` are all of them.
         token_ids: int64, of the tokens that have rows.
-        rows: each layer's tensors of rows, `[H_kv, cap, D]` in the arena.
+        rows: each layer's tensors of rows, `[H_kv, cap, D]` in the arena; with several ranks, of this one's
+            heads, as `allocation` is. `retained` is of all heads.
         allocation: their bytes; less once rows that newer selections have are dropped from an older one.
         num_users: reservations that pin it; its bytes are not freed while there are any.
         listed: whether new reservations can still find it.
@@ -103,6 +108,7 @@ class RetainedSelections:
     Args:
         retain_s: how long a session's selections stay after a turn; 0 retains none.
         release: frees bytes and grants them to waiting requests; called without this object's lock.
+        ranks: the worker's other ranks, which retain the rows of their heads at the same places.
 
     Attributes: has_grown: set when there is something to `shrink`, whose caller clears it.
     """
@@ -114,8 +120,10 @@ class RetainedSelections:
         retain_s: float,
         clock: Callable[[], float],
         release: Callable[[Allocation], None],
+        ranks: DecodeRanks | None = None,
     ) -> None:
         self._arena = arena
+        self._ranks = ranks
         self._retain_s = retain_s
         self._clock = clock
         self._release = release
@@ -163,6 +171,8 @@ class RetainedSelections:
                 allocation=sequence.hand_over_bytes(),
             )
         self._arena.advance(selection.allocation, "retained")
+        if self._ranks is not None:
+            self._ranks.retain(selection)
         with self._lock:
             former = self._chains.pop(session, None)
             earlier = former.selections if former is not None else []
@@ -243,6 +253,8 @@ class RetainedSelections:
             if not spare.selections:
                 del self._chains[selection.session]
         self._arena.free(selection.allocation)
+        if self._ranks is not None:
+            self._ranks.drop(retained=selection)
         return True
 
     def shrink(self) -> None:
@@ -281,7 +293,8 @@ class RetainedSelections:
     def _shrink(self, selection: RetainedSelection, newer: RetainedRows) -> bool:
         """Returns: False if that has to wait, because the selection is pinned or memory is full."""
         left, numbers = selection.retained.left(newer)
-        regions, size_bytes = _layout(selection.rows, numbers)
+        its_numbers = numbers if self._ranks is None else self._ranks.own_heads(numbers)
+        regions, size_bytes = retained_layout(selection.rows, its_numbers)
         if self._arena.needed_bytes(size_bytes) > _SHRINK_BELOW * selection.allocation.size_bytes:
             return True
         with self._lock:
@@ -297,11 +310,10 @@ class RetainedSelections:
             except CapacityExceeded:
                 return False
             buffer = self._arena.buffer(selection.allocation)
-            selection.rows = tuple(
-                _copied(rows, [region.view(buffer) for region in places], its)
-                for rows, places, its in zip(selection.rows, regions, numbers, strict=True)
-            )
+            selection.rows = copied_rows(selection.rows, regions, buffer, its_numbers)
             selection.retained = left
+            if self._ranks is not None:
+                self._ranks.shrunk(selection, numbers)
         self._release(former)
         return True
 
@@ -325,9 +337,11 @@ class RetainedSelections:
     def _free(self, selections: list[RetainedSelection]) -> None:
         for selection in selections:
             self._release(selection.allocation)
+            if self._ranks is not None:
+                self._ranks.drop(retained=selection)
 
 
-def _layout(
+def retained_layout(
     rows: tuple[tuple[Tensor, ...], ...], numbers: list[RowNumbers]
 ) -> tuple[list[list[Region]], int]:
     """Regions for these rows of each layer, and the bytes of all."""
@@ -341,6 +355,19 @@ def _layout(
             regions.append(region)
         layers.append(regions)
     return layers, offset
+
+
+def copied_rows(
+    rows: tuple[tuple[Tensor, ...], ...],
+    regions: list[list[Region]],
+    buffer: Tensor,
+    numbers: list[RowNumbers],
+) -> tuple[tuple[Tensor, ...], ...]:
+    """Copy rows of each layer to these regions of a buffer. Args: numbers: of the rows."""
+    return tuple(
+        _copied(its_rows, [region.view(buffer) for region in places], its)
+        for its_rows, places, its in zip(rows, regions, numbers, strict=True)
+    )
 
 
 def _copied(rows: tuple[Tensor, ...], places: list[Tensor], numbers: RowNumbers) -> tuple[Tensor, ...]:

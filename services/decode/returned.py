@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -18,6 +20,9 @@ from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.wire.frames import model_fields
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor
 from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
+
+if TYPE_CHECKING:
+    from kvferry.services.decode.ranks import DecodeRanks
 
 _MAX_ENDPOINTS = 64
 """Prefill workers for which threads stay."""
@@ -38,6 +43,7 @@ class HistoryReturner:
         num_threads: for each prefill worker.
         timeout_s: limit on each wait for room in the send buffer, and on the wait for the acknowledgement.
         retained: takes over a sequence's bytes if its session's next turn can reuse them.
+        ranks: the worker's other ranks, which have the rows of the other heads.
     """
 
     def __init__(
@@ -49,7 +55,9 @@ class HistoryReturner:
         num_threads: int,
         timeout_s: float,
         retained: RetainedSelections,
+        ranks: DecodeRanks | None = None,
     ) -> None:
+        self._ranks = ranks
         self._retained = retained
         self._spec = spec
         self._sender = sender
@@ -90,12 +98,18 @@ class HistoryReturner:
     def _return(self, sequence: Sequence, manifest: Manifest) -> None:
         num_tokens = 0
         try:
-            with sequence.lock:
-                if sequence.state is SequenceState.CLOSED:
-                    return
-                layers = [cache.returned(sequence.num_appended) for cache in sequence.caches]
-                if not self._retained.retain(sequence):
-                    sequence.release_bytes()
+            ranks = self._ranks
+            with ranks.returning if ranks is not None else nullcontext():
+                with sequence.lock:
+                    if sequence.state is SequenceState.CLOSED:
+                        return
+                    layers = [cache.returned(sequence.num_appended) for cache in sequence.caches]
+                    if ranks is not None:
+                        ranks.ask_returned(sequence)
+                    if not self._retained.retain(sequence):
+                        sequence.release_bytes()
+                if ranks is not None:
+                    layers = ranks.with_returned(layers)
             self._ship(sequence, manifest, layers)
             num_tokens = sequence.num_appended
         except KvferryError as error:

@@ -132,6 +132,7 @@ class Sequence:
         arrival: grows from sequence to sequence in the order in which the engine received them.
         pinned: the session's retained rows, until the transfer has arrived.
         positions: the tokens of each layer's rows; empty if the rows cannot be reused by the next turn.
+        prompt_bytes: of the prompt's cache in all ranks, if there are several.
         is_in_arena: whether it has arena bytes: not if it is swapped to the host or has released them.
         span: the current stage; `enter_stage` ends it and begins the next.
     """
@@ -160,6 +161,7 @@ class Sequence:
     positions: tuple[Positions | None, ...] = ()
     token_ids: list[int] = field(default_factory=list)
     num_appended: int = 0
+    prompt_bytes: int = 0
     committed_s: float | None = None
     is_in_arena: bool = True
     trace_context: Context = field(default_factory=current_context)

@@ -8,6 +8,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from kvferry.services.decode.config import DecodeConfig
+from kvferry.services.decode.ranks import DECODE_RANK
 from kvferry.services.decode.service import DecodeService
 from kvferry.shared.device_loss import end_process
 from kvferry.shared.metrics import DecodeMetrics
@@ -18,7 +19,13 @@ from kvferry.shared.worker import BlockTransport, run_worker
 
 async def run(config: DecodeConfig, *, ends_process: bool = False) -> None:
     """Serve until SIGINT or SIGTERM; see `run_worker`."""
-    await run_worker(config, "decode", partial(build_service, config), ends_process=ends_process)
+    await run_worker(
+        config,
+        "decode",
+        partial(build_service, config),
+        ends_process=ends_process,
+        follower_class=DECODE_RANK,
+    )
 
 
 async def build_service(

@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from kvferry.services.decode.config import DecodeConfig, arena_size_bytes
 from kvferry.services.decode.engine import DecodeEngine
 from kvferry.services.decode.memory import Scheduler, SequenceMemory
+from kvferry.services.decode.ranks import DecodeRanks
 from kvferry.services.decode.receiver import CacheReceiver, checked_first_token
 from kvferry.services.decode.retained import RetainedSelections
 from kvferry.services.decode.returned import HistoryReturner
@@ -57,6 +58,7 @@ from kvferry.shared.errors import (
 from kvferry.shared.kernel_paths import ShownPaths
 from kvferry.shared.metrics import ARENA_STATES, DecodeMetrics
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.grammar import GrammarCompiler
@@ -102,8 +104,12 @@ class DecodeService:
         self._config = config
         self._clock = clock
         self._spec = model.spec
+        ranks = self._ranks = DecodeRanks(model) if isinstance(model, ParallelModel) else None
+        self._num_ranks = model.num_ranks
         self._kernel_paths = ShownPaths("decode", model.device)
         self._methods = applicable_methods(model.spec.layers)
+        if ranks is not None:
+            self._methods = ranks.methods(self._methods)
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(lambda: tokenizer, model.spec.vocab_size, model.spec.eos_token_ids)
         self._metrics = metrics
@@ -112,7 +118,10 @@ class DecodeService:
         self._drain = Drain(partial(WorkerUnavailable.draining, "decode"))
         self._is_wedged = False
         self._arena = ByteArena(
-            arena_size_bytes(config, model.device), model.device, clock=clock, observer=self._show_arena
+            arena_size_bytes(config, model.device, num_ranks=model.num_ranks),
+            model.device,
+            clock=clock,
+            observer=self._show_arena,
         )
         self._reservations = Reservations()
         self._retained = RetainedSelections(
@@ -120,6 +129,7 @@ class DecodeService:
             retain_s=config.retain_s,
             clock=clock,
             release=lambda allocation: self._scheduler.release(allocation),
+            ranks=ranks,
         )
         self._scheduler = Scheduler(
             self._arena,
@@ -129,10 +139,11 @@ class DecodeService:
             evict=self._retained.evict,
         )
         self._memory = SequenceMemory(
-            self._spec,
+            self._spec if ranks is None else ranks.spec,
             self._arena,
             self._scheduler,
             on_swapped_out=metrics.preempted.labels(self._spec.name).inc,
+            ranks=ranks,
         )
         self._sender = sender
         self._returner = HistoryReturner(
@@ -142,9 +153,10 @@ class DecodeService:
             num_threads=config.history_threads,
             timeout_s=config.history_timeout_s,
             retained=self._retained,
+            ranks=ranks,
         )
         warm_up = None
-        if config.warm_up and needs_warm_up("decode", model):
+        if config.warm_up and ranks is None and needs_warm_up("decode", model):
             warm_up = partial(
                 warm_up_steps,
                 model,
@@ -164,11 +176,12 @@ class DecodeService:
             shadow_check=config.shadow_check,
             num_threads=config.threads if config.tensor_parallel == 1 else 0,
             on_device_lost=on_device_lost,
+            ranks=ranks,
         )
         self._sweep_interval_s = sweep_interval_s
         self._stop_sweeping = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep, name="kvferry-lease-sweeper", daemon=True)
-        self._prompts = SharedPrompts(lease_s=config.lease_s, clock=clock)
+        self._prompts = SharedPrompts(lease_s=config.lease_s, clock=clock, ranks=ranks)
         self._receiver = CacheReceiver(
             self._spec,
             self._arena,
@@ -177,6 +190,7 @@ class DecodeService:
             prompts=self._prompts,
             clock=clock,
             submit=self._engine.submit,
+            ranks=ranks,
         )
         self._server_factory = server_factory
         self._server: BlockServer | None = None
@@ -206,6 +220,13 @@ class DecodeService:
 
     async def start(self) -> None:
         """Listen for blocks, start the engine and the lease sweeper."""
+        if self._ranks is not None:
+            await asyncio.to_thread(
+                self._ranks.start,
+                arena_bytes=self._arena.size_bytes,
+                max_batch_size=self._config.max_batch_size,
+                self_test=self._config.self_test,
+            )
         self._server = self._server_factory(self._receiver)
         self._engine.start()
         self._sweeper.start()
@@ -250,7 +271,7 @@ class DecodeService:
                     generation=sequence.key.generation,
                     credit_bytes=self._config.credit_bytes,
                     lease_s=lease_s,
-                    reserved_bytes=sequence.allocation.size_bytes,
+                    reserved_bytes=sequence.allocation.size_bytes * self._num_ranks,
                     plan=sequence.resolved,
                     retained_transfer_id=chain.transfer_id if chain is not None else 0,
                     retained_tokens=chain.num_tokens if chain is not None else 0,
@@ -292,8 +313,8 @@ class DecodeService:
             draining=self._drain.has_begun,
             running=running,
             waiting=max(len(self._reservations.all()) - running, 0) + self._scheduler.num_waiting,
-            free_bytes=self._arena.free_bytes + self._retained.spare_bytes,
-            total_bytes=self._arena.size_bytes,
+            free_bytes=(self._arena.free_bytes + self._retained.spare_bytes) * self._num_ranks,
+            total_bytes=self._arena.size_bytes * self._num_ranks,
             model=self._spec,
             methods=self._methods,
             kernel_paths=self._kernel_paths.by_op,
@@ -314,7 +335,9 @@ class DecodeService:
         with sequence.lock:
             if sequence.state is not SequenceState.RESERVED:
                 return
-            sequence.plan = shared.plan
+            sequence.plan, sequence.prompt_bytes = shared.plan, shared.prompt_bytes
+            if self._ranks is not None:
+                self._ranks.copy(shared, sequence)
             sequence.caches = shared.copied(sequence.layout, self._arena.buffer(sequence.allocation))
             self._arena.advance(sequence.allocation, "in_transfer")
             self._arena.advance(sequence.allocation, "running")
@@ -337,6 +360,8 @@ class DecodeService:
         layouts = [
             self._memory.layout(plan, room, returns_generated=request.store_history) for plan in laid_out
         ]
+        if self._ranks is not None:
+            self._ranks.check(layouts[0], request.plan.method)
         sizes_bytes = [
             measured_limit_bytes(layout) if shared is None and is_measured(plan) else layout.size_bytes
             for plan, layout in zip(plans, layouts, strict=True)
@@ -383,13 +408,19 @@ class DecodeService:
             assembler=assembler,
             stop_token_ids=frozenset((*model_ends, *request.sampling.stop_token_ids)),
             release=self._scheduler.release,
-            forget=self._reservations.remove,
+            forget=self._reservations.remove if self._ranks is None else self._forget,
         )
         # only plain rows can be reused
         if shared is None and all(layer.format.is_plain for layer in layout.layers):
             sequence.pinned = self._retained.pin(request.session, request.prompt_token_ids)
         self._reservations.add(sequence)
         return sequence, min(self._config.lease_s, timeout_s)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Of several ranks: remove a sequence that has ended."""
+        assert self._ranks is not None
+        self._reservations.remove(sequence)
+        self._ranks.drop(sequence=sequence)
 
     def _acceptable(self, plan: CompressionPlan) -> tuple[CompressionPlan, ...]:
         """The plan as requested, then with smaller budgets if this worker may use them."""
@@ -488,7 +519,8 @@ class DecodeService:
 
     def _show_arena(self, bytes_by_state: dict[str, int]) -> None:
         for state in ARENA_STATES:
-            self._metrics.arena_bytes.labels(state).set(bytes_by_state.get(state, 0))
+            size_bytes = bytes_by_state.get(state, 0) * self._num_ranks
+            self._metrics.arena_bytes.labels(state).set(size_bytes)
 
 
 class _ArenaRegistry(CollectorRegistry):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +20,9 @@ from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
 from kvferry.shared.control.messages import GenerateRequest
 from kvferry.shared.errors import InvalidRequest, LeaseExpired
 
+if TYPE_CHECKING:
+    from kvferry.services.decode.ranks import DecodeRanks
+
 
 @dataclass(frozen=True, kw_only=True)
 class SharedPrompt:
@@ -27,6 +31,8 @@ class SharedPrompt:
     Attributes:
         requested: the plan that the request asked for; `resolved` and `plan` are as of `Sequence`.
         room: new tokens for which `caches` have room.
+        transfer_id: of the transfer that brought it.
+        prompt_bytes: as of `Sequence`.
     """
 
     token_ids: tuple[int, ...]
@@ -35,6 +41,8 @@ class SharedPrompt:
     plan: ResolvedPlan
     room: int
     caches: tuple[LayerCache, ...]
+    transfer_id: int
+    prompt_bytes: int
 
     def copied(self, layout: SequenceLayout, buffer: torch.Tensor) -> tuple[LayerCache, ...]:
         """The layers of a sequence of its own. Args: layout: with room for as many tokens, or more."""
@@ -60,10 +68,15 @@ class SharedPrompts:
     A sibling that waits for arena memory has taken its prompt already, so it does not expire under it.
 
     Attributes: entries: by the request that brought the prompt.
-    Args: clock: monotonic seconds.
+    Args:
+        clock: monotonic seconds.
+        ranks: the worker's other ranks, which store their heads of each prompt.
     """
 
-    def __init__(self, *, lease_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, *, lease_s: float, clock: Callable[[], float], ranks: DecodeRanks | None = None
+    ) -> None:
+        self._ranks = ranks
         self._lease_s = lease_s
         self._clock = clock
         self._lock = threading.Lock()
@@ -83,7 +96,11 @@ class SharedPrompts:
                 cache.copied(layer.format, layer.views(buffer))
                 for cache, layer in zip(sequence.caches, layout.layers, strict=True)
             ),
+            transfer_id=sequence.key.transfer_id,
+            prompt_bytes=sequence.prompt_bytes,
         )
+        if self._ranks is not None:
+            self._ranks.share(sequence, prompt)
         entry = _Entry(prompt=prompt, num_left=request.num_siblings, until_s=self._clock() + self._lease_s)
         with self._lock:
             self.entries[request.request_id] = entry

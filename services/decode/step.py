@@ -27,6 +27,7 @@ from kvferry.services.decode.attention import BatchAttention, SlotAttention
 from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.sampler import BatchSampler, SequenceSampler
 
 MAX_SHAPES = 48
@@ -92,6 +93,7 @@ class StepInput:
         token_id: the last sampled token, which runs next at `position`.
         num_left: tokens that may still be sampled, at least 1.
         stop_ids: ids that end the completion.
+        sequence: the id of the transfer that brought it, by which other ranks know it.
     """
 
     caches: tuple[LayerCache, ...]
@@ -101,6 +103,7 @@ class StepInput:
     num_left: int
     stop_ids: frozenset[int]
     sampler: SequenceSampler
+    sequence: int = 0
 
 
 class BatchSlots:
@@ -119,11 +122,16 @@ class BatchSlots:
         logits: float32 `[S, V]`, of the last step.
         wanting_logits: the slots whose sequences need them on the host.
 
-    Args: num_slots: S; arena: any part of the memory that all sequences are in.
+    Args:
+        num_slots: S.
+        arena: any part of the memory that all sequences are in.
+        spec: of the heads that are attended here, if these are not all.
     """
 
-    def __init__(self, model: LanguageModel, num_slots: int, arena: Tensor) -> None:
-        spec, device = model.spec, model.device
+    def __init__(
+        self, model: LanguageModel, num_slots: int, arena: Tensor, spec: ModelSpec | None = None
+    ) -> None:
+        spec, device = spec or model.spec, model.device
         self.attention = SlotAttention(spec, num_slots, arena)
         self.sampler = BatchSampler(num_slots, spec.vocab_size, device)
         self.numbers = torch.zeros(4, num_slots, dtype=torch.int64, device=device)
@@ -349,6 +357,7 @@ class StepRunner:
         self._max_batch_size = max_batch_size
         self._warn = warn
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
+        self._spec = model.spec
         self._slots: BatchSlots | None = None
         self._step: DecodeStep | None = None
         self._num_quarantined = 0
@@ -378,7 +387,8 @@ class StepRunner:
             self._device.follow()
             if self._slots is None:
                 arena = next(its for cache in given.caches for its in cache.regions.values())
-                self._slots = BatchSlots(self._model, self._num_slots(self._max_batch_size), arena)
+                num_slots = self._num_slots(self._max_batch_size)
+                self._slots = BatchSlots(self._model, num_slots, arena, self._spec)
             slot = self._slots.free_slot()
             self._slots.place(slot, given)
         self._step = None

@@ -13,13 +13,13 @@ import bisect
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels.decode_batch import Region
-from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, Tensors
+from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, Specs, Tensors
 from kvferry.shared.compression.interface import TensorSpec
 from kvferry.shared.errors import CapacityExceeded, InvalidRequest, KvferryError
 
@@ -271,6 +271,28 @@ def align(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
+class Receiving(Protocol):
+    """What places a layer's tensors: its format, or the delta of one."""
+
+    def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]: ...
+
+    def open(self, regions: Tensors, tensors: Tensors) -> LayerCache: ...
+
+
+def place_layer(fmt: Receiving, regions: Tensors, tensors: Tensors) -> LayerCache:
+    """Write a layer's tensors to its regions and open it, as if it had been received.
+
+    Raises: InvalidTensors: the tensors are not those of the format.
+    """
+    header = {name: TensorSpec(shape=tuple(its.shape), dtype=its.dtype) for name, its in tensors.items()}
+    places = fmt.receive(header, regions)
+    for name, place in places.items():
+        place.copy_(tensors[name])
+    cache = fmt.open(regions, places)
+    cache.settle()
+    return cache
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerLayout:
     """One layer's format, and its regions by the names of `LayerFormat.regions`."""
@@ -290,14 +312,7 @@ class LayerLayout:
 
         Args: buffer: as in `views`; tensors: as `LayerFormat.compress` returned them, on any device.
         """
-        regions = self.views(buffer)
-        header = {name: TensorSpec(shape=tuple(its.shape), dtype=its.dtype) for name, its in tensors.items()}
-        places = self.format.receive(header, regions)
-        for name, place in places.items():
-            place.copy_(tensors[name])
-        cache = self.format.open(regions, places)
-        cache.settle()
-        return cache
+        return place_layer(self.format, self.views(buffer), tensors)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from kvferry.shared.compression.formats.interface import (
     Specs,
     Tensors,
     check_index,
+    chunked,
 )
 from kvferry.shared.compression.interface import TensorSpec
 from kvferry.shared.control.messages import SessionKey
@@ -61,6 +62,12 @@ class RetainedRows:
     def size_bytes(self) -> int:
         """Bytes of the positions."""
         return sum(layer.nbytes for layer in self.layers if layer is not None)
+
+    def of_heads(self, first: int, number: int) -> RetainedRows:
+        """The rows of so many heads from the first on."""
+        heads = slice(first, first + number)
+        layers = [None if its is None else its[heads] for its in self.layers]
+        return replace(self, layers=tuple(layers))
 
     def positions(self, layer: int, num_kv_heads: int) -> Positions:
         """Of the prompt's rows, int32 `[H_kv, n]`."""
@@ -212,8 +219,8 @@ class DeltaLayer:
             )
         return {name: torch.empty(its.shape, dtype=its.dtype) for name, its in header.items()}
 
-    def open(self, regions: Tensors, tensors: Tensors) -> LayerCache:
-        """Copy the retained rows within the arena, write the received rows, and open the layer.
+    def find(self, tensors: Tensors) -> tuple[RowNumbers, RowNumbers]:
+        """Where the layer's rows are retained; see `RetainedChain.find`.
 
         Raises: InvalidTensors: the sender assumed other retained rows than there are ("retained_rows").
         """
@@ -230,6 +237,24 @@ class DeltaLayer:
                 f"this worker lacks {counts.tolist()}",
                 reason="retained_rows",
             )
+        return which, numbers
+
+    def parts(self, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
+        """As `LayerFormat.parts`; rows are those of the heads one after another."""
+        by_head = {name: its for name, its in tensors.items() if name in ("index", NEW_ROWS)}
+        parts = chunked(by_head, self.format.shape.num_kv_heads, num_parts)
+        counts = [int(part[NEW_ROWS].sum()) for part in parts]
+        for name in self.format.shape.row_names:
+            for part, rows in zip(parts, tensors[name].split(counts), strict=True):
+                part[name] = rows
+        return parts
+
+    def open(self, regions: Tensors, tensors: Tensors) -> LayerCache:
+        """Copy the retained rows within the arena, write the received rows, and open the layer.
+
+        Raises: InvalidTensors: as `find`, and content that `compress` cannot have made.
+        """
+        (which, numbers), shape, index = self.find(tensors), self.format.shape, tensors.get("index")
         targets = [regions[name] for name in shape.row_names]
         for selection, sources in enumerate(self.retained_rows):
             heads, slots = np.nonzero(which == selection)

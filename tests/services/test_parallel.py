@@ -18,6 +18,7 @@ from kvtest.transformers_model import plan_of, prompt_of
 from torch import Tensor
 
 from kvferry.models import DEMO_MODEL
+from kvferry.services.decode.ranks import DECODE_RANK
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
@@ -42,7 +43,13 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[tu
         folder = save_model(config, tmp_path_factory.mktemp("four-kv-heads"))
     lost: list[Exception] = []
     several = load_parallel_model(
-        folder, name="m", num_ranks=request.param, on_lost=lost.append, device="cpu", num_threads=4
+        folder,
+        name="m",
+        num_ranks=request.param,
+        on_lost=lost.append,
+        device="cpu",
+        num_threads=4,
+        follower_class=DECODE_RANK,
     )
     try:
         yield load_model(folder, name="m", device="cpu"), several

@@ -6,7 +6,7 @@ A long answer then grows by a fraction of its tokens, whatever the format of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -211,6 +211,13 @@ class Compacting(LayerFormat):
     def _queries(self) -> TensorSpec:
         shape = (self.shape.num_kv_heads, self.shape.group_size, self.segments.window, self.shape.head_dim)
         return TensorSpec(shape=shape, dtype=self.shape.dtype)
+
+    @property
+    def divides(self) -> bool:  # type: ignore[override]
+        return self.inner.divides
+
+    def parts(self, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
+        return self.inner.parts(tensors, num_parts)
 
     def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
         return self.inner.receive(header, regions)

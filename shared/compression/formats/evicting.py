@@ -7,7 +7,7 @@ the end, they are stored beside the rows, because eviction may drop or change an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,6 +27,7 @@ from kvferry.shared.compression.formats.interface import (
     Specs,
     Tensors,
     check_index,
+    chunked,
     on_host,
 )
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, TensorSpec
@@ -145,6 +146,16 @@ class Evicting(LayerFormat):
         output, attention_row = cache.attend(queries, scaling=scaling)
         cache.evict(attention_row)
         return output
+
+    def parts(self, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
+        by_head = {name: its for name, its in tensors.items() if name != "state"}
+        parts = chunked(by_head, self.shape.num_kv_heads, num_parts)
+        numbers = tensors["state"].tensor_split([self.shape.num_kv_heads * self.rows])
+        scores, thresholds = (its.tensor_split(num_parts) for its in numbers)
+        return [
+            {**part, "state": torch.cat([its_scores, its_thresholds])}
+            for part, its_scores, its_thresholds in zip(parts, scores, thresholds, strict=True)
+        ]
 
     def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
         working = sum(its.size_bytes for its in self._working(self.rows + min(num_appended, 1)).values())

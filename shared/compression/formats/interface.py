@@ -199,6 +199,8 @@ class LayerFormat(ABC):
         takes_any_softmax: whether it attends to layers with soft-capping or sinks, too.
         takes_latent_rows: whether it stores latent rows (MLA), too.
         scored: whether the plan must have a scorer; None: it may.
+        divides: whether each part of a layer (`parts`) has its sizes from the plan alone; decode workers of
+            several ranks need that.
         compacts: whether rows of new tokens may be dropped (`compacting.py`); its `LayerCache` then has
             `new_rows`, and its `NaiveLayer` `replace_new_rows`.
     """
@@ -213,6 +215,7 @@ class LayerFormat(ABC):
     takes_any_softmax: ClassVar[bool] = False
     takes_latent_rows: ClassVar[bool] = False
     scored: ClassVar[bool | None] = None
+    divides: ClassVar[bool] = True
     compacts: ClassVar[bool] = False
     shape: LayerShape
     rows: int
@@ -352,6 +355,17 @@ class LayerFormat(ABC):
             the largest possible size.
         """
 
+    # ---- ranks -------------------------------------------------------------------------------------------
+
+    def parts(self, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
+        """Divide a layer by its KV heads into so many equal parts, in order: each has the tensors that
+        the format of that many heads has. This default is for tensors whose first dimension is the heads.
+
+        Args: tensors: as `compress` made them.
+        Raises: InvalidTensors: they cannot be divided so.
+        """
+        return chunked(tensors, self.shape.num_kv_heads, num_parts)
+
     # ---- accounting --------------------------------------------------------------------------------------
 
     def prompt_bytes(self, tensors: Tensors) -> int | None:
@@ -407,6 +421,19 @@ class LayerFormat(ABC):
                 f"its tensors are {text(header) or 'none'}; {text(expected)} are expected",
                 reason="layer_header",
             )
+
+
+def chunked(tensors: Tensors, num_kv_heads: int, num_parts: int) -> list[dict[str, Tensor]]:
+    """Divide tensors whose first dimension is the KV heads; see `LayerFormat.parts`."""
+    for name, its in tensors.items():
+        if its.shape[:1] != (num_kv_heads,):
+            raise InvalidTensors(
+                f"{name} {list(its.shape)} cannot be divided among ranks: it has no dimension of "
+                f"{num_kv_heads} KV heads first",
+                reason="parts",
+            )
+    by_name = {name: its.chunk(num_parts) for name, its in tensors.items()}
+    return [{name: its[part] for name, its in by_name.items()} for part in range(num_parts)]
 
 
 def named_auxiliary(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:

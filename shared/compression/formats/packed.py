@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -172,6 +172,23 @@ class PackedFormat(LayerFormat):
     def packed(self, tensors: Tensors) -> PackedLayer:
         """The packed layer, in new memory."""
         return view_packed_layer(self._layout(tensors), torch.cat([tensors[name] for name in KINDS]))
+
+    def parts(self, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
+        """Each head's regions follow one another in every kind, so a part is a piece of each."""
+        layout, (version, *counts) = self._layout(tensors), tensors["layout"].tolist()
+        size = self.shape.num_kv_heads // num_parts
+        offsets, parts = dict.fromkeys(KINDS, 0), list[Tensors]()
+        for first in range(0, self.shape.num_kv_heads, size):
+            heads = layout.heads[first : first + size]
+            its_layout = packed_layout(heads, self.shape.head_dim, num_tokens=layout.num_tokens)
+            its_counts = counts[first * _HEAD_COUNTS : (first + size) * _HEAD_COUNTS]
+            part = {"layout": torch.tensor([version, *its_counts], dtype=torch.int32)}
+            for name in KINDS:
+                begin, size_bytes = offsets[name], its_layout.kinds[name][1]
+                part[name] = tensors[name][begin : begin + size_bytes]
+                offsets[name] += size_bytes
+            parts.append(part)
+        return parts
 
     def prompt_bytes(self, tensors: Tensors) -> int:
         return sum(tensors[name].numel() for name in KINDS)

@@ -38,6 +38,8 @@ class Ragged(StoredFormat):
     allowed: ClassVar[Allowed] = {"floor": Between(0.0, 1.0)}
     takes_latent_rows: ClassVar[bool] = True
     scored: ClassVar[bool | None] = True
+    divides: ClassVar[bool] = False
+    """How many rows some of the heads have together depends on the prompt."""
     floor: float
 
     @classmethod

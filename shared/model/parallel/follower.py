@@ -2,26 +2,35 @@
 
 Entry point of a child process of a worker, which ends with the worker, however that happens:
 
-    python -m kvferry.shared.model.parallel.follower COMMANDS LIFE      (descriptors of two pipes)
+    python -m kvferry.shared.model.parallel.follower COMMANDS LIFE CLASS
+
+COMMANDS and LIFE are descriptors of two pipes; CLASS is `module:name` of a `FollowingRank`. Decode's ranks
+have one of their own, because they have KV.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
 
+import structlog
 import torch
 
 from kvferry.shared.errors import InvalidRequest, KvferryError
 from kvferry.shared.logging import setup_logging
 from kvferry.shared.model.bridge import TransformersModel
+from kvferry.shared.model.interface import DecodeAttention
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.parallel.messages import Abort, Command, Decode, Load, Loaded, Prefill, Proceed
+from kvferry.shared.model.parallel.messages import Abort, Decode, Load, Loaded, Prefill, Proceed
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
 from kvferry.shared.model.parallel.ranks import Ranks
+
+
+_log = structlog.get_logger(__name__)
 
 
 class PassAborted(Exception):
@@ -29,7 +38,7 @@ class PassAborted(Exception):
 
 
 class FollowingRank(Ranks):
-    """A rank other than 0. One thread runs everything."""
+    """A rank other than 0. One thread runs everything, in the lead's order."""
 
     def __init__(self, commands: Connection) -> None:
         super().__init__(commands.recv())
@@ -51,14 +60,35 @@ class FollowingRank(Ranks):
 
     def proceed(self) -> None:
         while True:
-            command: Command = self._commands.recv()
+            command: object = self._commands.recv()
             if isinstance(command, Proceed):
                 return
             if isinstance(command, Abort):
                 raise PassAborted
             self._run(command)  # a pass that overtakes this one
 
-    def _run(self, command: Command) -> None:
+    def decode_attention(self, num_slots: int) -> DecodeAttention:
+        """What attends to this rank's heads in the next step. Only ranks that have KV have one."""
+        raise NotImplementedError
+
+    def step_done(self) -> None:
+        """A step has been run."""
+
+    def run_other(self, command: object) -> None:
+        """Run what only some followers understand."""
+        raise NotImplementedError(f"no command for this rank: {command}")
+
+    def answer(self, answer: object) -> None:
+        """Give the lead what it waits for; see `LeadingRank.answers`."""
+        self._commands.send(answer)
+
+    @property
+    def model(self) -> TransformersModel:
+        """This rank's part."""
+        assert self._model is not None, "nothing is loaded"
+        return self._model
+
+    def _run(self, command: object) -> None:
         if isinstance(command, Load):
             self._load(command)
             return
@@ -67,6 +97,8 @@ class FollowingRank(Ranks):
                 self._prefill(command)
             elif isinstance(command, Decode):
                 self._decode(command)
+            else:
+                self.run_other(command)
         except PassAborted:
             pass
         except InvalidRequest:
@@ -85,8 +117,7 @@ class FollowingRank(Ranks):
             self._commands.send(Loaded(error=error.message))
 
     def _prefill(self, command: Prefill) -> None:
-        model = self._model
-        assert model is not None
+        model = self.model
         token_ids = torch.empty(command.num_tokens, dtype=torch.int64, device=model.device)
         self.broadcast(token_ids)
         current = RankPrefillPass(self, model.spec, start=command.start, num_queries=command.num_queries)
@@ -94,11 +125,14 @@ class FollowingRank(Ranks):
         model.run_prompt(token_ids, command.start, current, on_logits=on_logits)
 
     def _decode(self, command: Decode) -> None:
-        model = self._model
-        assert model is not None
+        model = self.model
+        current = RankDecodePass(self.decode_attention(command.batch_size), spec=model.spec)
         step = torch.empty(2, command.batch_size, dtype=torch.int64, device=model.device)
         self.broadcast(step)
-        model.run_step(step[0], step[1], RankDecodePass(self, model.spec))
+        model.run_step(step[0], step[1], current)
+        self.step_done()
+        if current.error is not None:  # the lead's logits are not numbers, by which it knows
+            _log.error("attention of a rank failed", rank=self.rank, exc_info=current.error)
 
 
 def _answer(life: Connection) -> None:
@@ -116,11 +150,12 @@ def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     commands, life = (Connection(int(descriptor)) for descriptor in sys.argv[1:3])
+    module, name = sys.argv[3].split(":")
     threading.Thread(target=_answer, args=(life,), daemon=True).start()
     setup_logging("warning", "auto", "rank")
     code = 1
     try:
-        rank = FollowingRank(commands)
+        rank: FollowingRank = getattr(importlib.import_module(module), name)(commands)
         rank.join()
         rank.follow()
     except EOFError:

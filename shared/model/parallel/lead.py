@@ -16,21 +16,23 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import structlog
 import torch.distributed as dist
 
 from kvferry.shared.errors import ConfigurationError, InvalidRequest, WorkerUnavailable
-from kvferry.shared.model.parallel.messages import Abort, Command, Join, Loaded, Proceed
-from kvferry.shared.model.parallel.passes import RankPass
+from kvferry.shared.model.parallel.messages import Abort, Join, Loaded, Proceed
+from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
 from kvferry.shared.model.parallel.ranks import Ranks
 
 _log = structlog.get_logger(__name__)
 
+FOLLOWER = "kvferry.shared.model.parallel.follower:FollowingRank"
 _PING_INTERVAL_S = 1.0
 _HUNG_S = 8.0
 """A follower that has not answered for so long is lost. It answers while it computes, too."""
@@ -41,7 +43,7 @@ _NAMED_S = 1.0
 class _Follower:
     """A follower's process, and this end of its two pipes: for commands, and for signs of life."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, follower_class: str) -> None:
         self.rank = rank
         own, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
         self.commands, self.life = (Connection(end.detach()) for end in own)
@@ -51,6 +53,7 @@ class _Follower:
                 # without the current folder on the path, whose kernels/ may hide a package
                 *(sys.executable, "-P", "-m", "kvferry.shared.model.parallel.follower"),
                 *map(str, descriptors),
+                follower_class,
             ],
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
@@ -61,14 +64,22 @@ class _Follower:
 
 
 class LeadingRank(Ranks):
-    """Rank 0, in the worker's process. Passes are run by one thread at a time.
+    """Rank 0, in the worker's process. Passes are run by one thread at a time; any thread may tell followers
+    something else between them, but not while it has a lock that a pass needs.
 
     Args:
+        follower_class: `module:name` of the followers'.
         on_lost: called once, by any thread, when a rank is lost. It should end the process.
     """
 
     def __init__(
-        self, num_ranks: int, *, backend: str, num_threads: int, on_lost: Callable[[Exception], None]
+        self,
+        num_ranks: int,
+        *,
+        backend: str,
+        num_threads: int,
+        on_lost: Callable[[Exception], None],
+        follower_class: str = FOLLOWER,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvferry-ranks-")
         joins = [
@@ -84,11 +95,12 @@ class LeadingRank(Ranks):
         super().__init__(joins[0])
         self._on_lost = on_lost
         self._lock = threading.Lock()
+        self._telling = threading.Lock()
         self._closing = threading.Event()
         self._is_lost = threading.Event()
         self._error: WorkerUnavailable | None = None
         self._is_loaded = False
-        self._followers = [_Follower(rank) for rank in range(1, num_ranks)]
+        self._followers = [_Follower(rank, follower_class) for rank in range(1, num_ranks)]
         for follower, join in zip(self._followers, joins[1:], strict=True):
             follower.commands.send(join)
             watch = threading.Thread(
@@ -105,15 +117,34 @@ class LeadingRank(Ranks):
             self._answer(follower)
         super().join()
 
-    def command(self, command: Command) -> None:
+    def command(self, command: object) -> None:
         """Tell all followers. Raises: WorkerUnavailable: a rank is lost."""
+        self.commands([command] * len(self._followers))
+
+    def commands(self, commands: Sequence[object]) -> None:
+        """Tell each follower its own command: the first that of rank 1. Raises: as `command`."""
         if self._error is not None:
             raise self._error
         try:
-            for follower in self._followers:
-                follower.commands.send(command)
+            with self._telling:
+                for follower, command in zip(self._followers, commands, strict=True):
+                    follower.commands.send(command)
         except OSError as error:
             raise self.fail(error) from error
+
+    def answers(self) -> list[Any]:
+        """What each follower has for the lead by `FollowingRank.answer`, rank 1 first. For one thread at a
+        time; waits for the pass that runs. Raises: WorkerUnavailable: a rank is lost."""
+        found = []
+        for follower in self._followers:
+            try:
+                while not follower.commands.poll(_PING_INTERVAL_S):
+                    if self._error is not None:
+                        raise self._error
+                found.append(follower.commands.recv())
+            except (EOFError, OSError) as error:
+                raise self.fail(error) from error
+        return found
 
     def loaded(self) -> None:
         for follower in self._followers:
@@ -129,7 +160,7 @@ class LeadingRank(Ranks):
         self.command(Proceed())
 
     @contextmanager
-    def running(self, current: RankPass) -> Iterator[None]:
+    def running(self, current: RankPrefillPass | RankDecodePass) -> Iterator[None]:
         """Around a pass. What fails while the lead is alone ends the pass; anything else the worker.
 
         Raises: WorkerUnavailable: a rank is lost, or the ranks are no longer at the same place.

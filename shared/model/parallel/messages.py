@@ -46,7 +46,7 @@ class Prefill:
 
 @dataclass(frozen=True, kw_only=True)
 class Decode:
-    """Run a decode step. Its token ids and positions follow by broadcast."""
+    """Run a decode step over the first slots. Its token ids and positions follow by broadcast."""
 
     batch_size: int
 
@@ -59,6 +59,3 @@ class Proceed:
 @dataclass(frozen=True)
 class Abort:
     """End the pass: it failed or was cancelled in what the leading rank does alone."""
-
-
-Command = Join | Load | Prefill | Decode | Proceed | Abort

@@ -1,7 +1,7 @@
-"""`LanguageModel` over several ranks: weights, projections and prefill's attention are divided among them.
+"""`LanguageModel` over several ranks: weights, projections and attention are divided among them by KV heads.
 
-The leading rank has all KV: it is given K, V and queries of every head, so that history, compression,
-shipping and decode's attention are those of one rank.
+A prompt's K, V and queries of every head are given to the leading rank, so that history, compression and
+shipping are those of one rank. In decode each rank has the KV of its own heads, and attends to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import DecodeAttention, LayerStates, PrefillObserver
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.parallel.lead import LeadingRank
+from kvferry.shared.model.parallel.lead import FOLLOWER, LeadingRank
 from kvferry.shared.model.parallel.messages import Decode, Load, Prefill
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
 from kvferry.shared.model.parallel.ranks import backend_for
@@ -27,6 +27,10 @@ from kvferry.shared.model.parallel.support import whole_spec
 class ParallelModel:
     """Implements `LanguageModel`; see there for the methods.
 
+    Attributes:
+        part_spec: the spec of the leading rank's heads, and of any other's.
+        lead: as given.
+
     Args:
         part: the leading rank's part of the model.
         lead: whose followers have loaded theirs.
@@ -34,14 +38,15 @@ class ParallelModel:
 
     def __init__(self, part: TransformersModel, lead: LeadingRank) -> None:
         self.spec = whole_spec(part.spec, lead.num_ranks)
+        self.part_spec = part.spec
         self.device = part.device
         self.dtype = part.dtype
         self._part = part
-        self._lead = lead
+        self.lead = lead
 
     @property
     def num_ranks(self) -> int:
-        return self._lead.num_ranks
+        return self.lead.num_ranks
 
     @torch.inference_mode()
     def prefill(
@@ -56,7 +61,7 @@ class ParallelModel:
     ) -> Tensor:
         """Raises: also WorkerUnavailable: a rank is lost."""
         self._part.check_window(start + len(token_ids))
-        lead = self._lead
+        lead = self.lead
         current = RankPrefillPass(
             lead, self._part.spec, start=start, num_queries=num_queries, observer=observer
         )
@@ -81,20 +86,26 @@ class ParallelModel:
         attention: DecodeAttention,
         states: LayerStates | None = None,
     ) -> Tensor:
-        """Raises: also WorkerUnavailable: a rank is lost."""
-        lead = self._lead
-        current = RankDecodePass(lead, self._part.spec, attention)
+        """Args: attention: of the leading rank's heads; followers have theirs (`FollowingRank`).
+
+        Raises: also what the attention raises, and WorkerUnavailable: a rank is lost.
+        """
+        lead = self.lead
+        current = RankDecodePass(attention, spec=self._part.spec)
         lead.command(Decode(batch_size=len(token_ids)))
         with lead.running(current):
             lead.broadcast(torch.stack([token_ids, positions]))
-            return self._part.run_step(token_ids, positions, current)
+            logits = self._part.run_step(token_ids, positions, current)
+        if current.error is not None:
+            raise current.error
+        return logits
 
     def pre_rope_keys(self, layer: int, keys: Tensor) -> Tensor:
         return self._part.pre_rope_keys(layer, keys)
 
     def close(self) -> None:
         """End the other ranks. No pass may be running."""
-        self._lead.close()
+        self.lead.close()
 
 
 def load_parallel_model(
@@ -107,6 +118,7 @@ def load_parallel_model(
     dtype: str = "auto",
     max_model_len: int = 0,
     num_threads: int = 0,
+    follower_class: str = FOLLOWER,
 ) -> ParallelModel:
     """Start the ranks, of which this process is the first, and load a part of the model in each.
 
@@ -114,6 +126,7 @@ def load_parallel_model(
         num_ranks: at least 2.
         on_lost: called once, by any thread, when a rank is lost. It should end the process.
         num_threads: CPU threads of all ranks together; 0: torch's default.
+        follower_class: as of `LeadingRank`.
         others: as of `load_model`; `device` has no number.
 
     Raises: ConfigurationError, UnsupportedModel: as `load_model`, or the model cannot be divided so.
@@ -123,6 +136,7 @@ def load_parallel_model(
         backend=backend_for(device, num_ranks),
         num_threads=max(1, (num_threads or torch.get_num_threads()) // num_ranks),
         on_lost=on_lost,
+        follower_class=follower_class,
     )
     with ExitStack() as unless_loaded:
         unless_loaded.callback(lead.close)

@@ -1,10 +1,10 @@
 """Passes of a tensor-parallel model: each rank projects and attends for its own heads.
 
-What only the leading rank has (the prompt's observer, decode's attention, all KV) it does alone, between two
-words to the followers:
+In a decode step every rank has the KV of its heads, and only the model's own sums go from rank to rank. In
+prefill the prompt's observer, which has all KV, is the leading rank's. It does that alone, between two words
+to the followers:
 
     prefill layer   history ─proceed► history to ranks; K, V to lead; attention; Q to lead; observer ─proceed►
-    decode layer    Q, K, V to lead; attention ─proceed► its output to ranks
 
 While the lead is alone, followers wait for its word, so an error there aborts the pass in all ranks, and a
 prompt that overtakes another runs there.
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.shared.model.adapters.latent import Latent
+from kvferry.shared.model.bridge import DecodePass
 from kvferry.shared.model.interface import DecodeAttention, PrefillObserver
 from kvferry.shared.model.parallel.ranks import Ranks
 from kvferry.shared.model.prefill_attention import prefill_attention
@@ -30,27 +31,11 @@ if TYPE_CHECKING:
     from kvferry.shared.model.state_cache import StateCache
 
 
-class RankPass:
-    """What passes of both kinds have. Attributes: is_lead_alone: whether followers wait for a word."""
-
-    def __init__(self, ranks: Ranks, spec: ModelSpec) -> None:
-        self._ranks = ranks
-        self.spec = spec
-        self.positions = torch.empty(0)
-        self.cache: StateCache | None = None
-        self.is_lead_alone = False
-
-    @contextmanager
-    def _lead_alone(self) -> Iterator[None]:
-        """The block is the lead's; then the others go on. An error leaves `is_lead_alone` set."""
-        self.is_lead_alone = True
-        yield
-        self._ranks.proceed()
-        self.is_lead_alone = False
-
-
-class RankPrefillPass(RankPass):
+class RankPrefillPass:
     """A rank's part of a prompt's pass; see `PrefillPass`.
+
+    Attributes:
+        is_lead_alone: whether followers wait for a word.
 
     Args:
         spec: of this rank's heads.
@@ -66,7 +51,11 @@ class RankPrefillPass(RankPass):
         num_queries: int | None,
         observer: PrefillObserver | None = None,
     ) -> None:
-        super().__init__(ranks, spec)
+        self._ranks = ranks
+        self.spec = spec
+        self.positions = torch.empty(0)
+        self.cache: StateCache | None = None
+        self.is_lead_alone = False
         self._observer = observer
         self._start = start
         self._num_queries = num_queries
@@ -119,32 +108,42 @@ class RankPrefillPass(RankPass):
         every[:, self._start :] = torch.cat(parts)
         return every[:num_heads], every
 
+    @contextmanager
+    def _lead_alone(self) -> Iterator[None]:
+        """The block is the lead's; then the others go on. An error leaves `is_lead_alone` set."""
+        self.is_lead_alone = True
+        yield
+        self._ranks.proceed()
+        self.is_lead_alone = False
 
-class RankDecodePass(RankPass):
-    """A rank's part of a decode step; see `DecodePass`.
 
-    Args: attention: the lead's, of all heads; None in followers.
+class RankDecodePass(DecodePass):
+    """A rank's part of a decode step: its attention has the KV of its heads.
+
+    An attention that fails is as one without a result: the ranks run the pass to its end together, and the
+    step's logits are not numbers.
+
+    Attributes:
+        is_lead_alone: see `RankPrefillPass`.
+        error: of this rank's attention.
     """
 
-    def __init__(self, ranks: Ranks, spec: ModelSpec, attention: DecodeAttention | None = None) -> None:
-        super().__init__(ranks, spec)
-        self._attention = attention
+    is_lead_alone = False
+
+    def __init__(self, attention: DecodeAttention, *, spec: ModelSpec) -> None:
+        super().__init__(attention, spec=spec)
+        self.error: Exception | None = None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, latent: Latent | None
     ) -> Tensor:
         _check_call(scaling, latent)
-        num_heads, num_kv_heads = query.shape[1], key.shape[1]
-        parts = self._ranks.gather(torch.cat([query, key, value], 1)[:, :, 0])
-        outputs: tuple[Tensor, ...] = ()
-        with self._lead_alone():
-            if self._attention is not None:
-                split = [torch.split(part, [num_heads, num_kv_heads, num_kv_heads], 1) for part in parts]
-                queries, keys, values = (torch.cat(its, 1) for its in zip(*split, strict=True))
-                queries = queries.view(len(queries), keys.shape[1], -1, queries.shape[2])
-                output = self._attention(layer, queries, keys, values, scaling)
-                outputs = output.flatten(1, 2).to(query.dtype).chunk(self._ranks.num_ranks, 1)
-        return self._ranks.scatter(outputs, query[:, :, 0])[:, None]
+        if self.error is None:
+            try:
+                return super().attend(layer, query, key, value, scaling, latent)
+            except Exception as error:
+                self.error = error
+        return torch.full_like(query.transpose(1, 2), torch.nan)
 
 
 def _check_call(scaling: Scaling, latent: Latent | None) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import threading
 from pathlib import Path
 
 import pytest
@@ -294,6 +295,17 @@ class Harness:
             await asyncio.sleep(0.01)
         arena.check_integrity()
         return arena.free_bytes == arena.size_bytes
+
+
+def serialise_prefill(made):
+    """Prefill's model is not for two threads."""
+    lock, ship = threading.Lock(), made.shipper.ship
+
+    def ship_one(*args, **kwargs):
+        with lock:
+            return ship(*args, **kwargs)
+
+    made.shipper.ship = ship_one
 
 
 @pytest.fixture

@@ -6,22 +6,11 @@ import asyncio
 import threading
 
 import pytest
-from kvtest.decode import MIXED, oracle_ids
+from kvtest.decode import MIXED, oracle_ids, serialise_prefill
 
 from kvferry.services.decode import memory
 from kvferry.shared.control.messages import GenerationFinished, HistoryReturned
 from kvferry.shared.errors import InvalidRequest
-
-
-def serialise_prefill(made):
-    """Prefill's model is not for two threads."""
-    lock, ship = threading.Lock(), made.shipper.ship
-
-    def ship_one(*args, **kwargs):
-        with lock:
-            return ship(*args, **kwargs)
-
-    made.shipper.ship = ship_one
 
 
 @pytest.fixture

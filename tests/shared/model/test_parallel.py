@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import kvtest
 import pytest
 import torch
 from kvtest.families import FAMILIES
+from kvtest.rank import ATTENDING_RANK, attention_of
 from kvtest.tiny_models import make_config
 from torch import Tensor
 
@@ -76,12 +78,6 @@ class Interrupting(Layers):
             self._action()
 
 
-def attention(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: object) -> Tensor:
-    """Depends on every input, and on the order of heads."""
-    heads = torch.arange(1, keys.shape[1] + 1)[:, None, None]
-    return queries * heads + (keys * values)[:, :, None]
-
-
 def ids(num_tokens: int, seed: int) -> Tensor:
     return torch.randint(8, 600, (num_tokens,), generator=torch.Generator().manual_seed(seed))
 
@@ -101,14 +97,24 @@ def assert_same_passes(model: LanguageModel, one: LanguageModel) -> None:
             torch.testing.assert_close(given, its.given[layer], **TOLERANCE)
     step = (ids(3, 3), torch.tensor([4, 40, 9]))
     torch.testing.assert_close(
-        model.decode(*step, attention=attention), one.decode(*step, attention=attention), **TOLERANCE
+        model.decode(*step, attention=attention_of(0)), one.decode(*step, attention=attention_of(0)), **TOLERANCE
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def helpers_in_children() -> Iterator[None]:
+    """Child processes find this test's helpers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(kvtest.__path__[0]).parent), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(scope="module")
 def lead() -> Iterator[LeadingRank]:
     lost: list[Exception] = []
-    lead = LeadingRank(2, backend="gloo", num_threads=1, on_lost=lost.append)
+    lead = LeadingRank(
+        2, backend="gloo", num_threads=1, on_lost=lost.append, follower_class=ATTENDING_RANK
+    )
     try:
         lead.join()
         yield lead
@@ -274,7 +280,7 @@ def test_a_lost_rank_is_the_workers_end_with_its_name_in_bounded_time(
 
     model = load_parallel_model(DEMO_MODEL, num_ranks=2, on_lost=on_lost, device="cpu", num_threads=2)
     try:
-        process = model._lead._followers[0].process
+        process = model.lead._followers[0].process
         begin_s = time.monotonic()
         pass_of_death = Interrupting(1, lambda: os.kill(process.pid, sign))
         with pytest.raises(WorkerUnavailable, match=reason) as raised:
@@ -283,7 +289,7 @@ def test_a_lost_rank_is_the_workers_end_with_its_name_in_bounded_time(
         assert told.wait(5.0)
         assert time.monotonic() - begin_s < 12.0
         with pytest.raises(WorkerUnavailable, match=reason):
-            model.decode(ids(1, 1), torch.tensor([1]), attention=attention)
+            model.decode(ids(1, 1), torch.tensor([1]), attention=attention_of(0))
         assert [str(error) for error in lost] == [str(raised.value)]
         assert process.wait(5.0) is not None
     finally:

@@ -1,0 +1,250 @@
+"""A following rank of a decode worker: the KV of its heads, and attention to it.
+
+Runs in a child process of the worker (`shared/model/parallel/follower.py`). It allocates and decides nothing:
+the leading rank (`ranks.py`) says where every sequence is, and which slot it has in a step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from functools import singledispatchmethod
+from multiprocessing.connection import Connection
+
+import structlog
+import torch
+from torch import Tensor
+
+from kvferry.kernels.softmax import Scaling
+from kvferry.services.decode.attention import BatchAttention, SlotAttention
+from kvferry.services.decode.rank_messages import (
+    Accept,
+    Copy,
+    Drop,
+    JoinBatch,
+    Layer,
+    LeaveBatch,
+    Move,
+    Place,
+    ResetBatch,
+    Retain,
+    Return,
+    Share,
+    Shrink,
+    Start,
+    received,
+    sent,
+)
+from kvferry.services.decode.retained import copied_rows, retained_layout
+from kvferry.services.decode.step import MAX_SHAPES
+from kvferry.shared.cache.arena import SequenceLayout, place_layer, sequence_layout
+from kvferry.shared.cache.delta import DeltaLayer, RetainedChain, RetainedRows
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.interface import LayerCache
+from kvferry.shared.compression.plan import ResolvedPlan
+from kvferry.shared.kernel_paths import choose_kernels
+from kvferry.shared.model.interface import DecodeAttention
+from kvferry.shared.model.parallel.follower import FollowingRank
+from kvferry.shared.self_test import model_shapes, self_test
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(kw_only=True)
+class _Sequence:
+    """This rank's part of a sequence. Attributes: chain: retained rows that its transfer leaves out."""
+
+    layout: SequenceLayout
+    buffer: Tensor
+    returns_generated: bool
+    chain: RetainedChain | None = None
+    caches: list[LayerCache] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class _Retained:
+    """As `RetainedSelection`, of this rank's heads."""
+
+    retained: RetainedRows
+    rows: tuple[tuple[Tensor, ...], ...]
+
+
+class DecodeRank(FollowingRank):
+    """What is here is named by the transfer that brought it, as in the messages."""
+
+    def __init__(self, commands: Connection) -> None:
+        super().__init__(commands)
+        self._start(Start(arena_bytes=0, max_batch_size=1, kernels="auto", self_test=False))
+
+    @torch.inference_mode()
+    def run_other(self, command: object) -> None:
+        self._run_other(command)
+
+    @singledispatchmethod
+    def _run_other(self, command: object) -> None:
+        super().run_other(command)
+
+    @_run_other.register
+    def _(self, command: Start) -> None:
+        choose_kernels(command.kernels, self.model.device)
+        for shape in model_shapes(self.model.spec, self.model.device) if command.self_test else ():
+            self_test("decode", shape)
+        self._start(command)
+        self.answer(None)
+
+    def _start(self, command: Start) -> None:
+        self._buffer = torch.empty(command.arena_bytes, dtype=torch.uint8, device=self.resolve_device())
+        self._max_batch_size = command.max_batch_size
+        self._sequences: dict[int, _Sequence] = {}
+        self._retained: dict[int, _Retained] = {}
+        self._prompts: dict[int, list[LayerCache]] = {}
+        self._reset()
+
+    # ---- sequences ---------------------------------------------------------------------------------------
+
+    @_run_other.register
+    def _(self, command: Accept) -> None:
+        chain = None
+        if command.retained:
+            selections = [
+                replace(self._retained[name].retained, num_tokens=num_tokens)
+                for name, num_tokens in command.retained
+            ]
+            chain = RetainedChain(selections=tuple(selections))
+        sequence = self._made(command.plan, command.place, returns_generated=command.returns_generated)
+        sequence.chain = chain
+        self._sequences[command.sequence] = sequence
+
+    @_run_other.register
+    def _(self, command: Layer) -> None:
+        sequence = self._sequences[command.sequence]
+        number = len(sequence.caches)
+        its_layout = sequence.layout.layers[number]
+        fmt: DeltaLayer | None = None
+        if sequence.chain is not None:
+            rows = [self._retained[its.transfer_id].rows[number] for its in sequence.chain.selections]
+            fmt = DeltaLayer(its_layout.format, number, sequence.chain, rows)
+        regions = its_layout.views(sequence.buffer)
+        sequence.caches.append(place_layer(fmt or its_layout.format, regions, received(command.tensors)))
+
+    @_run_other.register
+    def _(self, command: Move) -> None:
+        sequence = self._sequences[command.sequence]
+        moved = self._made(command.plan, command.place, returns_generated=sequence.returns_generated)
+        for cache, layer in zip(sequence.caches, moved.layout.layers, strict=True):
+            cache.move(layer.format, layer.views(moved.buffer))
+        sequence.layout, sequence.buffer = moved.layout, moved.buffer
+
+    @_run_other.register
+    def _(self, command: Share) -> None:
+        sequence = self._sequences[command.sequence]
+        buffer = torch.empty(sequence.layout.size_bytes, dtype=torch.uint8)
+        self._prompts[command.sequence] = _copied(sequence.caches, sequence.layout, buffer)
+
+    @_run_other.register
+    def _(self, command: Copy) -> None:
+        sequence = self._made(command.plan, command.place, returns_generated=command.returns_generated)
+        sequence.caches = _copied(self._prompts[command.prompt], sequence.layout, sequence.buffer)
+        self._sequences[command.sequence] = sequence
+
+    @_run_other.register
+    def _(self, command: Retain) -> None:
+        caches = self._sequences.pop(command.sequence).caches
+        rows = tuple(
+            tuple(map(cache.regions.__getitem__, cache.format.shape.row_names)) for cache in caches
+        )
+        self._retained[command.sequence] = _Retained(retained=command.rows, rows=rows)
+
+    @_run_other.register
+    def _(self, command: Shrink) -> None:
+        its = self._retained[command.retained]
+        numbers = list(command.numbers)
+        regions, _ = retained_layout(its.rows, numbers)
+        its.rows = copied_rows(its.rows, regions, self._range(command.place), numbers)
+        its.retained = command.rows
+
+    @_run_other.register
+    def _(self, command: Drop) -> None:
+        for name in command.sequences:
+            self._sequences.pop(name, None)
+        for name in command.retained:
+            self._retained.pop(name, None)
+        for name in command.prompts:
+            self._prompts.pop(name, None)
+
+    @_run_other.register
+    def _(self, command: Return) -> None:
+        caches = self._sequences[command.sequence].caches
+        self.answer([sent(cache.returned(command.num_appended)) for cache in caches])
+
+    def _made(self, plan: ResolvedPlan, place: Place | None, *, returns_generated: bool) -> _Sequence:
+        """A sequence without layers. Args: place: None: in host memory."""
+        formats = make_formats(self.model.spec, plan, returns_generated=returns_generated)
+        layout = sequence_layout(formats)
+        if place is None:
+            buffer = torch.empty(layout.size_bytes, dtype=torch.uint8)
+        else:
+            buffer = self._range(place)
+        return _Sequence(layout=layout, buffer=buffer, returns_generated=returns_generated)
+
+    def _range(self, place: Place) -> Tensor:
+        return self._buffer[place.offset : place.offset + place.size_bytes]
+
+    # ---- steps -------------------------------------------------------------------------------------------
+
+    @_run_other.register
+    def _(self, command: JoinBatch) -> None:
+        if self._slots is None:
+            self._slots = SlotAttention(self.model.spec, self._max_batch_size, self._buffer)
+        caches = self._sequences[command.sequence].caches
+        self._slots.place(command.slot, caches, command.num_appended)
+        self._placed.add(command.slot)
+
+    @_run_other.register
+    def _(self, command: LeaveBatch) -> None:
+        assert self._slots is not None, "nothing has been placed"
+        self._slots.remove(command.slot)
+        self._placed.discard(command.slot)
+
+    @_run_other.register
+    def _(self, command: ResetBatch) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._slots: SlotAttention | None = None
+        self._placed: set[int] = set()
+        self._shapes: OrderedDict[Hashable, BatchAttention] = OrderedDict()
+
+    @torch.inference_mode()
+    def decode_attention(self, num_slots: int) -> DecodeAttention:
+        slots = self._slots
+        assert slots is not None, "nothing has been placed"
+        key = (num_slots, slots.signature())
+        attention = self._shapes.pop(key, None) or BatchAttention(slots, num_slots)
+        self._shapes[key] = attention
+        if len(self._shapes) > MAX_SHAPES:
+            self._shapes.popitem(last=False)
+
+        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling) -> Tensor:
+            output = attention(layer, queries, keys, values, scaling)
+            if slots.errors:  # the leading rank sees it in the slots' logits
+                output = output.clone()
+                output[list(slots.errors)] = torch.nan
+            return output
+
+        return attend
+
+    @torch.inference_mode()
+    def step_done(self) -> None:
+        (num_slots, _), attention = next(reversed(self._shapes.items()))
+        active = torch.tensor([slot in self._placed for slot in range(num_slots)], dtype=torch.int64)
+        attention.advance(active.to(self._buffer.device))
+        assert self._slots is not None, "a step has been run"
+        for slot, error in self._slots.errors.items():
+            _log.error("a sequence failed in a rank", rank=self.rank, slot=slot, exc_info=error)
+
+
+def _copied(caches: list[LayerCache], layout: SequenceLayout, buffer: Tensor) -> list[LayerCache]:
+    layers = zip(caches, layout.layers, strict=True)
+    return [cache.copied(layer.format, layer.views(buffer)) for cache, layer in layers]

@@ -1,0 +1,353 @@
+"""The other ranks of a decode worker, as its leading rank sees them: each has the KV of its own heads.
+
+    receiver ── layers, divided by heads ──┐
+    memory, retained KV ── the same moves ─┼──► ranks (`rank.py`), in one order for all
+    engine ── the same slots and steps ────┘
+
+The leading rank's own sequences, arena and attention are those of a model with 1/N of the heads. What it does
+to them, the others do to theirs at the same offsets. A layer that arrives is checked for all heads here, so
+that no other rank can refuse it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvferry.kernels import dispatch
+from kvferry.services.decode.rank_messages import (
+    Accept,
+    Copy,
+    Drop,
+    JoinBatch,
+    Layer,
+    LeaveBatch,
+    Move,
+    Place,
+    ResetBatch,
+    Retain,
+    Return,
+    Share,
+    Shrink,
+    Start,
+    received,
+    sent,
+)
+from kvferry.services.decode.receiver import ArenaCopier, CacheWriter, layer_failed
+from kvferry.services.decode.retained import RetainedSelection
+from kvferry.services.decode.sequence import PinnedRows, Sequence
+from kvferry.services.decode.shared_prompts import SharedPrompt
+from kvferry.services.decode.step import StepDevice, StepInput, StepRunner
+from kvferry.shared.cache.arena import Allocation, SequenceLayout, place_layer, sequence_layout
+from kvferry.shared.cache.delta import DeltaLayer, RetainedChain, RowNumbers
+from kvferry.shared.compression.formats import format_class, make_formats
+from kvferry.shared.compression.formats.interface import InvalidTensors, Tensors
+from kvferry.shared.compression.plan import ResolvedPlan
+from kvferry.shared.compression.presets import preset
+from kvferry.shared.errors import InvalidRequest, WorkerUnavailable
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.parallel.model import ParallelModel
+
+DECODE_RANK = "kvferry.services.decode.rank:DecodeRank"
+"""The class of the other ranks, for `load_parallel_model`."""
+
+
+class DecodeRanks:
+    """Tells the other ranks. Any thread may call its methods, in the order in which the others are to follow.
+
+    Attributes:
+        num_ranks: with this one.
+        spec: of one rank's heads.
+        returning: to be locked around `ask_returned` and `with_returned`.
+
+    Args: model: whose followers are `DECODE_RANK`s.
+    """
+
+    def __init__(self, model: ParallelModel) -> None:
+        self.num_ranks = model.num_ranks
+        self.spec = model.part_spec
+        self.returning = threading.Lock()
+        self._whole_spec = model.spec
+        self._lead = model.lead
+        self._dropped: deque[Drop] = deque()
+
+    def start(self, *, arena_bytes: int, max_batch_size: int, self_test: bool) -> None:
+        """Have the others take memory and kernels; waits until they have."""
+        start = Start(
+            arena_bytes=arena_bytes,
+            max_batch_size=max_batch_size,
+            kernels=dispatch.mode(),
+            self_test=self_test,
+        )
+        self._tell(start)
+        self._lead.answers()
+
+    def methods(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of these methods that can be divided."""
+        return tuple(name for name in names if format_class(preset(name).representation).divides)
+
+    def check(self, layout: SequenceLayout, method: str) -> None:
+        """Raises: InvalidRequest: a layer's format cannot be divided."""
+        for layer in layout.layers:
+            if not layer.format.divides:
+                raise InvalidRequest(
+                    f"method {method!r} gives KV heads different numbers of rows (format "
+                    f"{layer.format.name!r}), which cannot be divided among the {self.num_ranks} ranks of this "
+                    "decode worker",
+                    param="kv_compression.method",
+                )
+
+    # ---- transfers ---------------------------------------------------------------------------------------
+
+    def writer(
+        self, sequence: Sequence, buffer: Tensor, copier: ArenaCopier, pinned: PinnedRows | None
+    ) -> CacheWriter:
+        """What writes an accepted transfer, to this rank's memory and the others'."""
+        retained = () if pinned is None else pinned.chain.selections
+        self._tell(
+            Accept(
+                sequence=sequence.key.transfer_id,
+                place=_place(sequence.allocation),
+                plan=_plan(sequence),
+                returns_generated=sequence.request.store_history,
+                retained=tuple((its.transfer_id, its.num_tokens) for its in retained),
+            )
+        )
+        # no new tokens: a layer is put together here only
+        formats = make_formats(self._whole_spec, replace(sequence.plan, max_new_tokens=1))
+        layouts = {id(fmt): sequence_layout((fmt,)) for fmt in formats}
+        return DividedWriter(
+            self,
+            sequence,
+            buffer,
+            copier,
+            whole=SequenceLayout(
+                layers=tuple(layouts[id(fmt)].layers[0] for fmt in formats),
+                size_bytes=max(its.size_bytes for its in layouts.values()),
+            ),
+            pinned=pinned,
+        )
+
+    def layer(self, sequence: Sequence, parts: list[Tensors]) -> None:
+        """Give the others their parts of the next layer. Args: parts: of rank 1 and those after it."""
+        name = sequence.key.transfer_id
+        self._flush()
+        self._lead.commands([Layer(sequence=name, tensors=sent(part)) for part in parts])
+
+    def used_bytes(self, sequence: Sequence) -> int:
+        """Bytes that all ranks use for a sequence. Segments that are packed while tokens are generated count
+        as large as this rank's."""
+        grown = sum(its.used_bytes(sequence.num_appended) - its.used_bytes(0) for its in sequence.caches)
+        return sequence.prompt_bytes + self.num_ranks * grown
+
+    # ---- sequences ---------------------------------------------------------------------------------------
+
+    def moved(self, sequence: Sequence) -> None:
+        """A sequence is elsewhere; its former range is still its own."""
+        place = _place(sequence.allocation) if sequence.is_in_arena else None
+        self._tell(Move(sequence=sequence.key.transfer_id, place=place, plan=_plan(sequence)))
+
+    def share(self, sequence: Sequence, prompt: SharedPrompt) -> None:
+        """Store a prompt for as long as this rank does."""
+        name = sequence.key.transfer_id
+        self._tell(Share(sequence=name))
+        # later, because this may be called anywhere
+        weakref.finalize(prompt, self._dropped.append, Drop(prompts=(name,))).atexit = False
+
+    def copy(self, prompt: SharedPrompt, sequence: Sequence) -> None:
+        """Begin a sequence with a copy of a shared prompt."""
+        self._tell(
+            Copy(
+                prompt=prompt.transfer_id,
+                sequence=sequence.key.transfer_id,
+                place=_place(sequence.allocation),
+                plan=_plan(sequence),
+                returns_generated=sequence.request.store_history,
+            )
+        )
+
+    def retain(self, selection: RetainedSelection) -> None:
+        rows, number = selection.retained, self.spec.num_kv_heads
+        self._lead.commands(
+            [
+                Retain(sequence=rows.transfer_id, rows=rows.of_heads(rank * number, number))
+                for rank in range(1, self.num_ranks)
+            ]
+        )
+
+    def own_heads(self, numbers: list[RowNumbers]) -> list[RowNumbers]:
+        """Those of this rank's heads."""
+        return [its[: self.spec.num_kv_heads] for its in numbers]
+
+    def shrunk(self, selection: RetainedSelection, numbers: list[RowNumbers]) -> None:
+        """Args: numbers: of the rows that are copied, of all heads."""
+        rows, number, place = selection.retained, self.spec.num_kv_heads, _place(selection.allocation)
+        firsts = range(number, self.num_ranks * number, number)
+        self._lead.commands(
+            [
+                Shrink(
+                    retained=rows.transfer_id,
+                    place=place,
+                    rows=rows.of_heads(first, number),
+                    numbers=tuple(its[first : first + number] for its in numbers),
+                )
+                for first in firsts
+            ]
+        )
+
+    def drop(self, *, sequence: Sequence | None = None, retained: RetainedSelection | None = None) -> None:
+        """Forget a sequence that has ended, or rows that are not retained any more."""
+        its_sequence = () if sequence is None else (sequence.key.transfer_id,)
+        its_rows = () if retained is None else (retained.retained.transfer_id,)
+        with suppress(WorkerUnavailable):  # nothing is left of a lost rank
+            self._tell(Drop(sequences=its_sequence, retained=its_rows))
+
+    def ask_returned(self, sequence: Sequence) -> None:
+        """Have the others copy what a sequence's history gets, as it is now."""
+        self._tell(Return(sequence=sequence.key.transfer_id, num_appended=sequence.num_appended))
+
+    def with_returned(self, layers: list[Tensors]) -> list[Tensors]:
+        """What the history gets, all heads. Args: layers: this rank's part."""
+        parts = [layers, *([received(layer) for layer in answer] for answer in self._lead.answers())]
+        return [
+            {name: torch.cat([its[name] for its in of_layer]) for name in of_layer[0]}
+            for of_layer in zip(*parts, strict=True)
+        ]
+
+    # ---- steps -------------------------------------------------------------------------------------------
+
+    def runner(self, *arguments: Any, **options: Any) -> RanksRunner:
+        """What places sequences in this rank's slots and the others'. Args: as of `StepRunner`."""
+        return RanksRunner(self, *arguments, **options)
+
+    def joined(self, slot: int, given: StepInput) -> None:
+        self._tell(JoinBatch(sequence=given.sequence, slot=slot, num_appended=given.num_appended))
+
+    def left(self, slot: int) -> None:
+        self._tell(LeaveBatch(slot))
+
+    def reset_batch(self) -> None:
+        with suppress(WorkerUnavailable):
+            self._tell(ResetBatch())
+
+    def _tell(self, command: object) -> None:
+        self._flush()
+        self._lead.command(command)
+
+    def _flush(self) -> None:
+        while self._dropped:
+            self._lead.command(self._dropped.popleft())
+
+
+class DividedWriter(CacheWriter):
+    """Writes one sequence's layers to several ranks.
+
+    A layer is put together in host memory, checked there as a whole, and divided by its heads.
+
+    Args: whole: of all heads; every layer in the same memory.
+    """
+
+    def __init__(
+        self,
+        ranks: DecodeRanks,
+        sequence: Sequence,
+        buffer: Tensor,
+        copier: ArenaCopier,
+        *,
+        whole: SequenceLayout,
+        pinned: PinnedRows | None,
+    ) -> None:
+        host = torch.empty(whole.size_bytes, dtype=torch.uint8)
+        super().__init__(whole, host, copier, pinned=pinned)
+        self._ranks = ranks
+        self._sequence = sequence
+        self._own_buffer = buffer
+        self._prompt_bytes = 0
+        self._chain: RetainedChain | None = None
+        if pinned is not None:
+            number = ranks.spec.num_kv_heads
+            selections = tuple(its.of_heads(0, number) for its in pinned.chain.selections)
+            self._chain = RetainedChain(selections=selections)
+
+    def _open_when_complete(self) -> None:
+        if self._missing_bytes:
+            return
+        layer = len(self._caches)
+        fmt, its_layout = self._format(layer), self._sequence.layout.layers[layer]
+        try:
+            whole = self._layout.layers[layer].format
+            if isinstance(fmt, DeltaLayer):
+                fmt.find(self._tensors)
+                index = self._tensors.get("index")
+                positions = None if index is None else index.numpy()
+                self._prompt_bytes += whole.used_bytes(0)
+            else:
+                cache = fmt.open(self._regions, self._tensors)
+                cache.settle()
+                positions = cache.positions
+                self._prompt_bytes += cache.used_bytes(0)
+            whole.check_finite(self._tensors)
+            own, *others = fmt.parts(self._tensors, self._ranks.num_ranks)
+            self._ranks.layer(self._sequence, others)
+            own_format = its_layout.format if self._chain is None else self._own_delta(layer)
+            own_cache = place_layer(own_format, its_layout.views(self._own_buffer), own)
+        except InvalidTensors as error:
+            raise layer_failed(layer, error) from error
+        own_cache.positions = positions  # of all heads, as prefill knows them
+        self._caches.append(own_cache)
+        self._tensors, self._pieces = {}, []
+        if len(self._caches) == len(self._layout.layers):
+            self._sequence.prompt_bytes = self._prompt_bytes
+
+    def _own_delta(self, layer: int) -> DeltaLayer:
+        assert self._chain is not None
+        assert self._pinned is not None
+        rows = [layers[layer] for layers in self._pinned.layers]
+        return DeltaLayer(self._sequence.layout.layers[layer].format, layer, self._chain, rows)
+
+
+class RanksRunner(StepRunner):
+    """`StepRunner` of the leading rank: the others have the same sequences in the same slots."""
+
+    def __init__(
+        self,
+        ranks: DecodeRanks,
+        model: LanguageModel,
+        device: StepDevice,
+        *,
+        max_batch_size: int,
+        warn: Callable[[str], None],
+    ) -> None:
+        super().__init__(model, device, max_batch_size=max_batch_size, warn=warn)
+        self._ranks = ranks
+        self._spec = ranks.spec
+
+    def join(self, given: StepInput) -> int:
+        slot = super().join(given)
+        self._ranks.joined(slot, given)
+        return slot
+
+    def leave(self, slot: int) -> None:
+        super().leave(slot)
+        self._ranks.left(slot)
+
+    def reset(self) -> None:
+        super().reset()
+        self._ranks.reset_batch()
+
+
+def _place(allocation: Allocation) -> Place:
+    return Place(offset=allocation.offset, size_bytes=allocation.size_bytes)
+
+
+def _plan(sequence: Sequence) -> ResolvedPlan:
+    """The plan with the room that the sequence has."""
+    return replace(sequence.plan, max_new_tokens=sequence.room)
