@@ -122,6 +122,7 @@ heads. The types that `tests/shared/model/test_parallel.py` checks against one r
 {_PARALLEL}.
 
 Not: quantised weights, states, latent rows, attention sinks, and layers with different numbers of heads.
+A decode worker of several ranks takes every method but `adakv`, whose heads differ in rows.
 
 ## Model types
 

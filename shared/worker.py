@@ -188,9 +188,7 @@ async def run_worker(
         await service.drain(settings.shutdown_timeout_s)
 
 
-async def _load_model(
-    settings: WorkerSettings, stack: AsyncExitStack, follower_class: str
-) -> LanguageModel:
+async def _load_model(settings: WorkerSettings, stack: AsyncExitStack, follower_class: str) -> LanguageModel:
     """The model, in several ranks if the settings say so; the stack ends them."""
     if settings.tensor_parallel == 1:
         return await load_workers_model(settings)

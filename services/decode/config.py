@@ -22,8 +22,8 @@ class DecodeConfig(WorkerSettings):
     arena_bytes: Annotated[Bytes, CAPACITY] = Field(
         0,
         ge=0,
-        description="memory for the KV of all sequences, of all ranks together; 0: 1GiB on CPU, on CUDA half of "
-        "what is free after the model is loaded",
+        description="memory for the KV of all sequences, of all ranks together; 0: 1GiB on CPU, on CUDA half "
+        "of what is free after the model is loaded",
     )
     max_batch_size: Annotated[int, CAPACITY] = Field(
         32, ge=1, description="sequences that decode together in one step"
@@ -76,8 +76,8 @@ class DecodeConfig(WorkerSettings):
     def _check_ranks(self) -> Self:
         if self.shadow_check and self.tensor_parallel > 1:
             raise ValueError(
-                f"shadow_check is {self.shadow_check} with tensor_parallel {self.tensor_parallel}; it must be 0: "
-                "each rank has a part of a sequence only"
+                f"shadow_check is {self.shadow_check} with tensor_parallel {self.tensor_parallel}; it must "
+                "be 0: each rank has a part of a sequence only"
             )
         return self
 

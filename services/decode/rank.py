@@ -75,6 +75,9 @@ class DecodeRank(FollowingRank):
 
     def __init__(self, commands: Connection) -> None:
         super().__init__(commands)
+        self._slots: SlotAttention | None = None
+        self._placed: set[int] = set()
+        self._shapes: OrderedDict[tuple[int, Hashable], BatchAttention] = OrderedDict()
         self._start(Start(arena_bytes=0, max_batch_size=1, kernels="auto", self_test=False))
 
     @torch.inference_mode()
@@ -151,9 +154,7 @@ class DecodeRank(FollowingRank):
     @_run_other.register
     def _(self, command: Retain) -> None:
         caches = self._sequences.pop(command.sequence).caches
-        rows = tuple(
-            tuple(map(cache.regions.__getitem__, cache.format.shape.row_names)) for cache in caches
-        )
+        rows = tuple(tuple(map(cache.regions.__getitem__, cache.format.shape.row_names)) for cache in caches)
         self._retained[command.sequence] = _Retained(retained=command.rows, rows=rows)
 
     @_run_other.register
@@ -182,10 +183,7 @@ class DecodeRank(FollowingRank):
         """A sequence without layers. Args: place: None: in host memory."""
         formats = make_formats(self.model.spec, plan, returns_generated=returns_generated)
         layout = sequence_layout(formats)
-        if place is None:
-            buffer = torch.empty(layout.size_bytes, dtype=torch.uint8)
-        else:
-            buffer = self._range(place)
+        buffer = torch.empty(layout.size_bytes, dtype=torch.uint8) if place is None else self._range(place)
         return _Sequence(layout=layout, buffer=buffer, returns_generated=returns_generated)
 
     def _range(self, place: Place) -> Tensor:
@@ -212,9 +210,9 @@ class DecodeRank(FollowingRank):
         self._reset()
 
     def _reset(self) -> None:
-        self._slots: SlotAttention | None = None
-        self._placed: set[int] = set()
-        self._shapes: OrderedDict[Hashable, BatchAttention] = OrderedDict()
+        self._slots = None
+        self._placed.clear()
+        self._shapes.clear()
 
     @torch.inference_mode()
     def decode_attention(self, num_slots: int) -> DecodeAttention:

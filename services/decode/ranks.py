@@ -100,8 +100,8 @@ class DecodeRanks:
             if not layer.format.divides:
                 raise InvalidRequest(
                     f"method {method!r} gives KV heads different numbers of rows (format "
-                    f"{layer.format.name!r}), which cannot be divided among the {self.num_ranks} ranks of this "
-                    "decode worker",
+                    f"{layer.format.name!r}), which cannot be divided among the {self.num_ranks} ranks of "
+                    "this decode worker",
                     param="kv_compression.method",
                 )
 

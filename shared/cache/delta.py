@@ -245,7 +245,7 @@ class DeltaLayer:
         parts = chunked(by_head, self.format.shape.num_kv_heads, num_parts)
         counts = [int(part[NEW_ROWS].sum()) for part in parts]
         for name in self.format.shape.row_names:
-            for part, rows in zip(parts, tensors[name].split(counts), strict=True):
+            for part, rows in zip(parts, torch.split(tensors[name], counts), strict=True):
                 part[name] = rows
         return parts
 

@@ -1,4 +1,4 @@
-"""Both workers in two ranks each, real processes: a rank's death costs latency, not the conversation."""
+"""Both workers in two ranks each, real processes: the loss of a rank costs latency, not the conversation."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from kvtest.recovery import stream_tokens
+
+from kvferry.shared.model.parallel import lead
 
 pytestmark = pytest.mark.xdist_group("stack")
 
@@ -30,7 +32,7 @@ def rank_of(pid: int) -> int:
 
 def await_end(pid: int) -> None:
     """A rank ends with its worker, also with one that was killed."""
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 20
     status = Path(f"/proc/{pid}/status")
     # a zombie is left where nobody waits for orphans
     while status.exists() and "State:\tZ" not in status.read_text():
@@ -38,8 +40,9 @@ def await_end(pid: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 def test_no_turn_is_lost_with_a_rank(
-    start_stack: Callable[..., Any], make_document: Callable[..., Any]
+    start_stack: Callable[..., Any], make_document: Callable[..., Any], sign: signal.Signals
 ) -> None:
     body = {
         "model": "demo",
@@ -50,15 +53,25 @@ def test_no_turn_is_lost_with_a_rank(
     }
     with start_stack("--tensor-parallel", "2", "--recovery-wait-s", "100") as stack:
         undisturbed = stream_tokens(stack.base_url, body, lambda _: None)
-        killed = threading.Event()
+        lost: list[tuple[int, float]] = []
+        decode_pid = int(stack.addresses["decode_pid"])
 
-        def kill_once(count: int) -> None:
-            if count == 10 and not killed.is_set():
-                killed.set()
-                os.kill(rank_of(int(stack.addresses["decode_pid"])), signal.SIGKILL)
+        def lose_once(count: int) -> None:
+            if count == 10 and not lost:
+                lost.append((rank_of(decode_pid), time.monotonic()))
+                os.kill(lost[0][0], sign)
+                watch.start()
 
-        assert stream_tokens(stack.base_url, body, kill_once) == undisturbed
-        assert killed.is_set()
+        def watch_worker() -> None:
+            await_end(decode_pid)
+            lost.append((decode_pid, time.monotonic()))
+
+        watch = threading.Thread(target=watch_worker)
+        assert stream_tokens(stack.base_url, body, lose_once) == undisturbed
+        watch.join(30)
+        # a ping's interval, what a rank may be silent, and a second to end
+        assert lost[1][1] - lost[0][1] < lead._PING_INTERVAL_S + lead._HUNG_S + 3.0
+        await_end(lost[0][0])
         assert stack.router_metric("kvferry_recoveries_total", role="decode") == 1
         ranks = [rank_of(int(stack.addresses["prefill_pid"]))]
         # the pid of the decode worker that was started again

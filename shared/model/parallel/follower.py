@@ -29,7 +29,6 @@ from kvferry.shared.model.parallel.messages import Abort, Decode, Load, Loaded, 
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
 from kvferry.shared.model.parallel.ranks import Ranks
 
-
 _log = structlog.get_logger(__name__)
 
 

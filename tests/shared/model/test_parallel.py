@@ -97,7 +97,9 @@ def assert_same_passes(model: LanguageModel, one: LanguageModel) -> None:
             torch.testing.assert_close(given, its.given[layer], **TOLERANCE)
     step = (ids(3, 3), torch.tensor([4, 40, 9]))
     torch.testing.assert_close(
-        model.decode(*step, attention=attention_of(0)), one.decode(*step, attention=attention_of(0)), **TOLERANCE
+        model.decode(*step, attention=attention_of(0)),
+        one.decode(*step, attention=attention_of(0)),
+        **TOLERANCE,
     )
 
 
@@ -112,9 +114,7 @@ def helpers_in_children() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def lead() -> Iterator[LeadingRank]:
     lost: list[Exception] = []
-    lead = LeadingRank(
-        2, backend="gloo", num_threads=1, on_lost=lost.append, follower_class=ATTENDING_RANK
-    )
+    lead = LeadingRank(2, backend="gloo", num_threads=1, on_lost=lost.append, follower_class=ATTENDING_RANK)
     try:
         lead.join()
         yield lead
