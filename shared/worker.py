@@ -30,7 +30,7 @@ from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.parallel.lead import FOLLOWER
-from kvferry.shared.model.parallel.model import load_parallel_model
+from kvferry.shared.model.parallel.model import ParallelModel, load_parallel_model
 from kvferry.shared.self_test import model_shapes, self_test
 from kvferry.shared.serving import close_within, end_within, serve_until_signal
 from kvferry.shared.telemetry import setup_tracing
@@ -252,5 +252,13 @@ async def start_service(
     if settings.self_test:
         for shape in model_shapes(model.spec, model.device):
             await asyncio.to_thread(self_test, role, shape)
+    if isinstance(model, ParallelModel):
+        await asyncio.to_thread(
+            model.prepare,
+            role,
+            kernels=settings.kernels,
+            self_test=settings.self_test,
+            epsilon_tables=settings.epsilon_tables,
+        )
     await service.start()
     return service, server.address

@@ -43,10 +43,8 @@ from kvferry.shared.cache.delta import DeltaLayer, RetainedChain, RetainedRows
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.compression.plan import ResolvedPlan
-from kvferry.shared.kernel_paths import choose_kernels
 from kvferry.shared.model.interface import DecodeAttention
 from kvferry.shared.model.parallel.follower import FollowingRank
-from kvferry.shared.self_test import model_shapes, self_test
 
 _log = structlog.get_logger(__name__)
 
@@ -78,7 +76,7 @@ class DecodeRank(FollowingRank):
         self._slots: SlotAttention | None = None
         self._placed: set[int] = set()
         self._shapes: OrderedDict[tuple[int, Hashable], BatchAttention] = OrderedDict()
-        self._start(Start(arena_bytes=0, max_batch_size=1, kernels="auto", self_test=False))
+        self._start(Start(arena_bytes=0, max_batch_size=1))
 
     @torch.inference_mode()
     def run_other(self, command: object) -> None:
@@ -90,9 +88,6 @@ class DecodeRank(FollowingRank):
 
     @_run_other.register
     def _(self, command: Start) -> None:
-        choose_kernels(command.kernels, self.model.device)
-        for shape in model_shapes(self.model.spec, self.model.device) if command.self_test else ():
-            self_test("decode", shape)
         self._start(command)
         self.answer(None)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvferry.kernels.dispatch import KernelMode
 from kvferry.shared.cache.delta import RetainedRows, RowNumbers
 from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.plan import ResolvedPlan
@@ -63,12 +62,10 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Take memory and kernels; forget everything from before. Answered."""
+    """Take memory; forget everything from before. Answered."""
 
     arena_bytes: int
     max_batch_size: int
-    kernels: KernelMode
-    self_test: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.kernels import dispatch
 from kvferry.services.decode.rank_messages import (
     Accept,
     Copy,
@@ -46,7 +45,7 @@ from kvferry.services.decode.retained import RetainedSelection
 from kvferry.services.decode.sequence import PinnedRows, Sequence
 from kvferry.services.decode.shared_prompts import SharedPrompt
 from kvferry.services.decode.step import StepDevice, StepInput, StepRunner
-from kvferry.shared.cache.arena import Allocation, SequenceLayout, place_layer, sequence_layout
+from kvferry.shared.cache.arena import Allocation, SequenceLayout, header_of, place_layer, sequence_layout
 from kvferry.shared.cache.delta import DeltaLayer, RetainedChain, RowNumbers
 from kvferry.shared.compression.formats import format_class, make_formats
 from kvferry.shared.compression.formats.interface import InvalidTensors, Tensors
@@ -58,6 +57,9 @@ from kvferry.shared.model.parallel.model import ParallelModel
 
 DECODE_RANK = "kvferry.services.decode.rank:DecodeRank"
 """The class of the other ranks, for `load_parallel_model`."""
+_START_TIMEOUT_S = 120.0
+_RETURN_TIMEOUT_S = 180.0
+"""A step may run first, whose exchanges have their own limit."""
 
 
 class DecodeRanks:
@@ -79,16 +81,10 @@ class DecodeRanks:
         self._lead = model.lead
         self._dropped: deque[Drop] = deque()
 
-    def start(self, *, arena_bytes: int, max_batch_size: int, self_test: bool) -> None:
-        """Have the others take memory and kernels; waits until they have."""
-        start = Start(
-            arena_bytes=arena_bytes,
-            max_batch_size=max_batch_size,
-            kernels=dispatch.mode(),
-            self_test=self_test,
-        )
-        self._tell(start)
-        self._lead.answers()
+    def start(self, *, arena_bytes: int, max_batch_size: int) -> None:
+        """Have the others take memory; waits until they have."""
+        self._tell(Start(arena_bytes=arena_bytes, max_batch_size=max_batch_size))
+        self._lead.answers(timeout_s=_START_TIMEOUT_S)
 
     def methods(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Those of these methods that can be divided."""
@@ -216,7 +212,8 @@ class DecodeRanks:
 
     def with_returned(self, layers: list[Tensors]) -> list[Tensors]:
         """What the history gets, all heads. Args: layers: this rank's part."""
-        parts = [layers, *([received(layer) for layer in answer] for answer in self._lead.answers())]
+        answers = self._lead.answers(timeout_s=_RETURN_TIMEOUT_S)
+        parts = [layers, *([received(layer) for layer in answer] for answer in answers)]
         return [
             {name: torch.cat([its[name] for its in of_layer]) for name in of_layer[0]}
             for of_layer in zip(*parts, strict=True)
@@ -296,9 +293,12 @@ class DividedWriter(CacheWriter):
                 self._prompt_bytes += cache.used_bytes(0)
             whole.check_finite(self._tensors)
             own, *others = fmt.parts(self._tensors, self._ranks.num_ranks)
-            self._ranks.layer(self._sequence, others)
             own_format = its_layout.format if self._chain is None else self._own_delta(layer)
-            own_cache = place_layer(own_format, its_layout.views(self._own_buffer), own)
+            regions = its_layout.views(self._own_buffer)
+            for part in others:  # a layer that fits may be divided unevenly
+                own_format.receive(header_of(part), regions)
+            self._ranks.layer(self._sequence, others)
+            own_cache = place_layer(own_format, regions, own)
         except InvalidTensors as error:
             raise layer_failed(layer, error) from error
         own_cache.positions = positions  # of all heads, as prefill knows them

@@ -225,7 +225,6 @@ class DecodeService:
                 self._ranks.start,
                 arena_bytes=self._arena.size_bytes,
                 max_batch_size=self._config.max_batch_size,
-                self_test=self._config.self_test,
             )
         self._server = self._server_factory(self._receiver)
         self._engine.start()

@@ -279,13 +279,17 @@ class Receiving(Protocol):
     def open(self, regions: Tensors, tensors: Tensors) -> LayerCache: ...
 
 
+def header_of(tensors: Tensors) -> Specs:
+    """What announces these tensors."""
+    return {name: TensorSpec(shape=tuple(its.shape), dtype=its.dtype) for name, its in tensors.items()}
+
+
 def place_layer(fmt: Receiving, regions: Tensors, tensors: Tensors) -> LayerCache:
     """Write a layer's tensors to its regions and open it, as if it had been received.
 
     Raises: InvalidTensors: the tensors are not those of the format.
     """
-    header = {name: TensorSpec(shape=tuple(its.shape), dtype=its.dtype) for name, its in tensors.items()}
-    places = fmt.receive(header, regions)
+    places = fmt.receive(header_of(tensors), regions)
     for name, place in places.items():
         place.copy_(tensors[name])
     cache = fmt.open(regions, places)

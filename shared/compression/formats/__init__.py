@@ -31,7 +31,7 @@ from kvferry.shared.compression.plan import (
     look_up,
     with_installed,
 )
-from kvferry.shared.compression.scorers import make_scorer
+from kvferry.shared.compression.scorers import SCORES_HEADS_APART, make_scorer
 from kvferry.shared.errors import InvalidRequest, KvferryError
 from kvferry.shared.model.spec import TORCH_DTYPES, LayerSpec, ModelSpec
 
@@ -140,6 +140,18 @@ def num_observed_queries(resolved: ResolvedPlan, formats: tuple[LayerFormat, ...
                 return None
             needs.append(count)
     return max(needs)
+
+
+def compresses_heads_apart(resolved: ResolvedPlan, formats: Sequence[LayerFormat]) -> bool:
+    """Whether layers of some KV heads each, compressed apart and `joined`, are that of all heads. Nothing is
+    known of installed formats."""
+    scorer = resolved.plan.scorer
+    return (
+        not is_measured(resolved)
+        and (scorer is None or scorer.name in SCORES_HEADS_APART)
+        and all(layer.representation.name in FORMATS for layer in resolved.layers)
+        and all(fmt.divides for fmt in formats)
+    )
 
 
 def compress_layer(

@@ -219,6 +219,9 @@ class Compacting(LayerFormat):
     def parts(self, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
         return self.inner.parts(tensors, num_parts)
 
+    def joined(self, parts: Sequence[Tensors]) -> Tensors:
+        return self.inner.joined(parts)
+
     def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
         return self.inner.receive(header, regions)
 

@@ -366,6 +366,10 @@ class LayerFormat(ABC):
         """
         return chunked(tensors, self.shape.num_kv_heads, num_parts)
 
+    def joined(self, parts: Sequence[Tensors]) -> Tensors:
+        """The layer of all heads from the parts that `compress` made of some heads each; see `parts`."""
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
     # ---- accounting --------------------------------------------------------------------------------------
 
     def prompt_bytes(self, tensors: Tensors) -> int | None:

@@ -25,6 +25,10 @@ SCORERS: Mapping[str, ScorerFactory] = {
     "compactor": CompactorScorer.from_params,
 }
 
+SCORES_HEADS_APART = frozenset(SCORERS) - {"random"}
+"""Scorers that give a KV head the same scores whichever others are scored with it. Random scores depend on
+the head's number, and nothing is known of installed scorers."""
+
 
 def make_scorer(part: Part, *, rows: int) -> Scorer:
     """The scorer that a plan names.

@@ -20,14 +20,17 @@ from multiprocessing.connection import Connection
 import structlog
 import torch
 
+from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.errors import InvalidRequest, KvferryError
+from kvferry.shared.kernel_paths import choose_kernels
 from kvferry.shared.logging import setup_logging
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import DecodeAttention
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.parallel.messages import Abort, Decode, Load, Loaded, Prefill, Proceed
+from kvferry.shared.model.parallel.messages import Abort, Decode, Load, Loaded, Prefill, Prepare, Proceed
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
 from kvferry.shared.model.parallel.ranks import Ranks
+from kvferry.shared.self_test import model_shapes, self_test
 
 _log = structlog.get_logger(__name__)
 
@@ -96,6 +99,8 @@ class FollowingRank(Ranks):
                 self._prefill(command)
             elif isinstance(command, Decode):
                 self._decode(command)
+            elif isinstance(command, Prepare):
+                self._prepare(command)
             else:
                 self.run_other(command)
         except PassAborted:
@@ -114,6 +119,14 @@ class FollowingRank(Ranks):
             )
         except KvferryError as error:
             self._commands.send(Loaded(error=error.message))
+
+    def _prepare(self, command: Prepare) -> None:
+        spec, device = self.model.spec, self.model.device
+        choose_kernels(command.kernels, device)
+        install_tables(command.epsilon_tables)
+        for shape in model_shapes(spec, device) if command.self_test else ():
+            self_test(command.role, shape)
+        self.answer(None)
 
     def _prefill(self, command: Prefill) -> None:
         model = self.model

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -132,15 +133,18 @@ class LeadingRank(Ranks):
         except OSError as error:
             raise self.fail(error) from error
 
-    def answers(self) -> list[Any]:
+    def answers(self, *, timeout_s: float) -> list[Any]:
         """What each follower has for the lead by `FollowingRank.answer`, rank 1 first. For one thread at a
-        time; waits for the pass that runs. Raises: WorkerUnavailable: a rank is lost."""
-        found = []
+        time; waits for the pass that runs. Raises: WorkerUnavailable: a rank is lost, or has none in time."""
+        found, deadline_s = [], time.monotonic() + timeout_s
         for follower in self._followers:
             try:
                 while not follower.commands.poll(_PING_INTERVAL_S):
                     if self._error is not None:
                         raise self._error
+                    if time.monotonic() > deadline_s:
+                        name = f"rank {follower.rank} of {self.num_ranks}"
+                        raise self._lose(f"{name} has given no answer for {timeout_s:g} s")
                 found.append(follower.commands.recv())
             except (EOFError, OSError) as error:
                 raise self.fail(error) from error
@@ -179,10 +183,8 @@ class LeadingRank(Ranks):
 
     def fail(self, error: BaseException) -> WorkerUnavailable:
         """The worker's error after a failed exchange: that of the lost rank, if there is one."""
-        if not self._is_lost.wait(_NAMED_S):
-            self._lose(f"ranks are out of step: {type(error).__name__}: {error}")
-        assert self._error is not None
-        return self._error
+        self._is_lost.wait(_NAMED_S)
+        return self._lose(f"ranks are out of step: {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """End the followers, which have nothing to close. Idempotent. No pass may be running."""
@@ -226,14 +228,19 @@ class LeadingRank(Ranks):
                 self._lose(f"rank {follower.rank} of {self.num_ranks} has ended with exit code {code}")
                 return
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str) -> WorkerUnavailable:
+        """Returns: the worker's error: for this reason, unless it was lost before."""
         with self._lock:
-            if self._closing.is_set() or self._error is not None:
-                return
-            self._error = WorkerUnavailable(f"the worker is lost: {reason}", reason="rank_lost")
+            if self._error is not None:
+                return self._error
+            error = WorkerUnavailable(f"the worker is lost: {reason}", reason="rank_lost")
+            if self._closing.is_set():
+                return error
+            self._error = error
             self._is_lost.set()
         # so that an exchange with one that hangs fails, too
         for follower in self._followers:
             follower.process.kill()
         if self._is_loaded:
-            self._on_lost(self._error)
+            self._on_lost(error)
+        return error

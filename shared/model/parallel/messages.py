@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvferry.kernels.dispatch import KernelMode
+from kvferry.shared.kernel_paths import Role
+
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
@@ -32,6 +35,19 @@ class Loaded:
     """A rank has its part of the weights. Attributes: error: why it has not; "" if it has."""
 
     error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Take what the worker computes with, beside the model: its kernels and its tables. Answered.
+
+    Attributes: self_test: compare the kernels that the role uses with their references; see `self_test.py`.
+    """
+
+    role: Role
+    kernels: KernelMode
+    self_test: bool
+    epsilon_tables: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,15 +13,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvferry.kernels.dispatch import KernelMode
 from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.kernel_paths import Role
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import DecodeAttention, LayerStates, PrefillObserver
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.parallel.lead import FOLLOWER, LeadingRank
-from kvferry.shared.model.parallel.messages import Decode, Load, Prefill
+from kvferry.shared.model.parallel.messages import Decode, Load, Prefill, Prepare
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
 from kvferry.shared.model.parallel.ranks import backend_for
 from kvferry.shared.model.parallel.support import whole_spec
+
+_PREPARE_TIMEOUT_S = 900.0
+"""Kernels are compiled and tested in it."""
 
 
 class ParallelModel:
@@ -102,6 +107,12 @@ class ParallelModel:
 
     def pre_rope_keys(self, layer: int, keys: Tensor) -> Tensor:
         return self._part.pre_rope_keys(layer, keys)
+
+    def prepare(self, role: Role, *, kernels: KernelMode, self_test: bool, epsilon_tables: str) -> None:
+        """Have the other ranks take what this process has taken; waits until they have. See `Prepare`."""
+        command = Prepare(role=role, kernels=kernels, self_test=self_test, epsilon_tables=epsilon_tables)
+        self.lead.command(command)
+        self.lead.answers(timeout_s=_PREPARE_TIMEOUT_S)
 
     def close(self) -> None:
         """End the other ranks. No pass may be running."""

@@ -13,7 +13,7 @@ from kvferry.shared.cache.arena import LayerLayout, sequence_layout
 from kvferry.shared.compression import formats
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, Tensors
-from kvferry.shared.compression.interface import LayerInputs, TensorSpec
+from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import WINDOW_FORMAT, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.spec import TORCH_DTYPES, LayerSpec, ModelSpec
@@ -156,11 +156,6 @@ def packed_tensors(packed: PackedLayer) -> dict[str, Tensor]:
     for name, (start, size_bytes) in packed.layout.kinds.items():
         tensors[name] = packed.buffer[start : start + size_bytes]
     return tensors
-
-
-def header_of(tensors: Tensors) -> dict[str, TensorSpec]:
-    """What a sender announces of these tensors."""
-    return {name: TensorSpec(shape=tuple(its.shape), dtype=its.dtype) for name, its in tensors.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

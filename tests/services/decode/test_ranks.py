@@ -16,15 +16,18 @@ from kvferry.models import DEMO_MODEL
 from kvferry.services.decode import memory
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.ranks import DECODE_RANK
+from kvferry.shared.compression.rdkv.compress import compress_layer_rdkv
+from kvferry.shared.compression.rdkv.epsilon import EpsilonTable, install_tables
 from kvferry.shared.control.messages import (
     GenerationFinished,
     SharedStart,
     TicketIssued,
     TokenGenerated,
 )
-from kvferry.shared.errors import InvalidRequest
+from kvferry.shared.errors import InvalidRequest, TransferFailed
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.parallel.model import load_parallel_model
+from kvferry.tools.evaluation.epsilon import save_table
 
 pytestmark = pytest.mark.xdist_group("ranks")
 GREEDY = [
@@ -174,6 +177,52 @@ async def test_a_method_whose_heads_differ_in_rows_is_refused_by_name(one, sever
         assert {"full", "rocketkv", "rdkv", "compactor"} <= set(status.methods)
     async with started(one, one) as made:
         assert "adakv" in (await made.service.status(timeout_s=1)).methods
+
+
+async def test_other_ranks_have_the_workers_own_tables(one, several, tmp_path):
+    save_table(tmp_path / "mine.json", EpsilonTable(keys=(0.1, 0.01, 1e-5), values=(0.1, 0.02, 2e-5)))
+    overrides = {"epsilon_table": "mine", "rebudget_tokens": 20, "window": 7}
+    request = request_for(
+        one, 0, prompt=range(5, 95), method="rdkv", tokens=20, max_tokens=45, overrides=overrides
+    )
+    install_tables(str(tmp_path))
+    try:
+        several.prepare("decode", kernels="auto", self_test=True, epsilon_tables=str(tmp_path))
+        async with started(one, one) as made:
+            expected, _ = await answer(made, request)
+        async with started(several, one) as made:
+            tokens, _ = await answer(made, request)
+    finally:
+        install_tables("")
+    assert same_or_tied([its.token_id for its in tokens], expected) > 20
+
+
+async def test_a_layer_that_fits_as_a_whole_but_not_its_ranks_is_refused_before_any_gets_it(one, several):
+    request = request_for(one, 0, prompt=[i * 39 % 50 for i in range(151)], method="rdkv", tokens=20)
+    cache = PromptCache(one, request)
+    fmt, inputs = cache.formats[1], cache._inputs[1]
+
+    def of_head(head, budget_tokens):
+        its = slice(head, head + 1)
+        own = dataclasses.replace(
+            inputs, queries=inputs.queries[its], keys=inputs.keys[its], values=inputs.values[its]
+        )
+        settings = dataclasses.replace(fmt.settings, budget_tokens=budget_tokens)
+        return fmt._tensors_of(compress_layer_rdkv(settings, own))
+
+    with torch.inference_mode():
+        uneven = cache.layers[1] = fmt.joined([of_head(0, 2), of_head(1, 34)])
+    assert fmt.prompt_bytes(uneven) < fmt.limit_bytes < 2 * fmt.prompt_bytes(fmt.parts(uneven, 2)[1])
+    async with started(several, one) as made:
+        stream = made.service.generate(request, timeout_s=60)
+        ticket = (await anext(stream)).ticket
+        transfer = made.shipper.open(request, ticket)
+        made.shipper.send(transfer, cache)
+        with pytest.raises(TransferFailed, match="layer 1: its tensors are"):
+            async for _ in stream:
+                pass
+        transfer.abort("refused")
+        assert (await answer(made, request))[1].num_tokens == 8
 
 
 async def test_a_cancelled_request_leaves_nothing_and_others_go_on(one, several):

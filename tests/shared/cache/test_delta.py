@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvtest.compression import Placed, header_of, one_format
+from kvtest.compression import Placed, one_format
 from torch import Tensor
 
+from kvferry.shared.cache.arena import header_of
 from kvferry.shared.cache.delta import (
     NEW_ROWS,
     DeltaLayer,

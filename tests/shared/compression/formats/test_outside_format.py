@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvtest.compression import Placed, compress_layer, formats_for, header_of, make_inputs
+from kvtest.compression import Placed, compress_layer, formats_for, make_inputs
 
+from kvferry.shared.cache.arena import header_of
 from kvferry.shared.compression.formats import num_observed_queries
 from kvferry.shared.compression.formats.interface import InvalidTensors
 from kvferry.shared.compression.plan import Budget, ResolvedPlan
