@@ -8,7 +8,7 @@ K and V of all layers wait on the host until the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from kvferry.services.prefill.prompt_logprobs import PromptLogprobs
 from kvferry.services.prefill.schedule import Pauses
 from kvferry.shared.cache.delta import NEW_ROWS, Positions, delta_tensors, layer_positions
 from kvferry.shared.compression.compress import WaitingLayer, allocate_waiting, measure_layer
-from kvferry.shared.compression.formats import encode_layer, make_formats
+from kvferry.shared.compression.formats import compresses_heads_apart, encode_layer, make_formats
 from kvferry.shared.compression.formats.interface import Encoded, LayerFormat, Tensors
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.kept import KeptMap
@@ -30,7 +30,7 @@ from kvferry.shared.compression.plan import ResolvedPlan, is_measured
 from kvferry.shared.errors import HistoryMiss
 from kvferry.shared.heartbeat import Heartbeat
 from kvferry.shared.history.turn import StagedTurn
-from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.interface import Division, LanguageModel
 from kvferry.shared.telemetry import stage
 from kvferry.shared.wire.messages import NamedTensor
 from kvferry.shared.wire.sender import OutgoingTransfer
@@ -50,10 +50,11 @@ class PassTimes:
 
 
 class PromptPass:
-    """Implements `PrefillObserver` and `LayerStates` for one prompt.
+    """Implements `DividingObserver` and `LayerStates` for one prompt.
 
         open ──► layer_done: compress, ship ──► store: ship the state ──► ...
         layer_done: measure ──► ... ──► open ──► compress, ship each      (measured layer budgets)
+        open ──► layer_compressed: join, ship ──► ...    (several ranks, each has compressed its heads)
 
     Layers are shipped in order: one that is complete before an earlier one waits. If a layer's history turns
     out lost, the whole prompt is run. This second run ships only the layers that the first did not, if the
@@ -213,8 +214,43 @@ class PromptPass:
                 self._measure(inputs)
             else:
                 self._ship(self._job.resolved, self._job.formats, inputs)
+        self._end_layer(layer, (keys[:, self._start :], values[:, self._start :]))
+
+    @property
+    def division(self) -> Division | None:
+        """See `DividingObserver.division`."""
+        job = self._job
+        if self._model.num_ranks == 1 or not compresses_heads_apart(job.resolved, job.formats):
+            return None
+        return Division(plan=job.resolved, with_rows=job.turn is not None)
+
+    @contextmanager
+    def compressing(self, layer: int) -> Iterator[None]:
+        """See `DividingObserver.compressing`."""
+        end = self._copies.time(self._clock)
+        with stage("compress", layer=layer):
+            yield
+        self._compressing.append(end())
+
+    def layer_compressed(
+        self, layer: int, parts: Sequence[Tensors], rows: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """See `DividingObserver.layer_compressed`. Raises Cancelled, TransferFailed."""
+        self._job.check_cancelled()
+        if layer >= self._shipped_layers:
+            formats = self._job.formats
+            self._pauses.allowed = True
+            tensors = formats[layer].joined(parts)
+            self._pauses.allowed = False
+            encoded = Encoded(tensors=tuple(tensors.values()), names=tuple(tensors))
+            self._ship_complete(formats, layer, encoded)
+        self._end_layer(layer, rows)
+
+    def _end_layer(self, layer: int, rows: tuple[Tensor, Tensor] | None) -> None:
+        """Stage the new tokens' rows, and hand the layer over."""
         if self._job.turn is not None:
-            self._stage(self._job.turn, layer, keys, values)
+            assert rows is not None, "history needs rows"
+            self._stage(self._job.turn, layer, *rows)
         self._handing.put()
         self._progress(layer)
         self._pauses.allowed = self._pauses_in_model
@@ -352,9 +388,9 @@ class PromptPass:
         self._handing.work.append(append)
 
     def _stage(self, turn: StagedTurn, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Stage the layer's new rows in the session's history."""
-        start, latent_dim = self._start, self._model.spec.latent_dim
-        arrived = self._copies.start([keys[:, start:], *(() if latent_dim else (values[:, start:],))])
+        """Stage rows in the session's history."""
+        latent_dim = self._model.spec.latent_dim
+        arrived = self._copies.start([keys, *(() if latent_dim else (values,))])
 
         def append() -> None:
             begin_s = self._pool_clock()

@@ -6,14 +6,20 @@ query heads per KV head, T tokens, D head_dim, L layers, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling
 from kvferry.shared.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from kvferry.shared.compression.formats.interface import Tensors
+    from kvferry.shared.compression.plan import ResolvedPlan
 
 
 class PrefillObserver(Protocol):
@@ -32,6 +38,42 @@ class PrefillObserver(Protocol):
                 those of the model's queries and keys.
             keys: post-RoPE `[H_kv, P + T, D]`; values likewise, of latent rows a view of the keys.
             scaling: the model's softmax scale.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """What a model of several ranks does with a layer's heads apart.
+
+    Attributes:
+        plan: by which each rank compresses the layers of its heads.
+        with_rows: whether the observer is given K and V of the new tokens, too.
+    """
+
+    plan: ResolvedPlan
+    with_rows: bool
+
+
+@runtime_checkable
+class DividingObserver(PrefillObserver, Protocol):
+    """An observer that can do with layers which the ranks of a model have compressed, each its own heads."""
+
+    @property
+    def division(self) -> Division | None:
+        """None: `layer_done` is called, as in a model of one rank."""
+        ...
+
+    def compressing(self, layer: int) -> AbstractContextManager[None]:
+        """Around the leading rank's compression of a layer."""
+        ...
+
+    def layer_compressed(
+        self, layer: int, parts: Sequence[Tensors], rows: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """In place of `layer_done`.
+
+        Args: parts: what `compress_layer` has made of each rank's heads; rows: `[H_kv, T, D]`.
         """
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvferry.models import DEMO_MODEL
 from kvferry.services.decode.ranks import DECODE_RANK
+from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
@@ -58,7 +59,9 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[tu
     assert not lost
 
 
-async def turns_of(prefill: LanguageModel, decode: LanguageModel) -> dict[str, list[Turn]]:
+async def turns_of(
+    prefill: LanguageModel, decode: LanguageModel, methods: Sequence[str] = METHODS
+) -> dict[str, list[Turn]]:
     """Two turns of a session for each method, all in one batch: a step has sequences of all formats."""
     async with AsyncExitStack() as stack:
         pair = Pair(model=prefill, tokenizer=ChatTokenizer.load(DEMO_MODEL), stack=stack)
@@ -72,7 +75,7 @@ async def turns_of(prefill: LanguageModel, decode: LanguageModel) -> dict[str, l
             second = [*FIRST, *first.tokens, *prompt_of(30, seed=2)]
             return [first, await pair.turn(second, plan_of(method), session=session, sampling=SAMPLING)]
 
-        return dict(zip(METHODS, await asyncio.gather(*map(two_turns, METHODS)), strict=True))
+        return dict(zip(methods, await asyncio.gather(*map(two_turns, methods)), strict=True))
 
 
 @pytest.mark.parametrize("several", ["prefill", "decode"])
@@ -96,7 +99,25 @@ async def test_the_tokens_are_those_of_one_rank_over_a_session(
 
 
 @pytest.mark.parametrize("models", [2], indirect=True)
-@pytest.mark.parametrize("method", ["full", "rdkv"])
+async def test_prompts_of_every_other_method_are_compressed_as_in_one_rank(
+    models: tuple[LanguageModel, ...],
+) -> None:
+    """Of most methods each rank compresses its heads; of some, all heads are compressed together."""
+    one, parallel = models
+    methods = [name for name in applicable_methods(one.spec.layers) if name not in METHODS]
+    turns, expected = await turns_of(parallel, one, methods), await turns_of(one, one, methods)
+    num_same = 0
+    for method, its in turns.items():
+        for turn, of_one in zip(its, expected[method], strict=True):
+            assert turn.done.bytes_by_kind == pytest.approx(of_one.done.bytes_by_kind, rel=0.1), method
+            num_same += (same := same_or_tied(turn.tokens, of_one.sampled))
+            if same < NUM_NEW:
+                break
+    assert num_same > len(methods) * 2 * NUM_NEW * 0.8, "more ties than chance explains"
+
+
+@pytest.mark.parametrize("models", [2], indirect=True)
+@pytest.mark.parametrize("method", ["full", "rdkv", "adakv"])
 async def test_a_short_prompt_overtakes_a_long_one_in_every_rank(
     models: tuple[LanguageModel, ...], method: str
 ) -> None:

@@ -27,6 +27,7 @@ from kvferry.shared.logging import setup_logging
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import DecodeAttention
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.parallel.compression import compressor_of
 from kvferry.shared.model.parallel.messages import Abort, Decode, Load, Loaded, Prefill, Prepare, Proceed
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
 from kvferry.shared.model.parallel.ranks import Ranks
@@ -132,7 +133,13 @@ class FollowingRank(Ranks):
         model = self.model
         token_ids = torch.empty(command.num_tokens, dtype=torch.int64, device=model.device)
         self.broadcast(token_ids)
-        current = RankPrefillPass(self, model.spec, start=command.start, num_queries=command.num_queries)
+        current = RankPrefillPass(
+            self,
+            model.spec,
+            start=command.start,
+            num_queries=command.num_queries,
+            compressor=compressor_of(self, model, command.division),
+        )
         on_logits = (lambda first, logits: None) if command.with_logits else None
         model.run_prompt(token_ids, command.start, current, on_logits=on_logits)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvferry.kernels.dispatch import KernelMode
 from kvferry.shared.kernel_paths import Role
+from kvferry.shared.model.interface import Division
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class Prefill:
     start: int
     num_queries: int | None
     with_logits: bool
+    division: Division | None
 
 
 @dataclass(frozen=True, kw_only=True)

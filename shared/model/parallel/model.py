@@ -1,7 +1,8 @@
 """`LanguageModel` over several ranks: weights, projections and attention are divided among them by KV heads.
 
-A prompt's K, V and queries of every head are given to the leading rank, so that history, compression and
-shipping are those of one rank. In decode each rank has the KV of its own heads, and attends to it.
+Each rank compresses its own heads of a prompt, where the method compresses them apart. History and shipping
+are those of one rank, to which the leading rank gives K and V of every head, and what was compressed. In
+decode each rank has the KV of its own heads, and attends to it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from kvferry.kernels.dispatch import KernelMode
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.kernel_paths import Role
 from kvferry.shared.model.bridge import TransformersModel
-from kvferry.shared.model.interface import DecodeAttention, LayerStates, PrefillObserver
+from kvferry.shared.model.interface import DecodeAttention, DividingObserver, LayerStates, PrefillObserver
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.parallel.compression import compressor_of
 from kvferry.shared.model.parallel.lead import FOLLOWER, LeadingRank
 from kvferry.shared.model.parallel.messages import Decode, Load, Prefill, Prepare
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
@@ -67,8 +69,14 @@ class ParallelModel:
         """Raises: also WorkerUnavailable: a rank is lost."""
         self._part.check_window(start + len(token_ids))
         lead = self.lead
+        division = observer.division if isinstance(observer, DividingObserver) else None
         current = RankPrefillPass(
-            lead, self._part.spec, start=start, num_queries=num_queries, observer=observer
+            lead,
+            self._part.spec,
+            start=start,
+            num_queries=num_queries,
+            compressor=compressor_of(lead, self._part, division),
+            observer=observer,
         )
         lead.command(
             Prefill(
@@ -76,6 +84,7 @@ class ParallelModel:
                 start=start,
                 num_queries=num_queries,
                 with_logits=on_logits is not None,
+                division=division,
             )
         )
         with lead.running(current):

@@ -1,10 +1,12 @@
 """Passes of a tensor-parallel model: each rank projects and attends for its own heads.
 
 In a decode step every rank has the KV of its heads, and only the model's own sums go from rank to rank. In
-prefill the prompt's observer, which has all KV, is the leading rank's. It does that alone, between two words
-to the followers:
+prefill the prompt's observer, which ships it and has its history, is the leading rank's. It does that alone,
+between two words to the followers:
 
-    prefill layer   history ─proceed► history to ranks; K, V to lead; attention; Q to lead; observer ─proceed►
+    prefill layer   history ─proceed► history to ranks; attention; compression ──► lead; observer ─proceed►
+
+Where the method compresses all heads together, K, V and queries go to the lead, and its observer compresses.
 
 While the lead is alone, followers wait for its word, so an error there aborts the pass in all ranks, and a
 prompt that overtakes another runs there.
@@ -13,7 +15,7 @@ prompt that overtakes another runs there.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +24,8 @@ from torch import Tensor
 from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.shared.model.adapters.latent import Latent
 from kvferry.shared.model.bridge import DecodePass
-from kvferry.shared.model.interface import DecodeAttention, PrefillObserver
+from kvferry.shared.model.interface import DecodeAttention, DividingObserver, PrefillObserver
+from kvferry.shared.model.parallel.compression import PartCompressor
 from kvferry.shared.model.parallel.ranks import Ranks
 from kvferry.shared.model.prefill_attention import prefill_attention
 from kvferry.shared.model.spec import LayerSpec, ModelSpec
@@ -39,7 +42,8 @@ class RankPrefillPass:
 
     Args:
         spec: of this rank's heads.
-        observer: the lead's; None in followers. It is given all heads.
+        compressor: of this rank's heads; None: the observer is given all heads.
+        observer: the lead's, a `DividingObserver` if there is a compressor; None in followers.
     """
 
     def __init__(
@@ -49,9 +53,11 @@ class RankPrefillPass:
         *,
         start: int,
         num_queries: int | None,
+        compressor: PartCompressor | None,
         observer: PrefillObserver | None = None,
     ) -> None:
         self._ranks = ranks
+        self._compressor = compressor
         self.spec = spec
         self.positions = torch.empty(0)
         self.cache: StateCache | None = None
@@ -73,40 +79,80 @@ class RankPrefillPass:
                 assert num_history == self._start, (
                     f"history has {num_history} tokens, the pass starts at {self._start}"
                 )
-        keys, all_keys = self._with_history(key[0], None if history is None else history[0])
-        values, all_values = self._with_history(value[0], None if history is None else history[1])
-        del history
+        keys = self._with_history(key[0], None if history is None else history[0])
+        values = self._with_history(value[0], None if history is None else history[1])
         output = prefill_attention(query, keys[None], values[None], scaling, self._layers[layer])
-        del keys, values
-        observed = query if self._num_queries is None else query[:, :, -self._num_queries :]
-        parts = self._ranks.gather(observed[0])
-        with self._lead_alone():
-            if self._observer is not None:
-                assert all_keys is not None
-                assert all_values is not None
-                queries = torch.cat(parts).view(all_keys.shape[0], -1, *observed.shape[2:])
-                scale = scaling.scaling if isinstance(scaling, Softmax) else scaling
-                self._observer.layer_done(layer, queries, all_keys, all_values, scale)
+        observed = (query if self._num_queries is None else query[:, :, -self._num_queries :])[0]
+        queries = observed.view(len(keys), -1, *observed.shape[1:])
+        scale = scaling.scaling if isinstance(scaling, Softmax) else scaling
+        if self._compressor is None:
+            del keys, values
+            self._show(layer, queries, key[0], value[0], scale, history)
+        else:
+            del history
+            self._compress(self._compressor, layer, queries, keys, values, scale)
         return output.transpose(1, 2).contiguous()
 
-    def _with_history(self, new: Tensor, history: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """K or V of all tokens.
+    def _show(
+        self,
+        layer: int,
+        queries: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        history: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """Give the observer all heads. Args: key, value: of the new tokens; history: the lead's."""
+        keys, values = (self._ranks.gather(its) for its in (key, value))
+        every_query = self._ranks.gather(queries)
+        with self._lead_alone():
+            if self._observer is not None:
+                all_keys, all_values = torch.cat(keys), torch.cat(values)
+                del keys, values
+                if history is not None:
+                    all_keys, all_values = (
+                        torch.cat(its, 1) for its in zip(history, (all_keys, all_values), strict=True)
+                    )
+                    del history
+                self._observer.layer_done(layer, torch.cat(every_query), all_keys, all_values, scaling)
+
+    def _compress(
+        self,
+        compressor: PartCompressor,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+    ) -> None:
+        """Compress this rank's heads, and give the observer what all ranks have made."""
+        observer = self._observer
+        assert observer is None or isinstance(observer, DividingObserver)
+        with nullcontext() if observer is None else observer.compressing(layer):
+            part = compressor.compress(layer, queries, keys, values, scaling)
+        parts = compressor.gather(part)
+        rows: list[Tensor] = []
+        if compressor.with_rows:
+            rows = [torch.cat(its) for its in map(self._new_rows, (keys, values)) if its]
+        with self._lead_alone():
+            if observer is not None:
+                its_rows = (rows[0], rows[1]) if rows else None
+                observer.layer_compressed(layer, compressor.checked(layer, parts), its_rows)
+
+    def _new_rows(self, rows: Tensor) -> list[Tensor]:
+        return self._ranks.gather(rows[:, self._start :])
+
+    def _with_history(self, new: Tensor, history: Tensor | None) -> Tensor:
+        """K or V of all tokens, of this rank's heads.
 
         Args: new: `[h, T, D]` of this rank's heads; history: `[H_kv, P, D]`, the lead's.
-        Returns: `[h, P + T, D]` of this rank's heads; the lead's `[H_kv, P + T, D]`, None in followers.
+        Returns: `[h, P + T, D]`.
         """
-        ranks, (num_heads, num_tokens, dim) = self._ranks, new.shape
-        if self._start:
-            parts = [] if history is None else history.chunk(ranks.num_ranks)
-            own_history = ranks.scatter(parts, new.new_empty(num_heads, self._start, dim))
-        parts = ranks.gather(new)
-        if not parts:
-            return (torch.cat([own_history, new], 1) if self._start else new), None
-        every = new.new_empty(ranks.num_ranks * num_heads, self._start + num_tokens, dim)
-        if history is not None:
-            every[:, : self._start] = history
-        every[:, self._start :] = torch.cat(parts)
-        return every[:num_heads], every
+        if not self._start:
+            return new
+        parts = [] if history is None else history.chunk(self._ranks.num_ranks)
+        own = self._ranks.scatter(parts, new.new_empty(new.shape[0], self._start, new.shape[2]))
+        return torch.cat([own, new], 1)
 
     @contextmanager
     def _lead_alone(self) -> Iterator[None]:

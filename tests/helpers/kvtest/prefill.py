@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.service import PrefillService
+from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
@@ -30,7 +32,13 @@ from kvferry.shared.control.messages import (
 )
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.metrics import PrefillMetrics
-from kvferry.shared.model.interface import LanguageModel, LayerStates, PrefillObserver
+from kvferry.shared.model.interface import (
+    DividingObserver,
+    Division,
+    LanguageModel,
+    LayerStates,
+    PrefillObserver,
+)
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.spec import TORCH_DTYPES
 from kvferry.shared.sampling.params import SamplingParams
@@ -163,6 +171,23 @@ class _Watched:
         if self._model.on_layer is not None:
             self._model.on_layer(layer, keys)
         self._observer.layer_done(layer, queries, keys, values, scaling)
+
+    @property
+    def division(self) -> Division | None:
+        return getattr(self._observer, "division", None)
+
+    def compressing(self, layer: int) -> AbstractContextManager[None]:
+        assert isinstance(self._observer, DividingObserver)
+        return self._observer.compressing(layer)
+
+    def layer_compressed(
+        self, layer: int, parts: Sequence[Tensors], rows: tuple[Tensor, Tensor] | None
+    ) -> None:
+        assert isinstance(self._observer, DividingObserver)
+        if self._model.on_layer is not None:
+            assert rows is not None
+            self._model.on_layer(layer, rows[0])
+        self._observer.layer_compressed(layer, parts, rows)
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import kvtest
@@ -18,20 +19,29 @@ from kvtest.tiny_models import make_config
 from torch import Tensor
 
 from kvferry.models import DEMO_MODEL
+from kvferry.shared.compression.formats import compress_layer, make_formats
+from kvferry.shared.compression.formats.interface import Tensors
+from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.plan import Budget, ResolvedPlan
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.errors import (
     ConfigurationError,
     ContextLengthExceeded,
+    KvferryError,
     UnsupportedModel,
     WorkerUnavailable,
 )
 from kvferry.shared.model.bridge import TransformersModel
-from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.interface import Division, LanguageModel
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.parallel import compression
 from kvferry.shared.model.parallel.lead import LeadingRank
 from kvferry.shared.model.parallel.messages import Load
 from kvferry.shared.model.parallel.model import ParallelModel, load_parallel_model
 from kvferry.shared.model.parallel.ranks import backend_for
 from kvferry.shared.model.parallel.support import PARALLEL_TYPES, check_parallel
+from kvferry.shared.model.spec import ModelSpec
 
 TOLERANCE = {"rtol": 2e-3, "atol": 2e-3}
 """float32, with sums in another order."""
@@ -179,6 +189,88 @@ def test_an_error_of_the_observer_ends_its_pass_only(
         demo.decode(ids(2, 1), torch.tensor([1, 2]), attention=broken)
     with pytest.raises(ContextLengthExceeded):
         demo.prefill(ids(9, 1), start=demo.spec.max_model_len, observer=Layers())
+    assert_same_passes(demo, one)
+
+
+class Dividing(Layers):
+    """Stores what each rank has compressed by a plan."""
+
+    def __init__(self, plan: ResolvedPlan, *, with_rows: bool, before: Layers | None = None) -> None:
+        super().__init__(before)
+        self.division = Division(plan=plan, with_rows=with_rows)
+        self.compressed: dict[int, Sequence[Tensors]] = {}
+        self.rows: dict[int, tuple[Tensor, Tensor] | None] = {}
+
+    def compressing(self, layer: int) -> nullcontext[None]:
+        return nullcontext()
+
+    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        raise AssertionError("no rank has all heads")
+
+    def layer_compressed(
+        self, layer: int, parts: Sequence[Tensors], rows: tuple[Tensor, Tensor] | None
+    ) -> None:
+        self.compressed[layer], self.rows[layer] = parts, rows
+
+
+def plan_for_prompt(spec: ModelSpec, num_tokens: int, method: str = "compactor-rdkv") -> ResolvedPlan:
+    return resolve_plan(
+        plan_for(method, budget=Budget(tokens=16)),
+        num_prompt_tokens=num_tokens,
+        max_new_tokens=4,
+        num_layers=spec.num_layers,
+        head_dim=spec.head_dim,
+    )
+
+
+@pytest.mark.parametrize("method", ["compactor-rdkv", "snapkv"])
+def test_each_rank_compresses_its_heads(demo: ParallelModel, one: TransformersModel, method: str) -> None:
+    plan = plan_for_prompt(one.spec, 79, method)
+    before = Layers()
+    one.prefill(ids(70, 1), start=0, observer=before)
+    expected, divided = Layers(before), Dividing(plan, with_rows=True, before=before)
+    of_one = one.prefill(ids(9, 2), start=70, observer=expected)
+    logits = demo.prefill(ids(9, 2), start=70, observer=divided)
+    torch.testing.assert_close(logits, of_one, **TOLERANCE)
+    formats = make_formats(one.spec, plan)
+    for layer, (queries, keys, values, scaling) in expected.given.items():
+        inputs = LayerInputs(
+            layer=layer,
+            queries=queries,
+            keys=keys,
+            values=values,
+            scaling=float(scaling),
+            unrotate=lambda rows, layer=layer: one.pre_rope_keys(layer, rows),
+        )
+        whole = compress_layer(plan, formats[layer], inputs)
+        given = formats[layer].joined(divided.compressed[layer])
+        assert list(given) == list(whole)
+        if method == "snapkv":
+            assert torch.equal(given["index"], whole["index"])
+            torch.testing.assert_close(given["keys"], whole["keys"], **TOLERANCE)
+        else:  # rounding may decide which of two tokens gets more bits
+            sizes = [sum(its.numel() for its in tensors.values()) for tensors in (given, whole)]
+            assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
+        torch.testing.assert_close(divided.rows[layer], (keys[:, 70:], values[:, 70:]), **TOLERANCE)
+
+
+def test_rows_stay_in_their_ranks_unless_they_are_wanted(demo: ParallelModel, one: TransformersModel) -> None:
+    divided = Dividing(plan_for_prompt(one.spec, 40), with_rows=False)
+    demo.prefill(ids(40, 1), start=0, observer=divided)
+    assert divided.rows == dict.fromkeys(range(one.spec.num_layers))
+    assert [len(parts) for parts in divided.compressed.values()] == [2] * one.spec.num_layers
+
+
+def test_a_rank_that_cannot_compress_ends_the_pass_only(
+    demo: ParallelModel, one: TransformersModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = Dividing(plan_for_prompt(one.spec, 50), with_rows=False)
+    with pytest.raises(AssertionError, match="40, 50"):
+        demo.prefill(ids(40, 1), start=0, observer=wrong)
+    monkeypatch.setattr(compression, "compress_layer", lambda *_: {"keys": torch.zeros(1, 1)})
+    with pytest.raises(KvferryError, match="layer 0 cannot be compressed in another rank"):
+        demo.prefill(ids(40, 1), start=0, observer=wrong)
+    assert wrong.compressed == {}
     assert_same_passes(demo, one)
 
 
