@@ -121,7 +121,8 @@ attention among N processes by KV heads, as transformers' `tp_plan` of the model
 heads. The types that `tests/shared/model/test_parallel.py` checks against one rank, and no others:
 {_PARALLEL}.
 
-Not: quantised weights, states, latent rows, attention sinks, and layers with different numbers of heads.
+Not: quantised weights, states, latent rows, layers with different numbers of heads or that share KV, and
+types whose queries and keys are normalised over all heads.
 A decode worker of several ranks takes every method but `adakv`, whose heads differ in rows.
 
 ## Model types

@@ -70,7 +70,7 @@ class RankPrefillPass:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, latent: Latent | None
     ) -> Tensor:
-        _check_call(scaling, latent)
+        assert latent is None, "latent rows are not divided among ranks"
         history: tuple[Tensor, Tensor] | None = None
         with self._lead_alone():
             if self._observer is not None:
@@ -183,15 +183,10 @@ class RankDecodePass(DecodePass):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, latent: Latent | None
     ) -> Tensor:
-        _check_call(scaling, latent)
+        assert latent is None, "latent rows are not divided among ranks"
         if self.error is None:
             try:
                 return super().attend(layer, query, key, value, scaling, latent)
             except Exception as error:
                 self.error = error
         return torch.full_like(query.transpose(1, 2), torch.nan)
-
-
-def _check_call(scaling: Scaling, latent: Latent | None) -> None:
-    assert latent is None, "latent rows are not divided among ranks"
-    assert not isinstance(scaling, Softmax) or scaling.sinks is None, "sinks are not divided among ranks"

@@ -13,12 +13,14 @@ from kvferry.shared.model.spec import ModelSpec
 PARALLEL_TYPES = frozenset((
     "apertus", "arcee", "aria_text", "cohere", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5",
     "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe",
-    "granite", "helium", "hy_v3", "hyperclovax", "internlm3", "llama", "llama4_text", "mellum", "ministral",
-    "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma",
+    "gpt_neox", "granite", "granite_swa", "granitemoe_swa", "helium", "hy_v3", "hyperclovax", "internlm3",
+    "llama", "llama4_text", "mellum", "ministral", "ministral3", "mistral", "mixtral", "nanochat",
+    "nemotron", "olmo", "phi", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
+    "solar_open", "starcoder2", "vaultgemma",
 ))  # fmt: skip
 """Of text configurations; those that tests check against one rank. `docs/models.md` lists them."""
-_BY_HEADS = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+_INPUTS = (("q_proj", "k_proj", "v_proj"), ("query_key_value",))
+_OUTPUTS = ("o_proj", "dense")
 
 
 def check_parallel(config: Any, num_ranks: int, *, is_quantised: bool) -> None:
@@ -41,7 +43,8 @@ def check_parallel(config: Any, num_ranks: int, *, is_quantised: bool) -> None:
         )
     plan = getattr(text, "base_model_tp_plan", None) or {}
     styles = {name.rsplit(".", 1)[-1]: style for name, style in plan.items()}
-    if any(styles.get(name) != style for name, style in _BY_HEADS.items()):
+    by_heads = any(all(styles.get(name) == "colwise" for name in names) for names in _INPUTS)
+    if not by_heads or all(styles.get(name) != "rowwise" for name in _OUTPUTS):
         raise UnsupportedModel(
             f"transformers' tp_plan of model type {text.model_type!r} does not divide attention by heads; "
             "tensor_parallel must be 1"
