@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvferry.kernels.dispatch import KernelMode
-from kvferry.shared.kernel_paths import Role
 from kvferry.shared.model.interface import Division
+
+if TYPE_CHECKING:
+    # Loading a model must not need structlog, which machines that only measure kernels lack.
+    from kvferry.shared.kernel_paths import Role
 
 
 @dataclass(frozen=True, kw_only=True)
