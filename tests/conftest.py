@@ -20,8 +20,6 @@ from kvtest.tiny_models import make_model
 from kvferry.kernels import quarantine
 from kvferry.models import DEMO_MODEL
 
-torch.set_num_threads(1)
-
 # A change is judged by the same examples each time; "search" looks for new ones (CONTRIBUTING.md).
 settings.register_profile("repeatable", derandomize=True)
 settings.register_profile("search", print_blob=True)
@@ -35,6 +33,12 @@ def no_kernel_stays_in_quarantine() -> Iterator[None]:
     found = quarantine.quarantined()
     quarantine.release_all()
     assert not found, f"the test left kernels in quarantine: {found}"
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> None:
+    """A server that a test runs in this process sets the number for the threads that later tests start."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -6,13 +6,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvtest.compression import NOT_WRITTEN, Placed, header_of, one_format, packed_tensors
+from kvtest.compression import NOT_WRITTEN, Placed, one_format, packed_tensors
 from kvtest.packed import unpack_layer
 from torch import Tensor
 
 from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.packed.layout import LAYOUT_VERSION, HeadCounts, packed_layout
 from kvferry.kernels.packed.packing import pack_layer
+from kvferry.shared.cache.arena import header_of
 from kvferry.shared.compression.formats.interface import InvalidTensors
 from kvferry.shared.compression.formats.packed_layer import PackedCache
 from kvferry.shared.compression.formats.rdkv import Rdkv

@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvtest.compression import Placed, compress_layer, formats_for, header_of, one_format
+from kvtest.compression import Placed, compress_layer, formats_for, one_format
 from kvtest.reference.dense import dense_decode
 from torch import Tensor
 
+from kvferry.shared.cache.arena import header_of
 from kvferry.shared.compression.formats.interface import InvalidTensors, Tensors
 from kvferry.shared.compression.formats.ragged import Ragged
 from kvferry.shared.compression.interface import LayerInputs

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from kvtest.compression import NOT_WRITTEN, Placed, compress_layer, formats_for, header_of, make_inputs
+from kvtest.compression import NOT_WRITTEN, Placed, compress_layer, formats_for, make_inputs
 from torch import Tensor
 
+from kvferry.shared.cache.arena import header_of
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.formats import FORMATS
 from kvferry.shared.compression.formats.compacting import Compacting
