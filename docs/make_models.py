@@ -73,8 +73,8 @@ Layers are of these kinds:
   shipped, selected and quantised once, as one KV head. Prefill attends to expanded keys and values, decode
   to the rows, with the model's own softmax scale; scores are the same in both. Methods:
   {_methods(_LATENT)}.
-  Not: `rdkv`, `rdkv-hsa`, `compactor-rdkv`, `compactor-kivi` and `rocketkv-kivi`, which give channels of
-  keys and tokens of values widths or scales of their own, while a latent is both; `think` and
+  Not: `rdkv`, `rdkv-hsa`, `rdkv-union`, `compactor-rdkv`, `compactor-kivi` and `rocketkv-kivi`, which give
+  channels of keys and tokens of values widths or scales of their own, while a latent is both; `think` and
   `snapkv-think`, because the channels that keys can do without are still those of values. `kivi` quantises
   rows as keys, per channel, and reads values from the same codes. On a GPU decode attends to these rows on
   the torch path (`latent_dense` and so on in `kvferry_decode_steps_total`), one sequence at a time.

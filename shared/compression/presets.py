@@ -36,6 +36,7 @@ _COMPACTOR = Part(
         "recents": 4,
     },
 )
+_LEVERAGE = Part(name=_COMPACTOR.name, params={**_COMPACTOR.params, "leverage_weight": 1.0})
 
 _WINDOW = 32
 _KERNEL_SIZE = 9
@@ -60,6 +61,7 @@ _RDKV: dict[str, ParamValue] = {
     "window": _WINDOW,
     "kernel_size": _KERNEL_SIZE,
     "channel_weights": "norms",
+    "token_weights": "attention",
     "widths": "0,2,4,8,16",
     # each segment has its own scale and minimum for every K channel: 8 bytes, 8 % of 256 tokens at a tenth of
     # their bits; shorter completions are not packed
@@ -131,9 +133,15 @@ PRESETS: Mapping[str, CompressionPlan] = {
         ),
         CompressionPlan(
             method="compactor-rdkv",
-            scorer=Part(name="compactor", params={**_COMPACTOR.params, "leverage_weight": 1.0}),
-            representation=Part(name="rdkv", params=_RDKV),
+            scorer=_LEVERAGE,
+            representation=Part(name="rdkv", params={**_RDKV, "token_weights": "scores"}),
             budget=Budget(retention=0.025),
+        ),
+        CompressionPlan(
+            method="rdkv-union",
+            scorer=_LEVERAGE,
+            representation=Part(name="rdkv", params={**_RDKV, "token_weights": "both"}),
+            budget=_READ,
         ),
         CompressionPlan(
             method="rocketkv-kivi",

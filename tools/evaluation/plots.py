@@ -33,6 +33,7 @@ STYLES = {
     "compactor-rdkv": ("tab:green", "D"),
     "rdkv": ("tab:red", "o"),
     "rdkv-hsa": ("tab:red", "s"),
+    "rdkv-union": ("tab:red", "D"),
     "pyramidkv": ("tab:purple", "o"),
     "adakv": ("tab:purple", "s"),
     "h2o": ("tab:brown", "o"),

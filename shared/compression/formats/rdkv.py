@@ -5,7 +5,7 @@ New tokens stay rows, or are packed in segments as the prompt was (`packed_layer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar
 
@@ -30,7 +30,7 @@ from kvferry.shared.compression.rdkv.epsilon import WIDTHS
 from kvferry.shared.errors import InvalidRequest
 
 STANDARDISED = ("compactor",)
-"""Scorers whose scores are in standard deviations from their mean; `score_weights` makes weights of them."""
+"""Scorers whose scores are in standard deviations from their mean, as `score_weights` needs them."""
 _TOKENS_PER_BUDGET_TOKEN = 8
 """The most tokens that can share the V bits of one full-precision token: 16 bits, at least 2 each."""
 _TOKENS_OF_4_BITS = 4
@@ -39,29 +39,31 @@ _TOKENS_OF_4_BITS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Rdkv(PackedFormat):
-    """A packed prompt whose widths follow from weights of tokens and channels; see `rdkv/`.
-
-    Attributes:
-        is_scored: whether a scorer's scores become the weights of tokens; without, the prompt's last queries
-            weigh them.
-    """
+    """A packed prompt whose widths follow from weights of tokens and channels; see `rdkv/`."""
 
     name: ClassVar[str] = "rdkv"
     allowed: ClassVar[Allowed] = RDKV_PARAMS
     allocations: ClassVar[tuple[str, ...] | None] = ("uniform",)
     settings: RdkvSettings
-    is_scored: bool = False
 
     @classmethod
     def check(cls, plan: CompressionPlan) -> None:
         super().check(plan)
         part = plan.representation
-        rdkv_settings(part, budget_tokens=1)
+        weights = rdkv_settings(part, budget_tokens=1).token_weights
         if plan.scorer is not None and plan.scorer.name not in STANDARDISED:
             raise InvalidRequest(
                 f"format 'rdkv' does not go with scorer {plan.scorer.name!r}; it takes "
                 f"{' or '.join(map(repr, STANDARDISED))}, whose scores are standardised, or none",
                 param="kv_compression",
+            )
+        if (plan.scorer is None) != (weights == "attention"):
+            scorer = "no scorer" if plan.scorer is None else f"scorer {plan.scorer.name!r}"
+            allowed = "'attention'" if plan.scorer is None else "'scores' or 'both'"
+            raise InvalidRequest(
+                f"token_weights of format 'rdkv' is {weights!r}; it must be {allowed}, as method "
+                f"{plan.method!r} has {scorer}",
+                param="kv_compression.token_weights",
             )
         if plan.attention.name != "dense" and part.params["rebudget_tokens"]:
             raise InvalidRequest(
@@ -119,7 +121,7 @@ class Rdkv(PackedFormat):
                 segment_tokens=segment,
                 max_segments=_num_segments(segment, shape.max_new_tokens),
                 limit_bytes=_limit_bytes(shape, segment, share),
-                settings=settings(share),
+                settings=replace(settings(share), token_weights="attention"),
             )
         return cls(
             shape=shape,
@@ -127,12 +129,11 @@ class Rdkv(PackedFormat):
             attention=make_attention(layer.attention),
             settings=settings(sizes["budget_tokens"]),
             rebudgeting=rebudgeting,
-            is_scored=plan.scorer is not None,
         )
 
     @property
     def takes_scores(self) -> bool:
-        return self.is_scored
+        return self.settings.token_weights != "attention"
 
     @property
     def observed_queries(self) -> int:

@@ -19,7 +19,9 @@ from kvferry.shared.compression.rdkv.allocation import LayerAllocation, allocate
 from kvferry.shared.compression.rdkv.epsilon import WIDTHS, EpsilonTable, find_table
 from kvferry.shared.compression.rdkv.weights import (
     ChannelWeights,
+    TokenWeights,
     channel_weights,
+    joint_weights,
     score_weights,
     token_weights,
 )
@@ -30,6 +32,7 @@ RDKV_PARAMS: Allowed = {
     "window": Between(1, 1024),
     "kernel_size": Between(1, 255, odd=True),
     "channel_weights": get_args(ChannelWeights),
+    "token_weights": get_args(TokenWeights),
     "widths": str,
     "rebudget_tokens": Between(0, 1 << 20),
 }
@@ -45,6 +48,8 @@ class RdkvSettings:
         window: how many of the prompt's last queries the weights use.
         kernel_size: kernel of the average pooling of token weights.
         channel_weights: the formula of the channel weights, see `weights.channel_weights`.
+        token_weights: what weighs a prompt's tokens: the attention of its last queries (as in the paper), a
+            scorer's scores (`weights.score_weights`), or both (`weights.joint_weights`).
         widths: the widths that tokens and channels may have.
     """
 
@@ -53,6 +58,7 @@ class RdkvSettings:
     window: int = 32
     kernel_size: int = 5
     channel_weights: ChannelWeights = "norms"
+    token_weights: TokenWeights = "attention"
     widths: tuple[int, ...] = WIDTHS
 
 
@@ -87,15 +93,19 @@ def allocate_layer(
 ) -> LayerAllocation:
     """The bits of one layer's tokens and channels. The window is the last min(window, T_new) queries.
 
-    Args: scores: float32 `[H_kv, T]`, standardised, for the weights of tokens in place of the window.
+    Args: scores: float32 `[H_kv, T]`, standardised, unless only attention weighs tokens.
     """
     queries = inputs.queries[:, :, -min(settings.window, inputs.queries.shape[2]) :]
-    if scores is None:
+    if settings.token_weights == "scores":
+        assert scores is not None, "token_weights is 'scores'"
+        weights = score_weights(scores)
+    else:
         weights = token_weights(
             queries, inputs.keys, scaling=inputs.scaling, kernel_size=settings.kernel_size
         )
-    else:
-        weights = score_weights(scores)
+        if settings.token_weights == "both":
+            assert scores is not None, "token_weights is 'both'"
+            weights = joint_weights(weights, scores)
     return allocate(
         weights,
         channel_weights(queries, inputs.keys, variant=settings.channel_weights),
@@ -144,6 +154,7 @@ def rdkv_settings(part: Part, *, budget_tokens: int, fingerprint: str = "") -> R
         window=params["window"],
         kernel_size=params["kernel_size"],
         channel_weights=params["channel_weights"],
+        token_weights=params["token_weights"],
         widths=_widths(params["widths"]),
     )
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvferry.kernels.column_sums import window_scores
 
 ChannelWeights = Literal["norms", "mean_squares"]
+TokenWeights = Literal["attention", "scores", "both"]
 _PER_DEVIATION = 0.125
 """So little that nearly all bits go to many tokens of few bits. With 1, few tokens take most bits, and on the
 demo model (n = 20, 2.5 % of the bytes, questions after compression) the four tasks have 100, 60, 70 and 40 %
@@ -59,6 +60,23 @@ def score_weights(scores: Tensor) -> Tensor:
     highest = scores.masked_fill(protected, -torch.inf).amax(dim=1, keepdim=True)
     others = scores.where(~protected, highest.nan_to_num(neginf=0.0))
     return (others * _PER_DEVIATION).exp()
+
+
+def joint_weights(attention: Tensor, scores: Tensor) -> Tensor:
+    """`w_t = max(a_t, a_(r))`, where r is the rank of `s_t` among its head's scores and `a_(r)` the r-th
+    largest of its attention weights. The scores have another unit, so only their order counts.
+
+    Deviation: the paper weighs by attention alone. That drops tokens that the question does not name but that
+    lead to its answer, such as the first of two assignments over which a variable is traced.
+
+    Args:
+        attention: float32 `[H_kv, T]`, of `token_weights`.
+        scores: float32 `[H_kv, T]`, +inf where a token is protected; of equal ones the first ranks higher.
+    Returns: float32 `[H_kv, T]`.
+    """
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    ranked = attention.sort(dim=1, descending=True).values
+    return torch.maximum(attention, torch.empty_like(attention).scatter_(1, order, ranked))
 
 
 def channel_weights(queries: Tensor, keys: Tensor, *, variant: ChannelWeights = "norms") -> Tensor:

@@ -223,7 +223,7 @@ def plan_for_prompt(spec: ModelSpec, num_tokens: int, method: str = "compactor-r
     )
 
 
-@pytest.mark.parametrize("method", ["compactor-rdkv", "snapkv"])
+@pytest.mark.parametrize("method", ["compactor-rdkv", "rdkv-union", "snapkv"])
 def test_each_rank_compresses_its_heads(demo: ParallelModel, one: TransformersModel, method: str) -> None:
     plan = plan_for_prompt(one.spec, 79, method)
     before = Layers()

@@ -14,7 +14,10 @@ from kvferry.shared.compression.presets import PRESETS, plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 
 NUM_TOKENS, DIM = 203, 16
-NEED_ALL = ("h2o", "d2o", "rocketkv-d2o", "compactor", "compactor-hsa", "compactor-kivi", "compactor-rdkv")
+NEED_ALL = (
+    *("h2o", "d2o", "rocketkv-d2o"),
+    *("compactor", "compactor-hsa", "compactor-kivi", "compactor-rdkv", "rdkv-union"),
+)
 
 
 def resolved_for(method: str, budget: Budget | None):

@@ -22,7 +22,12 @@ from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.compression.rdkv.allocation import allocate
 from kvferry.shared.compression.rdkv.compress import allocate_layer, compress_layer_rdkv
 from kvferry.shared.compression.rdkv.epsilon import find_table
-from kvferry.shared.compression.rdkv.weights import channel_weights, score_weights
+from kvferry.shared.compression.rdkv.weights import (
+    channel_weights,
+    joint_weights,
+    score_weights,
+    token_weights,
+)
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.errors import InvalidRequest, KvferryError
@@ -303,19 +308,22 @@ def test_bits_are_weighed_by_the_served_models_own_table() -> None:
         assert (fmt.settings.table == find_table("LLaMA-3.1-8B")) != own
 
 
+@pytest.mark.parametrize("method", ["compactor-rdkv", "rdkv-union"])
 @pytest.mark.parametrize(("num_tokens", "budget"), [(97, 6), (97, 60), (11, 1), (700, 9)])
-def test_compactors_scores_weigh_the_tokens(num_tokens: int, budget: int) -> None:
+def test_compactors_scores_weigh_the_tokens(num_tokens: int, budget: int, method: str) -> None:
     """Also where every token may have bits, and `rows` is the whole prompt."""
-    plan = plan_for("compactor-rdkv", budget=Budget(tokens=budget), overrides={"rebudget_tokens": 0})
+    plan = plan_for(method, budget=Budget(tokens=budget), overrides={"rebudget_tokens": 0})
     resolved = resolve_plan(plan, num_prompt_tokens=num_tokens, max_new_tokens=5, num_layers=2, head_dim=8)
     inputs = replace(make_inputs(num_tokens, num_tokens, 8, seed=budget), unrotate=lambda keys: keys.float())
     (fmt, _) = formats_for(resolved, inputs)
     assert isinstance(fmt, Rdkv)
     assert plan.scorer is not None
     scores = make_scorer(plan.scorer, rows=fmt.rows)(inputs)
+    queries, size = inputs.queries[:, :, -fmt.settings.window :], fmt.settings.kernel_size
+    attention = token_weights(queries, inputs.keys, scaling=inputs.scaling, kernel_size=size)
     allocated = allocate(
-        score_weights(scores),
-        channel_weights(inputs.queries[:, :, -fmt.settings.window :], inputs.keys),
+        score_weights(scores) if method == "compactor-rdkv" else joint_weights(attention, scores),
+        channel_weights(queries, inputs.keys),
         budget_tokens=budget,
         table=fmt.settings.table,
     )
@@ -330,4 +338,22 @@ def test_compactors_scores_weigh_the_tokens(num_tokens: int, budget: int) -> Non
 def test_other_scorers_are_refused() -> None:
     plan = dataclasses.replace(plan_for("rdkv", budget=Budget(tokens=9)), scorer=RANDOM)
     with pytest.raises(InvalidRequest, match="does not go with scorer 'random'; it takes 'compactor'"):
+        resolve_plan(plan, num_prompt_tokens=90, max_new_tokens=5, num_layers=2, head_dim=8)
+
+
+@pytest.mark.parametrize(
+    ("method", "weights", "allowed"),
+    [
+        ("rdkv", "scores", "must be 'attention', as method 'rdkv' has no scorer"),
+        ("rdkv", "both", "must be 'attention', as method 'rdkv' has no scorer"),
+        (
+            "rdkv-union",
+            "attention",
+            "must be 'scores' or 'both', as method 'rdkv-union' has scorer 'compactor'",
+        ),
+    ],
+)
+def test_weights_of_tokens_go_with_the_scorer(method: str, weights: str, allowed: str) -> None:
+    plan = plan_for(method, budget=Budget(tokens=9), overrides={"token_weights": weights})
+    with pytest.raises(InvalidRequest, match=f"token_weights of format 'rdkv' is '{weights}'; it {allowed}"):
         resolve_plan(plan, num_prompt_tokens=90, max_new_tokens=5, num_layers=2, head_dim=8)

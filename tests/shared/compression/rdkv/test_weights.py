@@ -4,8 +4,15 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvferry.shared.compression.rdkv.weights import channel_weights, score_weights, token_weights
+from kvferry.shared.compression.rdkv.weights import (
+    channel_weights,
+    joint_weights,
+    score_weights,
+    token_weights,
+)
 
 
 def make(num_tokens, window, *, group_size=1, seed=0):
@@ -96,3 +103,28 @@ def test_weights_of_scores_grow_with_them_and_protected_tokens_weigh_as_much_as_
 
 def test_one_protected_token_has_a_weight():
     assert torch.equal(score_weights(torch.tensor([[math.inf]])), torch.ones(1, 1))
+
+
+SMALL = st.integers(0, 6).map(float)
+
+
+@given(st.lists(st.tuples(SMALL, SMALL | st.just(math.inf)), min_size=1, max_size=40))
+def test_a_joint_weight_is_the_larger_of_ones_own_and_the_one_of_the_scores_rank(head):
+    attention, scores = torch.tensor(head).T[:, None].contiguous()
+    descending = sorted((weight for weight, _ in head), reverse=True)
+    # of equal scores the first token ranks higher
+    ranking = sorted(range(len(head)), key=lambda t: (-head[t][1], t))
+    expected = [max(head[t][0], descending[ranking.index(t)]) for t in range(len(head))]
+    assert joint_weights(attention, scores)[0].tolist() == expected
+
+
+def test_heads_rank_for_themselves():
+    attention = torch.tensor([[5.0, 1.0, 2.0, 0.0], [0.5, 0.0, 0.0, 0.25]])
+    scores = torch.tensor([[-1.0, 0.0, 3.0, math.inf], [0.0, -2.0, 7.0, -3.0]])
+    expected = [[5.0, 1.0, 2.0, 5.0], [0.5, 0.0, 0.5, 0.25]]
+    assert joint_weights(attention, scores).tolist() == expected
+
+
+def test_joint_weights_of_attention_that_is_not_finite_are_not_finite():
+    attention = torch.tensor([[1.0, math.nan, 2.0]])
+    assert joint_weights(attention, torch.zeros(1, 3)).isnan().any()
