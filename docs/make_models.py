@@ -5,6 +5,7 @@ python docs/make_models.py docs/models.md
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import textwrap
@@ -37,6 +38,14 @@ _ACTIVATIONS = textwrap.fill("; ".join(ACTIVATIONS), 106, subsequent_indent="  "
 _OTHERS = ", ".join(
     f"`{its}`" for its in LIBRARIES if its not in ("compressed-tensors", "torchao", "bitsandbytes")
 )
+
+_LOADS = json.loads(
+    (Path(__file__).parents[1] / "benchmarks/results/quantised-load/cpu.json").read_text(encoding="utf-8")
+)["kinds"]
+_MEMORY = "\n".join(
+    f"| {kind} | {its['stored'] / 2**20:.0f} | {its['peak'] / 2**20:.0f} |" for kind, its in _LOADS.items()
+)
+_WHOLE = f"{next(iter(_LOADS.values()))['full_precision'] / 2**20:.0f}"
 
 INTRODUCTION = f"""# Models
 
@@ -113,6 +122,16 @@ full precision on a CPU and on older GPUs; there they are refused.
 - A latent layer's `kv_b_proj` is expanded once, when the model is loaded, because decode attends to the rows
   by it (as in vLLM). Its activations are not quantised.
 - Scales for a quantised KV cache (`kv_cache_scheme`) are not used: a request's method says how KV is stored.
+
+What a process held at most while it loaded a model of {_WHOLE} MiB in float32, beyond what it held before
+(`benchmarks/quantised_load.py`, on a CPU). Mapped pages of the checkpoint count, and what the first pass
+expands, a module at a time; a copy in full precision would take {_WHOLE} MiB beside the checkpoint:
+
+| weights | checkpoint, MiB | peak, MiB |
+|---|---|---|
+{_MEMORY}
+
+`tests/shared/model/test_quantised_memory.py` holds one kind of each library to a bound.
 
 ## Several ranks
 

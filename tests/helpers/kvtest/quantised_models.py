@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from kvferry.shared.model.checkpoint import quiet_libraries
-from kvtest.tiny_models import make_config, save_model
+from kvtest.tiny_models import copy_tokenizer, make_config, save_model
 from kvtest.transformers_model import prompt_of
 
 DTYPE = torch.float32
@@ -110,9 +110,9 @@ WEIGHT_ONLY = tuple(kind for kind in (*_CONFIGS, *_SCHEMES) if kind not in ACTIV
 def save_quantised(kind: str, folder: Path, config: Any = None) -> Path:
     """Write a random model with the demo tokenizer and weights of this kind; returns the folder."""
     config = config or make_config("llama", hidden_size=128, intermediate_size=256)
-    save_model(config, folder, dtype=DTYPE)
     with tempfile.TemporaryDirectory() as whole, quiet_libraries():
         save_model(config, Path(whole), dtype=DTYPE)
+        copy_tokenizer(folder)
         if kind in _CONFIGS:
             settings = _CONFIGS[kind]()
             AutoModelForCausalLM.from_pretrained(

@@ -82,9 +82,15 @@ def save_model(config: Any, folder: Path, *, dtype: torch.dtype = torch.float32)
                 torch.nn.init.normal_(its)
     with quiet_libraries():
         model.save_pretrained(folder)
+    copy_tokenizer(folder)
+    return folder
+
+
+def copy_tokenizer(folder: Path) -> None:
+    """Put the demo model's tokenizer into a folder, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(DEMO_MODEL / name, folder / name)
-    return folder
 
 
 def make_model(family: str, folder: Path) -> Path:
