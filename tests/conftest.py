@@ -14,6 +14,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import pytest
 import torch
 from hypothesis import settings
+from kvtest import fast_interpreter
 from kvtest.redis_server import RedisServer
 from kvtest.tiny_models import make_model
 
@@ -24,6 +25,7 @@ from kvferry.models import DEMO_MODEL
 settings.register_profile("repeatable", derandomize=True)
 settings.register_profile("search", print_blob=True)
 settings.load_profile("repeatable")
+fast_interpreter.install()
 
 
 @pytest.fixture(autouse=True)

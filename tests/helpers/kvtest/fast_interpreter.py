@@ -1,0 +1,101 @@
+"""Makes Triton's interpreter faster: what it works out anew for every launch and value is kept.
+
+It computes the same. Without this most of the time of tests that interpret kernels goes into looking for the
+functions of `triton.language` that are to be replaced, which it does at every launch and at every call of a
+function within a kernel, and into describing the shapes of tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+
+def install() -> None:
+    """Replace parts of Triton's interpreter in this process, once; nothing if there is no Triton."""
+    try:
+        from triton.language import core
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    if interpreter._patch_builtin.__module__ == __name__:
+        return
+    _keep_builtins(core, interpreter)
+    _keep_numpy_dtypes(core, interpreter)
+    _keep_shapes(core)
+
+
+def _keep_builtins(core: Any, interpreter: Any) -> None:
+    """Search each module or class for builtins once."""
+    found: dict[Any, list[tuple[str, Any, Any]]] = {}
+
+    def replacement(member: Any, builder: Any) -> Any:
+        semantic = interpreter.TritonSemantic(builder)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return member(*args, **kwargs)
+
+        return call
+
+    def patch(package: Any, builder: Any, scope: Any) -> None:
+        if package not in found:
+            found[package] = [
+                (name, member, replacement(member, builder))
+                for name, member in inspect.getmembers(package)
+                if core.is_builtin(member)
+            ]
+        for name, member, new in found[package]:
+            # a function within a kernel finds them replaced
+            if getattr(package, name) is member:
+                scope.set_attr(package, name, new)
+
+    interpreter._patch_builtin = patch
+
+
+def _keep_numpy_dtypes(core: Any, interpreter: Any) -> None:
+    """Make the table of dtypes once."""
+    plain, found = interpreter._get_np_dtype, {}
+
+    def numpy_dtype(its: Any) -> Any:
+        if isinstance(its, core.block_type):
+            its = its.element_ty
+        if isinstance(its, core.pointer_type):
+            return plain(its)
+        if its not in found:
+            found[its] = plain(its)
+        return found[its]
+
+    interpreter._get_np_dtype = numpy_dtype
+
+
+def _keep_shapes(core: Any) -> None:
+    """Describe each shape once, and name types of blocks only when someone asks."""
+    plain = core.block_type.__init__
+    of_types: dict[tuple[int, ...], tuple[Any, int]] = {}
+    of_tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def make_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = tuple(core._unwrap_shape(shape)) if isinstance(shape, list | core.tuple) else None
+        if key not in of_types:
+            plain(self, element_ty, shape)
+            of_types[key] = self.shape, self.numel
+        self.element_ty = element_ty
+        self.shape, self.numel = of_types[key]
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        shape = tuple(type.shape) if type.is_block() else ()
+        if shape not in of_tensors:
+            of_tensors[shape] = (
+                core.tuple([core.constexpr(its) for its in shape]),
+                core.constexpr(math.prod(shape)),
+            )
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_tensors[shape]
+
+    core.block_type.name = property(
+        lambda self: f"<{self.shape}, {self.element_ty}>", lambda self, name: None
+    )
+    core.block_type.__init__ = make_type
+    core.tensor.__init__ = make_tensor
