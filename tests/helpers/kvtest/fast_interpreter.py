@@ -75,27 +75,28 @@ def _keep_shapes(core: Any) -> None:
     plain = core.block_type.__init__
     of_types: dict[tuple[int, ...], tuple[Any, int]] = {}
     of_tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    kept: dict[int, tuple[Any, int]] = {}
+    """By the id of a shape that is in the first; it stays there, so no other object gets its id."""
 
     def make_type(self: Any, element_ty: Any, shape: Any) -> None:
-        key = tuple(core._unwrap_shape(shape)) if isinstance(shape, list | core.tuple) else None
+        self.element_ty = element_ty
+        if id(shape) in kept:
+            self.shape, self.numel = kept[id(shape)]
+            return
+        key = tuple([core._unwrap_if_constexpr(its) for its in shape])
         if key not in of_types:
             plain(self, element_ty, shape)
-            of_types[key] = self.shape, self.numel
-        self.element_ty = element_ty
+            of_types[key] = kept[id(self.shape)] = self.shape, self.numel
         self.shape, self.numel = of_types[key]
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
         shape = tuple(type.shape) if type.is_block() else ()
         if shape not in of_tensors:
-            of_tensors[shape] = (
-                core.tuple([core.constexpr(its) for its in shape]),
-                core.constexpr(math.prod(shape)),
-            )
+            sizes = [core.constexpr(its) for its in shape]
+            of_tensors[shape] = core.tuple(sizes), core.constexpr(math.prod(shape))
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = of_tensors[shape]
 
-    core.block_type.name = property(
-        lambda self: f"<{self.shape}, {self.element_ty}>", lambda self, name: None
-    )
+    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>", lambda *_: None)
     core.block_type.__init__ = make_type
     core.tensor.__init__ = make_tensor

@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton.runtime import interpreter
 
-_OWN_FILES = (str(Path(triton.__file__).parent), __file__)
+from kvtest import fast_interpreter
+
+_OWN_FILES = (str(Path(triton.__file__).parent), __file__, fast_interpreter.__file__)
 Addresses = NDArray[np.uint64]
 
 
