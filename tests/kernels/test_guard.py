@@ -55,7 +55,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(("seed", "dtype"), enumerate(dispatch.DTYPES, 1), ids=str)
+@pytest.mark.parametrize(("seed", "dtype"), [*enumerate(dispatch.DTYPES, 1)], ids=str)
 def test_every_kernel_keeps_to_its_memory_in_any_order(seed: int, dtype: torch.dtype) -> None:
     """`guarded` fails the test for an access out of bounds or misaligned, or two writes of one byte."""
     with guarded(seed=seed) as guard:
