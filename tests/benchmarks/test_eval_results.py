@@ -87,6 +87,14 @@ def mean(found: dict[tuple[str, str, str], float], method: str, budget: str) -> 
     return sum(found[method, budget, task] for task in TASKS) / len(TASKS)
 
 
+@pytest.mark.parametrize("budget", ["10%", "5%", "2.5%"])
+def test_both_weights_follow_the_lines_of_a_listing_that_the_question_does_not_name(budget: str) -> None:
+    found = accuracies("union", "aware")
+    assert found["rdkv-union", budget, "code_listing"] >= found["full", _FULL, "code_listing"] - 2
+    assert found["rdkv-union", budget, "code_listing"] >= found["rdkv", budget, "code_listing"] + 15
+    assert mean(found, "rdkv-union", budget) >= mean(found, "full", _FULL) - 2
+
+
 @pytest.mark.parametrize(
     ("folder", "setting", "method", "budget", "points"),
     [
