@@ -107,8 +107,9 @@ and decode must load the same checkpoint; its method of quantisation changes not
 
 `tests/services/test_quantised.py` makes tiny checkpoints with the first three libraries and compares greedy
 tokens of method `full` with the library's own `generate`, and other methods with their one-process runs:
-{_KINDS}. The others have not been tested. transformers would expand `fp8` and `mxfp4` checkpoints to
-full precision on a CPU and on older GPUs; there they are refused.
+{_KINDS}. `tests/shared/model/test_gptq.py` compares tokens of `gptq` and `awq` checkpoints of 4 bits on a
+CPU, where gptqmodel is installed, which needs torch 2.14. The others have not been tested. transformers would
+expand `fp8` and `mxfp4` checkpoints to full precision on a CPU and on older GPUs; there they are refused.
 
 - Linear modules of `compressed-tensors` expand their weight when they run, one at a time; transformers by
   itself expands all of them in the first pass. This costs time in every decode step.

@@ -55,7 +55,7 @@ LIBRARIES: Mapping[str, _Library] = {
     "spqr": _Library(("spqr_quant", "accelerate"), "'spqr_quant[gpu]' accelerate"),
     "vptq": _Library(("vptq", "accelerate"), "vptq accelerate"),
 }
-"""By `quant_method`. Tests check the first three against `generate`."""
+"""By `quant_method`. Tests check the first five against `generate`, of which two need gptqmodel."""
 
 
 @dataclass(frozen=True, kw_only=True)
