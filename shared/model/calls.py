@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 _SPACE = " \t\r\n"
+_OF_NUMBERS = "0123456789.eE+-"
 _SCAN = json.JSONDecoder(strict=False).raw_decode
 
 
@@ -170,5 +171,6 @@ class CallReader:
             value, end = _SCAN(self._text, at)
         except ValueError:
             return None, None
-        is_open = isinstance(value, int | float) and end == len(self._text)  # a digit may follow
+        # of a number that goes on, say 1.5e+16, what has come is its end or no number: 1.5e
+        is_open = isinstance(value, int | float) and not self._text[end:].strip(_OF_NUMBERS)
         return value, None if is_open else end

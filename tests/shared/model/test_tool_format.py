@@ -117,6 +117,12 @@ def test_arguments_come_as_they_are_written(calls, indent, cuts):
     assert reader.rest.strip("] \n") == ""
 
 
+def test_a_number_before_the_arguments_may_come_in_any_pieces():
+    reader = CallReader(CallForm(name_key="name", arguments_key="arguments", is_list=False))
+    text = '{"x": -1.5e+16, "y": 20, "name": "f", "arguments": {}}'
+    assert [piece.name for letter in text for piece in reader.feed(letter) if piece.name] == ["f"]
+
+
 def test_each_text_of_the_arguments_is_delivered_with_its_token():
     reader = CallReader(CallForm(name_key="name", arguments_key="arguments", is_list=False))
     assert reader.feed('{"name": "f", "arguments": {"a') == [
