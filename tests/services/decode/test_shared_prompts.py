@@ -92,7 +92,8 @@ async def test_a_sibling_outlives_the_first_and_a_cancelled_one_harms_nobody(har
 
 
 async def test_a_sibling_without_room_is_refused_and_leaves_nothing(harness, request_of, ticket_of):
-    made = await harness(arena_bytes=1 << 15, admission_wait_s=0.05)
+    # far shorter than the first answer takes, whose end makes room
+    made = await harness(arena_bytes=1 << 15, admission_wait_s=0.001)
     request = request_of(range(5, 45), max_tokens=60)
     first = leading(request, 3)
     async with arrived(made, first, ticket_of) as stream:
